@@ -1,4 +1,4 @@
-"""What a build's stages hand on to each other through the work directory: the run's record, tensors, activations."""
+"""The contents of the work directory that later stages read: the run's record, tensors, activations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import InputError, TargetError
-from moepack.pack.safetensors_file import make_header, read_header
+from moepack.pack.safetensors_file import DTYPES, make_header, read_header
 from moepack.pack.writer import sync
 
 from .recipe import Recipe, parse_recipe
@@ -22,30 +22,25 @@ if TYPE_CHECKING:
 
 
 MOMENTS = "moments.safetensors"
-DIGESTS = "digests.json"  # what is known of the checkpoint's files
-RECIPE = "recipe.yaml"  # in a stage's folder: what it quantises by
-SHARD = 4 << 30  # bytes of dense tensors in one file, at the most
-_WRITTEN = 1 << 24  # bytes that are written at once: of what is mapped from a file, no more is in memory
-_NAMES = {
-    "torch.bool": "BOOL", "torch.uint8": "U8", "torch.int8": "I8", "torch.int16": "I16", "torch.uint16": "U16",
-    "torch.int32": "I32", "torch.uint32": "U32", "torch.int64": "I64", "torch.uint64": "U64",
-    "torch.float16": "F16", "torch.bfloat16": "BF16", "torch.float32": "F32", "torch.float64": "F64",
-    "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2", "torch.float8_e8m0fnu": "F8_E8M0",
-}  # fmt: skip
+DIGESTS = "digests.json"  # of the checkpoint's files
+RECIPE = "recipe.yaml"  # in a stage's folder: the recipe that it quantises by
+SHARD = 4 << 30  # the most bytes of dense tensors in one file
+_WRITTEN = 1 << 24  # bytes written at once, the most that a mapped file takes in memory
+_NAMES = {f"torch.{in_torch}": name for name, (_, in_torch, _) in DTYPES.items()}
 
 
 def run_record(directory: WorkDirectory) -> dict[str, Any]:
-    """What the first stage noted of the run; InputError where it has not run."""
+    """Read the first stage's record of the run; InputError where it has not run."""
     try:
         record = dict(json.loads((directory.path / "run.json").read_text()))
         directory.settings()["calibrate"], record["recipe"], record["expert_layers"]
     except (OSError, ValueError, KeyError, TypeError):
         raise InputError(f"{directory.path}: is not calibrated yet: run moepack calibrate first") from None
-    return {"dense": []} | record  # which an older one has not
+    return {"dense": []} | record  # an older record has no "dense"
 
 
 def digested(directory: WorkDirectory) -> dict[str, Any]:
-    """What is known of the checkpoint's files."""
+    """Read the digests of the checkpoint's files; empty without any."""
     try:
         known = json.loads((directory.path / DIGESTS).read_text())
     except (OSError, ValueError):
@@ -54,7 +49,7 @@ def digested(directory: WorkDirectory) -> dict[str, Any]:
 
 
 def quantised_recipe(directory: WorkDirectory) -> Recipe:
-    """The recipe that experts were quantised by last, which may be another than they were calibrated with."""
+    """The recipe of the last quantize stage, which may differ from the calibration's."""
     path = directory.path / "quantize" / RECIPE
     if path.is_file():
         return parse_recipe(path.read_text(), str(path))
@@ -62,7 +57,7 @@ def quantised_recipe(directory: WorkDirectory) -> Recipe:
 
 
 def save(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write tensors so that the file is whole or absent."""
+    """Write tensors to a file that is whole or absent."""
     import torch
 
     from moepack.calibrate.held import release
@@ -87,18 +82,18 @@ def save(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] 
 
 
 def load_hidden(path: Path) -> Iterator[torch.Tensor]:
-    """The live activations that `save` wrote, one tensor a batch, each read when it is asked for."""
+    """Yield the activations that `save` wrote, one tensor a batch, each read on demand."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as f:
         names = sorted(f.keys())
-    for name in names:  # opened anew for each: what was read of a file stays in memory while it is open
+    for name in names:  # reopened for each: an open file keeps in memory what was read
         with safe_open(path, framework="pt") as f:
             yield f.get_tensor(name)
 
 
 def load_observation(work: WorkDirectory, layer: int) -> Observation:
-    """What a layer's experts saw, as the calibrate stage kept it."""
+    """Load the observation of a layer's experts that the calibrate stage kept."""
     from safetensors import safe_open
 
     from moepack.calibrate.forward import Observation
@@ -106,7 +101,7 @@ def load_observation(work: WorkDirectory, layer: int) -> Observation:
 
     path = work.piece("calibrate", layer, "observation.safetensors")
     if not path.exists():
-        raise not_calibrated(work, layer)
+        raise unfinished(work, "calibrate", layer)
     with safe_open(path, framework="pt") as f:
         length = int(f.metadata()["length"])
         experts, gates = f.get_tensor("experts"), f.get_tensor("gates")
@@ -115,21 +110,31 @@ def load_observation(work: WorkDirectory, layer: int) -> Observation:
     return Observation(mapped(path, entry.begin, entry.shape, dtype), experts, gates, length)
 
 
-def not_calibrated(work: WorkDirectory, layer: int) -> InputError:
-    """What to say where calibrating did not come to a layer."""
-    return InputError(f"{work.path}: layer {layer} is not calibrated: run moepack calibrate to its end")
+def finished(work: WorkDirectory, stage: str, part: int | None) -> dict[str, Any]:
+    """The note of a finished piece; InputError where the stage did not finish it."""
+    note = work.done(stage, part)
+    if note is None:
+        raise unfinished(work, stage, part)
+    return note
+
+
+def unfinished(work: WorkDirectory, stage: str, part: int | None) -> InputError:
+    """The error for a piece that a stage did not finish."""
+    done, command = ("calibrated", "calibrate") if stage == "calibrate" else ("quantised", "quantize")
+    where = "the part outside the layers" if part is None else f"layer {part}"
+    return InputError(f"{work.path}: {where} is not {done}: run moepack {command} to its end")
 
 
 def no_moments(work: WorkDirectory) -> InputError:
-    """What to say where what dense matrices read is not there."""
+    """The error for missing moments of dense matrices."""
     return InputError(
-        f"{work.path}: was calibrated without dense, or what those matrices read was not kept: build with --keep, or "
-        "run moepack calibrate, with dense: in the recipe and in another --work"
+        f"{work.path}: was calibrated without dense, or without keeping the moments of its matrices: build with "
+        "--keep, or run moepack calibrate, with dense: in the recipe and in another --work"
     )
 
 
 def load_moments(work: WorkDirectory, part: int | None) -> DenseMoments:
-    """What a part's dense matrices read, as the calibrate stage kept it."""
+    """Load the moments of a part's dense matrices that the calibrate stage kept."""
     from safetensors import safe_open
 
     from moepack.calibrate import dense

@@ -1,11 +1,11 @@
-"""The last stage: finished parts to a bundle. Copies and links; computes only digests and the allocation."""
+"""The last stage: make a bundle of finished parts. Copies and links; computes only digests and the allocation."""
 
 from __future__ import annotations
 
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,7 @@ from moepack.pack.errors import InputError
 from moepack.pack.layer_file import Layer
 from moepack.pack.manifest import Allocation, ExpertFileEntry, Manifest
 from moepack.pack.safetensors_file import merge, read_header
-from moepack.pack.spec import (
-    HINT,
-    DenseMatrix,
-    ExpertLayer,
-    Matrix,
-    Version,
-    dense_file,
-    dense_layers,
-    expert_file,
-)
+from moepack.pack.spec import HINT, DenseMatrix, ExpertLayer, Matrix, Version, dense_file, dense_layers, expert_file
 from moepack.pack.tables import FEW_TOKENS, TABLES, CalibrationTables, read_tables, write_tables
 from moepack.pack.tables import metadata as metadata_of
 from moepack.pack.writer import BundleWriter
@@ -31,10 +22,10 @@ from moepack.progress import Reporter
 from moepack.quantize import methods
 
 from .allocate import DenseCosts, LayerCosts, allocate
-from .artifacts import SHARD, quantised_recipe, run_record, save
+from .artifacts import SHARD, finished, quantised_recipe, run_record, save
 from .model_card import carried, hub_commit, hub_id, model_card
 from .recipe import Allocate, Recipe
-from .tasks.layer import LOSSES, file_name, join_losses, read_note
+from .tasks.layer import LOSSES, file_name, join_losses
 from .work import WorkDirectory
 
 LOSSES_OF_EXPERTS = "losses.safetensors"
@@ -76,21 +67,21 @@ def assemble(
     chosen: Chosen | None = None,
     keep: Sequence[str] | None = None,
 ) -> BuildReport:
-    """Make the bundle at `target` of a finished work directory: of `chosen`, or of the quantize stage.
+    """Make the bundle at `target` from a finished work directory, of `chosen` or else of the quantize stage.
 
-    A bundle that is replaced keeps the files `keep`.
+    `keep` names files that stay from the replaced bundle.
     """
     record, quantised = run_record(work), quantised_settings(work)
     if chosen is None:
         made, dense_made = ([Version.read(v) for v in quantised.get(k) or ()] for k in ("versions", "dense"))
-        chosen = Chosen(dict.fromkeys(made, "quantize"), quantised_recipe(work), dict.fromkeys(dense_made, "quantize"))
-        how = quantised["allocation"]
-    else:
-        how = None if chosen.recipe.allocation is None else asdict(chosen.recipe.allocation)
-    versions, dense_versions = tuple(chosen.stages), tuple(chosen.dense)
+        how = quantised["allocation"] and Allocate(**quantised["allocation"])
+        recipe = replace(quantised_recipe(work), allocation=how)
+        chosen = Chosen(dict.fromkeys(made, "quantize"), recipe, dict.fromkeys(dense_made, "quantize"))
     layers = expert_layers(record)
-    entries = _entries(work, record, layers, chosen.stages)
-    parts = _dense_parts(work, record["dense"], chosen.dense) if dense_versions else []
+    for part in (None, *range(record["decoder_layers"])):
+        finished(work, "calibrate", part)
+    notes = {(v, x.index): finished(work, stage, x.index) for v, stage in chosen.stages.items() for x in layers}
+    parts = _dense_parts(work, record["dense"], chosen.dense) if chosen.dense else []
     dense = tuple(m for _, matrices, _ in parts for m in matrices)
     reporter.stage("pack", len(layers) + 2)
     with BundleWriter(target, keep) as writer:
@@ -106,55 +97,41 @@ def assemble(
             reporter.step(f"layer {layer.index}")
             for version, stage in chosen.stages.items():
                 source = work.piece(stage, layer.index, f"{version.name}.safetensors")
-                writer.adopt(expert_file(version.name, layer.index), source, entries[layer.index][version.name])
+                entry = ExpertFileEntry(**notes[version, layer.index]["entries"][version.name])
+                writer.adopt(expert_file(version.name, layer.index), source, entry)
         _config(Path(record["checkpoint"]), writer)
-        allocation = None if how is None else _allocation(work, layers, chosen, tables, Allocate(**how), dense)
         manifest = Manifest(
             {**record["model"], "decoder_layers": record["decoder_layers"]},
             layers,
-            versions,
+            tuple(chosen.stages),
             {},
             {},
             _provenance(work, record, chosen.recipe, quantised, tables),
-            allocation,
+            _allocation(work, layers, chosen, tables, dense),
             dense=dense,
-            dense_versions=dense_versions if dense else (),
+            dense_versions=tuple(chosen.dense) if dense else (),
         )
-        card = model_card(writer.with_files(manifest), tables, [v.name for v in versions])
-        writer.path("README.md").write_text(card, encoding="utf-8")  # not in the manifest: it is edited on its page
+        card = model_card(writer.with_files(manifest), tables, [v.name for v in chosen.stages])
+        writer.path("README.md").write_text(card, encoding="utf-8")  # not in the manifest: people edit it
         reporter.step("manifest")
         writer.finish(manifest)
-    dense_names = tuple(v.name for v in manifest.dense_versions)
-    return BuildReport(target, record["samples"] * record["length"], made_by(tables), record["unused"], dense_names)
+    return report(target, record, made_by(tables), manifest.dense_versions)
+
+
+def report(
+    target: Path, record: Mapping[str, Any], methods: dict[str, dict[str, int]], dense: Sequence[Version]
+) -> BuildReport:
+    """The report of a bundle at `target`, from its run's record."""
+    tokens = record["samples"] * record["length"]
+    return BuildReport(target, tokens, methods, record["unused"], tuple(v.name for v in dense))
 
 
 def expert_layers(record: Mapping[str, Any]) -> tuple[ExpertLayer, ...]:
-    """The layers that have experts, of a run's record."""
+    """The layers with experts, from a run's record."""
     return tuple(
         ExpertLayer(x["index"], x["module"], x["experts"], tuple(Matrix(**m) for m in x["matrices"]))
         for x in record["expert_layers"]
     )
-
-
-def _entries(
-    work: WorkDirectory,
-    record: Mapping[str, Any],
-    layers: Sequence[ExpertLayer],
-    stages: Mapping[Version, str],
-) -> dict[int, dict[str, ExpertFileEntry]]:
-    for i in (None, *range(record["decoder_layers"])):
-        if work.done("calibrate", i) is None:
-            where = "the part outside the layers" if i is None else f"layer {i}"
-            raise InputError(f"{work.path}: {where} is not calibrated: run moepack calibrate to its end")
-    out: dict[int, dict[str, ExpertFileEntry]] = {}
-    for layer in layers:
-        out[layer.index] = {}
-        for version, stage in stages.items():
-            note = work.done(stage, layer.index)
-            if note is None:
-                raise InputError(f"{work.path}: layer {layer.index} is not quantised: run moepack quantize to its end")
-            out[layer.index][version.name] = ExpertFileEntry(**note["entries"][version.name])
-    return out
 
 
 _DenseFiles = tuple[int | None, tuple[DenseMatrix, ...], dict[str, ExpertFileEntry]]
@@ -164,32 +141,24 @@ def _dense_parts(work: WorkDirectory, wanted: Sequence[int | None], stages: Mapp
     """The dense matrices of these parts, with their files' entries."""
     out: list[_DenseFiles] = []
     for part in wanted:
-        entries: dict[str, ExpertFileEntry] = {}
-        for version, stage in stages.items():
-            note = work.done(stage, part)
-            if note is None:
-                where = "what is outside the layers" if part is None else f"layer {part}"
-                raise InputError(f"{work.path}: {where} is not quantised: run moepack quantize to its end")
-            if "dense" in note:
-                entries[version.name] = ExpertFileEntry(**note["dense"]["entries"][version.name])
-                matrices = read_note(note["dense"])  # of every stage the same: those that calibration called
-        if entries:
-            out.append((part, matrices, entries))
+        notes = {v.name: finished(work, stage, part) for v, stage in stages.items()}
+        dense = {name: note["dense"] for name, note in notes.items() if "dense" in note}
+        if dense:
+            matrices = next(iter(dense.values()))["matrices"]  # those that calibration called, in every stage
+            found = (DenseMatrix(m["layer"], m["module"], Matrix(**m["matrix"])) for m in matrices)
+            entries = {name: ExpertFileEntry(**note["entries"][name]) for name, note in dense.items()}
+            out.append((part, tuple(found), entries))
     return out
 
 
 def _dense(
-    work: WorkDirectory,
-    writer: BundleWriter,
-    decoder_layers: int,
-    first: ExpertLayer,
-    elsewhere: Sequence[DenseMatrix],
+    work: WorkDirectory, writer: BundleWriter, decoder_layers: int, first: ExpertLayer, elsewhere: Sequence[DenseMatrix]
 ) -> None:
     """Write the dense tensors without the matrices `elsewhere`, in files of at most SHARD bytes, and the tripwire.
 
-    The tripwire is a tensor of the wrong shape under the name of an expert parameter: a process without moepack, which
-    would otherwise fill the experts with random numbers, fails on it, with a report of names it does not know. A second
-    tensor's name says there what to do. The runtime skips both by name.
+    The tripwire is a tensor of the wrong shape under the name of an expert parameter. A process without moepack would
+    fill the experts with random numbers; the tripwire makes it fail, with a report of unknown names. A second tensor's
+    name says there what to do. The runtime skips both by name.
     """
     import torch
     from safetensors.torch import save_file
@@ -209,18 +178,15 @@ def _dense(
             held = 0
         groups[-1].append(part)
         held += size
-    if len(groups) == 1:
-        merge([(p, "") for p in groups[0]], writer.path("model.safetensors"), {"format": "pt"}, leave_out)
-        writer.add("model.safetensors")
-    else:
-        places: dict[str, str] = {}
-        total = 0
-        for i, group in enumerate(groups):
-            name = f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
-            tensors = merge([(p, "") for p in group], writer.path(name), {"format": "pt"}, leave_out)
-            places.update(dict.fromkeys(tensors, name))
-            total += sum(t.end - t.begin for t in tensors.values())
-            writer.add(name)
+    places: dict[str, str] = {}
+    total = 0
+    for i, group in enumerate(groups):
+        name = f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
+        tensors = merge([(p, "") for p in group], writer.path(name), {"format": "pt"}, leave_out)
+        places |= dict.fromkeys(tensors, name)
+        total += sum(t.end - t.begin for t in tensors.values())
+        writer.add(name)
+    if len(groups) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         writer.path("model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
         writer.add("model.safetensors.index.json")
@@ -242,11 +208,8 @@ def _tables(
     write_tables(
         writer.path(TABLES),
         {
-            i: (
-                work.piece("calibrate", i, "statistics.safetensors"),
-                _losses(work, i, chosen.stages),
-            )
-            for i in (layer.index for layer in layers)
+            x.index: (work.piece("calibrate", x.index, "statistics.safetensors"), _losses(work, x.index, chosen.stages))
+            for x in layers
         },
         (joined, [v.name for v in chosen.dense]) if parts else None,
     )
@@ -289,7 +252,7 @@ def _config(checkpoint: Path, writer: BundleWriter) -> None:
 
 
 def made_by(tables: CalibrationTables) -> dict[str, dict[str, int]]:
-    """Version -> method -> experts made by it, of the versions that some method made."""
+    """Version -> method -> experts made by it; without versions that no method made."""
     counts = {v: {m: n for m, n in tables.made_by(v).items() if m != tables.methods[0]} for v in tables.versions}
     return {v: dict(sorted(c.items())) for v, c in counts.items() if c}
 
@@ -299,11 +262,12 @@ def _allocation(
     layers: Sequence[ExpertLayer],
     chosen: Chosen,
     tables: CalibrationTables,
-    how: Allocate,
     matrices: tuple[DenseMatrix, ...],
-) -> Allocation:
+) -> Allocation | None:
     """The map that the recipe asks for."""
-    stages, costs = chosen.stages, []
+    how, stages, costs = chosen.recipe.allocation, chosen.stages, []
+    if how is None:
+        return None
     versions = tuple(stages)
     columns = tables.columns([v.name for v in versions])
     for layer, table in zip(layers, tables.layers, strict=True):
@@ -349,7 +313,7 @@ def _provenance(
         "checkpoint": checkpoint,
         "calibration": {
             "sources": record["sources"],
-            "windows": record.get("windows"),  # of an older work directory not known
+            "windows": record.get("windows"),  # unknown in an older work directory
             "samples": record["samples"],
             "length": record["length"],
             "tokens_sha256": record["digest"],

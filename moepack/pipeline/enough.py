@@ -1,8 +1,8 @@
-"""How many calibration windows bring every expert its tokens, and which experts stay short of them.
+"""How many calibration windows bring every expert its tokens, and which experts have too few.
 
 A layer's routing follows from all layers below it, and a build quantises a layer before it knows the next one's. So one
-pass through the model first counts the tokens of every window and expert. It reads the checkpoint once more and
-computes what calibrating `most` windows would.
+pass first counts the tokens of every window and expert. It reads the checkpoint once more, and computes as much as a
+calibration with `most` windows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from moepack.calibrate.text.windows import Windows
 
     from .bound import MemoryPlan
-from .recipe import Calibration
+    from .recipe import Calibration
 
 _FILE = "windows.json"
 
@@ -42,19 +42,10 @@ def enough_windows(
     plan: MemoryPlan,
     reporter: Reporter,
 ) -> Windows:
-    """The fewest windows, at least `how.samples`, that bring every expert `how.until` tokens; else all of them.
+    """The fewest windows, at least `how.samples`, that bring every expert `how.until` tokens; all if none suffice.
 
-    Windows are added in the order in which they were taken, so that the mixture stays. The count stays in the work
-    directory, so that a resumed build takes the same windows.
-
-    Args:
-        directory: the work directory.
-        stream: the model.
-        windows: the candidates.
-        how: the recipe's.
-        identity: the checkpoint's digests.
-        plan: the memory plan.
-        reporter: of progress.
+    Windows are added in the order in which they were taken, so that the mixture stays. The work directory keeps the
+    count, so that a resumed build takes the same windows. `identity`: the checkpoint's digests.
     """
     if not how.until or len(windows.ids) <= how.samples:
         return windows
@@ -85,7 +76,7 @@ def _count(
     plan: MemoryPlan,
     reporter: Reporter,
 ) -> tuple[int, int]:
-    """How many windows to take, and how many experts stay short of tokens with all of them."""
+    """The number of windows to take, and of experts that have too few tokens even with all windows."""
     import torch
 
     dtype, last = getattr(torch, how.dtype), max(stream.expert_layers)
@@ -117,7 +108,7 @@ def _count(
 def open_pass(
     directory: WorkDirectory, stream: StreamedModel, ids: Tensor, plan: MemoryPlan, dtype: torch.dtype
 ) -> CalibrationPass:
-    """A calibration pass as the memory plan has it, with files in the work directory."""
+    """Open a calibration pass by the memory plan, with files in the work directory."""
     from moepack.calibrate.forward import CalibrationPass
 
     hidden_in, seen_in = (directory.path if it else None for it in (plan.hidden_on_disk, plan.seen_on_disk))
@@ -126,27 +117,24 @@ def open_pass(
 
 
 def windows_until(chosen: Tensor, windows: int, experts: int, turns: Tensor, until: int) -> tuple[int, int]:
-    """The fewest windows, in their turns, that bring each expert of a layer `until` tokens; all where they do not, and
-    how many experts stay short.
+    """The fewest windows, in their turns, that bring each expert of a layer `until` tokens, and 0; or else all windows,
+    and the number of experts with fewer.
 
-    Args:
-        chosen: int32 [tokens, top_k], experts; tokens in the order of the windows, as many in each.
-        windows, experts: how many.
-        turns: int64 [windows], each one's turn.
-        until: tokens.
+    `chosen`: int32 [tokens, top_k], experts; tokens in the order of the windows, equally many in each. `turns`: int64
+    [windows].
     """
     import torch
 
     window = torch.arange(windows).repeat_interleave(chosen.numel() // windows)
     counts = torch.bincount(window * experts + chosen.flatten().long(), minlength=windows * experts)
     running = counts.view(windows, experts)[turns.argsort()].cumsum(0)
-    missing = (running < until).sum(0)  # windows after which an expert is still short
+    missing = (running < until).sum(0)  # windows after which an expert still has too few
     short = int((missing == windows).sum())
     return (windows if short else int(missing.max()) + 1), short
 
 
 def few_tokens(directory: WorkDirectory, stream: StreamedModel) -> dict[int, int]:
-    """Layer -> experts that fewer than FEW_TOKENS calibration tokens reached, of calibrated layers with any."""
+    """Layer -> the number of experts with fewer than FEW_TOKENS calibration tokens; without layers that have none."""
     from safetensors import safe_open
 
     out = {}
@@ -158,12 +146,12 @@ def few_tokens(directory: WorkDirectory, stream: StreamedModel) -> dict[int, int
 
 
 def advice(few: Mapping[int, int], experts: int) -> str:
-    """The message about experts that few tokens reached; empty without any."""
+    """The message about experts with few tokens; empty without any."""
     if not few:
         return ""
     worst = max(few, key=lambda i: few[i])
     return (
         f"{sum(few.values()):,} of {experts:,} experts were reached by fewer than {FEW_TOKENS} tokens (most of them in "
-        f"layer {worst}: {few[worst]}): what they lose leans on their layers. Add text like what the model will read, "
-        "or samples, or calibration: {until: 256}"
+        f"layer {worst}: {few[worst]}): their losses are estimated from their layers. Add text like the model's future "
+        "input, or samples, or calibration: {until: 256}"
     )

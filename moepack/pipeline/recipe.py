@@ -109,12 +109,14 @@ def shipped() -> list[str]:
     return sorted(f.name.removesuffix(".yaml") for f in root.iterdir() if f.name.endswith(".yaml"))
 
 
-def load_recipe(name: str) -> Recipe:
-    """Load a recipe by its shipped name or its file.
+def load_recipe(name: str | Recipe) -> Recipe:
+    """Load a recipe by its shipped name or its file; a Recipe stays as it is.
 
     Raises:
         InputError: names the file, the key and, for an unknown key, the nearest known one.
     """
+    if isinstance(name, Recipe):
+        return name
     if name in shipped():
         return parse_recipe(resources.files("moepack.recipes").joinpath(f"{name}.yaml").read_text(), name)
     path = Path(name)
@@ -137,7 +139,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
     top = _mapping(where, {} if document is None else document, known)
     versions = _names(f"{where}: versions", top.get("versions", list(DEFAULT_VERSIONS)))
     if not versions:
-        raise InputError(f"{where}: versions: name at least one")
+        raise InputError(f"{where}: versions: name each version once, and at least one")
     dense = _names(f"{where}: dense", top.get("dense", []))
     at = f"{where}: quantize"
     rules = {"method": methods.named(), "min_tokens": 0, "loss_tokens": 1, "moments": MOMENTS}

@@ -1,8 +1,8 @@
 """One streaming pass over a checkpoint's decoder layers: calibrate, quantise, or both, into a work directory.
 
 For each decoder layer: load it, run the calibration batches, submit its experts and dense matrices to the executor,
-free it. Memory holds one layer, the calibration activations and a bounded amount of moments; an executor that quantises
-elsewhere bounds how far calibration runs ahead. Finished parts are skipped.
+free it. Finished parts are skipped. Memory holds one layer, the calibration activations and bounded moments. An
+executor that quantises elsewhere bounds how far calibration runs ahead.
 """
 
 from __future__ import annotations
@@ -19,19 +19,9 @@ from moepack.pack.spec import DenseLayer, DenseMatrix
 from moepack.progress import Reporter
 from moepack.runtime.devices.glibc import trim
 
-from .artifacts import (
-    MOMENTS,
-    digested,
-    load_hidden,
-    load_moments,
-    load_observation,
-    no_moments,
-    not_calibrated,
-    save,
-)
+from .artifacts import MOMENTS, digested, finished, load_hidden, load_moments, load_observation, no_moments, save
 from .bound import MemoryPlan
 from .enough import advice, few_tokens, open_pass
-from .executors.engine import Executor
 from .executors.local import Local
 from .executors.worker import WorkerCheckpoint
 from .needs import Dense
@@ -48,6 +38,7 @@ if TYPE_CHECKING:
     from moepack.calibrate.forward import CalibrationPass, Observation
     from moepack.calibrate.stream import StreamedModel
 
+    from .executors.on_ray import OnRay
 
 _HIDDEN = "hidden.safetensors"
 
@@ -55,7 +46,7 @@ EVERY = 4  # layers between two saved activations: a killed build repeats at mos
 
 
 class LayerWalk:
-    """The walk over the layers: the checkpoint's skeleton, the recipe, the work directory."""
+    """One walk over the layers of a checkpoint, into a work directory."""
 
     def __init__(
         self,
@@ -69,29 +60,27 @@ class LayerWalk:
         stage: str = "quantize",
         keep: bool = True,
     ) -> None:
-        """
-        Args:
-            directory, stream, recipe, reporter: as they are.
-            ids: the calibration windows, int64 [windows, length]; None where nothing is calibrated.
-            dense: by part, the matrices that get versions.
-            how: the memory plan.
-            stage: of the work directory, for what is quantised.
-            keep: whether activations between layers are saved, for another run to go on from.
+        """Take the calibration windows as int64 [windows, length], None where nothing is calibrated.
+
+        `dense`: the matrices that get versions, by part. `stage`: the one that quantises. `keep`: save activations
+        between layers, from which another run can resume.
         """
         self._work, self._stream, self._recipe, self._ids = directory, stream, recipe, ids
         self._how, self._dense, self._reporter, self._stage, self._keep = how, dense, reporter, stage, keep
-        self._executor: Executor = Local()
-        self._experts = stream.expert_layers if recipe.versions else {}  # those that get versions
+        self._executor: Local | OnRay = Local()
+        self._experts = stream.expert_layers if recipe.versions else {}  # the layers whose experts get versions
         stream.experts_in = directory.path if how.experts_on_disk else None
         self._inner = "experts and row shards of dense matrices" if dense else "experts"  # the unit of progress
-        self._objects: dict[int | None, tuple[Path, ...]] = {}  # results of submitted parts, removed with their part
-        self._notes: dict[int | None, dict[str, Any]] = {}  # the known part of submitted parts' notes
+        self._objects: dict[int | None, tuple[Path, ...]] = {}  # result files of submitted parts
+        self._notes: dict[int | None, dict[str, Any]] = {}  # what is known of submitted parts' notes
         self._walked = -1  # the last layer that was calibrated
 
-    def layers(self, calibrate: bool, quantize: bool, executor: Executor | None = None, keep: bool = False) -> None:
+    def layers(
+        self, calibrate: bool, quantize: bool, executor: Local | OnRay | None = None, keep: bool = False
+    ) -> None:
         """Go through the decoder layers once, with `executor` in place of the local one.
 
-        Observations and moments are saved where nothing is quantised, or with `keep`.
+        Saves observations and moments where nothing is quantised, or with `keep`.
         """
         self._executor = executor or self._executor
         bound_kernel_caches()
@@ -114,7 +103,7 @@ class LayerWalk:
         reporter.stage(names[calibrate, quantize], total)
         for i in range(total):
             reporter.step(f"layer {i}")
-            walks = walk if i >= first else None  # from there on through every layer, for its activations
+            walks = walk if i >= first else None  # from `first` on through every layer, for its activations
             if walks is not None or i in pending:
                 self._layer(i, walks, quantize and i in pending, keep or not quantize)
                 self._take(wait=False)
@@ -129,7 +118,7 @@ class LayerWalk:
             said := advice(few_tokens(work, stream), sum(x.experts for x in stream.expert_layers.values()))
         ):
             reporter.note(said)
-        work.tidy()  # after workers that were killed while they wrote
+        work.tidy()  # killed workers may have left partial files
         reporter.step("done")
 
     @property
@@ -144,7 +133,7 @@ class LayerWalk:
         from moepack.calibrate.skeleton import AT_ONCE
 
         stream, work = self._stream, self._work
-        for left in work.piece("calibrate", None, "").glob("mtp-*.safetensors"):  # by a run that was killed
+        for left in work.piece("calibrate", None, "").glob("mtp-*.safetensors"):  # of a killed run
             left.unlink()
         for k, group in enumerate(stream.mtp_groups(AT_ONCE) if self._recipe.mtp == "keep" else ()):
             save(work.piece("calibrate", None, f"mtp-{k:05d}.safetensors"), group)
@@ -160,7 +149,7 @@ class LayerWalk:
             walk.restore(load_hidden(work.piece("calibrate", first - 1, _HIDDEN)))
 
     def _layer(self, i: int, walk: CalibrationPass | None, quantize: bool, keep: bool) -> None:
-        """Load a layer, move `walk` through it, and submit it where it is quantised."""
+        """Load a layer, move `walk` through it, and submit it to be quantised."""
         stream, reads = self._stream, self._executor.reads
         dense: dict[str, torch.Tensor] = {}
         experts, observation, moments = None, None, None
@@ -186,8 +175,8 @@ class LayerWalk:
             self._drop_hidden()
 
     def _head(self, walk: CalibrationPass | None, quantize: bool) -> None:
-        """The part behind the last layer: its moments, and with `quantize` its versions."""
-        from moepack.calibrate.dense import watch_part
+        """Make the moments of the part behind the last layer, and with `quantize` its versions."""
+        from moepack.calibrate.dense import save_moments, watch_part
 
         work, stream = self._work, self._stream
         made = quantize and work.done(self._stage, None) is None
@@ -203,22 +192,17 @@ class LayerWalk:
             watch = watch_part(stream, self._dense[None], walk.windows, walk.length)
             walk.run_head(watch)
             moments = watch.moments()
-            self._keep_moments(None, moments)
+            save(work.piece("calibrate", None, MOMENTS), *save_moments(moments))
         stream.free(None)
         if made:
             self._quantise_layer(None, LayerInputs(moments=moments, tensors=tensors))
-
-    def _keep_moments(self, part: int | None, moments: DenseMoments) -> None:
-        from moepack.calibrate.dense import save_moments
-
-        save(self._work.piece("calibrate", part, MOMENTS), *save_moments(moments))
 
     def check_observed(self) -> None:
         """Raise InputError unless every layer is calibrated and its observation and moments are saved."""
         work = self._work
         for part in (*range(len(self._stream.layers)), None):
-            if part is not None and work.done("calibrate", part) is None:
-                raise not_calibrated(work, part)
+            if part is not None:
+                finished(work, "calibrate", part)
             if part in self._dense and not work.settings()["calibrate"].get("dense"):
                 raise no_moments(work)
             if part is not None and not self._observed(part):
@@ -228,14 +212,13 @@ class LayerWalk:
                     "with --fresh in another --work"
                 )
             if part in self._dense and not work.piece("calibrate", part, MOMENTS).exists():
-                raise no_moments(work)  # behind the last layer: calibrate makes them from what it kept
+                raise no_moments(work)  # behind the last layer, where calibrate makes them from saved activations
 
     def _observed(self, layer: int) -> bool:
         """Whether the calibrate stage finished a layer, and saved its observation and moments."""
-        kept = self._work.piece("calibrate", layer, "observation.safetensors").exists()
-        seen = layer not in self._dense or self._work.piece("calibrate", layer, MOMENTS).exists()
-        has_experts = layer in self._experts
-        return self._work.done("calibrate", layer) is not None and seen and (kept or not has_experts)
+        needed = ["observation.safetensors"] * (layer in self._experts) + [MOMENTS] * (layer in self._dense)
+        saved = all(self._work.piece("calibrate", layer, name).exists() for name in needed)
+        return saved and self._work.done("calibrate", layer) is not None
 
     def _finished(self, layer: int, calibrate: bool, quantize: bool) -> bool:
         quantised = layer in self._experts or layer in self._dense
@@ -245,10 +228,11 @@ class LayerWalk:
     def _calibrate_layer(
         self, walk: CalibrationPass, layer: int, dense: dict[str, torch.Tensor], keep: bool
     ) -> tuple[Observation | None, DenseMoments | None]:
-        from moepack.calibrate.dense import watch_part
+        from moepack.calibrate.dense import save_moments, watch_part
         from moepack.calibrate.statistics import routing_statistics
 
-        save(self._work.piece("calibrate", layer, "dense.safetensors"), dense)
+        work = self._work
+        save(work.piece("calibrate", layer, "dense.safetensors"), dense)
         self._stream.to_compute(layer, self._dtype)
         self._reporter.inner("tokens", sum(h.shape[0] * h.shape[1] for h in walk.hidden))
         matrices = self._dense.get(layer)
@@ -256,14 +240,15 @@ class LayerWalk:
         observation = walk.run_layer(layer, self._reporter.advance, watch)
         moments = None if watch is None else watch.moments()
         if moments is not None and keep:
-            self._keep_moments(layer, moments)
+            save(work.piece("calibrate", layer, MOMENTS), *save_moments(moments))
         if observation is not None:
             statistics = routing_statistics(observation, self._stream.expert_layers[layer].experts)
-            save(self._work.piece("calibrate", layer, "statistics.safetensors"), statistics)
+            save(work.piece("calibrate", layer, "statistics.safetensors"), statistics)
             if keep:
                 seen = {"inputs": observation.inputs, "experts": observation.experts, "gates": observation.gates}
-                path = self._work.piece("calibrate", layer, "observation.safetensors")
-                save(path, seen, {"length": str(observation.length)})
+                save(
+                    work.piece("calibrate", layer, "observation.safetensors"), seen, {"length": str(observation.length)}
+                )
         return observation, moments
 
     def _keep_hidden(self, walk: CalibrationPass, layer: int) -> None:
@@ -276,28 +261,28 @@ class LayerWalk:
         self._drop_hidden()
 
     def _drop_hidden(self) -> None:
-        """Remove saved activations but the last before the first layer in flight, where a resumed run starts."""
+        """Remove saved activations, except the last before the first layer in flight: a resumed run starts there."""
         in_flight = min((i for i in self._objects if i is not None), default=self._walked + 1)
         kept = [path for i in range(in_flight) if (path := self._work.piece("calibrate", i, _HIDDEN)).exists()]
         for path in kept[:-1]:
             path.unlink()
 
     def _before(self, part: int | None) -> int:
-        """The number of dense matrices in the layers before a part, all of which were submitted."""
+        """The number of dense matrices in the layers before a part; all these layers were submitted."""
         before = range(len(self._stream.layers) if part is None else part)
         notes = [self._notes.get(i) or self._work.done(self._stage, i) or {} for i in before]
         return sum(len(note["dense"]["matrices"]) for note in notes if "dense" in note)
 
     def _called(self, part: int | None, moments: DenseMoments) -> tuple[DenseMatrix, ...]:
-        """A part's dense matrices that calibration called. Others get no version: other code may read their weights."""
+        """A part's dense matrices that calibration called. Others get no versions: other code may read them."""
         called = tuple(m for m in self._dense[part] if m.module in moments.group)
         if len(called) < len(self._dense[part]):
             odd = next(m.module for m in self._dense[part] if m.module not in moments.group)
-            self._reporter.note(f"{odd} was never called: it stays as it is in the checkpoint")
+            self._reporter.note(f"{odd} was never called: it stays as in the checkpoint")
         return called
 
     def _quantise_layer(self, part: int | None, inputs: LayerInputs) -> None:
-        """Submit a part to the executor: its dense matrices, and where there is an observation its experts."""
+        """Submit a part to the executor: its dense matrices, and with an observation its experts."""
         from moepack.quantize.expert_batch import expert_batches
 
         identity = json.dumps(self._work.settings()["calibrate"]["checkpoint"], sort_keys=True)

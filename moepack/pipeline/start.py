@@ -1,6 +1,6 @@
-"""Opening a `LayerWalk`: of a checkpoint, a recipe and a text, or of a calibrated work directory.
+"""Open a `LayerWalk` from a checkpoint, a recipe and a text, or from a calibrated work directory.
 
-Refuses what can be refused before any layer is read, and writes the settings that a later run has to agree with.
+Refuses bad input before any layer is read, and writes the settings that a later run must share.
 """
 
 from __future__ import annotations
@@ -31,21 +31,15 @@ if TYPE_CHECKING:
     from moepack.calibrate.stream import StreamedModel
     from moepack.calibrate.text.windows import Windows
 
-WAY = "way of quantising dense matrices", f"slices on {THREADS} thread"  # another one would make other bytes
+WAY = "way of quantising dense matrices", f"slices on {THREADS} thread"  # another way would make other bytes
 
 
 def calibration_text(
     checkpoint: Checkpoint, recipe: Recipe, calibration: Sequence[str | Path]
 ) -> tuple[list[str], Windows]:
-    """The sources that a model is calibrated on, and their windows, no longer than the model was made for.
+    """The calibration sources and their windows, `samples` or with `until` `most`, no longer than the model's limit.
 
-    Args:
-        checkpoint: the model.
-        recipe: what is wanted.
-        calibration: files or Hub data sets in place of the recipe's.
-
-    Returns:
-        The sources, and their windows: `samples`, or where the recipe says until when, as many as that may take.
+    `calibration`: files or Hub data sets in place of the recipe's.
     """
     from moepack.calibrate.text import windows as data
 
@@ -71,7 +65,7 @@ def start(
     memory: int | None = None,
     keep: bool = True,
 ) -> LayerWalk:
-    """Open a calibration, in `memory` bytes; with `keep`, another run can go on from the activations between layers."""
+    """Open a calibration, in `memory` bytes; with `keep`, another run can resume from saved activations."""
     from moepack.calibrate.checkpoint import open_checkpoint
 
     recipe = with_text(recipe)
@@ -120,7 +114,7 @@ def start(
 def _record(
     stream: StreamedModel, recipe: Recipe, sources: Sequence[str], windows: Windows, keeps_mtp: bool
 ) -> dict[str, Any]:
-    """The run's record, which later stages read."""
+    """The record of the run for later stages."""
     opened = stream.checkpoint
     return {
         "checkpoint": str(Path(opened.path).absolute()),
@@ -164,7 +158,7 @@ def resume(
         recipe = replace(recipe, calibration=first.calibration, mtp=first.mtp)
     opened = open_checkpoint(where["checkpoint"])
     stream = StreamedModel(opened, device)
-    if stage == "quantize" or recipe.versions:  # no text says what adds to dense matrices alone
+    if stage == "quantize" or recipe.versions:  # no text can add to dense matrices alone
         recipe = with_text(recipe)
     dense = dense_parts(stream, recipe)
     how = _fit(directory, stream, recipe, dense, memory, where["samples"], where["length"], walks=False)
@@ -182,7 +176,7 @@ def resume(
 
 
 def _identity(directory: WorkDirectory, checkpoint: Checkpoint, reporter: Reporter) -> dict[str, str]:
-    """The digests of a checkpoint's files, which the work directory keeps."""
+    """Read the digests of a checkpoint's files; the work directory keeps them."""
     from moepack.calibrate.identity import identity
 
     known = digested(directory)
@@ -195,7 +189,7 @@ def _identity(directory: WorkDirectory, checkpoint: Checkpoint, reporter: Report
 
 
 def dense_parts(stream: StreamedModel, recipe: Recipe) -> Dense:
-    """By part, the dense matrices that get versions; an allocation that cannot be met is refused."""
+    """The dense matrices that get versions, by part; refuses an allocation that cannot be met."""
     found: Dense = {}
     if recipe.dense:
         from moepack.calibrate.dense import dense_matrices
@@ -220,29 +214,29 @@ def _fit(
     walks: bool = True,
     reporter: Reporter | None = None,
 ) -> MemoryPlan:
-    """Fit into `memory` bytes, or refuse; without a bound, go on with the batch size of an earlier run that had one."""
+    """Fit into `memory` bytes, or refuse. Without a bound, keep the batch size of an earlier run that had a bound."""
     size = recipe.calibration.batch_size
     if memory is None:
         if walks and not fresh and (begun := _begun(directory, recipe)) != size:
             if reporter is not None:
-                reporter.note(f"goes on with {begun} windows at once, to which --memory brought the work directory")
+                reporter.note(f"goes on with {begun} windows at once, as an earlier --memory set")
             size = begun
         if not walks:
             return MemoryPlan(size)
         needs = needs_of(stream, recipe, windows, length, dense)
         return MemoryPlan(size, reuse=place(needs, size, None).reuse)
     needs = needs_of(stream, recipe, windows, length, dense, bounded=True)
-    if not walks:  # what experts saw is mapped from the file that the first stage left, and nothing is converted
+    if not walks:  # observations are mapped from the first stage's files, and nothing is converted
         needs = replace(needs, outside=0, layer=needs.waiting, layer_on_disk=needs.waiting_on_disk)
         return place(replace(needs, hidden=0, window=0, forward=0, seen=MAPPED), 1, memory)
-    # Batches that an earlier run began with, if they fit: the activations' bits follow from them.
+    # An earlier run's batch size, if it fits: the activations' bits follow from it.
     begun = {} if fresh else directory.settings().get("calibrate", {})
     before = begun.get("batch_size", size)
     how = place(needs, min(size, before), memory)
     if how.batch_size < before <= size and directory.holds("calibrate"):
         raise InputError(
             f"{directory.path}: was begun with {before} windows at once, and --memory leaves room for "
-            f"{how.batch_size}: give it more, name another --work, or start over with --fresh"
+            f"{how.batch_size}: give more memory, name another --work, or start over with --fresh"
         )
     if reporter is not None and how != place(needs, size, None):
         on_disk = f"; on disk, {how.on_disk}" if how.on_disk else ""
@@ -253,18 +247,18 @@ def _fit(
 
 
 def _begun(directory: WorkDirectory, recipe: Recipe) -> int:
-    """The batch size of an earlier run whose recipe had the same one as this: a bound on memory may have lowered it."""
+    """The batch size of an earlier run with the same recipe's batch size: a bound on memory may have lowered it."""
     size = recipe.calibration.batch_size
     try:
         before = parse_recipe(run_record(directory)["recipe"], "run.json")
-    except InputError:  # there was none, or its recipe is of another version
+    except InputError:  # no earlier run, or another version's recipe
         return size
     begun = directory.settings()["calibrate"]
     return int(begun["batch_size"]) if before.calibration.batch_size == size else size
 
 
 def quantize_settings(recipe: Recipe) -> dict[str, Any]:
-    """The settings of a stage that quantises, which a later run has to agree with."""
+    """The settings of a stage that quantises, which a later run must share."""
     from moepack.quantize.losses import ESTIMATE
 
     q = recipe.quantize

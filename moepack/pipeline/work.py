@@ -1,8 +1,8 @@
-"""The work directory: finished pieces of a build, so that a killed one goes on where it stopped.
+"""The work directory: finished pieces of a build, from which a killed build resumes.
 
-A piece counts once its marker is there, and a marker is written after its piece is on the device. Within a layer,
-expert batches are objects named by what they were made of. Settings that change the bytes stand in settings.json; a
-directory made with others is refused, by the name of the setting.
+A piece counts once it has a marker, which is written after the piece is on the device. Within a layer, results of tasks
+are objects named by their inputs. settings.json holds the settings that change the bytes; a directory made with other
+settings is refused, with the setting's name.
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ from .recipe import OLD_ALLOCATORS
 _SETTINGS = "settings.json"
 _OBJECT = re.compile(r"[0-9a-f]{64}\.safetensors")
 LOCK = "lock"
-_REMOVED = "removed-"  # how the names of folders begin that are being removed
-PROBE = "shared-"  # how the names of files begin by which machines learn that they share the directory
-ADDED = "add-"  # how stages begin that add versions
+_REMOVED = "removed-"  # prefix of folders that are being removed
+PROBE = "shared-"  # prefix of files by which machines detect a shared file system
+ADDED = "add-"  # prefix of stages that add versions
 
 
 def check_work(path: Path) -> None:
-    """Refuse what could not become a work directory; makes nothing. Raises TargetError."""
+    """Raise TargetError for a path that cannot become a work directory; creates nothing."""
     above = existing(path.absolute())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise TargetError(f"{path}: cannot be used as a work directory: {above} is not a writable directory")
 
 
 class WorkDirectory:
-    """An open, locked work directory. A stage is "calibrate", "quantize" or one that adds versions; a piece is
-    one layer of a stage."""
+    """An open, locked work directory.
+
+    A stage is "calibrate", "quantize" or a stage that adds versions. A piece is one part of a stage.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,7 +57,7 @@ class WorkDirectory:
             raise TargetError(f"{path}: another build is at work here: wait for it, or name another --work") from None
 
     def close(self) -> None:
-        """Give up the lock."""
+        """Release the lock."""
         self._lock.close()
 
     def settings(self) -> dict[str, Any]:
@@ -74,10 +76,10 @@ class WorkDirectory:
         return document
 
     def begin(self, stage: str, wanted: Mapping[str, Any], fresh: bool) -> None:
-        """Start or resume a stage with these settings; with `fresh` anew, and of "calibrate" all that followed from it.
+        """Start or resume a stage with these settings. `fresh` discards it, and after "calibrate" all others.
 
         Raises:
-            InputError: when finished pieces were made with other settings, naming the first that differs.
+            InputError: when finished pieces were made with other settings; names the first difference.
         """
         have = self.settings()
         if fresh:
@@ -85,7 +87,7 @@ class WorkDirectory:
             for name in (*(after if stage == "calibrate" else ()), stage, "objects"):
                 have.pop(name, None)
                 self._remove(self.path / name)
-        # Where nothing is finished, nothing was made with other settings.
+        # Without a finished piece, old settings do not matter.
         old = have.get(stage, wanted) if self.holds(stage) else wanted
         for key in sorted(set(old) | set(wanted)):
             was, now = old.get(key), wanted.get(key)
@@ -105,26 +107,26 @@ class WorkDirectory:
         return any((self.path / stage).glob("*/done.json"))
 
     def piece(self, stage: str, layer: int | None, name: str) -> Path:
-        """Where a file of a piece is; layer None is what lies outside the decoder layers."""
+        """The path of a piece's file; layer None is the part outside the decoder layers."""
         directory = self.path / stage / ("rest" if layer is None else f"layer-{layer:03d}")
         directory.mkdir(parents=True, exist_ok=True)
         return directory / name
 
     def object(self, address: str) -> Path:
-        """Where an expert batch is kept under the digest of what it was made of, until its layer is done."""
+        """The path of a task's result, under the digest of its inputs; it is removed once its layer is done."""
         directory = self.path / "objects"
         directory.mkdir(exist_ok=True)
         return directory / f"{address}.safetensors"
 
     def _remove(self, folder: Path) -> None:
-        """Remove a folder so that a kill leaves it whole, or none of it under its name."""
+        """Remove a folder; a kill leaves it whole, or nothing under its name."""
         if folder.exists():
             aside = self.path / f"{_REMOVED}{secrets.token_hex(4)}"
             folder.rename(aside)
             shutil.rmtree(aside, ignore_errors=True)
 
     def tidy(self) -> None:
-        """Remove what a killed build was writing, under other names than in the end, or removing."""
+        """Remove a killed build's temporary files and half-removed folders."""
         for path in self.path.glob(f"{_REMOVED}*"):
             shutil.rmtree(path, ignore_errors=True)
         for path in (self.path / "objects").glob("*"):
@@ -136,7 +138,7 @@ class WorkDirectory:
             path.unlink(missing_ok=True)
 
     def done(self, stage: str, layer: int | None) -> dict[str, Any] | None:
-        """What `mark` noted of a finished piece, or None."""
+        """The note that `mark` wrote for a finished piece, or None."""
         try:
             note = json.loads(self.piece(stage, layer, "done.json").read_text())
         except (OSError, ValueError):
@@ -144,7 +146,7 @@ class WorkDirectory:
         return note if isinstance(note, dict) else None
 
     def mark(self, stage: str, layer: int | None, note: Mapping[str, Any]) -> None:
-        """Declare a piece finished: its files are synced first."""
+        """Mark a piece as finished, after syncing its files."""
         directory = self.piece(stage, layer, "done.json").parent
         for file in directory.iterdir():
             sync(file)

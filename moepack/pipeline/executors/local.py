@@ -1,4 +1,4 @@
-"""The local executor: a part's tasks in this process, on a CPU several at once."""
+"""The local executor: tasks in this process, on a CPU several at once."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 
 
 class Local:
-    """See `Executor`. A part is finished when `submit` returns."""
+    """Runs the tasks of a model's parts. A part is finished when `submit` returns."""
 
-    reads = False
-
-    left = 0
+    reads = False  # whether it reads weights from the checkpoint itself; otherwise `submit` gets them
+    left = 0  # experts and row shards that were submitted and are not finished
 
     def __init__(self) -> None:
         self._done: list[Note] = []
@@ -34,11 +33,11 @@ class Local:
         self._batches = self._row_shards = 0
 
     def begin(self, source: WorkerCheckpoint, folder: Path, device: torch.device, how: MemoryPlan) -> None:
-        """See `Executor`."""
+        """Set the checkpoint, the work directory, the device, and how many tasks may run at once in this process."""
         self._device, self._batches, self._row_shards = device, how.batches, how.row_shards
 
     def submit(self, work: LayerWork, inputs: LayerInputs, advance: Advance) -> None:
-        """See `Executor`."""
+        """Take a part's tasks; return once there is room for another part. Calls `advance` with each finished count."""
         device, missing = self._device, work.missing
         assert device is not None
         advance(sum(task.count for i, task in enumerate(work.tasks) if i not in missing))
@@ -49,18 +48,18 @@ class Local:
 
         dense = [i for i in missing if isinstance(work.tasks[i], RowShardTask)]
         batches = [i for i in missing if i not in dense]
-        for tasks, bound in ((dense, self._row_shards), (batches, self._batches)):  # those of a kind take about as much
+        for tasks, bound in ((dense, self._row_shards), (batches, self._batches)):  # tasks of a kind take about as much
             most = workers(device, max(map(work.memory, tasks), default=1))
             _at_once(one, tasks, min(most, bound or most), advance)
         self._done.append((work.part, write_layer(work)))
 
     def finished(self, wait: bool) -> Iterator[Note]:
-        """See `Executor`."""
+        """Yield the parts finished since the last call; with `wait`, all submitted parts as they finish."""
         while self._done:
             yield self._done.pop(0)
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Stop what was started, and drop unfinished work."""
 
 
 def _make(task: RowShardTask | ExpertBatchTask, inputs: LayerInputs, device: torch.device) -> TaskResult:

@@ -1,9 +1,9 @@
 """The Ray executor: tasks on a Ray cluster, an existing one or one started on this machine.
 
-Through this process go a layer's tokens and moments, once, a few hundred bytes a task, and, where workers do not see
-the work directory, the results. A task requests what it takes: THREADS cores, its memory, and a GPU where the build
-computes on one. A task whose worker dies runs again. The cluster's machines need moepack[build,ray], the checkpoint at
-the same path and the same kind of processor.
+This process sends each layer's tokens and moments once, and a few hundred bytes a task. It receives results only where
+workers do not see the work directory. A task requests THREADS cores, its memory, and a GPU where the build computes on
+one. A task whose worker dies runs again. Every machine needs moepack[build,ray], the checkpoint at the same path and
+the same kind of processor.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 PROCESS = 1 << 30  # bytes of an idle worker: Python, torch, transformers
 RETRIES = 8  # times a task runs again when its worker dies
-AHEAD = 2  # tasks a slot that run or queue before calibration waits
-SHARE = 0.5  # of this node's object store that tokens and moments of unfinished layers may take
+AHEAD = 2  # tasks a slot, running or queued, before calibration waits
+SHARE = 0.5  # of this node's object store, the most for tokens and moments of unfinished layers
 
 
 @dataclass
 class Traffic:
-    """Bytes that went through this process."""
+    """Bytes that went through this process so far."""
 
     tokens: int = 0  # observations, put into the object store
     moments: int = 0  # moments of dense matrices, put there
@@ -50,26 +50,23 @@ class Traffic:
 
 @dataclass
 class _LayerInFlight:
-    """A part in flight."""
+    """A submitted part that is not finished."""
 
     work: LayerWork
     advance: Advance
-    put: dict[int | None, Any] = field(default_factory=dict)  # group of dense matrices, None of experts -> reference
+    put: dict[int | None, Any] = field(default_factory=dict)  # group of dense matrices (None: experts) -> reference
     bytes: int = 0  # of its tokens and moments, in the object store until the tasks are finished
     running: dict[Any, int] = field(default_factory=dict)  # Ray's task -> position in work.tasks
     writing: Any = None
-    here: bool = False  # whether a result came over the network: then this process writes the part's files
+    here: bool = False  # a result came over the network, so this process writes the part's files
     note: dict[str, Any] | None = None
 
 
 class OnRay:
-    """See the module, and `Executor`.
+    """Runs tasks on a Ray cluster; see `Local`.
 
-    Calibration goes ahead while fewer than AHEAD tasks a slot are out, or only one layer's, and the tokens and moments
-    of unfinished layers and the next one take at most SHARE of this node's object store.
-
-    Attributes:
-        traffic: what went through this process so far.
+    Calibration goes ahead while fewer than AHEAD tasks a slot are out, or the tasks of one layer alone. The tokens and
+    moments of unfinished layers and the next one take at most SHARE of this node's object store.
     """
 
     reads = True
@@ -82,7 +79,7 @@ class OnRay:
         self._probe: DirectoryProbe | None = None
 
     def begin(self, source: WorkerCheckpoint, folder: Path, device: torch.device, how: MemoryPlan) -> None:
-        """See `Executor`."""
+        """See `Local`."""
         ray = self._ray
         self._probe = DirectoryProbe.leave(folder.absolute())
         self._source, self._gpus = ray.put(source), int(device.type == "cuda")
@@ -94,12 +91,12 @@ class OnRay:
 
     @property
     def left(self) -> int:
-        """See `Executor`."""
+        """See `Local`."""
         return sum(layer.work.tasks[i].count for layer in self._layers for i in layer.running.values())
 
     def submit(self, work: LayerWork, inputs: LayerInputs, advance: Advance) -> None:
-        """See `Executor`."""
-        layer, missing = _LayerInFlight(work, advance), work.missing
+        """See `Local`."""
+        ray, layer, missing = self._ray, _LayerInFlight(work, advance), work.missing
         self._layers.append(layer)
         advance(sum(task.count for i, task in enumerate(work.tasks) if i not in missing))
         if missing:
@@ -114,8 +111,13 @@ class OnRay:
             layer.bytes = sum(what.bytes for what in sent.values())
             while self._full(layer.bytes):
                 self._step(None)
-            layer.put = {group: self._put(group, what) for group, what in sent.items()}
-            del sent
+            for group, what in sent.items():
+                if group is None:
+                    self.traffic.tokens += what.bytes
+                else:
+                    self.traffic.moments += what.bytes
+                layer.put[group] = ray.put(what)
+            del sent, what
             for i, group in groups.items():
                 task, need = work.tasks[i], needs(work.memory(i), self._gpus)
                 options = {"num_cpus": need["CPU"], "memory": need["memory"], "num_gpus": self._gpus}
@@ -125,7 +127,7 @@ class OnRay:
             self._step(None)
 
     def finished(self, wait: bool) -> Iterator[Note]:
-        """See `Executor`."""
+        """See `Local`."""
         while True:
             for layer in [x for x in self._layers if x.note is not None]:
                 self._layers.remove(layer)
@@ -135,7 +137,7 @@ class OnRay:
                 return
 
     def close(self) -> None:
-        """Cancel what runs and leave the cluster; shut it down if it was started here."""
+        """Cancel running tasks and leave the cluster; shut down a cluster that was started here."""
         for layer in self._layers:
             for task in layer.running:
                 self._ray.cancel(task)
@@ -144,14 +146,6 @@ class OnRay:
             self._probe.file.unlink(missing_ok=True)
         if self._started:
             self._ray.shutdown()
-
-    def _put(self, group: int | None, what: SharedTensors) -> Any:
-        """Put tensors into the object store; returns their reference."""
-        if group is None:
-            self.traffic.tokens += what.bytes
-        else:
-            self.traffic.moments += what.bytes
-        return self._ray.put(what)
 
     def _remote(self, function: Any, options: dict[str, Any], what: Any, *more: Any) -> Any:
         """Start a generator as a Ray task."""

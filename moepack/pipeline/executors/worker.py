@@ -1,8 +1,8 @@
-"""What a worker on another machine receives, makes and returns. Independent of Ray.
+"""The work of a worker on another machine. Independent of Ray.
 
-No weights travel: the worker reads those of its task from the checkpoint, after checking that the files are the
-driver's. Tokens and moments come as NumPy arrays, which the workers of a node share. The worker writes its result into
-the work directory where it sees the driver's; otherwise it returns the bytes, in chunks.
+No weights travel: the worker checks that its checkpoint files are the driver's, and reads its task's weights from them.
+Tokens and moments come as NumPy arrays, which the workers of a node share. A worker that sees the driver's work
+directory writes its result there; another returns the bytes, in chunks.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ class DirectoryProbe:
 
     @staticmethod
     def leave(folder: Path) -> DirectoryProbe:
-        """Write one."""
+        """Write a probe."""
         probe = DirectoryProbe(folder / f"{PROBE}{secrets.token_hex(8)}", secrets.token_hex(32))
         probe.file.write_text(probe.word)
         return probe
 
     def seen(self) -> bool:
-        """Whether this machine sees it."""
+        """Whether this machine sees the probe."""
         try:
             return self.file.read_text() == self.word
         except OSError:
@@ -115,7 +115,7 @@ def run_task(
     """Run a task. Yields its result's file in chunks of ANSWER bytes, then their SHA-256; or "" once it is written.
 
     Raises:
-        InputError: when this machine does not see the checkpoint, or sees another one.
+        InputError: when this machine does not see the driver's checkpoint.
     """
     sees = probe.seen()
     if not (sees and order.path.exists()):

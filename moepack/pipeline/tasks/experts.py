@@ -1,6 +1,6 @@
-"""The task of an expert batch: some experts of a layer at every version, with the same bytes wherever it runs.
+"""The task of an expert batch: some experts of a layer at every version, with the same bytes on every machine.
 
-The mathematics is `moepack.quantize.expert_batch`; here are the task's address, the encoding and the losses' table.
+`moepack.quantize.expert_batch` has the mathematics; this module has the address, the encoding and the table of losses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..recipe import Recipe
 
 
-_HASHED = 4096  # rows that are hashed at once
+_HASHED = 4096  # rows hashed at once
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ExpertBatchTask:
 
 
 def address(task: Any, facts: dict[str, Any]) -> str:
-    """SHA-256 of these facts and those that every task has."""
+    """SHA-256 of these facts and of the facts that every task has."""
     facts |= {
         "moepack": __version__,
         "checkpoint": task.checkpoint,
@@ -73,7 +73,7 @@ def address(task: Any, facts: dict[str, Any]) -> str:
 
 
 def batch_settings(recipe: Recipe) -> Settings:
-    """How a recipe quantises expert batches."""
+    """A recipe's settings for expert batches."""
     from moepack.quantize.expert_batch import Settings
 
     q = recipe.quantize
@@ -113,12 +113,7 @@ def make_expert_batch(
 ) -> TaskResult:
     """Quantise, measure and encode an expert batch, on THREADS of torch's threads.
 
-    Args:
-        task: which experts, and how.
-        module: the layer's experts module, for its gate activation only.
-        weights: the weights of these experts.
-        observation: what the layer's experts read on the calibration tokens.
-        device: where to compute.
+    `module`: the layer's experts module, for its gate activation only. `weights`: those of the batch's experts.
     """
     import torch
 
@@ -134,10 +129,8 @@ def make_expert_batch(
     with fixed_threads():
         batch = gather_batch(module, weights, task.experts, observation, task.settings, device)
         quantised = [names.index(v.name) for v in task.settings.versions]
-        exact, threads = (
-            [v for v in task.versions if v not in lossy(task.versions)],
-            THREADS if device.type == "cpu" else None,
-        )
+        exact = [v for v in task.versions if v not in lossy(task.versions)]
+        threads = THREADS if device.type == "cpu" else None
         for i, row in enumerate(quantise_batch(batch, task.settings)):
             for k, values in measured_row([(item.own, item.others) for item in row]).items():
                 made.losses[k][i, quantised] = torch.tensor(values, dtype=torch.float64)

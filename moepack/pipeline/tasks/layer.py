@@ -1,4 +1,4 @@
-"""The work on one part of the model (a decoder layer, or what lies outside them): its tasks, and files of its results.
+"""The work on one part of the model (a decoder layer, or the part outside them): its tasks, and its result files.
 
 A part's tasks are the row shards of its dense matrices, then its expert batches. Executors run them.
 """
@@ -17,13 +17,7 @@ import numpy as np
 from moepack.pack.codec.affine import put_rows
 from moepack.pack.codec.bits import Buffer
 from moepack.pack.layer_file import LayerFileWriter
-from moepack.pack.spec import (
-    DenseLayer,
-    DenseMatrix,
-    ExpertLayer,
-    Matrix,
-    Version,
-)
+from moepack.pack.spec import DenseLayer, ExpertLayer, Matrix, Version
 from moepack.pack.tables import metadata
 from moepack.quantize import methods
 
@@ -40,7 +34,7 @@ if TYPE_CHECKING:
     from moepack.calibrate.forward import Observation
 
 Note = tuple[int | None, dict[str, Any]]  # a part, and its note in the work directory
-Advance = Callable[[int], None]  # called with the number of experts and row shards that were finished
+Advance = Callable[[int], None]  # takes a number of finished experts and row shards
 LOSSES = "dense-losses.safetensors"
 _COLUMNS = ("relative", "mse", "method")
 
@@ -62,7 +56,7 @@ class DenseWork:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """A part's tasks and where their results go; `LayerInputs` holds the tensors. Travels to other machines."""
+    """A part's tasks and their result files; `LayerInputs` holds the tensors. Travels to other machines."""
 
     part: int | None  # the decoder layer's index; None for the part outside the layers
     tasks: tuple[RowShardTask | ExpertBatchTask, ...]  # row shards, then expert batches, both in order
@@ -84,14 +78,14 @@ class LayerWork:
     @property
     def missing(self) -> list[int]:
         """The tasks without a result."""
-        # By listing the folder: NFS remembers for a while that a file was not there.
+        # Lists the folder, because NFS caches for a while that a file does not exist.
         there = {path.name for path in self.kept[0].parent.iterdir()}
         return [i for i, path in enumerate(self.kept) if path.name not in there]
 
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """The tensors of a part's tasks, where they are in this process."""
+    """The tensors of a part's tasks in this process."""
 
     observation: Observation | None = None  # what the layer's experts read on the calibration tokens
     module: Any = None  # the layer's experts module
@@ -103,7 +97,7 @@ class LayerInputs:
 def write_layer(work: LayerWork) -> dict[str, Any]:
     """Write a part's files from its results; returns the work directory's note.
 
-    Files are written aside and moved to their places whole: two workers of a cluster may write them at once.
+    Files are written in a temporary folder and moved whole, because two workers of a cluster may write them at once.
     """
     note: dict[str, Any] = {}
     made = list(zip(work.tasks, work.kept, strict=True))
@@ -148,15 +142,9 @@ def file_name(version: str) -> str:
 
 
 def write_dense(work: DenseWork, made: Sequence[tuple[RowShardTask, Path]], folder: Path) -> dict[str, Any]:
-    """Write the dense files of every version, and the losses.
+    """Write the dense files of every version and the losses; returns the note: the matrices, and entries by version.
 
-    Args:
-        work: the matrices.
-        made: their row shards, in the order of `row_shard_tasks`.
-        folder: for the files.
-
-    Returns:
-        The work directory's note: the matrices, and the files' entries by version.
+    `made` holds the row shards in the order of `row_shard_tasks`.
     """
     import torch
 
@@ -168,13 +156,12 @@ def write_dense(work: DenseWork, made: Sequence[tuple[RowShardTask, Path]], fold
                 writer.add(*_extent(described.matrix, version, own))
         assert writer.entry is not None
         entries[version.name] = asdict(writer.entry)
-    table: dict[str, list[list[float]]] = {k: [] for k in _COLUMNS}
-    for described, own in zip(work.layer.matrices, shards, strict=True):
-        rows = [_losses(described.matrix, version, own) for version in work.versions]
-        for name, values in zip(_COLUMNS, zip(*rows, strict=True), strict=True):
-            table[name].append(list(values))
-    dtypes = {"relative": torch.float32, "mse": torch.float32, "method": torch.uint8}
-    facts = {k: torch.tensor(table[k], dtype=dtypes[k]) for k in _COLUMNS}
+    rows = [
+        [_losses(described.matrix, version, own) for version in work.versions]
+        for described, own in zip(work.layer.matrices, shards, strict=True)
+    ]
+    table = torch.tensor(rows, dtype=torch.float64)
+    facts = {k: table[..., i].to(torch.uint8 if k == "method" else torch.float32) for i, k in enumerate(_COLUMNS)}
     facts["signal"] = torch.tensor(work.signal, dtype=torch.float32)
     facts["tokens"] = torch.full((work.layer.extents,), work.tokens, dtype=torch.int64)
     save(folder / LOSSES, facts)
@@ -188,26 +175,21 @@ def _extent(matrix: Matrix, version: Version, shards: Sequence[tuple[RowShardTas
         made = load_result(own[0][1])
         return made.extents[version.name][0], made.payloads[version.name][0]
     out = np.zeros(version.resident_size((matrix,)), np.uint8)
-    for rows, path in own:  # one after another: what was read of a file stays in memory while it is open
+    for rows, path in own:  # one by one: an open file keeps in memory what was read
         put_rows(matrix, version, rows, load_result(path).extents[version.name][0], out)
     return out, version.payload((matrix,), out)
 
 
 def _losses(matrix: Matrix, version: Version, shards: Sequence[tuple[RowShardTask, Path]]) -> tuple[float, float, int]:
-    """The relative squared error of a matrix' output, its mean a row, and the method's number."""
+    """The relative squared error of a matrix' output, the mean squared error a row, and the method's number."""
     own = [(t.versions.index(version), load_result(path).losses) for t, path in shards if version in t.versions]
     error, power = (sum(float(losses[k][0, column]) for column, losses in own) for k in ("error", "power"))
     column, losses = own[0]
     return error / power if power > 0 else error, error / matrix.rows, int(losses["method"][0, column])
 
 
-def read_note(note: Mapping[str, Any]) -> tuple[DenseMatrix, ...]:
-    """The matrices of `write_dense`'s note."""
-    return tuple(DenseMatrix(m["layer"], m["module"], Matrix(**m["matrix"])) for m in note["matrices"])
-
-
 def join_losses(parts: Sequence[Sequence[tuple[Path, int]]], out: Path) -> None:
-    """Join the dense losses of all parts, in order, into one file; a part names by version a file and its column."""
+    """Join the dense losses of all parts, in order, into one file; a part has a file and a column for each version."""
     import torch
     from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""The result of a task, as a file of the work directory, under the address of what it was made of."""
+"""The result of a task, as a file of the work directory under the address of its inputs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..artifacts import save
 if TYPE_CHECKING:
     import torch
 
-# Every task runs on this many of torch's threads: sums in another order would round otherwise, and the bytes must not
-# depend on the machine. With one, a machine runs as many tasks at once as it has cores.
+# Every task runs on this many of torch's threads. Sums in another order would round differently, and the bytes must not
+# depend on the machine. With one thread, a machine runs as many tasks at once as it has cores.
 THREADS = 1
 
 
@@ -62,18 +62,18 @@ def result_tensors(made: TaskResult) -> dict[str, torch.Tensor]:
 
 
 def save_result(made: TaskResult, path: Path) -> None:
-    """Write a result. Two workers may write the same one at once, so each has its own temporary name."""
+    """Write a result under a temporary name first: two workers may write the same result at once."""
     own = path.with_name(f"{path.stem}.{secrets.token_hex(4)}")
     save(own, result_tensors(made))
     own.replace(path)
 
 
 def load_result(path: Path) -> TaskResult:
-    """Read what `save_result` wrote."""
+    """Read a result that `save_result` wrote."""
     from safetensors.torch import load_file
 
     tensors = load_file(path)
-    # Copied: they outlive the extents, and would keep the mapped file in memory.
+    # Copied, because they outlive the extents and would keep the mapped file in memory.
     losses = {k.removeprefix("losses."): v.clone() for k, v in tensors.items() if k.startswith("losses.")}
     payloads = {k.removeprefix("payloads."): v.tolist() for k, v in tensors.items() if k.startswith("payloads.")}
     extents: dict[str, list[Buffer]] = {

@@ -1,7 +1,7 @@
-"""The tasks of dense matrices: row shards at every version, with the same bytes wherever they run.
+"""The tasks of dense matrices: row shards at every version, with the same bytes on every machine.
 
-A matrix of one shard is one task. A larger one has a task for its lossless version, which is coded whole, and one for
-each shard of its rows. tasks/layer.py joins the shards.
+A matrix of one shard is one task. A larger matrix has a task for its lossless version, which is coded whole, and a task
+for each shard of its rows. tasks/layer.py joins the shards.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RowShardTask:
 
     @property
     def memory(self) -> int:
-        """Upper bound of the bytes that the task takes, on the device that computes."""
+        """Upper bound of the task's bytes on the device that computes."""
         from moepack.quantize.batch_memory import dense_memory
 
         return dense_memory(self.shard, self.versions, self.method)
@@ -101,11 +101,7 @@ def make_row_shard(
 ) -> TaskResult:
     """Quantise, measure and encode a row shard, on THREADS of torch's threads.
 
-    Args:
-        task: which rows, and how.
-        tensors: the whole weight and bias, by their names in the model.
-        learn, held: the moments that it learns from and is measured on.
-        device: where to compute.
+    `tensors`: the whole weight and bias, by name. `learn`, `held`: the moments for learning and for measuring.
     """
     import torch
 

@@ -233,7 +233,7 @@ def test_refusals(mine: Path, short_model: Path, text: Path, tmp_path: Path, mon
     refused("name the versions to add", [])
     refused("version 'w5' is unknown", ["w5"])
     refused("--group-size w2=48: groups are of", ["w2"], {"w2": 48})
-    refused("is of no version that is added", ["w2"], {"w4": 32})
+    refused("this version is not added", ["w2"], {"w4": 32})
     refused("is not calibrated yet", work=tmp_path / "none")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")

@@ -9,9 +9,7 @@ from importlib import import_module
 from typing import Any
 
 # A module's class, and the file whose `behind_interface(module)` gives it a class that the interface runs.
-LAYOUTS = {
-    "transformers.models.llama4.modeling_llama4.Llama4TextMoe": "llama4",
-}
+LAYOUTS = {"transformers.models.llama4.modeling_llama4.Llama4TextMoe": "llama4"}
 
 
 def adapt(model: Any) -> None:

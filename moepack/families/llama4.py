@@ -11,11 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.integrations.moe import (
-    ALL_EXPERTS_FUNCTIONS,
-    _default_apply_gate,
-    grouped_mm_experts_forward,
-)
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate, grouped_mm_experts_forward
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4TextMoe
 

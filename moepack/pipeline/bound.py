@@ -1,9 +1,9 @@
-"""A build's memory as numbers: what each of its steps holds at once, and how a build keeps to a bound.
+"""A build's memory as numbers: the bytes that each step holds at once, and how a build keeps to a bound.
 
-With a bound, activations and the experts of a layer go to the work directory's disk where they do not fit, and fewer
-windows go through a layer at a time. The quantisers' batches follow from the recipe alone, because a bundle's bytes do.
-A bound that is too small is refused, with the least possible one. All of it is arithmetic on shapes; measured are only
-the process' memory at its start and, without a bound, the available memory (for tasks at once and for reuse).
+With a bound, activations and a layer's experts that do not fit go to the work directory's disk, and fewer windows go
+through a layer at once. The quantisers' batches follow from the recipe alone, because a bundle's bytes do. A bound that
+is too small is refused, with the least possible one. Everything is arithmetic on shapes, except two measurements: the
+process' memory at its start and, without a bound, the available memory (for tasks at once and for reuse).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     import torch
 
 MIB = 1 << 20
-LATER = 160 * MIB  # what a process takes beyond its start: libraries that are loaded on their first use, small objects
-REUSED = 1.6  # times a forward's bytes, where the next forward takes what it frees: the heap has holes then
-MAPPED = 48 * MIB  # of activations in a file, the most in memory at once beside a batch of windows
+LATER = 160 * MIB  # a process' growth after its start: libraries loaded on their first use, small objects
+REUSED = 1.6  # times a forward's bytes, where the next forward reuses its memory: the heap then has holes
+MAPPED = 48 * MIB  # the most of a file of activations in memory at once, beside a batch of windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class MemoryPlan:
 
     @property
     def on_disk(self) -> str:
-        """What lies on disk, in words; empty for nothing."""
+        """The activations and experts that stay on disk, in words; empty for none."""
         names = ["what goes into a layer"] * self.hidden_on_disk + ["what its experts see"] * self.seen_on_disk
         return ", ".join(names + ["the experts of a layer"] * self.experts_on_disk)
 
@@ -92,7 +92,7 @@ def steps(needs: BuildNeeds, how: MemoryPlan) -> dict[str, dict[str, int]]:
 
 
 def peak(needs: BuildNeeds, how: MemoryPlan) -> tuple[str, dict[str, int]]:
-    """The step that takes most, and its parts."""
+    """The step that takes the most memory, and its parts."""
     step, parts = max(steps(needs, how).items(), key=lambda item: sum(item[1].values()))
     return step, {part: size for part, size in parts.items() if size}
 
@@ -100,14 +100,14 @@ def peak(needs: BuildNeeds, how: MemoryPlan) -> tuple[str, dict[str, int]]:
 def place(needs: BuildNeeds, batch_size: int, bound: int | None) -> MemoryPlan:
     """Fit a build into `bound` bytes, as near to its recipe's `batch_size` as possible.
 
-    Without a bound, everything is in memory, which is reused where enough is available. With one, first goes to disk
-    what changes no bit: the activations between layers, which quantising does not read, then what experts read. Then
-    fewer tasks run at once, then the experts of a layer go to disk, where each batch of windows reads them once. Last,
-    batches of windows shrink, with the experts in memory where as many windows fit; never to fewer in a larger bound.
-    With the room that is left, more tasks run at once, and memory is reused.
+    Without a bound, everything stays in memory, and memory is reused where enough is available. With a bound, the first
+    steps change no bit: the activations between layers go to disk, because quantising does not read them; then the
+    observations go to disk; then fewer tasks run at once; then a layer's experts go to disk, where each batch of
+    windows reads them once. Last, batches of windows shrink; the experts stay in memory where as many windows fit. A
+    larger bound never means fewer windows. In the remaining room more tasks run at once, and memory is reused.
 
     Raises:
-        InputError: with the least bound that would do.
+        InputError: names the least bound that suffices.
     """
     batches, shards = (max((n for n, _ in tasks), default=1) for tasks in (needs.batches, needs.row_shards))
     plain = MemoryPlan(batch_size, batches=batches, row_shards=shards)
@@ -128,10 +128,8 @@ def place(needs: BuildNeeds, batch_size: int, bound: int | None) -> MemoryPlan:
         if needs.layer_on_disk:
             places.append(replace(last, batch_size=b, experts_on_disk=True))
     for how in filter(fits, places):
-        more = (replace(how, batches=n) for n in range(batches, how.batches, -1))
-        how = next(filter(fits, more), how)
-        more = (replace(how, row_shards=n) for n in range(shards, how.row_shards, -1))
-        how = next(filter(fits, more), how)
+        how = next(filter(fits, (replace(how, batches=n) for n in range(batches, how.batches, -1))), how)
+        how = next(filter(fits, (replace(how, row_shards=n) for n in range(shards, how.row_shards, -1))), how)
         return replace(how, reuse=reuses and fits(replace(how, reuse=True)))
     step, parts = min((peak(needs, how) for how in reversed(places)), key=lambda found: sum(found[1].values()))
     least = sum(parts.values())
@@ -143,8 +141,10 @@ def place(needs: BuildNeeds, batch_size: int, bound: int | None) -> MemoryPlan:
 
 
 def workers(device: torch.device, need: int) -> int:
-    """How many tasks of `need` bytes run at once: one on a GPU; on a CPU one on each of torch's threads, if half of the
-    available memory holds them. The number changes no byte."""
+    """The number of tasks of `need` bytes that run at once; it changes no byte.
+
+    One on a GPU. On a CPU as many as torch has threads, or as half of the available memory holds.
+    """
     import torch
 
     if device.type != "cpu":
@@ -153,5 +153,5 @@ def workers(device: torch.device, need: int) -> int:
 
 
 def _size(size: int, up: bool = False) -> str:
-    """Bytes as MiB, whole ones."""
+    """Bytes as whole MiB."""
     return f"{-(-size // MIB) if up else size // MIB:,}MiB".replace(",", "")

@@ -1,4 +1,4 @@
-"""The pipeline: a checkpoint to a bundle in one streaming pass, or stage by stage over a work directory."""
+"""The pipeline: make a bundle of a checkpoint in one streaming pass, or in stages over a work directory."""
 
 from __future__ import annotations
 
@@ -42,18 +42,17 @@ def build(
         output: the bundle's directory; must be new or empty.
         recipe: a shipped recipe's name, a file, or a Recipe.
         calibration: files or Hub data sets in place of the recipe's.
-        work: a directory for finished parts, from which a killed build resumes; a temporary one without it.
+        work: a directory for finished parts, from which a killed build resumes; by default a temporary one.
         fresh: discard the contents of `work`.
         device: where to compute, as torch names it.
         engine: "local", or "ray" to quantise on a Ray cluster; the bytes are the same.
-        address: the Ray cluster's; without it one is started on this machine.
-        reporter: of progress.
-        revision: of a Hub checkpoint: a branch, tag or commit.
-        keep: keep in `work` what each layer's experts read, so that `add` can add versions later.
-        memory: the most bytes of memory of the process (with a GPU, beside the GPU's); the rest goes to disk in `work`.
+        address: the Ray cluster's; by default a cluster is started on this machine.
+        revision: a branch, tag or commit of a Hub checkpoint.
+        keep: keep the observations of each layer in `work`, so that `add` can add versions later.
+        memory: the most bytes of the process (with a GPU, beside the GPU's); the rest goes to disk in `work`.
 
     Raises:
-        MoepackError: one line that says what is wrong and what to do; nothing is left at `output`.
+        MoepackError: one line with the problem and the remedy; nothing is left at `output`.
     """
     reporter = reporter or Reporter()
     check_engine(engine, address)
@@ -61,8 +60,8 @@ def build(
     target = Path(output)
     check_target(target)
     if keep and work is None:
-        raise InputError("what is kept stays in the work directory: name one with --work")
-    recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
+        raise InputError("--keep keeps observations in the work directory: name one with --work")
+    recipe = load_recipe(recipe)
     above = target.absolute().parent
     first_made = next((p for p in reversed((above, *above.parents)) if not p.exists()), None)
     with_work = Path(work) if work is not None else _temporary_work(target)
@@ -103,10 +102,10 @@ def calibrate(
     revision: str | None = None,
     memory: int | None = None,
 ) -> None:
-    """The first stage: routing statistics, and what the experts saw, into a work directory. See `build`."""
+    """Run the first stage: routing statistics and observations, into a work directory. See `build`."""
     reporter = reporter or Reporter()
     check_device(device)
-    recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
+    recipe = load_recipe(recipe)
     with contextlib.closing(WorkDirectory(Path(work))) as directory:
         run = start(directory, checkpoint, recipe, calibration, fresh, device, reporter, revision, memory)
         run.layers(calibrate=True, quantize=False)
@@ -122,19 +121,19 @@ def quantize(
     reporter: Reporter | None = None,
     memory: int | None = None,
 ) -> None:
-    """The second stage: every expert at every width, from a calibrated work directory. See `build`."""
+    """Run the second stage: every expert at every width, from a calibrated work directory. See `build`."""
     reporter = reporter or Reporter()
     check_engine(engine, address)
     check_device(device)
     with contextlib.closing(WorkDirectory(Path(work))) as directory:
-        recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
+        recipe = None if recipe is None else load_recipe(recipe)
         run = resume(directory, recipe, fresh, device, reporter, memory=memory)
         with contextlib.closing(open_executor(engine, address)) as executor:
             run.layers(calibrate=False, quantize=True, executor=executor)
 
 
 def pack(work: str | Path, output: str | Path, reporter: Reporter | None = None) -> BuildReport:
-    """The last stage: a bundle from a work directory whose experts are quantised. See `build`."""
+    """Run the last stage: make a bundle from a quantised work directory. See `build`."""
     target = Path(output)
     check_target(target)
     with contextlib.closing(WorkDirectory(Path(work))) as directory:

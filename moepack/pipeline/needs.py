@@ -1,4 +1,4 @@
-"""What a build needs (`bound.BuildNeeds`), from a model's skeleton and a recipe, before any work."""
+"""A build's needs (`bound.BuildNeeds`), from a model's skeleton and a recipe, before any work."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def needs_of(
 ) -> BuildNeeds:
     """The needs of a build on `windows` windows of `length` tokens.
 
-    `process`: bytes before the first layer, measured now without it. `bounded`: count tasks at once as if all memory
-    were available, because other programs may free some.
+    `process`: bytes before the first layer; measured now if None. `bounded`: count tasks at once as if all memory were
+    available, because other programs may free some.
     """
     import torch
 
@@ -43,7 +43,7 @@ def needs_of(
     outside, largest, kept_as = stream.part_bytes(None), max(parts.values()), stream.loaded_dtype
 
     def computed(size: int) -> int:
-        """`size` bytes as in the checkpoint, and the same in the dtype of the computation."""
+        """`size` bytes in the checkpoint's dtype, with their copy in the dtype of the computation."""
         return size if kept_as == dtype else size + size // kept_as.itemsize * dtype.itemsize
 
     on_cpu = stream.device.type == "cpu"
@@ -83,15 +83,15 @@ def needs_of(
 
 
 def _parts(stream: StreamedModel, recipe: Recipe, dense: Dense) -> tuple[dict[int | None, int], set[int]]:
-    """Bytes by part, and the layers of which only dense tensors are read."""
+    """Bytes by part, and the layers whose dense tensors alone are read."""
     layers = range(len(stream.layers))
     apart = {part for part in layers if not recipe.versions and stream.dense_apart(part)}
-    # The part behind the last layer is calibrated and quantised like one, where its matrix gets versions.
+    # The part behind the last layer counts as a layer where its matrix gets versions.
     parts = {part: stream.part_bytes(part) for part in (*layers, *((None,) if None in dense else ()))}
     return parts | {part: parts[part] - stream.file_bytes(part) for part in apart}, apart
 
 
-_Tasks = tuple[tuple[int, int], ...]  # by part, how many run at once at the most, and bytes of one
+_Tasks = tuple[tuple[int, int], ...]  # by part: the most that run at once, and bytes of one
 
 
 def _tasks(
@@ -127,7 +127,7 @@ def _top_k(config: object) -> int:
 
 
 def _window(stream: StreamedModel, index: int, length: int, dtype: torch.dtype) -> int:
-    """Bytes of a window on its way through a layer: about what is alive in attention, or in the experts."""
+    """Bytes of a window in a layer's forward: about the live tensors of attention, or of the experts."""
     config = stream.model.config.get_text_config()
     size, hidden = dtype.itemsize, int(config.hidden_size)
     around = length * hidden * (4 * size + 4)  # residual, normed, the sum; norms compute in float32

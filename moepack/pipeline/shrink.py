@@ -1,7 +1,7 @@
-"""A bundle with fewer versions, made of one that is there: files are linked where the file system lets them.
+"""Make a bundle with fewer versions from another; files are linked where the file system allows it.
 
-Nothing is quantised or decoded; digests are checked first. The format holds a version of all experts or of none
-(pack/FORMAT.md), so a map of one version an expert keeps every version that it names.
+Nothing is quantised or decoded; digests are checked first. The format holds a version for all experts or for none
+(pack/FORMAT.md), so a map with one version an expert keeps every version that it names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moepack.runtime.planning.options import LoadOptions
 
 from .model_card import model_card
 
-_LINKED = (".safetensors",)  # others are small, and edited by people: a link would edit both
+_LINKED = (".safetensors",)  # other files are small, and people edit them: a link would change both
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +49,16 @@ def shrink(
     """Write a bundle that holds some of another's versions.
 
     Args:
-        path, output: the bundle, and the new one's directory, which must be new or empty.
-        versions: those to keep.
-        fit: keep those that a plan for this budget serves instead.
-        allocation: keep the versions of a map, and the map: with `fit` the plan's, else the manifest's.
-        reporter: of progress.
-        dense: versions of the dense matrices to keep; without it all, or with a map those that it names. Where they
-            alone are named, every version of the experts stays.
+        path, output: the bundle, and the new bundle's directory, which must be new or empty.
+        versions: the versions to keep.
+        fit: keep the versions that a plan for this budget serves instead.
+        allocation: keep a map and its versions: with `fit` the plan's map, else the manifest's.
+        dense: versions of dense matrices to keep; by default all, or those of the map. Given alone, all versions of the
+            experts stay.
 
     Raises:
         InputError: for contradicting or missing choices, or a version, map or fitting budget that does not exist.
-        BundleError: when a kept file is damaged: nothing is written then.
+        BundleError: when a kept file is damaged; nothing is written then.
         TargetError: when the output cannot be written.
     """
     reporter, target = reporter or Reporter(), Path(output)
@@ -78,10 +77,7 @@ def shrink(
         versions=tuple(v for v in bundle.manifest.versions if v.name in chosen),
         dense_versions=tuple(v for v in bundle.manifest.dense_versions if v.name in kept),
         allocation=table,
-        provenance={
-            **bundle.manifest.provenance,
-            "shrunk": [*_before(bundle), _record(bundle, versions or dense, fit, chosen, kept)],
-        },
+        provenance={**bundle.manifest.provenance, "shrunk": _history(bundle, versions or dense, fit, chosen, kept)},
     )
     reporter.stage("shrink", len(bundle.manifest.files) + len(names))
     with BundleWriter(target) as writer:
@@ -95,14 +91,14 @@ def shrink(
         card = model_card(writer.with_files(manifest), bundle.calibration(), chosen)
         writer.path("README.md").write_text(card, encoding="utf-8")
         written = writer.finish(manifest)
-    before, after = _bytes(bundle), _bytes(Bundle(target, written, written.versions))
-    return Shrunk(target, tuple(chosen), tuple(kept), before, after, None if table is None else table.name)
+    sizes = _bytes(bundle), _bytes(Bundle(target, written, written.versions))
+    return Shrunk(target, tuple(chosen), tuple(kept), *sizes, None if table is None else table.name)
 
 
 def _choose(
     bundle: Bundle, versions: Sequence[str], fit: LoadOptions | None, allocation: bool
 ) -> tuple[list[str], Allocation | None]:
-    """The versions that are kept, in the bundle's order, and the map."""
+    """The kept versions in the bundle's order, and the map."""
     if versions and (fit or allocation):
         raise InputError("--versions says what to keep: give it alone, or --fit and --allocation")
     here = [v.name for v in bundle.versions]
@@ -125,14 +121,14 @@ def _choose(
     for name in sorted(kept - set(here)):
         raise InputError(f"{bundle.path}: has no version {name!r}: here are {', '.join(here)}")
     if table is not None and not {name for row in table.versions for name in row} <= kept:
-        table = None  # it names what goes
+        table = None  # it names a removed version
     return [name for name in here if name in kept], table
 
 
 def _choose_dense(
     bundle: Bundle, dense: Sequence[str], wanted: Allocation | None, table: Allocation | None
 ) -> tuple[list[str], Allocation | None]:
-    """The versions of the dense matrices that are kept, and the map without what it says of those that go."""
+    """The kept versions of dense matrices, and the map without removed ones."""
     here = [v.name for v in bundle.dense_versions]
     for name in sorted(set(dense) - set(here)):
         what = f"here are {', '.join(here)}" if here else "its dense matrices have no versions"
@@ -153,26 +149,17 @@ def _check(bundle: Bundle, names: set[str], reporter: Reporter) -> None:
         raise BundleError(problems)
 
 
-def _before(bundle: Bundle) -> list[object]:
-    """What the manifest says of earlier times."""
-    found = bundle.manifest.provenance.get("shrunk")
-    return list(found) if isinstance(found, list) else []
-
-
-def _record(
+def _history(
     bundle: Bundle, versions: Sequence[str], fit: LoadOptions | None, chosen: Sequence[str], dense: Sequence[str]
-) -> dict[str, object]:
+) -> list[object]:
+    """The manifest's earlier notes on shrinking, and this one."""
+    earlier = bundle.manifest.provenance.get("shrunk")
     digest = hashlib.sha256((bundle.path / MANIFEST).read_bytes()).hexdigest()
     why = "versions" if versions else f"fit {fit.budget}" if fit else "allocation"
-    note: dict[str, object] = {
-        "manifest_sha256": digest,
-        "from": [v.name for v in bundle.versions],
-        "kept": list(chosen),
-        "by": why,
-    }
-    if dense:
-        note["dense"] = list(dense)
-    return note
+    here = [v.name for v in bundle.versions]
+    note: dict[str, object] = {"manifest_sha256": digest, "from": here, "kept": list(chosen), "by": why}
+    note |= {"dense": list(dense)} if dense else {}
+    return [*(earlier if isinstance(earlier, list) else ()), note]
 
 
 def _bytes(bundle: Bundle) -> int:

@@ -1,5 +1,4 @@
-"""What a model family needs beyond transformers: which of its classes a checkpoint is, layouts that do not go through
-its experts interface, and what a checkpoint has beside the model.
+"""Model families beyond transformers: a checkpoint's class, layouts outside its experts interface, MTP layers.
 
-Shared by the build and the server, which so agree on every module's name. Knows nothing of bundles.
+The build and the server share this, so that they agree on every module's name. Independent of bundles.
 """

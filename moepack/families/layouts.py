@@ -1,6 +1,6 @@
-"""Experts that transformers does not run through its experts interface, brought behind it.
+"""Adapt experts that transformers does not run through its experts interface.
 
-`LAYOUTS` names their classes, and for each the file here that adapts it. A model with none of them stays as it is.
+`LAYOUTS` maps their classes to the files here that adapt them. Other models stay unchanged.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ LAYOUTS = {"transformers.models.llama4.modeling_llama4.Llama4TextMoe": "llama4"}
 
 
 def adapt(model: Any) -> None:
-    """Bring a model's experts behind transformers' experts interface where its own code does not. Idempotent.
+    """Make a model's experts run through transformers' experts interface. Idempotent.
 
     Raises:
         InputError: for a configuration that is not supported.

@@ -1,8 +1,8 @@
-"""Llama-4's experts behind transformers' experts interface.
+"""Run Llama-4's experts through transformers' experts interface.
 
-Its own code gives every expert every token, times a score that is 0 but for the token's expert, and adds up. Here an
-expert gets its tokens alone, times their scores: what it reads is the same to the bit, and what the others would have
-made of zeros is zero. As the score stands before the expert, the weight behind it is 1. Decides nothing.
+Llama-4's own code gives every token to every expert, times a score that is 0 except for the token's expert, and adds
+up. Here an expert gets its own tokens alone, times their scores. Its input is the same to the bit, and the other
+experts would have made zeros of zeros. The score is applied before the expert, so the weight after it is 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):
 
 
 class Experts(Llama4TextExperts):
-    """The experts, called as every family's are."""
+    """Llama-4's experts, called as in other families."""
 
     has_gate, has_bias, has_post_expert_norm = True, False, False
     is_transposed, is_concatenated = True, True
@@ -32,19 +32,19 @@ class Experts(Llama4TextExperts):
     config: Any
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:  # type: ignore[override]
-        """The experts interface's: [tokens, hidden] and the router's choice [tokens, 1] to [tokens, hidden]."""
+        """Run the experts: [tokens, hidden] and the router's choice [tokens, 1] to [tokens, hidden]."""
         run = ALL_EXPERTS_FUNCTIONS.get_interface(self.config._experts_implementation, grouped_mm_experts_forward)
         out: Tensor = run(self, hidden_states, top_k_index, top_k_weights)
         return out
 
 
 class Moe(Llama4TextMoe):
-    """The block, with the experts called for their own tokens."""
+    """Llama-4's block, with each expert called for its own tokens."""
 
     experts: Any
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """As the original's: [batch, length, hidden] to [tokens, hidden] and the router's logits."""
+        """Like the original: [batch, length, hidden] to [tokens, hidden] and the router's logits."""
         hidden = hidden_states.reshape(-1, self.hidden_dim)
         scores, logits = self.router(hidden)
         score, index = scores.topk(1, dim=1)
@@ -55,14 +55,12 @@ class Moe(Llama4TextMoe):
 
 
 def behind_interface(block: Any) -> None:
-    """Turn a block of Llama-4 into one whose experts are called through the interface.
+    """Make a block of Llama-4 call its experts through the interface.
 
     Raises:
-        InputError: where a token has several experts, which no published model has.
+        InputError: where a token has several experts; no published model does.
     """
     if block.top_k != 1:
-        raise InputError(
-            f"llama4_text with num_experts_per_tok {block.top_k} is not supported: known are models with 1"
-        )
+        raise InputError(f"llama4_text with num_experts_per_tok {block.top_k} is not supported: only 1 is")
     block.__class__, block.experts.__class__ = Moe, Experts
     block.experts.config = block.shared_expert.config

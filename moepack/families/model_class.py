@@ -1,24 +1,24 @@
-"""Which class of transformers a checkpoint's model is: text alone, or text behind a vision or audio tower.
+"""The transformers class of a checkpoint's model: text alone, or text behind a vision or audio tower.
 
-Decides from the configuration alone, so that the build, its estimate and the server come to the same class.
+The configuration alone decides, so that the build, its estimate and the server choose the same class.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-# A class that a checkpoint names is looked for in all of them; one that it does not name is the first's that has one.
+# The one whose class the checkpoint names; otherwise the first that has a class.
 _AUTO = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
 
 
 def auto_class(config: Any) -> Any:
     """The auto class of transformers whose `from_config` and `from_pretrained` make a configuration's model.
 
-    A configuration with a tower may stand for two: Qwen3.5-MoE's is a text model's to AutoModelForCausalLM, and the
-    whole model's to AutoModelForImageTextToText. The one that the checkpoint names (`architectures`) is meant.
+    A configuration with a tower may have two models: Qwen3.5-MoE's is a text model to AutoModelForCausalLM, and the
+    whole model to AutoModelForImageTextToText. The checkpoint's `architectures` names the right one.
 
     Raises:
-        ValueError: when no class of transformers continues a text with it.
+        ValueError: when no class of transformers generates text from it.
     """
     import transformers
 
@@ -38,7 +38,7 @@ def auto_class(config: Any) -> Any:
 
 
 def model_of(config: Any, **options: Any) -> Any:
-    """A configuration's model as the experts of a bundle are named in it, by `from_config` with these options.
+    """Make a configuration's model by `from_config` with these options, with its experts named as in a bundle.
 
     Raises:
         ValueError: when no class of transformers generates text from it.

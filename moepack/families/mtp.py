@@ -1,7 +1,7 @@
-"""Which tensors of a checkpoint are its layers for multi-token prediction (MTP), which guess tokens ahead.
+"""Find a checkpoint's tensors of layers for multi-token prediction (MTP), by name.
 
-They stand behind the decoder layers under the numbers that follow (DeepSeek-V3, GLM-4.5), or under a name of their own
-(Qwen3-Next, Ernie-4.5). Knows names alone.
+MTP layers have the numbers after the decoder layers (DeepSeek-V3, GLM-4.5), or a name of their own (Qwen3-Next,
+Ernie-4.5).
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-CHOICES = ("drop", "keep")  # what a recipe may say of them
+CHOICES = ("drop", "keep")  # a recipe's `mtp`
 _OWN = r"(?:^|\.)mtp(?:_[a-z0-9_]+)?\."
 _NAME = re.compile(rf"{_OWN}|(?:^|\.)layers\.(\d+)\.")
 
 
 def mtp_tensors(names: Iterable[str], decoder_layers: int) -> list[str]:
-    """Of tensors that have no place in a model with so many decoder layers, those of MTP layers."""
+    """The tensors of MTP layers among those without a place in a model of `decoder_layers` layers."""
     found = ((name, _NAME.search(name)) for name in names)
     return [name for name, m in found if m and (m[1] is None or int(m[1]) >= decoder_layers)]
 
 
 def mtp_patterns(names: Iterable[str], decoder_layers: int) -> set[str]:
-    """Regular expressions for the MTP layers that these tensors are of: a model that has none skips them by those."""
+    """Regular expressions for the MTP layers of these tensors, by which a model without MTP layers skips them."""
     out = set()
     for name in mtp_tensors(names, decoder_layers):
         m = _NAME.search(name)

@@ -272,20 +272,13 @@ def _check_estimate(directory: WorkDirectory, how: Mapping[str, Any], made: Mapp
 def _others(old: Bundle) -> list[str]:
     """Files in a bundle's directory that are not part of it: the new bundle keeps them."""
     own = {MANIFEST, *old.manifest.files, *old.manifest.expert_files}
+    card = model_card(old.manifest, old.calibration(), [v.name for v in old.manifest.versions])
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        own |= {_CARD} if (old.path / _CARD).read_text(encoding="utf-8") == card else set()  # not edited
     names = []
     for folder, folders, files in os.walk(old.path):
         here = Path(folder).relative_to(old.path)
         folders[:] = [name for name in folders if (here / name).as_posix() not in _PULLED]
         links = [name for name in folders if (Path(folder) / name).is_symlink()]
         names += [(here / name).as_posix() for name in (*files, *links)]
-    out = sorted(name for name in names if name not in own and name not in _PULLED)
-    return out if _edited(old) else [name for name in out if name != _CARD]
-
-
-def _edited(old: Bundle) -> bool:
-    """Whether the model card was edited."""
-    try:
-        text = (old.path / _CARD).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return (old.path / _CARD).exists()
-    return text != model_card(old.manifest, old.calibration(), [v.name for v in old.manifest.versions])
+    return sorted(name for name in names if name not in own and name not in _PULLED)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from moepack.calibrate.dense import DenseMoments
     from moepack.calibrate.forward import Observation
 
-
 MOMENTS = "moments.safetensors"
 DIGESTS = "digests.json"  # of the checkpoint's files
 RECIPE = "recipe.yaml"  # in a stage's folder: the recipe that it quantises by
@@ -37,15 +36,6 @@ def run_record(directory: WorkDirectory) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError):
         raise InputError(f"{directory.path}: is not calibrated yet: run moepack calibrate first") from None
     return {"dense": []} | record  # an older record has no "dense"
-
-
-def digested(directory: WorkDirectory) -> dict[str, Any]:
-    """Read the digests of the checkpoint's files; empty without any."""
-    try:
-        known = json.loads((directory.path / DIGESTS).read_text())
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
 
 
 def quantised_recipe(directory: WorkDirectory) -> Recipe:

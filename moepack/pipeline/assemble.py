@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 from collections.abc import Mapping, Sequence
@@ -300,15 +301,12 @@ def _provenance(
 ) -> dict[str, Any]:
     tools = {"python": platform.python_version()}
     for package in ("moepack", "torch", "transformers", *(x.name for x in methods.libraries())):
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             tools[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     source = Path(record["checkpoint"])
     checkpoint = {"name": Path(record["name"]).name, "files": work.settings()["calibrate"]["checkpoint"]}
-    checkpoint |= {"id": hub_id(source)} if hub_id(source) else {}
-    checkpoint |= {"revision": commit} if (commit := hub_commit(source)) else {}
-    checkpoint |= {"card": card} if (card := carried(source / "README.md")) else {}
+    known = {"id": hub_id(source), "revision": hub_commit(source), "card": carried(source / "README.md")}
+    checkpoint |= {key: value for key, value in known.items() if value}
     return {
         "checkpoint": checkpoint,
         "calibration": {

@@ -52,10 +52,7 @@ def enough_windows(
     facts = [windows.digest, how.samples, how.until, how.batch_size, how.dtype, str(stream.device), dict(identity)]
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     file = directory.path / _FILE
-    try:
-        known = json.loads(file.read_text())
-    except (OSError, ValueError):
-        known = {}
+    known = directory.read(file) or {}
     if known.get("key") != key:
         count, short = _count(directory, stream, windows, how, plan, reporter)
         known = {"key": key, "windows": count, "short": short}
@@ -77,9 +74,7 @@ def _count(
     reporter: Reporter,
 ) -> tuple[int, int]:
     """The number of windows to take, and of experts that have too few tokens even with all windows."""
-    import torch
-
-    dtype, last = getattr(torch, how.dtype), max(stream.expert_layers)
+    dtype, last = how.torch_dtype, max(stream.expert_layers)
     stream.experts_in = directory.path if plan.experts_on_disk else None
     walk = open_pass(directory, stream, windows.ids, plan, dtype)
     reporter.stage("count tokens", last + 2)
@@ -117,11 +112,10 @@ def open_pass(
 
 
 def windows_until(chosen: Tensor, windows: int, experts: int, turns: Tensor, until: int) -> tuple[int, int]:
-    """The fewest windows, in their turns, that bring each expert of a layer `until` tokens, and 0; or else all windows,
-    and the number of experts with fewer.
+    """The fewest windows that bring each expert of a layer `until` tokens, and how many experts have fewer with all.
 
     `chosen`: int32 [tokens, top_k], experts; tokens in the order of the windows, equally many in each. `turns`: int64
-    [windows].
+    [windows], the order in which windows are added.
     """
     import torch
 

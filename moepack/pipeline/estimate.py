@@ -128,15 +128,13 @@ class _DryRun:
         needs: BuildNeeds,
         how: MemoryPlan,
     ) -> None:
-        import torch
-
         from moepack.calibrate.forward import CalibrationPass
 
         self._stream, self._recipe, self._ids, self._reporter = stream, recipe, ids, reporter
         self._experts = list(stream.expert_layers.values())
         self.layers, self._batches = len(stream.layers), -(-len(ids) // how.batch_size)
         self._reuses = how.reuse and self._batches > 2  # batches after a layer's second reuse memory
-        self._dtype = getattr(torch, recipe.calibration.dtype)
+        self._dtype = recipe.calibration.torch_dtype
         self._needs, self._how, batch = needs, how, how.batch_size
         self._walk: CalibrationPass | None = CalibrationPass(stream, ids[:batch], batch, self._dtype)
         self._sizes = {}  # of each version's files; for now without extents whose sizes only encoding tells

@@ -1,6 +1,6 @@
-"""The model card of a bundle (README.md): what it is, what its versions take and cost, how to load it.
+"""The model card of a bundle (README.md): its model, the sizes and losses of its versions, and how to load it.
 
-Text and metadata from a manifest and its tables, neither of which is trusted: both may have been downloaded.
+The text comes from a manifest and its tables. Neither is trusted, because both may have been downloaded.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from moepack.pack.manifest import Manifest
 from moepack.pack.spec import Version, expert_file
 from moepack.pack.tables import FEW_TOKENS, CalibrationTables, shown_loss
 
-# What a checkpoint's card says that holds for a bundle of it as well.
+# Keys of a checkpoint's card that hold for its bundle too.
 CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
-_MOST = 1 << 20  # bytes of a card that is read
+_MOST = 1 << 20  # the most bytes read of a card
 _LOAD = """## Load it
 
 ```python
@@ -41,7 +41,7 @@ it refuses the model instead of serving random experts.
 
 
 def carried(card: Path) -> dict[str, str | list[str]]:
-    """The metadata of a checkpoint's card that its bundle keeps; nothing where there is no card that can be read."""
+    """The metadata of a checkpoint's card that its bundle keeps; empty without a readable card."""
     try:
         with card.open(encoding="utf-8", errors="replace") as f:
             head = re.match(r"---\r?\n(.*?)\r?\n---", f.read(_MOST), re.DOTALL)
@@ -84,17 +84,15 @@ def model_card(
     picture: str | None = None,
     base_model: str | None = None,
 ) -> str:
-    """The card's text.
+    """Write the card's text, for the bundle's present `versions`.
 
     Args:
-        manifest: the bundle's, with its files.
-        tables: its losses.
-        versions: those that are there.
-        repo: its name on the Hub; None where it has none yet.
-        picture: a picture of the losses, by its name beside the card.
-        base_model: the Hub id of the checkpoint, where the manifest's is not it.
+        repo: the bundle's name on the Hub, if any.
+        picture: file name of a picture of the losses, beside the card.
+        base_model: the checkpoint's Hub id, in place of the manifest's.
     """
-    checkpoint, calibration = (_object(manifest.provenance.get(k)) for k in ("checkpoint", "calibration"))
+    provenance = (manifest.provenance.get(k) for k in ("checkpoint", "calibration"))
+    checkpoint, calibration = (found if isinstance(found, Mapping) else {} for found in provenance)
     model, name = _line(manifest.model.get("model_type")), _line(checkpoint.get("name"))
     given = checkpoint.get("id")
     base = base_model or (given if isinstance(given, str) and given else None)
@@ -110,6 +108,8 @@ def model_card(
     tokens = manifest.calibration_tokens
     sources = calibration.get("sources")
     text = ", ".join(f"`{_line(s)}`" for s in sources) if isinstance(sources, list) else "unknown text"
+    few = sum(tables.few().values())
+    leaning = f" {few:,} of {experts:,} experts had fewer than {FEW_TOKENS}: their errors lean on their layers'."
     license_file = next((n for n in manifest.files if n.upper().startswith("LICENSE")), None)
     parts = [
         f"---\n{yaml.safe_dump(facts, sort_keys=False, allow_unicode=True)}---\n\n# {name}, packed\n",
@@ -121,19 +121,12 @@ def model_card(
         "| version | stored as | size | bits a weight | mean relative output error |\n"
         f"|---|---|---|---|---|\n{rows}\n",
         f"Errors are measured on {tokens:,} calibration tokens ({text}), expert by expert, against the output in the "
-        f"original's precision. `moepack inspect` shows them all.{_few(tables, experts)}\n",
+        f"original's precision. `moepack inspect` shows them all.{leaning * bool(few)}\n",
         f"![Tokens routed to each expert, and what each version costs it]({picture})\n" if picture else "",
         _LOAD.replace("WHERE", repo or "path/or/hub-id").replace("LAST", versions[-1]),
         f"The original's licence holds here too: [{license_file}]({license_file}).\n" if license_file else "",
     ]  # fmt: skip
     return "\n".join(p for p in parts if p)
-
-
-def _few(tables: CalibrationTables, experts: int) -> str:
-    few = sum(tables.few().values())
-    if not few:
-        return ""
-    return f" {few:,} of {experts:,} experts had fewer than {FEW_TOKENS}: their errors lean on their layers'."
 
 
 def _row(manifest: Manifest, tables: CalibrationTables, name: str) -> str:
@@ -156,15 +149,11 @@ def _cells(manifest: Manifest, version: Version, names: Sequence[str], weights: 
     return f"| {version.name} | {what}{version.described()} | {size:,.1f} MB | {bits:.2f} | {loss} |"
 
 
-def _object(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
 def _is_id(value: str | None) -> bool:
     return bool(value and re.fullmatch(r"[\w.-]+/[\w.-]+", value))
 
 
 def _line(value: Any) -> str:
-    """Untrusted text as one line of plain Markdown, without characters that do not print."""
+    """Turn untrusted text into one line of plain Markdown, without characters that do not print."""
     text = "".join(c if c.isprintable() else " " for c in str(value if value is not None else "unknown")[:200])
     return re.sub(r"[\\`*\[\]<>|#!&]", r"\\\g<0>", text)

@@ -34,11 +34,9 @@ def needs_of(
     `process`: bytes before the first layer; measured now if None. `bounded`: count tasks at once as if all memory were
     available, because other programs may free some.
     """
-    import torch
-
     from moepack.calibrate.products import widened_bytes
 
-    dtype: torch.dtype = getattr(torch, recipe.calibration.dtype)
+    dtype = recipe.calibration.torch_dtype
     layers, (parts, apart) = range(len(stream.layers)), _parts(stream, recipe, dense)
     outside, largest, kept_as = stream.part_bytes(None), max(parts.values()), stream.loaded_dtype
 

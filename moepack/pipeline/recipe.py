@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -15,6 +15,9 @@ from moepack.families import mtp
 from moepack.pack.errors import InputError
 from moepack.pack.spec import GROUPS, LOSSLESS, Version, encoding_of, version_names
 from moepack.quantize import methods
+
+if TYPE_CHECKING:
+    import torch
 
 MOMENTS = ("routed", "gated", "all")
 
@@ -62,6 +65,14 @@ class Calibration:
     dtype: str = "bfloat16"
     until: int = 0  # take more windows until every expert has this many tokens; 0: do not
     most: int = 0  # the most windows that `until` takes
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of the computation."""
+        import torch
+
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
 
 
 @dataclass(frozen=True, slots=True)

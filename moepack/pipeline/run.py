@@ -19,7 +19,7 @@ from moepack.pack.spec import DenseLayer, DenseMatrix
 from moepack.progress import Reporter
 from moepack.runtime.devices.glibc import trim
 
-from .artifacts import MOMENTS, digested, finished, load_hidden, load_moments, load_observation, no_moments, save
+from .artifacts import DIGESTS, MOMENTS, finished, load_hidden, load_moments, load_observation, no_moments, save
 from .bound import MemoryPlan
 from .enough import advice, few_tokens, open_pass
 from .executors.local import Local
@@ -68,6 +68,7 @@ class LayerWalk:
         self._work, self._stream, self._recipe, self._ids = directory, stream, recipe, ids
         self._how, self._dense, self._reporter, self._stage, self._keep = how, dense, reporter, stage, keep
         self._executor: Local | OnRay = Local()
+        self._dtype = recipe.calibration.torch_dtype
         self._experts = stream.expert_layers if recipe.versions else {}  # the layers whose experts get versions
         stream.experts_in = directory.path if how.experts_on_disk else None
         self._inner = "experts and row shards of dense matrices" if dense else "experts"  # the unit of progress
@@ -85,7 +86,8 @@ class LayerWalk:
         self._executor = executor or self._executor
         bound_kernel_caches()
         stream, work, reporter = self._stream, self._work, self._reporter
-        source = WorkerCheckpoint(str(Path(stream.checkpoint.path).absolute()), digested(work))
+        digests = work.read(work.path / DIGESTS) or {}
+        source = WorkerCheckpoint(str(Path(stream.checkpoint.path).absolute()), digests)
         work.tidy()
         self._executor.begin(source, work.path, stream.device, self._how)
         total = len(stream.layers)
@@ -99,8 +101,7 @@ class LayerWalk:
             walk = open_pass(work, stream, self._ids, self._how, self._dtype)
             if first < total or not work.done("calibrate", None):
                 self._begin_walk(walk, first)
-        names = {(True, True): "calibrate and quantise", (True, False): "calibrate", (False, True): "quantise"}
-        reporter.stage(names[calibrate, quantize], total)
+        reporter.stage(" and ".join(["calibrate"] * calibrate + ["quantise"] * quantize), total)
         for i in range(total):
             reporter.step(f"layer {i}")
             walks = walk if i >= first else None  # from `first` on through every layer, for its activations
@@ -114,19 +115,11 @@ class LayerWalk:
             self._head(walk, quantize)
         reporter.inner(self._inner, self._executor.left)
         self._take(wait=True)
-        if calibrate and (
-            said := advice(few_tokens(work, stream), sum(x.experts for x in stream.expert_layers.values()))
-        ):
+        few = few_tokens(work, stream) if calibrate else {}
+        if said := advice(few, sum(x.experts for x in stream.expert_layers.values())):
             reporter.note(said)
         work.tidy()  # killed workers may have left partial files
         reporter.step("done")
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        import torch
-
-        dtype: torch.dtype = getattr(torch, self._recipe.calibration.dtype)
-        return dtype
 
     def _begin_walk(self, walk: CalibrationPass, first: int) -> None:
         """Save the part outside the layers, and bring activations to the layer `first`."""

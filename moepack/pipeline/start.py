@@ -5,6 +5,7 @@ Refuses bad input before any layer is read, and writes the settings that a later
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -17,7 +18,7 @@ from moepack.progress import Reporter
 from moepack.version import __version__
 
 from .allocate import check_allocation
-from .artifacts import DIGESTS, RECIPE, digested, run_record
+from .artifacts import DIGESTS, RECIPE, run_record
 from .bound import MAPPED, MemoryPlan, place
 from .enough import enough_windows
 from .needs import Dense, needs_of
@@ -179,11 +180,10 @@ def _identity(directory: WorkDirectory, checkpoint: Checkpoint, reporter: Report
     """Read the digests of a checkpoint's files; the work directory keeps them."""
     from moepack.calibrate.identity import identity
 
-    known = digested(directory)
     reporter.stage("read the checkpoint", 1)
     reporter.step(checkpoint.name)
     reporter.inner("bytes", checkpoint.bytes)
-    digests, kept = identity(checkpoint, known, reporter.advance)
+    digests, kept = identity(checkpoint, directory.read(directory.path / DIGESTS) or {}, reporter.advance)
     directory.write(directory.path / DIGESTS, json.dumps(kept, indent=1).encode())
     return digests
 
@@ -196,9 +196,8 @@ def dense_parts(stream: StreamedModel, recipe: Recipe) -> Dense:
 
         for matrix in dense_matrices(stream):
             found.setdefault(matrix.layer, []).append(matrix)
-    dense = [m for matrices in found.values() for m in matrices]
-    layers = list(stream.expert_layers.values())
-    check_allocation(recipe.allocation, layers, recipe.version_specs(), dense, recipe.dense_specs())
+    dense, layers = itertools.chain(*found.values()), list(stream.expert_layers.values())
+    check_allocation(recipe.allocation, layers, recipe.version_specs(), list(dense), recipe.dense_specs())
     return found
 
 
@@ -236,7 +235,7 @@ def _fit(
     if how.batch_size < before <= size and directory.holds("calibrate"):
         raise InputError(
             f"{directory.path}: was begun with {before} windows at once, and --memory leaves room for "
-            f"{how.batch_size}: give more memory, name another --work, or start over with --fresh"
+            f"{how.batch_size}: give it more, name another --work, or start over with --fresh"
         )
     if reporter is not None and how != place(needs, size, None):
         on_disk = f"; on disk, {how.on_disk}" if how.on_disk else ""
@@ -261,16 +260,12 @@ def quantize_settings(recipe: Recipe) -> dict[str, Any]:
     """The settings of a stage that quantises, which a later run must share."""
     from moepack.quantize.losses import ESTIMATE
 
-    q = recipe.quantize
-    how, versions = recipe.allocation, recipe.version_specs()
-    return {
-        "versions": [v.record() for v in versions],
-        "method": q.method,
-        "min_tokens": q.min_tokens,
-        "loss_tokens": q.loss_tokens,
-        "moments": q.moments,
+    by_recipe = asdict(recipe.quantize)
+    del by_recipe["group_size"]  # a part of the versions
+    return by_recipe | {
+        "versions": [v.record() for v in recipe.version_specs()],
         "estimate of losses": ESTIMATE,
-        "allocation": None if how is None else asdict(how),
+        "allocation": None if recipe.allocation is None else asdict(recipe.allocation),
         "dense": [v.record() for v in recipe.dense_specs()] or None,
         WAY[0]: WAY[1] if recipe.dense else None,
     }

@@ -139,11 +139,15 @@ class WorkDirectory:
 
     def done(self, stage: str, layer: int | None) -> dict[str, Any] | None:
         """The note that `mark` wrote for a finished piece, or None."""
+        return self.read(self.piece(stage, layer, "done.json"))
+
+    def read(self, path: Path) -> dict[str, Any] | None:
+        """Read a small JSON file with one object; None where that fails."""
         try:
-            note = json.loads(self.piece(stage, layer, "done.json").read_text())
+            found = json.loads(path.read_text())
         except (OSError, ValueError):
             return None
-        return note if isinstance(note, dict) else None
+        return found if isinstance(found, dict) else None
 
     def mark(self, stage: str, layer: int | None, note: Mapping[str, Any]) -> None:
         """Mark a piece as finished, after syncing its files."""

@@ -29,17 +29,14 @@ class Local:
 
     def __init__(self) -> None:
         self._done: list[Note] = []
-        self._device: torch.device | None = None
-        self._batches = self._row_shards = 0
 
     def begin(self, source: WorkerCheckpoint, folder: Path, device: torch.device, how: MemoryPlan) -> None:
         """Set the checkpoint, the work directory, the device, and how many tasks may run at once in this process."""
-        self._device, self._batches, self._row_shards = device, how.batches, how.row_shards
+        self._device, self._how = device, how
 
     def submit(self, work: LayerWork, inputs: LayerInputs, advance: Advance) -> None:
         """Take a part's tasks; return once there is room for another part. Calls `advance` with each finished count."""
         device, missing = self._device, work.missing
-        assert device is not None
         advance(sum(task.count for i, task in enumerate(work.tasks) if i not in missing))
 
         def one(i: int) -> int:
@@ -48,7 +45,10 @@ class Local:
 
         dense = [i for i in missing if isinstance(work.tasks[i], RowShardTask)]
         batches = [i for i in missing if i not in dense]
-        for tasks, bound in ((dense, self._row_shards), (batches, self._batches)):  # tasks of a kind take about as much
+        for tasks, bound in (
+            (dense, self._how.row_shards),
+            (batches, self._how.batches),
+        ):
             most = workers(device, max(map(work.memory, tasks), default=1))
             _at_once(one, tasks, min(most, bound or most), advance)
         self._done.append((work.part, write_layer(work)))

@@ -38,12 +38,9 @@ ANSWER = 32 << 20  # bytes of a chunk of an answer
 
 @dataclass(frozen=True)
 class SharedTensors:
-    """A task's measurements as NumPy arrays: inputs, experts and gates of an observation, or the two moments of a
-    group of dense matrices (`moepack.calibrate.dense.DenseMoments`).
-    """
+    """An observation's inputs, experts and gates, or two moments (`DenseMoments`), as NumPy arrays."""
 
-    # uint8 [first axis, bytes of the other axes]; a tensor given twice is one array
-    arrays: tuple[Buffer, ...]
+    arrays: tuple[Buffer, ...]  # uint8 [first axis, bytes of the other axes]; a tensor given twice is one array
     dtypes: tuple[str, ...]  # torch's names
     length: int = 0  # tokens of an observation's window
 

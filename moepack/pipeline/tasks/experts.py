@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from ..recipe import Recipe
 
-
 _HASHED = 4096  # rows hashed at once
 
 

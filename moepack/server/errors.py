@@ -6,14 +6,7 @@ from typing import Any
 
 
 class ApiError(Exception):
-    """A refused request.
-
-    Attributes:
-        status: the HTTP status.
-        message: what is wrong, and what would do.
-        param: the field it is about, as `messages[0].content`.
-        code: a short name that programs compare.
-    """
+    """A refused request: HTTP status, message with the remedy, field (`messages[0].content`), and a code to compare."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -34,6 +27,11 @@ def too_long(message: str, param: str | None = None) -> ApiError:
 def failed(message: str) -> ApiError:
     """Make the error for a request on which the server itself failed."""
     return ApiError(500, message, None, "internal_error")
+
+
+def stopping(message: str = "this server is stopping") -> ApiError:
+    """Make the error for a request that a stopping server refuses."""
+    return ApiError(503, message, None, "stopping")
 
 
 def bad(param: str, message: str, code: str | None = None) -> ApiError:

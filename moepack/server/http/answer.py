@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from moepack.server.batching.jobs import Job, JobEvent
-from moepack.server.errors import ApiError
+from moepack.server.errors import ApiError, failed
 
 from .guard import disconnected
 from .replies import sse
@@ -28,49 +28,38 @@ class Answer:
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
-        self._events: asyncio.Queue[tuple[int, JobEvent] | None] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, JobEvent] | None] = asyncio.Queue()  # None: the client has left
 
-    def listener(self, index: int) -> Callable[[JobEvent], None]:
-        """Make the function that receives a job's events, on the event loop."""
-        return lambda event: self._events.put_nowait((index, event))
-
-    def cancel(self) -> None:
-        """Cancel the jobs: they leave before the next step."""
-        for job in self.jobs:
-            job.cancelled = True
-
-    async def _watch(self, receive: Receive) -> None:
-        await disconnected(receive)
-        self._events.put_nowait(None)
+    def hear(self, index: int, event: JobEvent) -> None:
+        """Take an event of one job, on the event loop."""
+        self._events.put_nowait((index, event))
 
     async def batches(self, receive: Receive) -> AsyncIterator[list[tuple[int, JobEvent]]]:
         """Yield events as they arrive, in batches, until every job has ended.
 
+        However it ends, jobs that still run are cancelled: they leave before the next step.
+
         Raises:
-            Gone: when the client has left. Its jobs are cancelled, as they are however this ends.
-            ApiError: when a job could not be answered.
+            Gone: if the client has left.
+            ApiError: if a job could not be answered.
         """
-        watch = asyncio.create_task(self._watch(receive))
+        watch = asyncio.create_task(disconnected(receive))
+        watch.add_done_callback(lambda _: self._events.put_nowait(None))
         left = len(self.jobs)
         try:
             while left:
-                found = [await self._events.get()]
-                while not self._events.empty():
-                    found.append(self._events.get_nowait())
-                batch = []
-                for pair in found:
-                    if pair is None:
+                batch: list[tuple[int, JobEvent]] = []
+                while not batch or not self._events.empty():
+                    if (pair := await self._events.get()) is None:
                         raise Gone
-                    _, event = pair
-                    if isinstance(event.error, ApiError):
-                        raise event.error
-                    if event.error is not None:
-                        raise ApiError(500, "the model failed", None, "internal")
-                    left -= event.finish is not None
+                    if (error := pair[1].error) is not None:
+                        raise error if isinstance(error, ApiError) else failed("the model failed")
+                    left -= pair[1].finish is not None
                     batch.append(pair)
                 yield batch
         finally:
-            self.cancel()
+            for job in self.jobs:
+                job.cancelled = True
             watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watch
@@ -103,10 +92,3 @@ class Streamed(Response):
 
 async def _sent(send: Send, message: Message) -> None:
     await asyncio.wait_for(send(message), PATIENCE)
-
-
-async def collected(answer: Answer, receive: Receive, hear: Sequence[Any]) -> None:
-    """Add every event of an answer to its choice."""
-    async for batch in answer.batches(receive):
-        for index, event in batch:
-            hear[index].hear(event)

@@ -8,7 +8,7 @@ import concurrent.futures
 import functools
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.resources import files
 from typing import Any, TypeVar
@@ -28,13 +28,13 @@ from moepack.server.errors import ApiError, failed, too_long
 from moepack.server.options import UNLIMITED, Options
 from moepack.version import __version__
 
-from . import parse, replies
-from .answer import Answer, Gone, Streamed, collected
+from . import parse
+from .answer import Answer, Gone, Streamed
 from .fields import parse_json
 from .guard import Guard, body, refusal
 from .live_view import LiveView
 from .metrics import Metrics
-from .replies import Choice, Head
+from .replies import ChatReply, CompletionReply, Reply
 from .templates import Templates
 
 HELPERS = 2  # threads beside the event loop; glibc keeps an arena for each thread that ever ran
@@ -168,17 +168,47 @@ class Server:
 
     # --- generation
 
-    async def _read(self, request: Request, reader: Callable[[dict[str, Any], int], Any]) -> Any:
-        raw = await body(request, self._options.body)
-        found = await self._aside(lambda: reader(parse_json(raw), self._vocabulary))
-        if found.asked.model is not None:
-            self._check_model(found.asked.model)
-        return found
+    async def _completions(self, request: Request) -> Response:
+        def encoded(asked: parse.Request) -> list[list[int]]:
+            return [self.tokens.encode(p, asked.special, "prompt") if isinstance(p, str) else p for p in asked.prompts]
 
-    def _jobs(self, asked: parse.RequestOptions, prompts: list[list[int]], answer: Answer, echo: bool = False) -> None:
+        return await self._answered(request, parse.completion, encoded, CompletionReply)
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._answered(request, parse.chat, lambda asked: [self.templates.render(asked)], ChatReply)
+
+    async def _answered(
+        self,
+        request: Request,
+        parsed: Callable[[dict[str, Any], int], parse.Request],
+        encoded: Callable[[parse.Request], list[list[int]]],
+        kind: type[Reply],
+    ) -> Response:
+        raw = await body(request, self._options.body)
+        asked = await self._aside(lambda: parsed(parse_json(raw), self._vocabulary))
+        if asked.model is not None:
+            self._check_model(asked.model)
+        answer = Answer()
+
+        def prepare() -> Reply:
+            prompts = encoded(asked)
+            self._jobs(asked, prompts, answer)
+            return kind(asked, prompts, self.tokens, self._options.name)
+
+        reply = await self._aside(prepare)
+        self.scheduler.submit(answer.jobs)
+        batches = answer.batches(request.receive)
+        if asked.stream:
+            return Streamed(reply.chunks(batches))
+        async for batch in batches:
+            for index, event in batch:
+                reply.hear(index, event)
+        return JSONResponse(reply.whole())
+
+    def _jobs(self, asked: parse.Request, prompts: list[list[int]], answer: Answer) -> None:
         """Make a job for each answer to each prompt. Not on the event loop: a grammar may take seconds."""
         grammar = None if asked.schema is None else self._grammars.check(asked.schema)
-        limits, index = [], 0
+        limits = []
         for prompt in prompts:
             if not prompt:
                 raise ApiError(400, "the prompt is empty", "prompt")
@@ -193,120 +223,12 @@ class Server:
             for n in range(asked.count):
                 seed = asked.sampling.seed
                 sampling = asked.sampling if seed is None else replace(asked.sampling, seed=_mixed(seed, n))
-                job = Job(prompt, most, sampling, answer.listener(index), asked.stops)
+                tell = functools.partial(answer.hear, len(answer.jobs))
+                job = Job(prompt, most, sampling, tell, asked.stops)
                 job.ends = frozenset() if asked.ignores_ends else self.tokens.ends
                 job.grammar = None if grammar is None else functools.partial(self._grammars.mask, grammar)
-                job.wants_prompt = echo and sampling.top_logprobs is not None
+                job.wants_prompt = asked.echo and sampling.top_logprobs is not None
                 answer.jobs.append(job)
-                index += 1
-
-    async def _completions(self, request: Request) -> Response:
-        asked: parse.CompletionRequest = await self._read(request, parse.completion)
-        answer = Answer()
-
-        def prepare() -> list[list[int]]:
-            found = [self.tokens.encode(p, asked.special, "prompt") if isinstance(p, str) else p for p in asked.prompts]
-            self._jobs(asked.asked, found, answer, asked.echo)
-            return found
-
-        prompts = await self._aside(prepare)
-        choices = [Choice(prompt) for prompt in prompts for _ in range(asked.asked.count)]
-        head = Head("text_completion", self._options.name, "cmpl")
-        self.scheduler.submit(answer.jobs)
-        if asked.asked.stream:
-            return Streamed(self._completion_pieces(request, asked, answer, choices, head))
-        await collected(answer, request.receive, choices)
-        made = []
-        for index, choice in enumerate(choices):
-            before = self._echoed(asked, index // asked.asked.count, choice) if asked.echo else ""
-            scored = [*choice.of_prompt, *choice.scored] if asked.echo else choice.scored
-            logprobs = None
-            if asked.asked.sampling.top_logprobs is not None:
-                logprobs = replies.completion_logprobs(self.tokens, scored)
-            made.append(replies.completion_choice(index, before + choice.text, choice.finish, logprobs))
-        return JSONResponse(head(made, usage=replies.usage(choices, asked.asked.count)))
-
-    def _echoed(self, asked: parse.CompletionRequest, number: int, choice: Choice) -> str:
-        prompt = asked.prompts[number]
-        return prompt if isinstance(prompt, str) else self.tokens.decode(list(choice.prompt))
-
-    async def _completion_pieces(
-        self, request: Request, asked: parse.CompletionRequest, answer: Answer, choices: list[Choice], head: Head
-    ) -> AsyncIterator[list[Any]]:
-        wants, extra = asked.asked.sampling.top_logprobs is not None, _empty_usage(asked.asked)
-        at, begun = [0] * len(choices), set()
-        async for batch in answer.batches(request.receive):
-            pieces = []
-            for index, event in batch:
-                choice, text, scored = choices[index], event.text, list(event.scored)
-                choice.hear(event)
-                if asked.echo and index not in begun:
-                    text = self._echoed(asked, index // asked.asked.count, choice) + text
-                    scored = [*event.prompt, *scored]
-                begun.add(index)
-                logprobs = replies.completion_logprobs(self.tokens, scored, at[index]) if wants else None
-                at[index] += len(text)
-                pieces.append(head([replies.completion_choice(index, text, event.finish, logprobs)], **extra))
-            yield pieces
-        if asked.asked.usage:
-            yield [head([], usage=replies.usage(choices, asked.asked.count))]
-
-    async def _chat(self, request: Request) -> Response:
-        asked: parse.ChatRequest = await self._read(request, parse.chat)
-        answer = Answer()
-
-        def prepare() -> list[int]:
-            found = self.templates.render(asked)
-            self._jobs(asked.asked, [found], answer)
-            return found
-
-        prompt = await self._aside(prepare)
-        choices = [Choice(prompt) for _ in range(asked.asked.count)]
-        kind = "chat.completion.chunk" if asked.asked.stream else "chat.completion"
-        head = Head(kind, self._options.name, "chatcmpl")
-        self.scheduler.submit(answer.jobs)
-        if asked.asked.stream:
-            return Streamed(self._chat_pieces(request, asked, answer, choices, head))
-        await collected(answer, request.receive, choices)
-        wants = asked.asked.sampling.top_logprobs is not None
-        made = [
-            replies.chat_choice(index, choice, self.tokens, wants, bool(asked.tools))
-            for index, choice in enumerate(choices)
-        ]
-        return JSONResponse(head(made, usage=replies.usage(choices, asked.asked.count)))
-
-    async def _chat_pieces(
-        self, request: Request, asked: parse.ChatRequest, answer: Answer, choices: list[Choice], head: Head
-    ) -> AsyncIterator[list[Any]]:
-        wants, extra = asked.asked.sampling.top_logprobs is not None, _empty_usage(asked.asked)
-        begins = {"role": "assistant", "content": ""}
-        yield [head([replies.chat_piece(n, begins)], **extra) for n in range(len(choices))]
-        async for batch in answer.batches(request.receive):
-            pieces = []
-            for index, event in batch:
-                choice = choices[index]
-                choice.hear(event)
-                logprobs = replies.chat_logprobs(self.tokens, event.scored) if wants else None
-                text, finish, more = event.text, event.finish, {}
-                if asked.tools:  # a possible tool call is sent only once it is whole
-                    text, calls = self.templates.calls(choice.text) if finish else ("", [])
-                    if calls:
-                        finish = "tool_calls" if finish == "stop" else finish
-                        more = {"tool_calls": [{"index": n, **call} for n, call in enumerate(calls)]}
-                delta = ({"content": text} if text else {}) | more
-                if delta or event.scored:
-                    pieces.append(head([replies.chat_piece(index, delta, None, logprobs)], **extra))
-                if finish:
-                    pieces.append(head([replies.chat_piece(index, {}, finish)], **extra))
-            if pieces:
-                yield pieces
-        if asked.asked.usage:
-            yield [head([], usage=replies.usage(choices, asked.asked.count))]
-
-
-def _empty_usage(asked: parse.RequestOptions) -> dict[str, None]:
-    """Each chunk's usage field: empty if the stream ends with its usage, else absent."""
-    return {"usage": None} if asked.usage else {}
 
 
 def _mixed(seed: int, n: int) -> int:

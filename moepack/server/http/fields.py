@@ -1,9 +1,9 @@
-"""Check a request's fields one by one; an unknown or unsupported field is refused by name."""
+"""Check a request's fields one by one. An unknown or unsupported field is refused by name."""
 
 from __future__ import annotations
 
 import json
-import math
+import sys
 from typing import Any, NoReturn
 
 from moepack.server.errors import ApiError, bad
@@ -29,58 +29,60 @@ def parse_json(raw: bytes) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 class Fields:
-    """A request's fields. Each is taken once; `end` refuses the rest. null means absent."""
+    """An object's fields. Each is taken once; `end` refuses the rest. null means absent."""
 
-    def __init__(self, given: dict[str, Any]) -> None:
+    def __init__(self, given: dict[str, Any], where: str = "") -> None:
+        """`where` is the path before the fields' names in errors, as `messages[0].`."""
         self._left = {name: value for name, value in given.items() if value is not None}
+        self._where = where
 
-    def take(self, name: str, default: Any = None) -> Any:
-        """Take a field unchecked."""
-        return self._left.pop(name, default)
+    def take(self, name: str) -> Any:
+        """Take a field unchecked; None if it is absent."""
+        return self._left.pop(name, None)
 
     def number(self, name: str, default: float, least: float, most: float) -> float:
         """Take a finite number within bounds, inclusive."""
-        value = self.take(name, default)
-        if type(value) not in (int, float) or not _finite(value):
-            raise bad(name, "is to be a number")
+        if (value := self.take(name)) is None:
+            return default
+        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+            raise bad(self._where + name, "must be a number")
         if not least <= value <= most:
-            raise bad(name, f"is to be from {least:g} to {most:g}, not {value:g}")
+            raise bad(self._where + name, f"must be from {least:g} to {most:g}, not {value:g}")
         return float(value)
 
     def whole(self, name: str, default: int | None, least: int, most: int = 1 << 31) -> int | None:
         """Take an integer within bounds, inclusive."""
-        value = self.take(name, default)
-        if value is None or value is default:
+        if (value := self.take(name)) is None:
             return default
         if type(value) is not int:
-            raise bad(name, "is to be a whole number")
+            raise bad(self._where + name, "must be a whole number")
         if not least <= value <= most:
-            raise bad(name, f"is to be from {least} to {most}")
+            raise bad(self._where + name, f"must be from {least} to {most}")
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
         """Take a boolean."""
-        value = self.take(name, default)
-        if not isinstance(value, bool):
-            raise bad(name, "is to be true or false")
-        return value
+        return bool(self._typed(name, default, bool, "true or false"))
 
-    def text(self, name: str, default: str | None = None) -> str | None:
+    def text(self, name: str) -> str | None:
         """Take a string."""
-        value = self.take(name, default)
-        if value is not None and not isinstance(value, str):
-            raise bad(name, "is to be a string")
+        value: str | None = self._typed(name, None, str, "a string")
         return value
 
     def record(self, name: str) -> dict[str, Any] | None:
         """Take an object."""
-        value = self.take(name)
-        if value is not None and not isinstance(value, dict):
-            raise bad(name, "is to be an object")
+        value: dict[str, Any] | None = self._typed(name, None, dict, "an object")
+        return value
+
+    def _typed(self, name: str, default: Any, kind: type, described: str) -> Any:
+        if (value := self.take(name)) is None:
+            return default
+        if not isinstance(value, kind):
+            raise bad(self._where + name, f"must be {described}")
         return value
 
     def only(self, name: str, *allowed: Any) -> None:
@@ -88,16 +90,11 @@ class Fields:
         value = self.take(name)
         if value is not None and not any(value == a and type(value) is type(a) for a in allowed):
             shown = " or ".join(json.dumps(a) for a in allowed)
-            raise bad(name, f"is not served{f' but as {shown}' if allowed else ''}", "unsupported")
+            raise bad(
+                self._where + name, f"only {shown} is supported" if allowed else "is not supported", "unsupported"
+            )
 
     def end(self) -> None:
         """Refuse fields that were not taken."""
         if self._left:
-            raise bad(min(self._left), "is not served here", "unsupported")
-
-
-def _finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
+            raise bad(self._where + min(self._left), "is not supported", "unsupported")

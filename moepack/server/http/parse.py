@@ -1,4 +1,4 @@
-"""Parse requests of the OpenAI interface. Unknown and unsupported fields are refused, never ignored."""
+"""Parse requests of the OpenAI interface. Unknown and unsupported fields are refused."""
 
 from __future__ import annotations
 
@@ -21,94 +21,83 @@ ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOptions:
-    """The options that completions and chats share."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A request for completions of `prompts`, or for a completion of the chat `messages`."""
 
-    model: str | None  # the name of the model; None for the one that is served
+    model: str | None  # the name of the model; None for the served one
     sampling: Sampling
-    max_tokens: int | None = None  # tokens of the answer; None for as many as fit
-    count: int = 1  # answers to every prompt
-    stops: tuple[str, ...] = ()  # strings that end an answer
-    ignores_ends: bool = False  # whether the answer continues after a token that ends answers
-    stream: bool = False  # whether to stream the answer
-    usage: bool = False  # whether a stream ends with its token counts
-    schema: dict[str, Any] | None = None  # the schema of a JSON answer; None for any text
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionRequest:
-    """A request for completions: `prompts` are texts or token lists."""
-
-    asked: RequestOptions
-    prompts: tuple[str | list[int], ...]
-    echo: bool = False
-    special: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """A request for a chat completion."""
-
-    asked: RequestOptions
-    messages: list[dict[str, Any]]  # as templates read them
+    max_tokens: int | None  # tokens of the answer; None for as many as fit
+    count: int  # answers to each prompt
+    stops: tuple[str, ...]  # strings that end an answer
+    ignores_ends: bool  # whether the answer continues after a token that ends answers
+    stream: bool  # whether to stream the answer
+    usage: bool  # whether a stream ends with its token counts
+    schema: dict[str, Any] | None  # the schema of a JSON answer; None for any text
+    prompts: tuple[str | list[int], ...] = ()  # texts or token ids
+    echo: bool = False  # whether the answer begins with the prompt
+    special: bool = True  # whether to add the tokens that begin or end a text
+    messages: list[dict[str, Any]] = field(default_factory=list)  # as templates read them
     tools: list[dict[str, Any]] = field(default_factory=list)  # functions that the model may call
     template: dict[str, Any] = field(default_factory=dict)  # further arguments of the model's template
 
 
-def completion(given: dict[str, Any], vocabulary: int) -> CompletionRequest:
+def completion(given: dict[str, Any], vocabulary: int) -> Request:
     """Parse a request to /v1/completions.
 
     Raises:
-        ApiError: naming the field that is wrong or not served.
+        ApiError: naming the field that is wrong or unsupported.
     """
     fields = Fields(given)
     prompts = _prompts(fields.take("prompt"), vocabulary)
     echo, special = fields.flag("echo"), fields.flag("add_special_tokens", True)
-    top = fields.whole("logprobs", None, 0, MOST_TOP)
-    count = fields.whole("n", 1, 1, MOST_CHOICES) or 1
+    top, count = fields.whole("logprobs", None, 0, MOST_TOP), _count(fields)
     fields.only("best_of", 1, count)
     fields.only("suffix", "")
     limit = fields.whole("max_tokens", 16, 0)
-    asked = _asked(fields, top, count, limit, vocabulary)
-    fields.end()
+    asked = _request(fields, top, count, limit, vocabulary, prompts=prompts, echo=echo, special=special)
     if not limit and not echo:
-        raise bad("max_tokens", "is to be at least 1, or 0 with echo")
-    return CompletionRequest(asked, prompts, echo, special)
+        raise bad("max_tokens", "must be at least 1, or 0 with echo")
+    return asked
 
 
-def chat(given: dict[str, Any], vocabulary: int) -> ChatRequest:
+def chat(given: dict[str, Any], vocabulary: int) -> Request:
     """Parse a request to /v1/chat/completions.
 
     Raises:
-        ApiError: naming the field that is wrong or not served.
+        ApiError: naming the field that is wrong or unsupported.
     """
     fields = Fields(given)
     messages = _messages(fields.take("messages"))
     wanted, top = fields.flag("logprobs"), fields.whole("top_logprobs", None, 0, MOST_TOP)
     if top is not None and not wanted:
         raise bad("top_logprobs", "needs logprobs: true")
-    count = fields.whole("n", 1, 1, MOST_CHOICES) or 1
+    count = _count(fields)
     old, new = fields.whole("max_tokens", None, 1), fields.whole("max_completion_tokens", None, 1)
     if None not in (old, new) and old != new:
         raise bad("max_completion_tokens", "differs from max_tokens")
     tools = _tools(fields)
     template = fields.record("chat_template_kwargs") or {}
     if reserved := {"messages", "conversation", "tools", "tokenize", "chat_template", "documents"} & template.keys():
-        raise bad(f"chat_template_kwargs.{min(reserved)}", "is not to be given there", "unsupported")
-    asked = _asked(fields, (top or 0) if wanted else None, count, new if old is None else old, vocabulary)
-    fields.end()
-    return ChatRequest(asked, messages, tools, template)
+        raise bad(f"chat_template_kwargs.{min(reserved)}", "must not be given there", "unsupported")
+    top, limit = (top or 0) if wanted else None, new if old is None else old
+    return _request(fields, top, count, limit, vocabulary, messages=messages, tools=tools, template=template)
 
 
-def _asked(fields: Fields, top: int | None, count: int, limit: int | None, vocabulary: int) -> RequestOptions:
+def _count(fields: Fields) -> int:
+    return fields.whole("n", 1, 1, MOST_CHOICES) or 1
+
+
+def _request(fields: Fields, top: int | None, count: int, limit: int | None, vocabulary: int, **own: Any) -> Request:
+    """Parse the fields that both kinds share, and refuse the rest; `own` holds those of one kind."""
     model = fields.text("model")
     for name in NEUTRAL:
         fields.text(name)
     for name, allowed in ONLY.items():
         fields.only(name, *allowed)
+    temperature = fields.number("temperature", 1.0, 0.0, 100.0)
     sampling = Sampling(
-        temperature=_temperature(fields),
+        temperature=0.0 if temperature < 1e-5 else temperature,
         top_p=fields.number("top_p", 1.0, 0.0, 1.0),
         top_k=max(0, fields.whole("top_k", 0, -1) or 0),
         min_p=fields.number("min_p", 0.0, 0.0, 1.0),
@@ -120,14 +109,12 @@ def _asked(fields: Fields, top: int | None, count: int, limit: int | None, vocab
         top_logprobs=top,
     )
     stream = fields.flag("stream")
-    usage = _usage(fields, stream)
-    stops, ignores = _stops(fields), fields.flag("ignore_eos")
-    return RequestOptions(model, sampling, limit, count, stops, ignores, stream, usage, _schema(fields))
-
-
-def _temperature(fields: Fields) -> float:
-    value = fields.number("temperature", 1.0, 0.0, 100.0)
-    return 0.0 if value < 1e-5 else value
+    asked = Request(
+        model=model, sampling=sampling, max_tokens=limit, count=count, stream=stream, usage=_usage(fields, stream),
+        stops=_stops(fields), ignores_ends=fields.flag("ignore_eos"), schema=_schema(fields), **own,
+    )  # fmt: skip
+    fields.end()
+    return asked
 
 
 def _bias(fields: Fields, vocabulary: int) -> dict[int, float]:
@@ -135,7 +122,7 @@ def _bias(fields: Fields, vocabulary: int) -> dict[int, float]:
     for name, value in (fields.record("logit_bias") or {}).items():
         where = f"logit_bias[{name!r}]"
         if not name.isascii() or not name.isdigit() or len(name) > 9 or int(name) >= vocabulary:
-            raise bad(where, f"is no token: they go from 0 to {vocabulary - 1}")
+            raise bad(where, f"is not a token: tokens go from 0 to {vocabulary - 1}")
         out[int(name)] = Fields({where: value}).number(where, 0.0, -100.0, 100.0)
     return out
 
@@ -146,7 +133,7 @@ def _usage(fields: Fields, stream: bool) -> bool:
         return False
     if not stream:
         raise bad("stream_options", "needs stream: true")
-    inner = Fields(options)
+    inner = Fields(options, "stream_options.")
     usage = inner.flag("include_usage")
     inner.only("include_obfuscation", False)
     inner.end()
@@ -157,9 +144,9 @@ def _stops(fields: Fields) -> tuple[str, ...]:
     stop = fields.take("stop")
     stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
-        raise bad("stop", "is to be a string, or a list of strings, none of them empty")
+        raise bad("stop", "must be a string, or a list of strings, none of them empty")
     if len(stops) > MOST_STOPS or any(len(s) > 1000 for s in stops):
-        raise bad("stop", f"is to have at most {MOST_STOPS} strings, of 1000 characters each")
+        raise bad("stop", f"takes at most {MOST_STOPS} strings of 1000 characters each")
     return tuple(stops)
 
 
@@ -168,16 +155,16 @@ def _schema(fields: Fields) -> dict[str, Any] | None:
     given = fields.record("response_format")
     if given is None:
         return None
-    inner = Fields(given)
+    inner = Fields(given, "response_format.")
     kind, outer = inner.text("type"), inner.record("json_schema")
     if kind == "text" and outer is None:
         return None
     if kind == "json_object" and outer is None:
         return {"type": "object"}
     if kind != "json_schema" or outer is None:
-        raise bad("response_format.type", "is to be text, json_object or json_schema", "unsupported")
+        raise bad("response_format.type", "must be text, json_object or json_schema", "unsupported")
     inner.end()
-    named = Fields(outer)
+    named = Fields(outer, "response_format.json_schema.")
     for name in ("name", "description"):
         named.text(name)
     named.flag("strict")
@@ -198,12 +185,12 @@ def _prompts(given: Any, vocabulary: int) -> tuple[str | list[int], ...]:
         raise bad("prompt", "is missing")
     prompts = [given] if isinstance(given, str) or _is_tokens(given) else given
     if not isinstance(prompts, list) or not prompts or not all(isinstance(p, str) or _is_tokens(p) for p in prompts):
-        raise bad("prompt", "is to be a string, a list of strings, or one or more lists of tokens")
+        raise bad("prompt", "must be a string, a list of strings, or one or more lists of tokens")
     if len(prompts) > MOST_CHOICES:
-        raise bad("prompt", f"is to have at most {MOST_CHOICES} prompts")
+        raise bad("prompt", f"takes at most {MOST_CHOICES} prompts")
     for prompt in prompts:
         if not isinstance(prompt, str) and not all(0 <= t < vocabulary for t in prompt):
-            raise bad("prompt", f"has a token that is none: they go from 0 to {vocabulary - 1}")
+            raise bad("prompt", f"has an invalid token: tokens go from 0 to {vocabulary - 1}")
     return tuple(prompts)
 
 
@@ -214,23 +201,23 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 def _messages(given: Any) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not given:
-        raise bad("messages", "is to be a list of messages")
+        raise bad("messages", "must be a list of messages")
     return [_message(f"messages[{n}]", message) for n, message in enumerate(given)]
 
 
 def _message(where: str, given: Any) -> dict[str, Any]:
     if not isinstance(given, dict):
-        raise bad(where, "is to be an object")
-    fields = Fields(given)
+        raise bad(where, "must be an object")
+    fields = Fields(given, f"{where}.")
     role = fields.text("role")
     if role not in ROLES:
-        raise bad(f"{where}.role", f"is to be one of {', '.join(ROLES)}")
+        raise bad(f"{where}.role", f"must be one of {', '.join(ROLES)}")
     out: dict[str, Any] = {"role": "system" if role == "developer" else role}
     content = _content(f"{where}.content", fields.take("content"))
     calls = fields.take("tool_calls") if role == "assistant" else None
     if content is None and calls is None:
         raise bad(f"{where}.content", "is missing")
-    out["content"] = content if content is not None else ""
+    out["content"] = content or ""
     if calls is not None:
         out["tool_calls"] = _calls(f"{where}.tool_calls", calls)
     if role == "tool":
@@ -241,10 +228,7 @@ def _message(where: str, given: Any) -> dict[str, Any]:
         fields.only("refusal")
         fields.only("annotations", [])
         fields.only("audio")
-    try:
-        fields.end()
-    except Exception as error:
-        raise bad(f"{where}.{getattr(error, 'param', '')}", "is not served here", "unsupported") from None
+    fields.end()
     return out
 
 
@@ -252,14 +236,14 @@ def _content(where: str, given: Any) -> str | None:
     if given is None or isinstance(given, str):
         return given
     if not isinstance(given, list):
-        raise bad(where, "is to be a string, or a list of parts")
+        raise bad(where, "must be a string, or a list of parts")
     texts = []
     for n, part in enumerate(given):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
-            raise bad(f"{where}[{n}].type", "only text is served", "unsupported")
+            raise bad(f"{where}[{n}].type", "only text is supported", "unsupported")
         if not isinstance(part.get("text"), str):
-            raise bad(f"{where}[{n}].text", "is to be a string")
+            raise bad(f"{where}[{n}].text", "must be a string")
         texts.append(part["text"])
     return "".join(texts)
 
@@ -270,13 +254,13 @@ def _calls(where: str, given: Any) -> list[dict[str, Any]]:
     for n, call in enumerate(given if isinstance(given, list) else [None]):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise bad(f"{where}[{n}]", "is to be a call of a function")
+            raise bad(f"{where}[{n}]", "must be a call of a function")
         arguments = function.get("arguments", "{}")
         if isinstance(arguments, str):
             try:
                 arguments = parse_json(arguments.encode())
             except Exception:
-                raise bad(f"{where}[{n}].function.arguments", "is to be a JSON object") from None
+                raise bad(f"{where}[{n}].function.arguments", "must be a JSON object") from None
         made = {"name": function["name"], "arguments": arguments}
         out.append({"id": str(call.get("id", "")), "type": "function", "function": made})
     return out
@@ -285,11 +269,11 @@ def _calls(where: str, given: Any) -> list[dict[str, Any]]:
 def _tools(fields: Fields) -> list[dict[str, Any]]:
     tools, choice = fields.take("tools"), fields.take("tool_choice")
     if tools is not None and not isinstance(tools, list):
-        raise bad("tools", "is to be a list")
+        raise bad("tools", "must be a list")
     for n, tool in enumerate(tools or ()):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise bad(f"tools[{n}]", 'is to be {"type": "function", "function": {"name": ...}}')
+            raise bad(f"tools[{n}]", 'must be {"type": "function", "function": {"name": ...}}')
     if choice not in (None, "auto", "none"):
-        raise bad("tool_choice", 'is not served but as "auto" or "none"', "unsupported")
+        raise bad("tool_choice", 'only "auto" and "none" are supported', "unsupported")
     return [] if choice == "none" else tools or []

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from moepack.server.batching.jobs import JobEvent
 from moepack.server.batching.sampling import Scored
 from moepack.server.batching.tokens import Tokens
 
-from .templates import Templates
+from .parse import Request
+from .templates import tool_calls
 
 
 @dataclass(slots=True)
@@ -21,36 +23,87 @@ class Choice:
     """One choice of an answer, as far as it was generated."""
 
     prompt: Sequence[int]
+    echo: str = ""  # the text before the first event's
     text: str = ""
     scored: list[Scored] = field(default_factory=list)
-    of_prompt: tuple[Scored, ...] = ()
     finish: str | None = None
     generated: int = 0
 
-    def hear(self, event: JobEvent) -> None:
-        """Append an event."""
-        self.text += event.text
-        self.scored += event.scored
-        self.of_prompt = event.prompt or self.of_prompt
+    def hear(self, event: JobEvent) -> tuple[str, list[Scored]]:
+        """Append an event, and return the new text and its scored tokens."""
+        text, self.echo = self.echo + event.text, ""
+        new = [*event.prompt, *event.scored]
+        self.text += text
+        self.scored += new
         self.finish, self.generated = event.finish, event.generated
+        return text, new
 
 
-class Head:
-    """The fields that all chunks of an answer share."""
+class Reply:
+    """The answer to one request, as far as it was generated. A subclass makes each kind's choices."""
 
-    def __init__(self, kind: str, model: str, prefix: str) -> None:
-        made, unique = int(time.time()), secrets.token_hex(16)
-        self._fields = {"id": f"{prefix}-{unique}", "object": kind, "created": made, "model": model}
+    prefix: ClassVar[str]  # of the answer's id
+    kinds: ClassVar[tuple[str, str]]  # names of the object: a whole answer, a chunk
 
-    def __call__(self, choices: list[dict[str, Any]], **usage: Any) -> dict[str, Any]:
-        """An answer or chunk with these choices, and `usage` if that is given."""
-        return {**self._fields, "choices": choices, **usage}
+    def __init__(self, asked: Request, prompts: Sequence[list[int]], tokens: Tokens, model: str) -> None:
+        self._asked, self._tokens = asked, tokens
+        self._choices = [Choice(prompt, echo) for prompt, echo in self._echoed(prompts) for _ in range(asked.count)]
+        self._head = {
+            "id": f"{self.prefix}-{secrets.token_hex(16)}", "object": self.kinds[asked.stream],
+            "created": int(time.time()), "model": model,
+        }  # fmt: skip
 
+    def _echoed(self, prompts: Sequence[list[int]]) -> list[tuple[list[int], str]]:
+        """Each prompt, with the text that its answer begins with."""
+        if not self._asked.echo:
+            return [(prompt, "") for prompt in prompts]
+        given = zip(prompts, self._asked.prompts, strict=True)
+        return [(prompt, text if isinstance(text, str) else self._tokens.decode(prompt)) for prompt, text in given]
 
-def usage(choices: Sequence[Choice], count: int) -> dict[str, int]:
-    """Count the tokens read and generated; a prompt counts once for all its `count` answers."""
-    read, made = sum(len(c.prompt) for c in choices[::count]), sum(c.generated for c in choices)
-    return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+    @property
+    def _wants_scores(self) -> bool:
+        return self._asked.sampling.top_logprobs is not None
+
+    def hear(self, index: int, event: JobEvent) -> None:
+        """Append an event of one choice."""
+        self._choices[index].hear(event)
+
+    def whole(self) -> dict[str, Any]:
+        """The whole answer."""
+        made = [self._choice(index, choice) for index, choice in enumerate(self._choices)]
+        return {**self._head, "choices": made, "usage": self._usage()}
+
+    async def chunks(self, batches: AsyncIterator[list[tuple[int, JobEvent]]]) -> AsyncIterator[list[dict[str, Any]]]:
+        """Yield a stream's chunks as events arrive, in batches."""
+        empty = (
+            {"usage": None} if self._asked.usage else {}
+        )  # a stream that ends with its usage has the field throughout
+        if begins := self._begins():
+            yield [{**self._head, "choices": [piece], **empty} for piece in begins]
+        async for batch in batches:
+            pieces = [piece for index, event in batch for piece in self._pieces(index, self._choices[index], event)]
+            if pieces:
+                yield [{**self._head, "choices": [piece], **empty} for piece in pieces]
+        if self._asked.usage:
+            yield [{**self._head, "choices": [], "usage": self._usage()}]
+
+    def _usage(self) -> dict[str, int]:
+        """Count the tokens read and generated; a prompt counts once for all its answers."""
+        read = sum(len(choice.prompt) for choice in self._choices[:: self._asked.count])
+        made = sum(choice.generated for choice in self._choices)
+        return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+
+    def _begins(self) -> list[dict[str, Any]]:
+        """The choices of a stream's first chunks, before any event."""
+        return []
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        """One whole choice."""
+        raise NotImplementedError
+
+    def _pieces(self, index: int, choice: Choice, event: JobEvent) -> list[dict[str, Any]]:
+        """The choices of the chunks that an event makes."""
+        raise NotImplementedError
 
 
 def sse(value: Any) -> bytes:
@@ -59,63 +112,86 @@ def sse(value: Any) -> bytes:
     return f"data: {text}\n\n".encode(errors="replace")
 
 
-# --- chats
+class ChatReply(Reply):
+    """The answer to a chat completion."""
+
+    prefix, kinds = "chatcmpl", ("chat.completion", "chat.completion.chunk")
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        text, calls = tool_calls(choice.text) if self._asked.tools else (choice.text, [])
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if calls:
+            message["tool_calls"] = calls
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(choice.scored),
+            "finish_reason": "tool_calls" if calls and choice.finish == "stop" else choice.finish,
+        }
+
+    def _begins(self) -> list[dict[str, Any]]:
+        begins = {"role": "assistant", "content": ""}
+        return [_chat_piece(index, begins) for index in range(len(self._choices))]
+
+    def _pieces(self, index: int, choice: Choice, event: JobEvent) -> list[dict[str, Any]]:
+        text, scored = choice.hear(event)
+        finish, calls = event.finish, list[dict[str, Any]]()
+        if self._asked.tools:  # a possible tool call is sent only once it is whole
+            text, calls = tool_calls(choice.text) if finish else ("", [])
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            finish = "tool_calls" if finish == "stop" else finish
+            delta["tool_calls"] = [{"index": n, **call} for n, call in enumerate(calls)]
+        out = [_chat_piece(index, delta, None, self._logprobs(scored))] if delta or scored else []
+        return [*out, _chat_piece(index, {}, finish)] if finish else out
+
+    def _logprobs(self, scored: Sequence[Scored]) -> dict[str, Any] | None:
+        if not self._wants_scores:
+            return None
+        tokens = self._tokens
+
+        def one(token: int, logprob: float | None) -> dict[str, Any]:
+            return {"token": tokens.shown(token), "logprob": logprob, "bytes": list(tokens.raw(token))}
+
+        content = [{**one(s.token, s.logprob), "top_logprobs": [one(*pair) for pair in s.top]} for s in scored]
+        return {"content": content, "refusal": None}
 
 
-def chat_logprobs(tokens: Tokens, scored: Sequence[Scored]) -> dict[str, Any]:
-    """Log probabilities of an answer's tokens, as chat completions list them."""
-
-    def one(token: int, logprob: float | None) -> dict[str, Any]:
-        return {"token": tokens.shown(token), "logprob": logprob, "bytes": list(tokens.raw(token))}
-
-    content = [{**one(s.token, s.logprob), "top_logprobs": [one(*pair) for pair in s.top]} for s in scored]
-    return {"content": content, "refusal": None}
-
-
-def chat_choice(index: int, choice: Choice, tokens: Tokens, wants_scores: bool, has_tools: bool) -> dict[str, Any]:
-    """One whole choice of a chat completion."""
-    text, calls = Templates.calls(choice.text) if has_tools else (choice.text, [])
-    message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
-    if calls:
-        message["tool_calls"] = calls
-    return {
-        "index": index,
-        "message": message,
-        "logprobs": chat_logprobs(tokens, choice.scored) if wants_scores else None,
-        "finish_reason": "tool_calls" if calls and choice.finish == "stop" else choice.finish,
-    }
-
-
-def chat_piece(
+def _chat_piece(
     index: int, delta: dict[str, Any], finish: str | None = None, logprobs: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """One chunk of a chat completion's choice."""
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
 
-# --- completions
+class CompletionReply(Reply):
+    """The answer to a completion."""
 
+    prefix, kinds = "cmpl", ("text_completion", "text_completion")
 
-def completion_logprobs(tokens: Tokens, scored: Sequence[Scored], start: int = 0) -> dict[str, Any]:
-    """Log probabilities of tokens, as completions list them; `start` is the offset of their text."""
-    shown = [tokens.shown(s.token) for s in scored]
-    offsets, at = [], start
-    for text in shown:
-        offsets.append(at)
-        at += len(text)
-    top: list[dict[str, float] | None] = []
-    for s in scored:
-        best: dict[str, float] = {}
-        for token, logprob in s.top:  # likeliest first; of two tokens with equal text the likelier stays
-            best.setdefault(tokens.shown(token), logprob)
-        if s.logprob is not None:
-            best.setdefault(tokens.shown(s.token), s.logprob)
-        top.append(None if s.logprob is None else best)
-    return {
-        "tokens": shown, "token_logprobs": [s.logprob for s in scored], "top_logprobs": top, "text_offset": offsets,
-    }  # fmt: skip
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        logprobs = self._logprobs(choice.scored)
+        return {"index": index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish}
 
+    def _pieces(self, index: int, choice: Choice, event: JobEvent) -> list[dict[str, Any]]:
+        start = len(choice.text)
+        text, scored = choice.hear(event)
+        logprobs = self._logprobs(scored, start)
+        return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": event.finish}]
 
-def completion_choice(index: int, text: str, finish: str | None, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-    """One choice of a completion, or a chunk of it."""
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+    def _logprobs(self, scored: Sequence[Scored], start: int = 0) -> dict[str, Any] | None:
+        """Log probabilities of tokens; `start` is the offset of their text."""
+        if not self._wants_scores:
+            return None
+        shown = [self._tokens.shown(s.token) for s in scored]
+        top: list[dict[str, float] | None] = []
+        for s in scored:
+            best: dict[str, float] = {}
+            for token, logprob in s.top:  # likeliest first; of two tokens with equal text the likelier stays
+                best.setdefault(self._tokens.shown(token), logprob)
+            if s.logprob is not None:
+                best.setdefault(self._tokens.shown(s.token), s.logprob)
+            top.append(None if s.logprob is None else best)
+        offsets = list(itertools.accumulate(map(len, shown), initial=start))[:-1]
+        return {
+            "tokens": shown, "token_logprobs": [s.logprob for s in scored], "top_logprobs": top, "text_offset": offsets,
+        }  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 from moepack.server.batching.tokens import Tokens
 from moepack.server.errors import ApiError, bad
 
-from .parse import ChatRequest
+from .parse import Request
 
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)  # the form of Hermes, Qwen and others
 
@@ -29,7 +29,7 @@ class Templates:
         """Whether the model has a chat template."""
         return bool(self._tokens.tokenizer.chat_template)
 
-    def render(self, asked: ChatRequest) -> list[int]:
+    def render(self, asked: Request) -> list[int]:
         """Render a conversation as prompt tokens.
 
         Raises:
@@ -37,13 +37,10 @@ class Templates:
         """
         tokenizer = self._tokens.tokenizer
         if not self.is_there:
-            raise ApiError(
-                400,
-                "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE",
-                "messages",
-                "no_chat_template",
-            )
-        if asked.tools and not self._reads_calls():
+            why = "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE"
+            raise ApiError(400, why, "messages", "no_chat_template")
+        template = tokenizer.chat_template
+        if asked.tools and "<tool_call>" not in (template if isinstance(template, str) else json.dumps(template)):
             raise bad("tools", "this model's template does not say how it calls tools", "unsupported")
         try:
             text = tokenizer.apply_chat_template(
@@ -54,25 +51,21 @@ class Templates:
             raise bad("messages", f"the chat template refuses them: {why}") from None
         return self._tokens.encode(str(text), False, "messages")
 
-    def _reads_calls(self) -> bool:
-        template = self._tokens.tokenizer.chat_template
-        return "<tool_call>" in (template if isinstance(template, str) else json.dumps(template))
 
-    @staticmethod
-    def calls(text: str) -> tuple[str, list[dict[str, Any]]]:
-        """Split an answer into text and tool calls; a call that cannot be parsed stays text."""
-        calls: list[dict[str, Any]] = []
+def tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """Split an answer into text and tool calls. A call that cannot be parsed stays text."""
+    calls: list[dict[str, Any]] = []
 
-        def found(match: re.Match[str]) -> str:
-            try:
-                call = json.loads(match[1])
-                made = {"name": call["name"], "arguments": json.dumps(call.get("arguments", {}), ensure_ascii=False)}
-            except (ValueError, KeyError, TypeError, RecursionError):
-                return match[0]
-            if not isinstance(made["name"], str):
-                return match[0]
-            calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": made})
-            return ""
+    def found(match: re.Match[str]) -> str:
+        try:
+            call = json.loads(match[1])
+            made = {"name": call["name"], "arguments": json.dumps(call.get("arguments", {}), ensure_ascii=False)}
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return match[0]
+        if not isinstance(made["name"], str):
+            return match[0]
+        calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": made})
+        return ""
 
-        rest = _CALL.sub(found, text)
-        return (rest.strip() if calls else text), calls
+    rest = _CALL.sub(found, text)
+    return (rest.strip() if calls else text), calls

@@ -1,4 +1,4 @@
-"""`moepack serve`: load a bundle, listen, answer until a signal comes, finish what runs."""
+"""`moepack serve`: load a bundle, listen, answer until a signal comes, finish running requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 KEY = "MOEPACK_API_KEY"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 CONNECTIONS = 1024
-HELD = 4096  # tokens of KV cache that are reserved if experts cannot make room for it
+HELD = 4096  # tokens of KV cache reserved if experts cannot make room for it
 LEAST = 16  # tokens of prompt and answer that the budget must hold
 # torch and oneDNN each keep compiled products of up to 1,024 shapes, and passes have any number of tokens: 180 MB after
 # 900 passes of a small model, and still growing. With 128 each, memory stays constant.
@@ -155,17 +154,13 @@ def _load(asked: Serve) -> tuple[Any, Any]:
 @contextlib.contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
     """Bind a socket before the model is loaded; it answers once it is served."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
-    try:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
         except OSError as error:
             raise InputError(f"{host} port {port}: {error.strerror or error}") from None
         yield listener
-    finally:
-        listener.close()
 
 
 def shown(host: str, port: int) -> str:
@@ -174,27 +169,19 @@ def shown(host: str, port: int) -> str:
 
 
 async def run(server: Any, listener: socket.socket, asked: Serve, ready: Callable[[Any], None]) -> None:
-    """Answer until uvicorn's server is told to stop, then finish running requests.
-
-    Once it answers, `ready` receives uvicorn's server."""
+    """Answer until uvicorn's server, which `ready` receives once it answers, stops. Running requests finish."""
     import uvicorn
 
     from .http.guard import HEADERS, Patient
 
     class Stopping(uvicorn.Server):
-        """uvicorn that exits with 0 after a signal, the usual way to stop a server."""
+        """uvicorn that exits with 0 after a signal."""
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
-            if threading.current_thread() is not threading.main_thread():  # only a main thread may set handlers
+            with super().capture_signals():
                 yield
-                return
-            before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
-            try:
-                yield
-            finally:
-                for number, handler in before.items():
-                    signal.signal(number, handler)
+                self._captured_signals.clear()  # uvicorn would raise them again
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             server.start()
@@ -215,4 +202,4 @@ async def run(server: Any, listener: socket.socket, asked: Serve, ready: Callabl
         logging.getLogger("uvicorn.access").addHandler(logging.StreamHandler(sys.stderr))
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     await Stopping(config).serve([listener])
-    await asyncio.get_running_loop().run_in_executor(None, server.close)
+    await asyncio.to_thread(server.close)

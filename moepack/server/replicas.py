@@ -26,7 +26,7 @@ from moepack.pack.errors import InputError, MissingExtraError
 from .command import COMPILED, SIGNALS, Serve, listening, opened, options_of, prepare, run, shown
 
 BEGINNING = 64  # characters of a prompt that choose its replica
-PREFIXES = 512  # beginnings remembered a replica; the oldest are dropped first
+PREFIXES = 512  # beginnings that a replica remembers; the oldest are dropped first
 HEALTH = 5.0  # seconds between health checks
 PAGE = "page"  # the key of all other requests: one replica answers them, so that the page's numbers are consistent
 SCOPE = ("type", "method", "path", "raw_path", "query_string", "headers", "http_version", "scheme", "root_path", "asgi")
@@ -49,14 +49,15 @@ class Replica:
     """A server without an HTTP front, called by Ray for each request."""
 
     def __init__(self, asked: Serve) -> None:
-        self._asked, self._entered = asked, contextlib.ExitStack()
+        self._entered = contextlib.ExitStack()
         self._server = self._entered.enter_context(opened(asked, options_of(asked)))
         self._started = False
 
     async def check_health(self) -> None:
         """Raise if answers fail; Ray Serve then restarts the replica."""
-        if self._started:
-            self._server.check()
+        found = self._server.scheduler.health()
+        if self._started and not found["ok"]:
+            raise RuntimeError(f"answers fail: {found['error']}")
 
     async def answer(self, scope: dict[str, Any], raw: bytes) -> AsyncIterator[dict[str, Any]]:
         """Yield the ASGI messages of a request's answer; stop when the reader stops."""
@@ -108,41 +109,33 @@ class Door:
         self._asked, self._name, self._options = asked, name, options_of(asked)
         self.app = Guard(self._relay, self._options.key, asked.host)
         self._stopping = False
-        self._opened: asyncio.Future[tuple[str, int]] = asyncio.get_event_loop().create_future()
-        self._closed: asyncio.Task[None] | None = None
-        self._uvicorn: Any = None
+        self._opened: asyncio.Future[tuple[Any, int]] = asyncio.get_event_loop().create_future()
+        self._closed: asyncio.Future[None] = asyncio.get_event_loop().create_future()
 
     # --- called through Ray
 
-    async def open(self) -> tuple[str, int]:
-        """Listen, and return host and port."""
+    async def open(self) -> int:
+        """Listen, and return the port."""
         self._closed = asyncio.ensure_future(self._listen())
         either: list[asyncio.Future[Any]] = [self._closed, self._opened]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not self._opened.done():
             self._closed.result()
-        return self._opened.result()
+        return self._opened.result()[1]
 
     async def closed(self) -> None:
         """Wait until it no longer listens."""
-        assert self._closed is not None
         await self._closed
 
     async def end(self) -> None:
         """Finish running requests and close."""
-        if self._uvicorn is not None:
-            self._uvicorn.should_exit = True
-            await self.closed()
+        self._opened.result()[0].should_exit = True
+        await self._closed
 
     async def _listen(self) -> None:
         with listening(self._asked.host, self._asked.port) as listener:
             port = listener.getsockname()[1]
-
-            def ready(uvicorn: Any) -> None:
-                self._uvicorn = uvicorn
-                self._opened.set_result((self._asked.host, port))
-
-            await run(self, listener, self._asked, ready)
+            await run(self, listener, self._asked, lambda uvicorn: self._opened.set_result((uvicorn, port)))
 
     # --- as a server
 
@@ -159,9 +152,10 @@ class Door:
     # --- requests
 
     async def _relay(self, scope: Any, receive: Any, send: Any) -> None:
+        from ray import serve as ray_serve
         from starlette.requests import Request
 
-        from .errors import ApiError
+        from .errors import ApiError, stopping
         from .http.guard import body, disconnected, refusal
 
         if scope["type"] != "http":
@@ -169,11 +163,13 @@ class Door:
         raw, begun = b"", False
         try:
             if self._stopping:
-                raise ApiError(503, "this server is stopping", None, "stopping")
+                raise stopping()
             if scope["method"] == "POST":
                 raw = await body(Request(scope, receive), self._options.body)
-            key = beginning(raw) if raw else PAGE
-            pieces = self._handle(key).remote({name: scope[name] for name in SCOPE if name in scope}, raw)
+            handle = ray_serve.get_app_handle(self._name).options(
+                stream=True, method_name="answer", multiplexed_model_id=beginning(raw) if raw else PAGE
+            )
+            pieces: Any = handle.remote({name: scope[name] for name in SCOPE if name in scope}, raw)
             gone = asyncio.ensure_future(disconnected(receive))
             try:
                 async for message in _until(gone, pieces):
@@ -187,29 +183,21 @@ class Door:
         except Exception as error:
             if begun:
                 raise
-            failed = ApiError(503, f"no replica answers: {type(error).__name__}", None, "unavailable")
-            await refusal(failed)(scope, receive, send)
-
-    def _handle(self, key: str) -> Any:
-        from ray import serve as ray_serve
-
-        handle = ray_serve.get_app_handle(self._name)
-        return handle.options(stream=True, method_name="answer", multiplexed_model_id=key)
+            why = f"no replica answers: {type(error).__name__}"
+            await refusal(ApiError(503, why, None, "unavailable"))(scope, receive, send)
 
 
 async def _until(gone: asyncio.Future[None], pieces: Any) -> AsyncIterator[Any]:
     """Yield pieces until `gone` is done."""
-    coming = aiter(pieces)
     while True:
-        piece = asyncio.ensure_future(anext(coming))
+        piece = asyncio.ensure_future(anext(pieces, None))
         await asyncio.wait([piece, gone], return_when=asyncio.FIRST_COMPLETED)
         if not piece.done():
             piece.cancel()
             return
-        try:
-            yield piece.result()
-        except StopAsyncIteration:
+        if (found := piece.result()) is None:
             return
+        yield found
 
 
 def serve(asked: Serve, say: Callable[[str], None]) -> None:
@@ -225,31 +213,27 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
     ray, started = connect(asked.address, num_cpus=cpus)
     name, stopped = f"moepack-{secrets.token_hex(4)}", threading.Event()
     before: dict[Any, Any] = {}
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(lambda: [signal.signal(number, handler) for number, handler in before.items()])
+        if started:
+            undo.callback(ray.shutdown)
         try:
             from ray import serve as ray_serve
         except ImportError as error:
             raise MissingExtraError(str(error.name), "ray") from None
         _deploy(ray, ray_serve, asked, name)
+        undo.callback(ray_serve.delete, name)
+        door = ray.remote(Door).options(num_cpus=0, max_concurrency=4096).remote(asked, name)
         try:
-            door = ray.remote(Door).options(num_cpus=0, max_concurrency=4096).remote(asked, name)
-            try:
-                host, port = ray.get(door.open.remote())
-            except ray.exceptions.RayTaskError as error:
-                raise error.cause if isinstance(error.cause, InputError) else error from None
-            before |= {number: signal.signal(number, lambda *_: stopped.set()) for number in SIGNALS}
-            say(f"{options.name} at {shown(host, port)}, {asked.replicas} replicas")
-            closed = door.closed.remote()
-            while not stopped.is_set() and not ray.wait([closed], timeout=0.5)[0]:
-                pass
-            ray.get(door.end.remote())
-        finally:
-            ray_serve.delete(name)
-    finally:
-        if started:
-            ray.shutdown()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+            port = ray.get(door.open.remote())
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause if isinstance(error.cause, InputError) else error from None
+        before |= {number: signal.signal(number, lambda *_: stopped.set()) for number in SIGNALS}
+        say(f"{options.name} at {shown(asked.host, port)}, {asked.replicas} replicas")
+        closed = door.closed.remote()
+        while not stopped.is_set() and not ray.wait([closed], timeout=0.5)[0]:
+            pass
+        ray.get(door.end.remote())
 
 
 def _deploy(ray: Any, ray_serve: Any, asked: Serve, name: str) -> None:

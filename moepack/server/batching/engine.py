@@ -5,14 +5,18 @@ The engine owns the KV caches. The scheduler chooses the sequences, and samples 
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicCache
 
 from moepack.families.arguments import with_cache
 from moepack.runtime.devices import glibc
@@ -29,8 +33,7 @@ TRIM = 5.0  # seconds between two returns of free heap memory to the system
 class CacheSlot:
     """One sequence's KV cache in the engine."""
 
-    row: SequenceCache | None = None  # the cache if passes are packed
-    cache: Any = None  # the cache if each sequence has passes of its own
+    cache: Any = None  # a `SequenceCache` if passes are packed, else transformers' own from the first pass on
     length: int = 0  # cached tokens
 
 
@@ -45,21 +48,16 @@ class StepInput:
 
 
 class Engine:
-    """Run a model's forward passes. One thread at a time may call it.
-
-    Attributes:
-        device: the device of the logits.
-        why_not_packed: why each sequence has passes of its own; None if passes are packed.
-    """
+    """Run a model's forward passes. One thread at a time may call it."""
 
     def __init__(self, model: Any, step_tokens: int) -> None:
         """Prepare for passes of at most `step_tokens` tokens."""
         self._model, self._step = model, step_tokens
-        self.device: torch.device = model.device
+        self.device: torch.device = model.device  # of the logits
         self._native = model.config._attn_implementation
         self._trimmed = time.monotonic()
         self._only_last = bool(model._supports_logits_to_keep())
-        self.why_not_packed: str | None = None
+        self.why_not_packed: str | None = None  # why each sequence has passes of its own
         self._windows: list[int | None] = []
         self._rows: PackedKvCache | None = None
         serving = getattr(model, "moepack", None)
@@ -69,12 +67,12 @@ class Engine:
             if manager is not None and getattr(manager.policy.needs, "importance", False):
                 raise NotPackable("its policy reads attention weights")
             self._windows = windows_of(model.config)
+            model.config._attn_implementation = NAME
         except NotPackable as error:
             self._give_up(error)
-        else:
-            model.config._attn_implementation = NAME
 
     def _give_up(self, error: NotPackable) -> None:
+        """Run each sequence in passes of its own from now on."""
         self.why_not_packed = str(error)
         log.warning("requests are not batched, each has forward passes of its own: %s", error)
         self._model.config._attn_implementation = self._native
@@ -96,25 +94,19 @@ class Engine:
 
     def remove(self, slot: CacheSlot) -> None:
         """Remove a sequence and free its cache."""
-        if slot.row is not None and self._rows is not None:
-            self._rows.remove(slot.row)
+        if slot.cache is not None and self._rows is not None:
+            self._rows.remove(slot.cache)
             if not self._rows.rows:  # also ends what the budget reserves for it
                 self._rows = None
-        slot.row = slot.cache = None
-        slot.length = 0
+        slot.cache, slot.length = None, 0
 
     def _shape(self) -> CacheShape | None:
         if self._watch is None:
             return None
-        full = 0
-        windowed: dict[int, int] = {}
+        windowed: Counter[int] = Counter()
         for _, slope, cap in self._watch.shape.parts:
-            if cap is None:
-                full += slope
-            else:
-                window = cap // slope + 1
-                windowed[window] = windowed.get(window, 0) + slope
-        return CacheShape(full, tuple((size, window) for window, size in windowed.items()))
+            windowed[0 if cap is None else cap // slope + 1] += slope
+        return CacheShape(windowed.pop(0, 0), tuple((size, window) for window, size in windowed.items()))
 
     # --- room
 
@@ -130,7 +122,7 @@ class Engine:
         shape, tokens = self._watch.shape, sum(len(i.tokens) for i in items)
         longest = max((i.slot.length + len(i.tokens) for i in items), default=0)
         if self._rows is not None:
-            size = self._rows.after([(i.slot.row, len(i.tokens)) for i in items if i.slot.row is not None])
+            size = self._rows.after([(i.slot.cache, len(i.tokens)) for i in items])
         else:
             size = self._watch.used
             size += sum(shape.bytes(i.slot.length + len(i.tokens)) - shape.bytes(i.slot.length) for i in items)
@@ -152,11 +144,7 @@ class Engine:
 
     def most_tokens(self, most: int) -> int:
         """Tokens of the longest sequence, up to `most`, that the budget holds alone."""
-        low, high = 0, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.holds(middle) else (low, middle - 1)
-        return low
+        return bisect.bisect_left(range(1, most + 1), True, key=lambda tokens: not self.holds(tokens))
 
     # --- passes
 
@@ -181,7 +169,7 @@ class Engine:
                     self._give_up(error)
                     self._rows = None
                     for item in items:
-                        item.slot.row = None
+                        item.slot.cache = None
                     raise
             return [self._alone_pass(item) for item in items]
 
@@ -190,15 +178,10 @@ class Engine:
         assert rows is not None
         tokens = [token for item in items for token in item.tokens]
         positions = [p for i in items for p in range(i.slot.length, i.slot.length + len(i.tokens))]
-        end = 0
-        kept: list[int] = []
-        for item in items:
-            end += len(item.tokens)
-            kept += range(end - item.wanted, end)
-        parts = [(item.slot.row, len(item.tokens), item.is_prompt) for item in items if item.slot.row is not None]
-        assert len(parts) == len(items)
+        ends = itertools.accumulate(len(item.tokens) for item in items)
+        kept = [at for item, end in zip(items, ends, strict=True) for at in range(end - item.wanted, end)]
         try:
-            with rows.passing(parts):
+            with rows.passing([(item.slot.cache, len(item.tokens), item.is_prompt) for item in items]):
                 logits = self._pass(tokens, positions, rows, kept or [len(tokens) - 1])
         except BaseException:
             if rows.began:
@@ -207,15 +190,10 @@ class Engine:
             raise
         for item in items:
             item.slot.length += len(item.tokens)
-        out, at = [], 0
-        for item in items:
-            out.append(logits[at : at + item.wanted] if item.wanted else None)
-            at += item.wanted
-        return out
+        parts = iter(logits.split([item.wanted for item in items if item.wanted] or 1))
+        return [next(parts) if item.wanted else None for item in items]
 
     def _alone_pass(self, item: StepInput) -> Tensor | None:
-        from transformers.cache_utils import DynamicCache
-
         slot, count = item.slot, len(item.tokens)
         cache = DynamicCache(config=self._model.config) if slot.cache is None else slot.cache
         positions = list(range(slot.length, slot.length + count))
@@ -228,9 +206,7 @@ class Engine:
     def _pass(self, tokens: list[int], positions: list[int], cache: Any, kept: list[int]) -> Tensor:
         ids = torch.tensor([tokens], device=self.device)
         at = torch.tensor([positions], device=self.device)
-        wanted: dict[str, Any] = {}
-        if self._only_last:
-            wanted["logits_to_keep"] = torch.tensor(kept, device=self.device)
+        wanted = {"logits_to_keep": torch.tensor(kept, device=self.device)} if self._only_last else {}
         out = self._model(input_ids=ids, position_ids=at, use_cache=True, **with_cache(self._model, cache), **wanted)
         logits: Tensor = out.logits[0]
         return logits if self._only_last else logits[kept]

@@ -1,4 +1,4 @@
-"""Constrain answers to a JSON schema with llguidance, which is optional: say which tokens may come next."""
+"""Constrain answers to a JSON schema with llguidance, an optional library: say which tokens may come next."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from moepack.server.errors import ApiError, bad
 
 PARAM = "response_format"
-COMPACT: Any = {"whitespace_flexible": False}  # otherwise a weak model may write line breaks for ever
+COMPACT: Any = {"whitespace_flexible": False}  # otherwise a weak model may write line breaks without end
 
 
 class Grammars:
@@ -75,10 +75,7 @@ class JsonMask:
         if self._matcher.is_error():
             raise ApiError(500, f"{PARAM}: {self._matcher.get_error()}", PARAM)
         words = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        bits = np.unpackbits(words, bitorder="little")[:vocabulary]
-        out = torch.zeros(vocabulary, dtype=torch.bool)
-        out[: len(bits)] = torch.from_numpy(bits.astype(bool))
-        return out
+        return torch.from_numpy(np.unpackbits(words, count=vocabulary, bitorder="little").astype(bool))
 
     def take(self, token: int) -> None:
         """Advance by a chosen token."""

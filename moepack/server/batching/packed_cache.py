@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import AttentionMaskInterface
 
 from moepack.runtime.step import PackedCache, Step, current, opened
 
-NAME = "moepack_rows"  # transformers knows the attention by it
-GRAIN = 32  # a row's room is a multiple of so many tokens
+NAME = "moepack_rows"  # of the attention, in transformers' registry
+GRAIN = 32  # a row's room is a multiple of this, in tokens
 AHEAD = 64  # tokens of room beyond the need
-# Arguments that models pass to their attention and that this one does not need: the rows imply masks and windows.
+# Arguments of attention that packed attention does not need: the rows imply masks and windows.
 IGNORED = (
     "dropout", "is_causal", "sliding_window", "position_ids", "use_cache", "output_attentions", "output_hidden_states",
     "return_dict", "output_router_logits", "cache_position", "logits_to_keep", "cu_seq_lens_q", "cu_seq_lens_k",
@@ -38,7 +38,7 @@ class NotPackable(Exception):
 
 @dataclass(slots=True, eq=False)
 class _LayerCache:
-    """A row's keys and values (or a latent's two parts) of one layer, [1, heads, room, dim], valid up to `end`."""
+    """Keys and values (or a latent's two parts) of a row's layer, [1, heads, room, dim], valid up to `end`."""
 
     keys: Tensor | None = None
     values: Tensor | None = None
@@ -81,37 +81,28 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class PassPart:
-    """A row's tokens in a pass: `count` from position `start` on; the row then has `room`."""
+    """A row's tokens in a pass."""
 
     row: SequenceCache
-    start: int
+    span: slice  # their positions in the pass
     count: int
-    room: int
+    room: int  # the row's room after the pass
     is_prompt: bool
 
 
 class PackedKvCache(Cache, PackedCache):
-    """The caches of all packed sequences behind the interface of transformers' caches.
+    """The caches of all packed sequences (`rows`) behind the interface of transformers' caches.
 
     The KV budget (runtime/residency/kv_reserve.py) reads `held_bytes` and `needed`; policies read `sequences`.
-
-    Attributes:
-        rows: the sequences' caches.
-        began: whether the last pass has written into rows.
     """
 
     def __init__(self, windows: Sequence[int | None], shape: CacheShape | None, step: int) -> None:
-        """
-        Args:
-            windows: by layer, how many tokens a query sees; None for all.
-            shape: bytes of tokens; None without a budget.
-            step: tokens of the largest pass.
-        """
+        """`windows`: by layer, how many tokens a query sees, None for all; `step`: tokens of the largest pass."""
         layers: list[Any] = [_Layer(self, n) for n in range(len(windows))]
         super().__init__(layers=layers)
         self.windows, self.shape, self.step = tuple(windows), shape, step
         self.rows: list[SequenceCache] = []
-        self.began = False
+        self.began = False  # whether the last pass has written into rows
         self._parts: list[PassPart] = []
         self._passed: list[tuple[Tensor, Tensor] | None] = [None] * len(windows)
 
@@ -128,21 +119,20 @@ class PackedKvCache(Cache, PackedCache):
         self.rows.remove(row)
         row.layers = []
 
-    def row_bytes(self, room: int) -> int:
-        """Bytes of a row with room for `room` tokens."""
-        return 0 if self.shape is None else self.shape.bytes(room, self.step)
-
     @property
     def held_bytes(self) -> int:
         """Bytes of all rows."""
-        return sum(self.row_bytes(row.room) for row in self.rows)
+        return sum(self._bytes(row.room) for row in self.rows)
 
     def after(self, parts: Sequence[tuple[SequenceCache, int]]) -> int:
         """Peak bytes of all rows while a pass reads so many tokens of each of these."""
         grown = [(row.room, row.room_for(row.length + count)) for row, count in parts]
-        more = sum(self.row_bytes(room) - self.row_bytes(before) for before, room in grown)
-        copied = max((self.row_bytes(before) for before, room in grown if room > before), default=0)
+        more = sum(self._bytes(room) - self._bytes(before) for before, room in grown)
+        copied = max((self._bytes(before) for before, room in grown if room > before), default=0)
         return self.held_bytes + more + copied // max(1, len(self.windows))
+
+    def _bytes(self, room: int) -> int:
+        return self.shape.bytes(room, self.step) if self.shape else 0
 
     def needed(self) -> tuple[int, int]:
         """Peak bytes of the coming pass, and tokens of its longest row after it."""
@@ -161,8 +151,8 @@ class PackedKvCache(Cache, PackedCache):
         """
         start, self.began = 0, False
         for row, count, is_prompt in parts:
-            self._parts.append(PassPart(row, start, count, row.room_for(row.length + count), is_prompt))
-            start += count
+            span, start = slice(start, start + count), start + count
+            self._parts.append(PassPart(row, span, count, row.room_for(row.length + count), is_prompt))
         try:
             with opened(Step(packed=self)):
                 yield
@@ -183,8 +173,7 @@ class PackedKvCache(Cache, PackedCache):
         return keys, values
 
     def _append(self, part: PassPart, layer: int, keys: Tensor, values: Tensor) -> None:
-        window, span = self.windows[layer], slice(part.start, part.start + part.count)
-        held = part.row.layers[layer]
+        window, held = self.windows[layer], part.row.layers[layer]
         end = held.end + part.count
         if held.keys is None or end > held.keys.shape[2]:
             size = part.room if window is None else min(part.room, window - 1 + self.step)
@@ -193,8 +182,8 @@ class PackedKvCache(Cache, PackedCache):
             held.values = _moved(held.values, held.end, keep, size, values)
             end = keep + part.count
         assert held.values is not None
-        held.keys[:, :, end - part.count : end] = keys[:, :, span]
-        held.values[:, :, end - part.count : end] = values[:, :, span]
+        held.keys[:, :, end - part.count : end] = keys[:, :, part.span]
+        held.values[:, :, end - part.count : end] = values[:, :, part.span]
         held.end = end
 
     def attend(self, module: Any, query: Tensor, key: Tensor, scaling: float | None, sinks: Tensor | None) -> Tensor:
@@ -210,8 +199,7 @@ class PackedKvCache(Cache, PackedCache):
             k, v = held.keys[:, :, : held.end], held.values[:, :, : held.end]
             if expand is not None:
                 k, v = expand(k, v)
-            q = query[:, :, part.start : part.start + part.count]
-            out.append(_attend(q, k, v, scaling, self.windows[layer], sinks))
+            out.append(_attend(query[:, :, part.span], k, v, scaling, self.windows[layer], sinks))
         return torch.cat(out, dim=1)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -230,20 +218,16 @@ class _Layer:
     is_compileable = False
 
     def __init__(self, rows: PackedKvCache, number: int) -> None:
-        self._rows, self._number = weakref.ref(rows), number  # a reference cycle would keep the rows' memory
-
-    def _of(self) -> PackedKvCache:
-        rows = self._rows()
-        assert rows is not None
-        return rows
+        self._rows, self._number = weakref.proxy(rows), number  # a reference cycle would keep the rows' memory
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store new states and return them unchanged; `attend` reads the rows."""
-        return self._of().store(self._number, keys, values)
+        out: tuple[Tensor, Tensor] = self._rows.store(self._number, keys, values)
+        return out
 
     def get_seq_length(self) -> int:
         """Tokens of the longest row."""
-        return self._of().get_seq_length()
+        return int(self._rows.get_seq_length())
 
 
 def _moved(old: Tensor | None, end: int, keep: int, size: int, like: Tensor) -> Tensor:
@@ -260,7 +244,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int 
     mask = None
     if n == 1 and window is not None and length > window:
         k, v = k[:, :, -window:], v[:, :, -window:]
-    elif n > 1 and (length > n or (window is not None and length > window)):
+    elif n > 1 and (sinks is not None or length > n or (window is not None and length > window)):
         mask = torch.ones(n, length, dtype=torch.bool, device=q.device).tril_(length - n)
         if window is not None:
             mask = mask.triu_(length - n - window + 1)
@@ -281,14 +265,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int 
 
 def _with_sinks(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, mask: Tensor | None, sinks: Tensor) -> Tensor:
     """Attend with one learnt logit a head in the softmax (gpt-oss), as transformers' eager attention does."""
-    n, length, repeats = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
-    k, v = (t.repeat_interleave(repeats, dim=1) for t in (k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     scores = torch.matmul(q, k.transpose(2, 3)) * (q.shape[3] ** -0.5 if scaling is None else scaling)
-    if mask is None and n > 1:
-        mask = torch.ones(n, length, dtype=torch.bool, device=q.device).tril_()
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(1, -1, n, 1)], dim=-1)
+    scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(1, -1, q.shape[2], 1)], dim=-1)
     scores = scores - scores.max(dim=-1, keepdim=True).values
     probabilities = torch.nn.functional.softmax(scores, dim=-1, dtype=scores.dtype)[..., :-1].to(v.dtype)
     return torch.matmul(probabilities, v).transpose(1, 2)
@@ -322,13 +303,13 @@ def windows_of(config: Any) -> list[int | None]:
     Raises:
         NotPackable: if layers keep other state than keys and values, or positions depend on the pass.
     """
-    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-
     text = config.get_text_config(decoder=True)
     kinds = set(getattr(text, "layer_types", None) or ())
     if odd := kinds - {"full_attention", "sliding_attention"}:
         raise NotPackable(f"its layers are of {', '.join(sorted(odd))}")
-    for rope in _ropes(getattr(text, "rope_parameters", None) or {}):
+    ropes = getattr(text, "rope_parameters", None) or {}  # of all layers, or by their kind
+    for given in (ropes, *ropes.values()):
+        rope = given.get("rope_type", given.get("type")) if isinstance(given, dict) else None
         if rope in ("dynamic", "longrope"):
             raise NotPackable(f"its positions ({rope}) depend on the longest sequence of a pass")
     out: list[int | None] = []
@@ -340,14 +321,5 @@ def windows_of(config: Any) -> list[int | None]:
         else:
             raise NotPackable(f"its cache has a {type(layer).__name__}")
     if len(out) != text.num_hidden_layers:
-        raise NotPackable("its cache has not a layer for each of the model's")
+        raise NotPackable("its cache does not have one layer for each of the model's")
     return out
-
-
-def _ropes(parameters: Any) -> Iterator[str]:
-    if isinstance(parameters, dict):
-        for name, value in parameters.items():
-            if name in ("rope_type", "type"):
-                yield str(value)
-            elif isinstance(value, dict):
-                yield from _ropes(value)

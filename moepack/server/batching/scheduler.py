@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from moepack.runtime.planning.exceeded import BudgetExceeded
-from moepack.server.errors import ApiError, failed, too_long
+from moepack.server.errors import ApiError, failed, stopping, too_long
 from moepack.server.options import Limits
 
 from .engine import CacheSlot, Engine, StepInput
@@ -51,9 +51,9 @@ class _Sequence:
 
     job: Job
     tokens: list[int]  # token ids of the prompt and of the answer so far
-    sampler: Sampler | None = None
-    pieces: Pieces | None = None
-    stops: Stops | None = None
+    pieces: Pieces
+    stops: Stops
+    sampler: Sampler | None = None  # made when it first runs
     slot: CacheSlot | None = None  # its cache; None while it waits
     made: int = 0  # tokens generated
     # `shown`, `decoded`: characters of the answer that were posted, and that exist.
@@ -70,12 +70,7 @@ class _Sequence:
 
 
 class Scheduler:
-    """Answer jobs. Any thread may call `submit` and `close` and read the counts.
-
-    Attributes:
-        limits: the most of each kind that it accepts.
-        totals: counts since the start.
-    """
+    """Answer jobs. Any thread may call `submit`, `stop` and `close`, and read `limits` and `totals`."""
 
     def __init__(
         self, engine: Engine, tokens: Tokens, limits: Limits, post: Callable[[list[tuple[Job, JobEvent]]], None]
@@ -137,10 +132,12 @@ class Scheduler:
         """
         with self._condition:
             if self._closing or not self._thread.is_alive():
-                raise ApiError(503, "this server is stopping", None, "stopping")
+                raise stopping()
             if self.waiting + len(jobs) > max(self.limits.waiting, len(jobs) * (not self.waiting)):
                 raise ApiError(429, f"{self.waiting} sequences wait already: try again later", None, "queue_full")
-            self._arrived.extend(_Sequence(job, list(job.prompt)) for job in jobs)
+            for job in jobs:
+                pieces = Pieces(self._tokens.decode, job.prompt)
+                self._arrived.append(_Sequence(job, list(job.prompt), pieces, Stops(job.stops)))
             self._condition.notify()
 
     def stop(self) -> None:
@@ -149,17 +146,12 @@ class Scheduler:
             self._closing = True
             self._condition.notify()
 
-    def close(self, grace: float) -> bool:
-        """Stop, and drop sequences that still run after `grace` seconds. Return whether all finished."""
-        until = time.monotonic() + grace
-        self.stop()
-        if not self._thread.ident:
-            return True
-        self._thread.join(max(0.0, until - time.monotonic()))
-        finished = not self._thread.is_alive()
+    def close(self) -> None:
+        """Stop at once, and drop the sequences that still run."""
         self._dropping = True
-        self._thread.join()
-        return finished
+        self.stop()
+        if self._thread.ident:
+            self._thread.join()
 
     # --- the thread
 
@@ -171,11 +163,9 @@ class Scheduler:
                 self._waiting.extend(self._arrived)
                 self._arrived.clear()
             if self._closing:
-                self._drop(self._waiting, ApiError(503, "this server is stopping", None, "stopping"))
-                self._waiting.clear()
+                self._drop(self._waiting, stopping())
                 if self._dropping:
-                    self._drop(self._running, ApiError(503, "this server was stopped", None, "stopping"))
-                    self._running.clear()
+                    self._drop(self._running, stopping("this server was stopped"))
                 if not self._running:
                     self._post_events()
                     return
@@ -191,11 +181,13 @@ class Scheduler:
         if events:
             self._post(events)
 
-    def _drop(self, sequences: Sequence[_Sequence] | deque[_Sequence], error: Exception) -> None:
+    def _drop(self, sequences: list[_Sequence] | deque[_Sequence], error: Exception) -> None:
+        """End sequences with an error, and empty the list."""
         for one in sequences:
             self._remove(one)
             self.totals.failed += 1
             self._events.append((one.job, JobEvent(error=error, generated=one.made)))
+        sequences.clear()
 
     def _remove(self, one: _Sequence) -> None:
         if one.slot is not None:
@@ -211,20 +203,23 @@ class Scheduler:
                 self.totals.cancelled += 1
 
     def _admit(self) -> None:
-        joining = [len(s.tokens) + HEADROOM for s in self._running if s.slot is not None and not s.slot.length]
         if self._crowded and self._running:
             return
+        # Room that running sequences will soon need, counted as caches of their own, one step ahead.
+        joining = [HEADROOM + (0 if s.slot and s.slot.length else len(s.tokens)) for s in self._running]
         while self._waiting and len(self._running) < self.limits.sequences:
             one = self._waiting[0]
             need = len(one.tokens) + min(HEADROOM, one.job.max_tokens - one.made)
             if self._running and (
-                self._cached_tokens() + need > self.limits.kv_tokens
-                or not self._engine.fits([], [*joining, *self._growing(), need])
+                self._cached_tokens() + need > self.limits.kv_tokens or not self._engine.fits([], [*joining, need])
             ):
                 return
             self._waiting.popleft()
             try:
-                self._begin(one, need)
+                if one.sampler is None:
+                    mask = one.job.grammar() if one.job.grammar is not None else None
+                    one.sampler = Sampler(one.job.sampling, one.job.prompt, self._engine.device, mask)
+                one.slot = self._engine.add(need)
             except Exception as error:
                 self._drop([one], error)
                 continue
@@ -234,18 +229,6 @@ class Scheduler:
     def _cached_tokens(self) -> int:
         """Upper bound of the tokens that running sequences' caches hold after the next step."""
         return sum(len(s.tokens) for s in self._running)
-
-    def _growing(self) -> list[int]:
-        """Room that running sequences will soon need, counted as caches of their own, one step ahead."""
-        return [HEADROOM] * sum(1 for s in self._running if s.slot is not None and s.slot.length)
-
-    def _begin(self, one: _Sequence, need: int) -> None:
-        job = one.job
-        if one.sampler is None:
-            mask = job.grammar() if job.grammar is not None else None
-            one.sampler = Sampler(job.sampling, job.prompt, self._engine.device, mask)
-            one.pieces, one.stops = Pieces(self._tokens.decode, job.prompt), Stops(job.stops)
-        one.slot = self._engine.add(need)
 
     def _plan(self) -> list[tuple[_Sequence, StepInput]]:
         """The inputs of the next pass. Preempts the youngest sequences until the budget has room."""
@@ -267,28 +250,18 @@ class Scheduler:
 
     def _next_inputs(self) -> list[tuple[_Sequence, StepInput]]:
         planned, room = [], self._token_limit
-        for one in self._running:
-            if one.left == 1 and room:
-                planned.append((one, self._item(one, 1)))
-                room -= 1
-        for one in self._running:
-            if one.left > 1 and room:
+        for one in sorted(self._running, key=lambda one: one.left > 1):  # decoding sequences first
+            if room and (slot := one.slot) is not None:
                 count = min(one.left, room, SCORED if self._scores(one) else room)
-                planned.append((one, self._item(one, count)))
+                end = slot.length + count
+                wanted = count if self._scores(one) else int(end == len(one.tokens))
+                tokens, is_prompt = one.tokens[slot.length : end], end <= len(one.job.prompt)
+                planned.append((one, StepInput(slot, tokens, wanted, is_prompt)))
                 room -= count
         return planned
 
     def _scores(self, one: _Sequence) -> bool:
         return one.job.wants_prompt and len(one.prompt) < len(one.job.prompt)
-
-    def _item(self, one: _Sequence, count: int) -> StepInput:
-        slot = one.slot
-        assert slot is not None
-        ends = slot.length + count == len(one.tokens)
-        wanted = count if self._scores(one) else int(ends)
-        return StepInput(
-            slot, one.tokens[slot.length : slot.length + count], wanted, slot.length + count <= len(one.job.prompt)
-        )
 
     def _step(self, planned: list[tuple[_Sequence, StepInput]]) -> None:
         try:
@@ -335,33 +308,31 @@ class Scheduler:
 
     def _read_logits(self, one: _Sequence, item: StepInput, logits: Tensor | None) -> None:
         """Take the logits of a sequence's last pass."""
-        slot = one.slot
-        assert slot is not None
         if logits is None:
             return
         prompt: tuple[Scored, ...] = ()
         if self._scores(one):
-            self._score(one, slot.length - len(item.tokens), logits)
-            if slot.length < len(one.tokens):
+            self._score(one, item.slot.length - len(item.tokens), logits)
+            if one.left:
                 return
             prompt = tuple(one.prompt)
         if not one.job.max_tokens:
             self._finish(one, "length", prompt)
             return
-        assert one.sampler is not None
-        self._append_token(one, one.sampler.choose(logits[-1]), prompt)
+        self._append_token(one, logits[-1], prompt)
 
     def _score(self, one: _Sequence, start: int, logits: Tensor) -> None:
         """Score the prompt's tokens, each by the logits of the token before it."""
-        top = one.job.sampling.top_logprobs
+        top = one.job.sampling.top_logprobs or 0
         if not start:
             one.prompt.append(Scored(one.job.prompt[0]))
         for row, token in zip(logits, one.job.prompt[start + 1 :], strict=False):
-            one.prompt.append(scored(row, token, top if top is not None else 0))
+            one.prompt.append(scored(row, token, top))
 
-    def _append_token(self, one: _Sequence, chosen: Scored, prompt: tuple[Scored, ...]) -> None:
+    def _append_token(self, one: _Sequence, logits: Tensor, prompt: tuple[Scored, ...]) -> None:
+        assert one.sampler is not None
+        chosen = one.sampler.choose(logits)
         job, now = one.job, time.monotonic()
-        assert one.pieces is not None and one.stops is not None and one.sampler is not None
         job.first = job.first or now
         job.last = now
         one.made += 1
@@ -392,7 +363,6 @@ class Scheduler:
         return out
 
     def _finish(self, one: _Sequence, why: str, prompt: tuple[Scored, ...], text: str = "", cut: bool = False) -> None:
-        assert one.pieces is not None and one.stops is not None
         if not cut:
             more, cut = one.stops.push(one.pieces.end())
             more += "" if cut else one.stops.end()

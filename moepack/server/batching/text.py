@@ -17,7 +17,7 @@ class Pieces:
         self._tokens = list(prompt[-CONTEXT:])
         if decode(self._tokens).endswith(BROKEN):
             self._tokens = []
-        self._from, self._read = 0, len(self._tokens)
+        self._read = len(self._tokens)
 
     def push(self, token: int) -> str:
         """Return the text that a token completes; "" while a character is incomplete."""
@@ -28,13 +28,12 @@ class Pieces:
         """Return the rest, with U+FFFD for an incomplete character."""
         return self._piece(True)
 
-    def _piece(self, whatever: bool) -> str:
-        before = self._decode(self._tokens[self._from : self._read])
-        now = self._decode(self._tokens[self._from :])
-        if len(now) <= len(before) or (now.endswith(BROKEN) and not whatever):
+    def _piece(self, broken: bool) -> str:
+        before, now = self._decode(self._tokens[: self._read]), self._decode(self._tokens)
+        if len(now) <= len(before) or (now.endswith(BROKEN) and not broken):
             return ""
         self._tokens = self._tokens[self._read :]  # these tokens are the context of the next piece
-        self._from, self._read = 0, len(self._tokens)
+        self._read = len(self._tokens)
         return now[len(before) :]
 
 

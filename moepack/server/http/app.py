@@ -71,7 +71,8 @@ class Server:
         ]
         handlers: dict[Any, Any] = {ApiError: _refusal, HTTPException: _http_error, Exception: _failure}
         inner = Starlette(routes=routes, exception_handlers=handlers)
-        self.app = Guard(self._counted(inner), options.key, options.host)
+        known = {route.path for route in routes}
+        self.app = Guard(self._counted(inner, known), options.key, options.host)
 
     def start(self) -> None:
         """Start answering. Call it on the event loop."""
@@ -84,13 +85,7 @@ class Server:
 
     def close(self) -> None:
         """Stop at once, and drop what still runs."""
-        self.scheduler.close(0.0)
-
-    def check(self) -> None:
-        """Raise RuntimeError with the reason if answers fail."""
-        found = self.scheduler.health()
-        if not found["ok"]:
-            raise RuntimeError(f"answers fail: {found['error']}")
+        self.scheduler.close()
 
     async def _aside(self, work: Callable[[], Found]) -> Found:
         """Run slow work off the event loop: large bodies, templates, tokenising, the page's numbers."""
@@ -109,9 +104,7 @@ class Server:
                 self.metrics.ended(job, event.generated)
             job.tell(event)
 
-    def _counted(self, app: Any) -> Any:
-        known = {"/", "/health", "/live", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
-
+    def _counted(self, app: Any, known: set[str]) -> Any:
         async def counting(scope: Any, receive: Any, send: Any) -> None:
             async def sending(message: Any) -> None:
                 if message["type"] == "http.response.start":
@@ -162,9 +155,8 @@ class Server:
 
     def _check_model(self, name: str) -> None:
         if name != self._options.name:
-            raise ApiError(
-                404, f"the model {name!r} is not here: {self._options.name!r} is", "model", "model_not_found"
-            )
+            why = f"the model {name!r} is not here: {self._options.name!r} is"
+            raise ApiError(404, why, "model", "model_not_found")
 
     # --- generation
 
@@ -208,7 +200,6 @@ class Server:
     def _jobs(self, asked: parse.Request, prompts: list[list[int]], answer: Answer) -> None:
         """Make a job for each answer to each prompt. Not on the event loop: a grammar may take seconds."""
         grammar = None if asked.schema is None else self._grammars.check(asked.schema)
-        limits = []
         for prompt in prompts:
             if not prompt:
                 raise ApiError(400, "the prompt is empty", "prompt")
@@ -218,13 +209,10 @@ class Server:
                 held = f"{len(prompt) + room} tokens of a sequence is the most that this server holds"
                 why = f"the prompt has {len(prompt)} tokens, and {wanted} are wanted: {held}, which leaves {room}"
                 raise too_long(why, "max_tokens")
-            limits.append(wanted)
-        for prompt, most in zip(prompts, limits, strict=True):
             for n in range(asked.count):
                 seed = asked.sampling.seed
                 sampling = asked.sampling if seed is None else replace(asked.sampling, seed=_mixed(seed, n))
-                tell = functools.partial(answer.hear, len(answer.jobs))
-                job = Job(prompt, most, sampling, tell, asked.stops)
+                job = Job(prompt, wanted, sampling, functools.partial(answer.hear, len(answer.jobs)), asked.stops)
                 job.ends = frozenset() if asked.ignores_ends else self.tokens.ends
                 job.grammar = None if grammar is None else functools.partial(self._grammars.mask, grammar)
                 job.wants_prompt = asked.echo and sampling.top_logprobs is not None

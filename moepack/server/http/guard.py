@@ -15,7 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moepack.server.errors import ApiError
 
-OPEN = frozenset({"/", "/health"})  # need no key: the page asks for one, and health checks have none
+OPEN = frozenset({"/", "/health"})  # paths without a key: the page asks for one, health checks have none
 HEADERS = 10.0  # seconds to receive a request's headers
 BODY = 30.0  # seconds to receive its body
 LONGEST, MANY, LONG = 4096, 100, 32 << 10  # bytes of a URL; number of headers; bytes of all headers
@@ -115,7 +115,7 @@ class Patient(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """Start the time limit for a new connection."""
         super().connection_made(transport)
-        self._expect()
+        self._late = self.loop.call_later(HEADERS, transport.close)
 
     def data_received(self, data: bytes) -> None:
         """Handle received bytes, and stop the time limit once the headers are complete."""
@@ -123,22 +123,14 @@ class Patient(H11Protocol):
         if self.conn.their_state is not h11.IDLE:
             self._heard()
         elif self._late is None:
-            self._expect()
+            self._late = self.loop.call_later(HEADERS, self.transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the time limit of a closed connection."""
         self._heard()
         super().connection_lost(exc)
 
-    def _expect(self) -> None:
-        self._late = self.loop.call_later(HEADERS, self._close)
-
     def _heard(self) -> None:
         if self._late is not None:
             self._late.cancel()
             self._late = None
-
-    def _close(self) -> None:
-        self._late = None
-        if not self.transport.is_closing():
-            self.transport.close()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
+from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -61,7 +62,6 @@ class LiveView:
         placed = serving.versions
         kinds = sorted({kind for row in placed for kind in row}, key=lambda k: _rank(k, versions))
         number = {kind: n for n, kind in enumerate(kinds)}
-        totals = scheduler.totals
         return {
             "model": self._name,
             "policy": str(serving.policy),
@@ -76,21 +76,19 @@ class LiveView:
             "health": serving.health(),
             "running": scheduler.running,
             "waiting": scheduler.waiting,
-            "totals": {name: getattr(totals, name) for name in totals.__slots__},
+            "totals": asdict(scheduler.totals),
         }
 
     def _budget(self) -> dict[str, Any]:
-        serving, tracker = self._serving, self._serving.tracker
-        parts: dict[str, int] = defaultdict(int)
-        fixed = serving.fixed
-        for name in ("dense", "activations", "staging", "window", "kv"):
-            parts[name] = getattr(fixed, name)
-        if tracker is None:
+        serving = self._serving
+        fixed = ("dense", "activations", "staging", "window", "kv")
+        parts = Counter({name: getattr(serving.fixed, name) for name in fixed})
+        if serving.tracker is None:
             for layer in serving.layers:
                 for handle in layer.current.handles:
                     parts[str(handle)] += handle.resident_bytes
         else:
-            for name, size in tracker.named().items():
+            for name, size in serving.tracker.named().items():
                 if name != "fixed":
                     parts[name.partition("/")[0]] += size
         return {

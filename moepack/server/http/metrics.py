@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,20 +18,20 @@ FIRST = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 EACH = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
 
 
-class Metrics:
+class Metrics(Collector):
     """Counters that are updated as requests end, and gauges that are read on each request for /metrics."""
 
     def __init__(self, model: Any, engine: Engine, scheduler: Scheduler) -> None:
-        self._registry = CollectorRegistry()
-        options: dict[str, Any] = {"registry": self._registry}
-        self.requests = Counter("moepack_requests", "Requests by path and status.", ("path", "status"), **options)
+        self._serving, self._engine, self._scheduler = model.moepack, engine, scheduler
+        self._registry = own = CollectorRegistry()
+        self.requests = Counter("moepack_requests", "Requests by path and status.", ("path", "status"), registry=own)
         self._first = Histogram(
-            "moepack_time_to_first_token_seconds", "From a request's arrival.", buckets=FIRST, **options
+            "moepack_time_to_first_token_seconds", "From a request's arrival.", buckets=FIRST, registry=own
         )
         self._each = Histogram(
-            "moepack_time_per_output_token_seconds", "After the first, a sequence's mean.", buckets=EACH, **options
+            "moepack_time_per_output_token_seconds", "After the first, a sequence's mean.", buckets=EACH, registry=own
         )
-        self._registry.register(_Read(model.moepack, engine, scheduler))
+        own.register(self)
 
     def ended(self, job: Job, generated: int) -> None:
         """Count a finished sequence."""
@@ -43,13 +44,8 @@ class Metrics:
         """All metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
-
-class _Read(Collector):
-    def __init__(self, serving: Any, engine: Engine, scheduler: Scheduler) -> None:
-        self._serving, self._engine, self._scheduler = serving, engine, scheduler
-
     def collect(self) -> Iterator[Metric]:
-        """Yield the gauges (called by prometheus_client)."""
+        """Yield what is read on each request (called by prometheus_client)."""
         serving, scheduler = self._serving, self._scheduler
         for name, what in _WHAT.items():
             value = getattr(scheduler.totals, name.removeprefix("sequences_"))
@@ -58,34 +54,27 @@ class _Read(Collector):
             name = "transitions_cancelled" if name == "cancelled" else name
             yield CounterMetricFamily(f"moepack_{name}", f"{name.replace('_', ' ')} since loading.", value=value)
         gauges = {
-            "running": ("Sequences that are being answered.", scheduler.running),
-            "waiting": ("Sequences that wait.", scheduler.waiting),
+            "running": ("Running sequences.", scheduler.running),
+            "waiting": ("Waiting sequences.", scheduler.waiting),
             "kv_bytes": ("Bytes of live KV caches.", self._engine.cache_bytes),
             "resident_bytes": ("Bytes reserved on the device.", serving.resident_bytes()),
-            "resident_bytes_peak": ("The most that ever were.", serving.resident_bytes_peak),
-            "budget_bytes": ("Bytes that may be; 0 without a budget.", serving.budget_bytes or 0),
+            "resident_bytes_peak": ("The most bytes reserved so far.", serving.resident_bytes_peak),
+            "budget_bytes": ("The most bytes allowed; 0 without a budget.", serving.budget_bytes or 0),
         }
         for name, (what, value) in gauges.items():
             yield GaugeMetricFamily(f"moepack_{name}", what, value=value)
-        yield self._experts()
-
-    def _experts(self) -> Metric:
-        counts: dict[str, int] = {}
-        for row in self._serving.versions:
-            for kind in row:
-                counts[kind] = counts.get(kind, 0) + 1
-        family = GaugeMetricFamily("moepack_experts", "Experts by placement.", labels=["placement"])
-        for kind, count in sorted(counts.items()):
-            family.add_metric([kind], count)
-        return family
+        experts = GaugeMetricFamily("moepack_experts", "Experts by placement.", labels=["placement"])
+        for kind, count in sorted(collections.Counter(k for row in serving.versions for k in row).items()):
+            experts.add_metric([kind], count)
+        yield experts
 
 
 _WHAT = {
     "steps": "Forward passes.",
-    "prompt_tokens": "Tokens of prompts that were read.",
-    "generated_tokens": "Tokens that were generated.",
-    "sequences_finished": "Sequences that were answered.",
+    "prompt_tokens": "Prompt tokens read.",
+    "generated_tokens": "Tokens generated.",
+    "sequences_finished": "Finished sequences.",
     "sequences_cancelled": "Sequences whose client left.",
     "sequences_failed": "Sequences that could not be answered.",
-    "sequences_preempted": "Times a sequence gave its cache up for others.",
+    "sequences_preempted": "Times a sequence gave up its cache for others.",
 }

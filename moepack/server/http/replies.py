@@ -47,22 +47,14 @@ class Reply:
 
     def __init__(self, asked: Request, prompts: Sequence[list[int]], tokens: Tokens, model: str) -> None:
         self._asked, self._tokens = asked, tokens
-        self._choices = [Choice(prompt, echo) for prompt, echo in self._echoed(prompts) for _ in range(asked.count)]
+        self._wants_scores = asked.sampling.top_logprobs is not None
+        echoed = asked.prompts if asked.echo else [""] * len(prompts)
+        each = zip(prompts, (p if isinstance(p, str) else tokens.decode(p) for p in echoed), strict=True)
+        self._choices = [Choice(prompt, echo) for prompt, echo in each for _ in range(asked.count)]
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(16)}", "object": self.kinds[asked.stream],
             "created": int(time.time()), "model": model,
         }  # fmt: skip
-
-    def _echoed(self, prompts: Sequence[list[int]]) -> list[tuple[list[int], str]]:
-        """Each prompt, with the text that its answer begins with."""
-        if not self._asked.echo:
-            return [(prompt, "") for prompt in prompts]
-        given = zip(prompts, self._asked.prompts, strict=True)
-        return [(prompt, text if isinstance(text, str) else self._tokens.decode(prompt)) for prompt, text in given]
-
-    @property
-    def _wants_scores(self) -> bool:
-        return self._asked.sampling.top_logprobs is not None
 
     def hear(self, index: int, event: JobEvent) -> None:
         """Append an event of one choice."""

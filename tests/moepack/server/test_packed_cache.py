@@ -151,7 +151,7 @@ def test_rows_say_what_they_hold(family: str, windows: list[int | None], tmp_pat
     places = [CacheSlot(row) for row in slots]
     for step in range(90):
         items = [StepInput(place, [5] * (STEP if n == 0 and step < 2 else 1)) for n, place in enumerate(places)]
-        after = rows.after([(i.slot.row, len(i.tokens)) for i in items])
+        after = rows.after([(i.slot.cache, len(i.tokens)) for i in items])
         engine.run(items)
         held = sum(storages([(p.keys, p.values) for row in slots for p in row.layers]).values())
         assert held <= rows.held_bytes <= after

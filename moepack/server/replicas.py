@@ -46,7 +46,7 @@ def beginning(raw: bytes) -> str:
 
 
 class Replica:
-    """A server without an HTTP front, called by Ray for each request."""
+    """A server without an HTTP front. Ray calls it for each request."""
 
     def __init__(self, asked: Serve) -> None:
         self._entered = contextlib.ExitStack()
@@ -170,12 +170,20 @@ class Door:
                 stream=True, method_name="answer", multiplexed_model_id=beginning(raw) if raw else PAGE
             )
             pieces: Any = handle.remote({name: scope[name] for name in SCOPE if name in scope}, raw)
-            gone = asyncio.ensure_future(disconnected(receive))
-            try:
-                async for message in _until(gone, pieces):
+
+            async def relayed() -> None:
+                nonlocal begun
+                async for message in pieces:
                     begun = True
                     await send(message)
+
+            working, gone = asyncio.ensure_future(relayed()), asyncio.ensure_future(disconnected(receive))
+            try:
+                await asyncio.wait([working, gone], return_when=asyncio.FIRST_COMPLETED)
+                if working.done():
+                    working.result()
             finally:
+                working.cancel()
                 gone.cancel()
                 pieces.cancel()
         except ApiError as error:
@@ -185,19 +193,6 @@ class Door:
                 raise
             why = f"no replica answers: {type(error).__name__}"
             await refusal(ApiError(503, why, None, "unavailable"))(scope, receive, send)
-
-
-async def _until(gone: asyncio.Future[None], pieces: Any) -> AsyncIterator[Any]:
-    """Yield pieces until `gone` is done."""
-    while True:
-        piece = asyncio.ensure_future(anext(pieces, None))
-        await asyncio.wait([piece, gone], return_when=asyncio.FIRST_COMPLETED)
-        if not piece.done():
-            piece.cancel()
-            return
-        if (found := piece.result()) is None:
-            return
-        yield found
 
 
 def serve(asked: Serve, say: Callable[[str], None]) -> None:

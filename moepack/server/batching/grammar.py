@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,8 @@ class Grammars:
         self._made: Any = None
         self._lock = threading.Lock()
 
-    def check(self, schema: dict[str, Any]) -> str:
-        """Turn a JSON schema into a grammar.
-
-        Raises:
-            ApiError: for an invalid schema, or without the library.
-        """
+    def check(self, schema: dict[str, Any]) -> Callable[[], JsonMask]:
+        """Turn a JSON schema into a function that makes a sequence's mask. An invalid schema is an ApiError."""
         try:
             from llguidance import LLMatcher
         except ImportError:
@@ -36,39 +33,33 @@ class Grammars:
             raise bad(PARAM, why, "unsupported") from None
         try:
             grammar = str(LLMatcher.grammar_from_json_schema(schema, defaults=COMPACT))
-            problem = LLMatcher.validate_grammar(grammar, self._made_tokenizer())
+            tokenizer = self._made_tokenizer()
+            problem = LLMatcher.validate_grammar(grammar, tokenizer)
         except ValueError as error:
             problem = str(error)
         if problem and not problem.startswith("WARNING"):
             raise bad(PARAM, f"this schema cannot be kept to: {problem.splitlines()[0][:300]}")
-        return grammar
+        return lambda: JsonMask(LLMatcher(tokenizer, grammar))
 
     def _made_tokenizer(self) -> Any:
         """Make llguidance's tokenizer once: a second for a large vocabulary."""
+        from llguidance.hf import from_tokenizer
+
         with self._lock:
             if self._made is None:
+                ends = sorted(self._ends) or None
                 try:
-                    from llguidance.hf import from_tokenizer
-
-                    self._made = from_tokenizer(
-                        self._tokenizer, n_vocab=self._vocabulary, eos_token=sorted(self._ends) or None
-                    )
+                    self._made = from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=ends)
                 except ValueError as error:
                     raise bad(PARAM, f"this model's tokenizer cannot be constrained: {error}", "unsupported") from None
             return self._made
-
-    def mask(self, grammar: str) -> JsonMask:
-        """Make the mask of one sequence."""
-        return JsonMask(self._made_tokenizer(), grammar)
 
 
 class JsonMask:
     """The tokens that a grammar allows next, for one sequence."""
 
-    def __init__(self, tokenizer: Any, grammar: str) -> None:
-        from llguidance import LLMatcher
-
-        self._matcher = LLMatcher(tokenizer, grammar)
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
 
     def allowed(self, vocabulary: int) -> Tensor:
         """The allowed tokens, bool [vocabulary]."""

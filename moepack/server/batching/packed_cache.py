@@ -168,23 +168,20 @@ class PackedKvCache(Cache, PackedCache):
         """Append a layer's new states [1, heads, tokens, dim] to the rows, and return them."""
         self.began = True
         for part in self._parts:
-            self._append(part, layer, keys, values)
+            window, held = self.windows[layer], part.row.layers[layer]
+            end = held.end + part.count
+            if held.keys is None or end > held.keys.shape[2]:
+                size = part.room if window is None else min(part.room, window - 1 + self.step)
+                keep = held.end if window is None else min(held.end, window - 1)
+                held.keys = _moved(held.keys, held.end, keep, size, keys)
+                held.values = _moved(held.values, held.end, keep, size, values)
+                end = keep + part.count
+            assert held.values is not None
+            held.keys[:, :, end - part.count : end] = keys[:, :, part.span]
+            held.values[:, :, end - part.count : end] = values[:, :, part.span]
+            held.end = end
         self._passed[layer] = keys, values
         return keys, values
-
-    def _append(self, part: PassPart, layer: int, keys: Tensor, values: Tensor) -> None:
-        window, held = self.windows[layer], part.row.layers[layer]
-        end = held.end + part.count
-        if held.keys is None or end > held.keys.shape[2]:
-            size = part.room if window is None else min(part.room, window - 1 + self.step)
-            keep = held.end if window is None else min(held.end, window - 1)
-            held.keys = _moved(held.keys, held.end, keep, size, keys)
-            held.values = _moved(held.values, held.end, keep, size, values)
-            end = keep + part.count
-        assert held.values is not None
-        held.keys[:, :, end - part.count : end] = keys[:, :, part.span]
-        held.values[:, :, end - part.count : end] = values[:, :, part.span]
-        held.end = end
 
     def attend(self, module: Any, query: Tensor, key: Tensor, scaling: float | None, sinks: Tensor | None) -> Tensor:
         """Attend with each row's queries over its own keys: [1, heads, tokens, dim] to [1, tokens, heads, dim]."""

@@ -311,23 +311,19 @@ class Scheduler:
         if logits is None:
             return
         prompt: tuple[Scored, ...] = ()
-        if self._scores(one):
-            self._score(one, item.slot.length - len(item.tokens), logits)
+        if self._scores(one):  # each token by the logits of the token before it
+            top, start = one.job.sampling.top_logprobs or 0, item.slot.length - len(item.tokens)
+            if not start:
+                one.prompt.append(Scored(one.job.prompt[0]))
+            for row, token in zip(logits, one.job.prompt[start + 1 :], strict=False):
+                one.prompt.append(scored(row, token, top))
             if one.left:
                 return
             prompt = tuple(one.prompt)
-        if not one.job.max_tokens:
+        if one.job.max_tokens:
+            self._append_token(one, logits[-1], prompt)
+        else:
             self._finish(one, "length", prompt)
-            return
-        self._append_token(one, logits[-1], prompt)
-
-    def _score(self, one: _Sequence, start: int, logits: Tensor) -> None:
-        """Score the prompt's tokens, each by the logits of the token before it."""
-        top = one.job.sampling.top_logprobs or 0
-        if not start:
-            one.prompt.append(Scored(one.job.prompt[0]))
-        for row, token in zip(logits, one.job.prompt[start + 1 :], strict=False):
-            one.prompt.append(scored(row, token, top))
 
     def _append_token(self, one: _Sequence, logits: Tensor, prompt: tuple[Scored, ...]) -> None:
         assert one.sampler is not None

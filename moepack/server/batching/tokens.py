@@ -25,7 +25,7 @@ def end_tokens(generation_config: Any) -> list[int]:
     ids: list[int] = named if isinstance(named, list) else [named]
     if any(type(i) is not int or not 0 <= i < 1 << 31 for i in ids):
         shown = printable(repr(named)[:60])
-        raise InputError(f"generation_config.json: eos_token_id is no token, nor a list of them: {shown}")
+        raise InputError(f"generation_config.json: eos_token_id must be a token or a list of tokens: {shown}")
     return ids
 
 

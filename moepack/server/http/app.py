@@ -35,7 +35,7 @@ from .guard import Guard, body, refusal
 from .live_view import LiveView
 from .metrics import Metrics
 from .replies import ChatReply, CompletionReply, Reply
-from .templates import Templates
+from .templates import render
 
 HELPERS = 2  # threads beside the event loop; glibc keeps an arena for each thread that ever ran
 Found = TypeVar("Found")
@@ -47,7 +47,8 @@ class Server:
     def __init__(self, model: Any, tokenizer: Any, options: Options) -> None:
         self._options = options
         self.tokens = Tokens(tokenizer, getattr(model, "generation_config", None))
-        self.templates = Templates(self.tokens, options.template)
+        if options.template is not None:
+            tokenizer.chat_template = options.template
         text = model.config.get_text_config()
         self._vocabulary = int(text.vocab_size)
         self._grammars = Grammars(tokenizer, self._vocabulary, self.tokens.ends)
@@ -132,7 +133,8 @@ class Server:
 
     async def _live(self, request: Request) -> Response:
         made = await self._aside(self._view)
-        return JSONResponse({**made, "chats": self.templates.is_there}, headers={"cache-control": "no-store"})
+        chats = bool(self.tokens.tokenizer.chat_template)
+        return JSONResponse({**made, "chats": chats}, headers={"cache-control": "no-store"})
 
     async def _metrics(self, request: Request) -> Response:
         made = await self._aside(self.metrics.text)
@@ -167,7 +169,7 @@ class Server:
         return await self._answered(request, parse.completion, encoded, CompletionReply)
 
     async def _chat(self, request: Request) -> Response:
-        return await self._answered(request, parse.chat, lambda asked: [self.templates.render(asked)], ChatReply)
+        return await self._answered(request, parse.chat, lambda asked: [render(self.tokens, asked)], ChatReply)
 
     async def _answered(
         self,
@@ -194,7 +196,7 @@ class Server:
             return Streamed(reply.chunks(batches))
         async for batch in batches:
             for index, event in batch:
-                reply.hear(index, event)
+                reply.choices[index].hear(event)
         return JSONResponse(reply.whole())
 
     def _jobs(self, asked: parse.Request, prompts: list[list[int]], answer: Answer) -> None:
@@ -214,7 +216,7 @@ class Server:
                 sampling = asked.sampling if seed is None else replace(asked.sampling, seed=_mixed(seed, n))
                 job = Job(prompt, wanted, sampling, functools.partial(answer.hear, len(answer.jobs)), asked.stops)
                 job.ends = frozenset() if asked.ignores_ends else self.tokens.ends
-                job.grammar = None if grammar is None else functools.partial(self._grammars.mask, grammar)
+                job.grammar = grammar
                 job.wants_prompt = asked.echo and sampling.top_logprobs is not None
                 answer.jobs.append(job)
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from moepack.server.errors import ApiError, bad
 
+Kind = TypeVar("Kind")
+
 
 def parse_json(raw: bytes) -> dict[str, Any]:
-    """Parse a body as a JSON object.
-
-    Raises:
-        ApiError: for any other body.
-    """
+    """Parse a body as a JSON object. Any other body is an ApiError."""
     try:
         value = json.loads(raw.decode(), parse_constant=_no_constant)
     except UnicodeDecodeError:
@@ -66,22 +64,20 @@ class Fields:
 
     def flag(self, name: str, default: bool = False) -> bool:
         """Take a boolean."""
-        return bool(self._typed(name, default, bool, "true or false"))
+        value = self._typed(name, bool, "true or false")
+        return default if value is None else value
 
     def text(self, name: str) -> str | None:
         """Take a string."""
-        value: str | None = self._typed(name, None, str, "a string")
-        return value
+        return self._typed(name, str, "a string")
 
     def record(self, name: str) -> dict[str, Any] | None:
         """Take an object."""
-        value: dict[str, Any] | None = self._typed(name, None, dict, "an object")
-        return value
+        return self._typed(name, dict, "an object")
 
-    def _typed(self, name: str, default: Any, kind: type, described: str) -> Any:
-        if (value := self.take(name)) is None:
-            return default
-        if not isinstance(value, kind):
+    def _typed(self, name: str, kind: type[Kind], described: str) -> Kind | None:
+        value = self.take(name)
+        if value is not None and not isinstance(value, kind):
             raise bad(self._where + name, f"must be {described}")
         return value
 

@@ -61,7 +61,6 @@ class LiveView:
         versions = [v.name for v in serving.bundle.manifest.versions]
         placed = serving.versions
         kinds = sorted({kind for row in placed for kind in row}, key=lambda k: _rank(k, versions))
-        number = {kind: n for n, kind in enumerate(kinds)}
         return {
             "model": self._name,
             "policy": str(serving.policy),
@@ -69,7 +68,7 @@ class LiveView:
             "packed": self._engine.is_packed,
             "kinds": kinds,
             "layers": [layer.of.layer.index for layer in serving.layers],
-            "placed": [[number[kind] for kind in row] for row in placed],
+            "placed": [[kinds.index(kind) for kind in row] for row in placed],
             "heat": self._heat.counts(),
             "budget": self._budget(),
             "counters": serving.counters(),

@@ -43,15 +43,11 @@ class Request:
 
 
 def completion(given: dict[str, Any], vocabulary: int) -> Request:
-    """Parse a request to /v1/completions.
-
-    Raises:
-        ApiError: naming the field that is wrong or unsupported.
-    """
+    """Parse a request to /v1/completions. An ApiError names the field that is wrong or unsupported."""
     fields = Fields(given)
     prompts = _prompts(fields.take("prompt"), vocabulary)
     echo, special = fields.flag("echo"), fields.flag("add_special_tokens", True)
-    top, count = fields.whole("logprobs", None, 0, MOST_TOP), _count(fields)
+    top, count = fields.whole("logprobs", None, 0, MOST_TOP), fields.whole("n", 1, 1, MOST_CHOICES) or 1
     fields.only("best_of", 1, count)
     fields.only("suffix", "")
     limit = fields.whole("max_tokens", 16, 0)
@@ -62,17 +58,13 @@ def completion(given: dict[str, Any], vocabulary: int) -> Request:
 
 
 def chat(given: dict[str, Any], vocabulary: int) -> Request:
-    """Parse a request to /v1/chat/completions.
-
-    Raises:
-        ApiError: naming the field that is wrong or unsupported.
-    """
+    """Parse a request to /v1/chat/completions. An ApiError names the field that is wrong or unsupported."""
     fields = Fields(given)
     messages = _messages(fields.take("messages"))
     wanted, top = fields.flag("logprobs"), fields.whole("top_logprobs", None, 0, MOST_TOP)
     if top is not None and not wanted:
         raise bad("top_logprobs", "needs logprobs: true")
-    count = _count(fields)
+    count = fields.whole("n", 1, 1, MOST_CHOICES) or 1
     old, new = fields.whole("max_tokens", None, 1), fields.whole("max_completion_tokens", None, 1)
     if None not in (old, new) and old != new:
         raise bad("max_completion_tokens", "differs from max_tokens")
@@ -82,10 +74,6 @@ def chat(given: dict[str, Any], vocabulary: int) -> Request:
         raise bad(f"chat_template_kwargs.{min(reserved)}", "must not be given there", "unsupported")
     top, limit = (top or 0) if wanted else None, new if old is None else old
     return _request(fields, top, count, limit, vocabulary, messages=messages, tools=tools, template=template)
-
-
-def _count(fields: Fields) -> int:
-    return fields.whole("n", 1, 1, MOST_CHOICES) or 1
 
 
 def _request(fields: Fields, top: int | None, count: int, limit: int | None, vocabulary: int, **own: Any) -> Request:

@@ -50,19 +50,15 @@ class Reply:
         self._wants_scores = asked.sampling.top_logprobs is not None
         echoed = asked.prompts if asked.echo else [""] * len(prompts)
         each = zip(prompts, (p if isinstance(p, str) else tokens.decode(p) for p in echoed), strict=True)
-        self._choices = [Choice(prompt, echo) for prompt, echo in each for _ in range(asked.count)]
+        self.choices = [Choice(prompt, echo) for prompt, echo in each for _ in range(asked.count)]
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(16)}", "object": self.kinds[asked.stream],
             "created": int(time.time()), "model": model,
         }  # fmt: skip
 
-    def hear(self, index: int, event: JobEvent) -> None:
-        """Append an event of one choice."""
-        self._choices[index].hear(event)
-
     def whole(self) -> dict[str, Any]:
         """The whole answer."""
-        made = [self._choice(index, choice) for index, choice in enumerate(self._choices)]
+        made = [self._choice(index, choice) for index, choice in enumerate(self.choices)]
         return {**self._head, "choices": made, "usage": self._usage()}
 
     async def chunks(self, batches: AsyncIterator[list[tuple[int, JobEvent]]]) -> AsyncIterator[list[dict[str, Any]]]:
@@ -73,7 +69,7 @@ class Reply:
         if begins := self._begins():
             yield [{**self._head, "choices": [piece], **empty} for piece in begins]
         async for batch in batches:
-            pieces = [piece for index, event in batch for piece in self._pieces(index, self._choices[index], event)]
+            pieces = [piece for index, event in batch for piece in self._pieces(index, self.choices[index], event)]
             if pieces:
                 yield [{**self._head, "choices": [piece], **empty} for piece in pieces]
         if self._asked.usage:
@@ -81,8 +77,8 @@ class Reply:
 
     def _usage(self) -> dict[str, int]:
         """Count the tokens read and generated; a prompt counts once for all its answers."""
-        read = sum(len(choice.prompt) for choice in self._choices[:: self._asked.count])
-        made = sum(choice.generated for choice in self._choices)
+        read = sum(len(choice.prompt) for choice in self.choices[:: self._asked.count])
+        made = sum(choice.generated for choice in self.choices)
         return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
 
     def _begins(self) -> list[dict[str, Any]]:
@@ -122,8 +118,7 @@ class ChatReply(Reply):
         }
 
     def _begins(self) -> list[dict[str, Any]]:
-        begins = {"role": "assistant", "content": ""}
-        return [_chat_piece(index, begins) for index in range(len(self._choices))]
+        return [_chat_piece(index, {"role": "assistant", "content": ""}) for index in range(len(self.choices))]
 
     def _pieces(self, index: int, choice: Choice, event: JobEvent) -> list[dict[str, Any]]:
         text, scored = choice.hear(event)

@@ -15,41 +15,22 @@ from .parse import Request
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)  # the form of Hermes, Qwen and others
 
 
-class Templates:
-    """A model's chat template."""
-
-    def __init__(self, tokens: Tokens, template: str | None = None) -> None:
-        """`template` replaces the tokenizer's own."""
-        self._tokens = tokens
-        if template is not None:
-            tokens.tokenizer.chat_template = template
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the model has a chat template."""
-        return bool(self._tokens.tokenizer.chat_template)
-
-    def render(self, asked: Request) -> list[int]:
-        """Render a conversation as prompt tokens.
-
-        Raises:
-            ApiError: when there is no template, or it refuses.
-        """
-        tokenizer = self._tokens.tokenizer
-        if not self.is_there:
-            why = "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE"
-            raise ApiError(400, why, "messages", "no_chat_template")
-        template = tokenizer.chat_template
-        if asked.tools and "<tool_call>" not in (template if isinstance(template, str) else json.dumps(template)):
-            raise bad("tools", "this model's template does not say how it calls tools", "unsupported")
-        try:
-            text = tokenizer.apply_chat_template(
-                asked.messages, tools=asked.tools or None, tokenize=False, add_generation_prompt=True, **asked.template
-            )
-        except Exception as error:  # a template is a program and may raise anything
-            why = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
-            raise bad("messages", f"the chat template refuses them: {why}") from None
-        return self._tokens.encode(str(text), False, "messages")
+def render(tokens: Tokens, asked: Request) -> list[int]:
+    """Render a conversation as prompt tokens. A missing template, or one that refuses it, is an ApiError."""
+    template = tokens.tokenizer.chat_template
+    if not template:
+        why = "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE"
+        raise ApiError(400, why, "messages", "no_chat_template")
+    if asked.tools and "<tool_call>" not in (template if isinstance(template, str) else json.dumps(template)):
+        raise bad("tools", "this model's template does not say how it calls tools", "unsupported")
+    try:
+        text = tokens.tokenizer.apply_chat_template(
+            asked.messages, tools=asked.tools or None, tokenize=False, add_generation_prompt=True, **asked.template
+        )
+    except Exception as error:  # a template is a program and may raise anything
+        why = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+        raise bad("messages", f"the chat template refuses them: {why}") from None
+    return tokens.encode(str(text), False, "messages")
 
 
 def tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:

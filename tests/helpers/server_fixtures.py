@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import queue
 import socket
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,21 @@ TEMPLATE = (
     "{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 NAME, BUDGET = "mini", 5_000_000
+
+
+def post(url: str, body: dict[str, Any] | bytes | None, **headers: str) -> bytes:
+    """The answer to JSON, or to a GET without a body. Raises HTTPError for a refusal."""
+    raw = json.dumps(body).encode() if isinstance(body, dict) else body
+    given = {"Content-Type": "application/json", **{name.replace("_", "-"): value for name, value in headers.items()}}
+    with urllib.request.urlopen(urllib.request.Request(url, raw, given), timeout=60) as answer:
+        return bytes(answer.read())
+
+
+def ask(url: str, prompt: str, **more: Any) -> dict[str, Any]:
+    """The choice of a greedy completion."""
+    body = {"model": NAME, "prompt": prompt, "temperature": 0, **more}
+    choice: dict[str, Any] = json.loads(post(f"{url}/v1/completions", body))["choices"][0]
+    return choice
 
 
 @dataclass

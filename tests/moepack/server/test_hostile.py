@@ -1,4 +1,4 @@
-"""What is sent here to do harm gets a 4xx or is dropped, and an honest client is answered meanwhile."""
+"""Harmful requests get a 4xx or are dropped, and an honest client is answered meanwhile."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from server_fixtures import NAME, Running
+from server_fixtures import NAME, Running, post
 
 from moepack.server.http import guard
 
 HONEST = {"model": NAME, "prompt": "The history of", "max_tokens": 2, "temperature": 0}
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 def send(running: Running, raw: bytes, seconds: float = 20.0) -> bytes:
-    """All that comes back for these bytes, until the server closes."""
+    """The answer to these bytes, until the server closes."""
     with socket.create_connection(("127.0.0.1", running.port), timeout=seconds) as peer:
         peer.sendall(raw)
         out = b""
@@ -29,30 +30,19 @@ def send(running: Running, raw: bytes, seconds: float = 20.0) -> bytes:
         return out
 
 
-def post(running: Running, body: bytes, path: str = "/v1/completions", **headers: str) -> tuple[int, dict[str, Any]]:
-    """Status and JSON of a request."""
-    given = {"Content-Type": "application/json", **{k.replace("_", "-"): v for k, v in headers.items()}}
-    request = urllib.request.Request(running.url + path, body, given)
+def answered(running: Running, body: bytes | None, path: str = "/v1/completions", **headers: str) -> tuple[int, Any]:
+    """Status of an answer, and the JSON of one to a completion's request."""
     try:
-        with urllib.request.urlopen(request, timeout=20) as answer:
-            return answer.status, json.load(answer)
+        status, raw = 200, post(running.url + path, body, **headers)
     except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
-
-
-def get(running: Running, path: str, **headers: str) -> int:
-    request = urllib.request.Request(running.url + path, headers=headers)
-    try:
-        with urllib.request.urlopen(request, timeout=20) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        return error.code
+        status, raw = error.code, error.read()
+    return status, {} if body is None else json.loads(raw)
 
 
 @pytest.fixture(autouse=True)
 def honest(running: Running) -> Any:
     yield
-    status, answer = post(running, json.dumps(HONEST).encode())
+    status, answer = answered(running, json.dumps(HONEST).encode())
     assert status == 200 and answer["choices"][0]["text"]
 
 
@@ -80,23 +70,19 @@ BODIES = {
 
 @pytest.mark.parametrize("name", BODIES)
 def test_bodies(running: Running, name: str) -> None:
-    status, answer = post(running, BODIES[name])
+    status, answer = answered(running, BODIES[name])
     assert status == 400 and answer["error"]["type"] == "invalid_request_error"
     assert len(answer["error"]["message"]) < 60_000
 
 
 def test_bodies_that_are_too_long(running: Running) -> None:
-    """By their own word, and by what comes when they do not say."""
-    assert post(running, b" " * ((1 << 16) + 1))[0] == 413
-    head = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    )
-    answer = send(running, head + b"Content-Length: 99999999999999999999\r\n\r\n")
-    assert answer.startswith(b"HTTP/1.1 413 ")
+    """By their declared length, and by the bytes that come without one."""
+    assert answered(running, b" " * ((1 << 16) + 1))[0] == 413
+    close = POST + b"Connection: close\r\n"
+    assert send(running, close + b"Content-Length: 99999999999999999999\r\n\r\n").startswith(b"HTTP/1.1 413 ")
     chunk = b"8000\r\n" + b" " * 0x8000 + b"\r\n"
-    assert send(running, head + b"Transfer-Encoding: chunked\r\n\r\n" + 3 * chunk + b"0\r\n\r\n").startswith(
-        b"HTTP/1.1 413 "
-    )
+    answer = send(running, close + b"Transfer-Encoding: chunked\r\n\r\n" + 3 * chunk + b"0\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 413 ")
 
 
 CLOSE = b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
@@ -139,15 +125,13 @@ def test_paths(running: Running, path: str) -> None:
 def test_a_web_page_cannot_use_it(running: Running) -> None:
     """No form, which a browser sends to any address unasked; no name that leads here; no permission across origins."""
     body = json.dumps(HONEST).encode()
-    assert post(running, body, Content_Type="text/plain")[0] == 415
-    assert post(running, body, Content_Type="application/x-www-form-urlencoded")[0] == 415
-    assert post(running, body, Host="evil.example")[0] == 403
-    assert post(running, body, Host="localhost.evil.example:80")[0] == 403
+    assert answered(running, body, Content_Type="text/plain")[0] == 415
+    assert answered(running, body, Content_Type="application/x-www-form-urlencoded")[0] == 415
+    assert answered(running, body, Host="evil.example")[0] == 403
+    assert answered(running, body, Host="localhost.evil.example:80")[0] == 403
     for host in ("localhost", "127.0.0.1:8000", "[::1]:8000", "localhost:1"):
-        assert post(running, body, Host=host)[0] == 200
-    head = (
-        b"OPTIONS /v1/completions HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\nConnection: close\r\n"
-    )
+        assert answered(running, body, Host=host)[0] == 200
+    head = CLOSE.replace(b"GET /", b"OPTIONS /v1/completions") + b"Origin: http://evil.example\r\n"
     assert b"access-control" not in send(running, head + b"Access-Control-Request-Method: POST\r\n\r\n").lower()
 
 
@@ -167,10 +151,8 @@ def test_clients_that_are_slow(running: Running, monkeypatch: pytest.MonkeyPatch
             time.sleep(0.005)
         else:
             pytest.fail("it listened for two seconds")
-    head = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    )
-    assert send(running, head + b'Content-Length: 100\r\n\r\n{"mod').startswith(b"HTTP/1.1 408 ")
+    answer = send(running, POST + b'Connection: close\r\nContent-Length: 100\r\n\r\n{"mod')
+    assert answer.startswith(b"HTTP/1.1 408 ")
     with socket.create_connection(("127.0.0.1", running.port), timeout=20) as peer:
         peer.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert peer.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
@@ -180,7 +162,7 @@ def test_clients_that_are_slow(running: Running, monkeypatch: pytest.MonkeyPatch
     assert time.monotonic() - began < 9, "it waited for uvicorn's own ten seconds"
 
 
-def test_a_send_that_nobody_takes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_send_without_a_reader_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     from moepack.server.http import answer
 
     monkeypatch.setattr(answer, "PATIENCE", 0.05)
@@ -195,17 +177,14 @@ def test_a_send_that_nobody_takes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_client_that_does_not_read(running: Running) -> None:
     """It asks for much and takes nothing: others are answered, and its own answers end."""
     running.idle()
-    body = json.dumps(
-        {**HONEST, "max_tokens": 100, "n": 4, "stream": True, "ignore_eos": True, "logprobs": 20}
-    ).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    head += f"Content-Length: {len(body)}\r\n\r\n"
+    much = {**HONEST, "max_tokens": 100, "n": 4, "stream": True, "ignore_eos": True, "logprobs": 20}
+    body = json.dumps(much).encode()
     with socket.socket() as peer:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         peer.connect(("127.0.0.1", running.port))
-        peer.sendall(head.encode() + body)
+        peer.sendall(POST + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
         time.sleep(0.2)
-        assert post(running, json.dumps(HONEST).encode())[0] == 200
+        assert answered(running, json.dumps(HONEST).encode())[0] == 200
         running.idle(30)
 
 
@@ -213,18 +192,14 @@ def test_a_key(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     app = running.server.app
     monkeypatch.setattr(app, "_key", b"secret")
     body = json.dumps(HONEST).encode()
-    for given in (
-        {},
-        {"Authorization": "Bearer wrong"},
-        {"Authorization": "secret"},
-        {"Authorization": "Basic secret"},
-    ):
-        status, answer = post(running, body, **given)
+    for wrong in (None, "Bearer wrong", "secret", "Basic secret"):
+        given = {} if wrong is None else {"Authorization": wrong}
+        status, answer = answered(running, body, **given)
         assert status == 401 and answer["error"]["code"] == "invalid_api_key"
-        assert [get(running, path, **given) for path in ("/live", "/metrics", "/v1/models")] == [401] * 3
-        assert [get(running, path, **given) for path in ("/", "/health")] == [200] * 2
-    assert post(running, body, Authorization="Bearer secret")[0] == 200
-    assert get(running, "/live", Authorization="bearer secret") == 200
+        assert [answered(running, None, path, **given)[0] for path in ("/live", "/metrics", "/v1/models")] == [401] * 3
+        assert [answered(running, None, path, **given)[0] for path in ("/", "/health")] == [200] * 2
+    assert answered(running, body, Authorization="Bearer secret")[0] == 200
+    assert answered(running, None, "/live", Authorization="bearer secret")[0] == 200
     monkeypatch.setattr(app, "_key", None)
 
 
@@ -233,11 +208,6 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
     real: Callable[[bytes, bytes], bool] = guard.hmac.compare_digest
     monkeypatch.setattr(guard.hmac, "compare_digest", lambda a, b: (seen.append((a, b)), real(a, b))[1])
     asked = guard.Guard(None, "key", "0.0.0.0")  # type: ignore[arg-type]
-    scope = {
-        "type": "http",
-        "path": "/live",
-        "raw_path": b"/live",
-        "query_string": b"",
-        "headers": [(b"authorization", b"Bearer nope"), (b"host", b"any")],
-    }
+    headers = [(b"authorization", b"Bearer nope"), (b"host", b"any")]
+    scope = {"type": "http", "path": "/live", "raw_path": b"/live", "query_string": b"", "headers": headers}
     assert asked._refused(scope) is not None and seen == [(b"nope", b"key")]

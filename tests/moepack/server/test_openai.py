@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
-import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from server_fixtures import NAME, Running
+from live_models import wait_for
+from server_fixtures import NAME, Running, post
 from support import at_once
 
 openai = pytest.importorskip("openai")
@@ -20,11 +19,16 @@ openai = pytest.importorskip("openai")
 ROOT = Path(__file__).resolve().parents[3]
 PROMPT = "The history of"
 GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0}
+WORDS = ["The", "history", "of", "the", "world", "is", "long", "and", "has", "many", "people", "in", "it"]
 SAID = [{"role": "user", "content": "Tell me a story"}]
 
 
 def complete(client: Any, **given: Any) -> Any:
     return client.completions.create(**{**GREEDY, "prompt": PROMPT, "max_tokens": 12, **given})
+
+
+def chat(client: Any, **given: Any) -> Any:
+    return client.chat.completions.create(**{**GREEDY, "messages": SAID, "max_tokens": 2, **given})
 
 
 def test_greedy_is_what_the_model_says(exact: Running, plain: Any, tokenizer: Any) -> None:
@@ -43,8 +47,7 @@ def test_greedy_is_what_the_model_says(exact: Running, plain: Any, tokenizer: An
 
 def test_beside_others_an_answer_is_what_it_is_alone(exact: Running, plain: Any, tokenizer: Any) -> None:
     """Greedy, in float32: token by token that of plain transformers, for prompts that are read in pieces as well."""
-    words = ["The", "history", "of", "the", "world", "is", "long", "and", "has", "many", "people", "in", "it"]
-    prompts = [" ".join((words * 12)[n : n + 1 + 9 * n]) for n in range(12)]
+    prompts = [" ".join((WORDS * 12)[n : n + 1 + 9 * n]) for n in range(12)]
     found: dict[int, str] = {}
     client = exact.client()
 
@@ -80,12 +83,12 @@ def test_chat(client: Any) -> None:
         client, prompt="user: Tell me a story\nassistant:", max_tokens=8, extra_body={"add_special_tokens": False}
     )
     assert rendered.choices[0].text == out.choices[0].message.content
-    pieces = list(client.chat.completions.create(**GREEDY, messages=SAID, max_tokens=8, stream=True))
+    pieces = list(chat(client, max_tokens=8, stream=True))
     assert pieces[0].choices[0].delta.role == "assistant" and pieces[-1].choices[0].finish_reason == "length"
     assert "".join(p.choices[0].delta.content or "" for p in pieces) == out.choices[0].message.content
     assert {p.object for p in pieces} == {"chat.completion.chunk"}
     parts = [{"role": "user", "content": [{"type": "text", "text": "Tell me "}, {"type": "text", "text": "a story"}]}]
-    again = client.chat.completions.create(**GREEDY, messages=parts, max_tokens=8)
+    again = chat(client, messages=parts, max_tokens=8)
     assert again.choices[0].message.content == out.choices[0].message.content
 
 
@@ -122,7 +125,7 @@ def test_several_answers(client: Any) -> None:
     pieces = list(complete(client, n=3, temperature=1.0, seed=5, max_tokens=10, stream=True))
     texts = ["".join(p.choices[0].text for p in pieces if p.choices[0].index == n) for n in range(3)]
     assert texts == [c.text for c in out.choices[:3]]
-    chats = client.chat.completions.create(model=NAME, messages=SAID, n=2, seed=1, max_tokens=10)
+    chats = chat(client, temperature=1, n=2, seed=1, max_tokens=10)
     assert len(chats.choices) == 2 and chats.choices[0].message.content != chats.choices[1].message.content
 
 
@@ -137,16 +140,14 @@ def test_logprobs(client: Any, tokenizer: Any) -> None:
     out = complete(client, logprobs=3, max_tokens=6).choices[0]
     found = out.logprobs
     assert "".join(found.tokens) == out.text and len(found.token_logprobs) == 6
-    assert all(
-        len(top) == 3 and max(top.values()) == one
-        for top, one in zip(found.top_logprobs, found.token_logprobs, strict=True)
-    )
+    each = zip(found.top_logprobs, found.token_logprobs, strict=True)
+    assert all(len(top) == 3 and max(top.values()) == one for top, one in each)
     assert [out.text[a:][: len(t)] for a, t in zip(found.text_offset, found.tokens, strict=True)] == found.tokens
-    said = client.chat.completions.create(**GREEDY, messages=SAID, max_tokens=5, logprobs=True, top_logprobs=2)
+    said = chat(client, max_tokens=5, logprobs=True, top_logprobs=2)
     content = said.choices[0].logprobs.content
     assert "".join(c.token for c in content) == said.choices[0].message.content
     assert all(bytes(c.bytes).decode() == c.token and len(c.top_logprobs) == 2 for c in content)
-    pieces = list(client.chat.completions.create(**GREEDY, messages=SAID, max_tokens=5, logprobs=True, stream=True))
+    pieces = list(chat(client, max_tokens=5, logprobs=True, stream=True))
     streamed = [c for p in pieces if p.choices[0].logprobs for c in p.choices[0].logprobs.content]
     assert [c.token for c in streamed] == [c.token for c in content]
 
@@ -166,9 +167,8 @@ def test_echo_scores_the_prompt(exact: Running, plain: Any, tokenizer: Any) -> N
     wanted = [float(logs[n, token]) for n, token in enumerate(ids[1:])]
     assert found.token_logprobs[1:-1] == pytest.approx(wanted, abs=1e-4)
     best = logs.argmax(-1).tolist()[:-1]
-    assert [
-        max(t.values()) == s for t, s in zip(found.top_logprobs[1:-1], found.token_logprobs[1:-1], strict=True)
-    ] == [b == i for b, i in zip(best, ids[1:], strict=True)]
+    scored = zip(found.top_logprobs[1:-1], found.token_logprobs[1:-1], strict=True)
+    assert [max(t.values()) == s for t, s in scored] == [b == i for b, i in zip(best, ids[1:], strict=True)]
     alone = complete(client, prompt=text, echo=True, logprobs=1, max_tokens=0).choices[0]
     assert alone.text == text and len(alone.logprobs.tokens) == len(ids)
     assert complete(client, echo=True, max_tokens=2).choices[0].text.startswith(PROMPT)
@@ -190,37 +190,27 @@ def test_penalties_and_bias(client: Any, tokenizer: Any) -> None:
 
 def test_json_answers(client: Any) -> None:
     pytest.importorskip("llguidance")
-    schema = {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 8},
-            "age": {"type": "integer", "minimum": 0, "maximum": 99},
-        },
-        "required": ["name", "age"],
-        "additionalProperties": False,
-    }
+    age = {"type": "integer", "minimum": 0, "maximum": 99}
+    properties = {"name": {"type": "string", "maxLength": 8}, "age": age}
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
     wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
     for seed in range(3):
-        out = client.chat.completions.create(
-            model=NAME, messages=SAID, seed=seed, max_tokens=100, response_format=wanted
-        )
+        out = chat(client, temperature=1, seed=seed, max_tokens=100, response_format=wanted)
         found = json.loads(out.choices[0].message.content)
         assert out.choices[0].finish_reason == "stop" and set(found) == {"name", "age"} and 0 <= found["age"] <= 99
-    out = client.chat.completions.create(
-        **GREEDY, messages=SAID, max_tokens=200, response_format={"type": "json_object"}
-    )
+    out = chat(client, max_tokens=200, response_format={"type": "json_object"})
     assert out.choices[0].message.content.startswith("{")
     bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
     with pytest.raises(openai.BadRequestError, match="response_format: this schema cannot be kept to"):
-        client.chat.completions.create(**GREEDY, messages=SAID, max_tokens=4, response_format=bad)
+        chat(client, response_format=bad)
 
 
 def test_tools_go_through_the_template(client: Any) -> None:
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
-    without = client.chat.completions.create(**GREEDY, messages=SAID, max_tokens=2)
-    out = client.chat.completions.create(**GREEDY, messages=SAID, tools=[tool], max_tokens=2)
+    without = chat(client)
+    out = chat(client, tools=[tool])
     assert out.usage.prompt_tokens > without.usage.prompt_tokens
-    none = client.chat.completions.create(**GREEDY, messages=SAID, tools=[tool], tool_choice="none", max_tokens=2)
+    none = chat(client, tools=[tool], tool_choice="none")
     assert none.usage.prompt_tokens == without.usage.prompt_tokens
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     said = [
@@ -228,7 +218,7 @@ def test_tools_go_through_the_template(client: Any) -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "sun"},
     ]
-    assert client.chat.completions.create(**GREEDY, messages=said, tools=[tool], max_tokens=2).choices
+    assert chat(client, messages=said, tools=[tool]).choices
 
 
 @pytest.mark.parametrize(
@@ -270,14 +260,16 @@ def test_tools_go_through_the_template(client: Any) -> None:
 def test_what_is_not_served_is_refused_by_name(client: Any, given: dict[str, Any], field: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         if "messages" in given:
-            client.chat.completions.create(**{**GREEDY, "max_tokens": 2, **given})
+            chat(client, **given)
         complete(client, **given)
     assert caught.value.param == field and caught.value.type == "invalid_request_error"
 
 
-def test_the_example(running: Running) -> None:
-    command = [sys.executable, str(ROOT / "examples" / "client.py"), running.url, NAME]
-    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+def test_the_example(running: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    example = str(ROOT / "examples" / "client.py")
+    monkeypatch.setattr(sys, "argv", [example, running.url, NAME])
+    runpy.run_path(example, run_name="__main__")
+    out = capsys.readouterr().out
     assert "models: mini" in out and "\n0 (" in out and "\n2 (" in out and "'The': -\n" in out
 
 
@@ -294,8 +286,7 @@ def test_models_and_errors(running: Running) -> None:
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match=r"\d+ tokens of a sequence is the most .* which leaves \d+"):
         complete(client, max_tokens=context)
-    scheduler = running.server.scheduler
-    most = scheduler.most_answer(3)
+    most = running.server.scheduler.most_answer(3)
     assert 3 + most < context, "the budget is the limit here"
     with pytest.raises(openai.BadRequestError, match=f"the memory budget holds {most + 3} tokens of a sequence"):
         complete(client, prompt=[5] * (most + 4))
@@ -303,37 +294,31 @@ def test_models_and_errors(running: Running) -> None:
 
 @pytest.mark.parametrize("given", ({}, {"model": None}))
 def test_without_a_name_the_served_model_answers(running: Running, given: dict[str, Any]) -> None:
-    limits = {"max_tokens": 3, "temperature": 0}
     for path, asked in (("completions", {"prompt": PROMPT}), ("chat/completions", {"messages": SAID})):
-        body = json.dumps({**given, **limits, **asked}).encode()
-        request = urllib.request.Request(f"{running.url}/v1/{path}", body, {"content-type": "application/json"})
-        with urllib.request.urlopen(request, timeout=20) as answer:
-            found = json.load(answer)
+        found = json.loads(post(f"{running.url}/v1/{path}", {**given, **asked, "max_tokens": 3, "temperature": 0}))
         assert found["model"] == NAME and found["usage"]["completion_tokens"] == 3
 
 
 def test_a_client_that_vanishes_frees_its_slot(running: Running) -> None:
-    client = running.client()
     running.idle()
-    before = running.server.scheduler.totals.cancelled
-    stream = complete(client, max_tokens=400, stream=True, extra_body={"ignore_eos": True})
+    totals, long = running.server.scheduler.totals, {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
+    before = totals.cancelled
+    stream = complete(running.client(), stream=True, **long)
     next(iter(stream))
     assert running.server.scheduler.running == 1
     stream.close()
     running.idle(5)
-    assert running.server.scheduler.totals.cancelled == before + 1
-    impatient = running.client(timeout=0.3)
+    assert totals.cancelled == before + 1
     with pytest.raises(openai.APITimeoutError):  # not a stream
-        complete(impatient, max_tokens=400, n=8, extra_body={"ignore_eos": True})
+        complete(running.client(timeout=0.3), n=8, **long)
     running.idle(5)
-    assert running.server.scheduler.totals.cancelled > before + 1
+    assert totals.cancelled > before + 1
 
 
 def test_many_at_once_keep_to_the_budget(running: Running) -> None:
     """60 clients that open at once, over prompts of all lengths: every answer whole, and as it is alone."""
     client = running.client()
-    words = ["The", "history", "of", "the", "world", "is", "long", "and", "has", "many", "people", "in", "it"]
-    prompts = [" ".join(words[: 1 + n % len(words)] * (1 + n % 5)) for n in range(60)]
+    prompts = [" ".join(WORDS[: 1 + n % len(WORDS)] * (1 + n % 5)) for n in range(60)]
     found: dict[int, Any] = {}
 
     def one(n: int) -> None:
@@ -346,7 +331,4 @@ def test_many_at_once_keep_to_the_budget(running: Running) -> None:
     serving = running.model.moepack
     assert serving.resident_bytes_peak <= serving.budget_bytes
     assert serving.counters()["forward_waits"] == 0
-    until = time.monotonic() + 10
-    while serving.counters()["promotions"] <= moved:
-        assert time.monotonic() < until, "nothing was promoted"
-        complete(client)
+    wait_for(lambda: complete(client) and serving.counters()["promotions"] > moved)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +18,10 @@ from moepack.server.batching.engine import CacheSlot, Engine, StepInput
 from moepack.server.batching.packed_cache import CacheShape, NotPackable, PackedKvCache, windows_of
 
 NEW, STEP = 12, 16
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32,
+    "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "short_mscale": 1.0, "long_mscale": 1.2,
+}  # fmt: skip
 LENGTHS = (3, 40, 17, 1)
 PACKED = ("qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe")
 
@@ -82,16 +89,9 @@ def test_answers_are_those_of_plain_transformers(family: str, tmp_path: Path) ->
     ("family", "extra", "why"),
     (
         ("qwen3_next", {}, "linear_attention"),
-        (
-            "phimoe",
-            {"rope_parameters": {
-                "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32,
-                "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "short_mscale": 1.0, "long_mscale": 1.2,
-            }},
-            "longrope",
-        ),
+        ("phimoe", {"rope_parameters": LONGROPE}, "longrope"),
     ),
-)  # fmt: skip
+)
 def test_what_cannot_be_packed_is_served_one_by_one(
     family: str, extra: dict[str, Any], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -114,9 +114,8 @@ def test_a_model_that_changes_its_cache_is_found_out(tmp_path: Path, monkeypatch
         inner = forward(name, default)
         return lambda module, q, k, v, *a, **given: inner(module, q, 2 * k, v, *a, **given)
 
-    monkeypatch.setattr(
-        type(code.ALL_ATTENTION_FUNCTIONS), "get_interface", lambda _, name, default: doubled(name, default)
-    )
+    interface = type(code.ALL_ATTENTION_FUNCTIONS)
+    monkeypatch.setattr(interface, "get_interface", lambda _, name, default: doubled(name, default))
     wanted = plain_answers(model, prompts_of())
     engine = Engine(model, STEP)
     with pytest.raises(NotPackable, match="changes what its cache returns"):
@@ -170,18 +169,13 @@ def test_bytes_by_hand() -> None:
 def test_the_shape_is_read_from_what_was_measured(tmp_path: Path) -> None:
     engine = Engine(model_of("gpt_oss", tmp_path), STEP)
 
-    class Watch:
-        shape = KvShape(((0, 64, 64 * 31), (0, 64, 64 * 31), (8, 0, None), (0, 64, None), (0, 64, None)))
-
-    engine._watch = Watch()
+    parts = ((0, 64, 64 * 31), (0, 64, 64 * 31), (8, 0, None), (0, 64, None), (0, 64, None))
+    engine._watch = SimpleNamespace(shape=KvShape(parts))  # type: ignore[assignment]
     assert engine._shape() == CacheShape(128, ((128, 32),))
 
 
 def test_a_cache_is_gone_when_its_last_row_is(tmp_path: Path) -> None:
-    """Without waiting for a collection of circles: the budget counts it while it lives."""
-    import gc
-    import weakref
-
+    """Without a garbage collection: the budget counts it while it lives."""
     engine = Engine(model_of("qwen3_moe", tmp_path), STEP)
     gc.collect()
     gc.disable()

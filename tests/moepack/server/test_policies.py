@@ -4,8 +4,6 @@ sequence of a packed pass is heard of by itself."""
 from __future__ import annotations
 
 import concurrent.futures
-import json
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,15 +13,12 @@ import pytest
 import torch
 from listening import Listener, heard, listened_to
 from live_models import least, wait_for
-from server_fixtures import Options, Running, begin
+from server_fixtures import Options, Running, ask, begin
 
 import moepack
 from moepack.pack.errors import InputError
 from moepack.runtime.planning.options import LoadOptions
-from moepack.runtime.policies.contract import (
-    PrefillEnded,
-    SequenceEnded,
-)
+from moepack.runtime.policies.contract import PrefillEnded, SequenceEnded
 from moepack.runtime.policies.prefill import Prefill
 from moepack.runtime.residency.sequences import Sequences
 from moepack.server.batching.engine import Engine, StepInput
@@ -33,15 +28,6 @@ from moepack.server.command import HELD, Serve, serve
 PROMPTS = ("The history of the town", "def f(x):", "Tom has 3 apples and", "In the year")
 TOP_K, STEP = 2, 16
 ATTENTION = "importance:hi=w4,lo=w2"  # reads attention weights, which packed passes do not show
-
-
-def answer(server: Running, prompt: str, tokens: int = 12) -> str:
-    asked = {"model": "mini", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    request = urllib.request.Request(
-        f"{server.url}/v1/completions", json.dumps(asked).encode(), {"content-type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        return str(json.load(reply)["choices"][0]["text"])
 
 
 @contextmanager
@@ -72,10 +58,11 @@ def test_requests_at_once_are_answered_as_alone(
     policy: str, changes: bool, bundle: Path, tokenizer: Any, options: Options
 ) -> None:
     with served(bundle, tokenizer, options, policy) as server:
-        alone = [answer(server, prompt) for prompt in PROMPTS]
+        limits = {"max_tokens": 12, "ignore_eos": True}
+        alone = [ask(server.url, prompt, **limits)["text"] for prompt in PROMPTS]
         for _ in range(2):
             with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:
-                together = list(pool.map(lambda prompt: answer(server, prompt), PROMPTS))
+                together = list(pool.map(lambda prompt: ask(server.url, prompt, **limits)["text"], PROMPTS))
             assert all(together)
             assert changes or together == alone
         totals, serving = server.server.scheduler.totals, server.model.moepack
@@ -167,7 +154,7 @@ def test_prefill_places_by_the_prompts_of_those_who_decode(
     monkeypatch.setattr(Prefill, "_merged", counting)
     with served(bundle, tokenizer, options, "prefill:hi=bf16,k=4,bits=3") as server:
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda prompt: answer(server, prompt, 60), PROMPTS[:2]))
+            list(pool.map(lambda prompt: ask(server.url, prompt, max_tokens=60, ignore_eos=True), PROMPTS[:2]))
         policy = server.model.moepack.manager.policy
         wait_for(lambda: not policy._sequences)
     assert seen == [1, 2] or seen[0] == 2
@@ -183,7 +170,5 @@ def test_what_cannot_be_served_is_refused_by_name(bundle: Path) -> None:
         ("uniform", str(tight), 0, "holds 0 tokens of a sequence: give --kv-tokens"),
     ):
         with pytest.raises(InputError, match=words):
-            serve(
-                Serve(str(bundle), LoadOptions(policy=policy, device_memory=memory, kv_tokens=held), port=0),
-                lambda where: pytest.fail("it serves"),
-            )
+            options = LoadOptions(policy=policy, device_memory=memory, kv_tokens=held)
+            serve(Serve(str(bundle), options, port=0), lambda where: pytest.fail("it serves"))

@@ -1,4 +1,4 @@
-"""Replicas on Ray Serve: one address, requests with one beginning go to one replica, who dies is started anew."""
+"""Replicas on Ray Serve: one address; a beginning goes to one replica; a dead replica is started anew."""
 
 from __future__ import annotations
 
@@ -13,27 +13,24 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from server_fixtures import ask, post
 
 pytest.importorskip("ray.serve")
 
 from moepack.server.replicas import PAGE, beginning
-
-BUDGET = "5MB"
 
 
 def test_what_a_prompt_is_known_by() -> None:
     def key(**given: Any) -> str:
         return beginning(json.dumps(given).encode())
 
-    system = {
-        "role": "system",
-        "content": "Answer in one word, whatever you are asked by anybody. " * 2,
-    }
+    system = {"role": "system", "content": "Answer every question in one word, whatever it is. " * 2}
     asked = [key(messages=[system, {"role": "user", "content": words}]) for words in ("one", "two")]
     assert asked[0] == asked[1] != key(messages=[{"role": "user", "content": "one"}])
     assert key(prompt="a" * 64 + "b") == key(prompt="a" * 64 + "c", max_tokens=3) == key(prompt=["a" * 64, "d"])
@@ -43,19 +40,13 @@ def test_what_a_prompt_is_known_by() -> None:
         assert beginning(raw) == PAGE
 
 
+@dataclass
 class Served:
-    def __init__(self, port: int, process: subprocess.Popen[str]) -> None:
-        self.url, self.process = f"http://127.0.0.1:{port}", process
+    url: str
+    process: subprocess.Popen[str]
 
-    def get(self, path: str) -> Any:
-        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
-            return json.load(answer)
-
-    def ask(self, prompt: str, **more: Any) -> str:
-        body = json.dumps({"model": "mini", "prompt": prompt, "max_tokens": 8, "temperature": 0, **more}).encode()
-        request = urllib.request.Request(f"{self.url}/v1/completions", body, {"content-type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return str(answer.read().decode() if more.get("stream") else json.load(answer)["choices"][0]["text"])
+    def ask(self, prompt: str, tokens: int = 8) -> Any:
+        return ask(self.url, prompt, max_tokens=tokens)["text"]
 
     def replicas(self) -> list[psutil.Process]:
         found = psutil.Process(self.process.pid).children(recursive=True)
@@ -65,33 +56,30 @@ class Served:
 @pytest.fixture(scope="module")
 def served(bundle: Path) -> Iterator[Served]:
     command = [sys.executable, "-m", "moepack", "serve", str(bundle), "--port", "0", "--name", "mini"]
+    command += ["--replicas", "2", "--device-memory", "5MB", "--step-tokens", "64"]
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
-    process = subprocess.Popen(
-        [*command, "--replicas", "2", "--device-memory", BUDGET, "--step-tokens", "64"],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
     for line in process.stderr:
-        if found := re.search(r"moepack: serving mini at http://127.0.0.1:(\d+), 2 replicas", line):
-            yield Served(int(found[1]), process)
+        if found := re.search(r"moepack: serving mini at (http://127.0.0.1:\d+), 2 replicas", line):
+            yield Served(found[1], process)
             break
     else:
         pytest.fail("it ended before it answered")
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
     with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(f"http://127.0.0.1:{found[1]}/health", timeout=5)
+        urllib.request.urlopen(f"{found[1]}/health", timeout=5)
 
 
 def test_many_are_answered_and_each_replica_keeps_its_beginnings(served: Served) -> None:
     prompts = [f"{word} history of the town" for word in ("The", "A", "Our", "One", "Some", "His")]
-    alone = [served.ask(prompt, seed=1) for prompt in prompts]
+    alone = [served.ask(prompt) for prompt in prompts]
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         assert all(list(pool.map(served.ask, prompts * 3)))
-    assert len(alone) == 6 and served.get("/health")["status"] == "ok"
-    assert served.ask(prompts[0], stream=True).rstrip().endswith("data: [DONE]")
+    assert len(alone) == 6 and json.load(urllib.request.urlopen(f"{served.url}/health"))["status"] == "ok"
+    streamed = post(f"{served.url}/v1/completions", {"prompt": prompts[0], "max_tokens": 8, "stream": True})
+    assert streamed.rstrip().endswith(b"data: [DONE]")
     replicas = served.replicas()
     assert len(replicas) == 2
 
@@ -101,11 +89,11 @@ def test_many_are_answered_and_each_replica_keeps_its_beginnings(served: Served)
     time.sleep(1)
     before = work()
     for _ in range(12):
-        served.ask(prompts[0], max_tokens=48)
+        served.ask(prompts[0], 48)
     busy = sorted(now - then for now, then in zip(work(), before, strict=True))
     assert busy[1] > 3 * busy[0], "requests with one beginning go to one replica"
     with pytest.raises(urllib.error.HTTPError, match="400"):
-        served.ask("x", max_tokens=-1)
+        served.ask("x", -1)
 
 
 def test_a_replica_that_dies_is_started_anew(served: Served) -> None:

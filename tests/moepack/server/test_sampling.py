@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,12 +13,6 @@ from moepack.server.options import Sampling
 
 CPU = torch.device("cpu")
 LOGITS = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
-
-
-def support(**how: float) -> set[int]:
-    """The tokens that are drawn, of 400."""
-    random = torch.Generator().manual_seed(1)
-    return {draw(LOGITS, Sampling(**how), random) for _ in range(400)}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -37,7 +32,9 @@ def support(**how: float) -> set[int]:
     ),
 )
 def test_what_may_be_drawn(how: dict[str, float], tokens: set[int]) -> None:
-    assert support(**how) == tokens
+    """Of 400 draws."""
+    random = torch.Generator().manual_seed(1)
+    assert {draw(LOGITS, Sampling(**how), random) for _ in range(400)} == tokens  # type: ignore[arg-type]
 
 
 def test_the_least_likely_may_stand_anywhere() -> None:
@@ -79,21 +76,10 @@ def test_nothing_asked_for_changes_nothing() -> None:
 
 
 def test_bias_and_mask() -> None:
-    class Even:
-        is_done = False
-
-        def __init__(self) -> None:
-            self.taken: list[int] = []
-
-        def allowed(self, vocabulary: int) -> torch.Tensor:
-            return torch.arange(vocabulary) % 2 == 0
-
-        def take(self, token: int) -> None:
-            self.taken.append(token)
-
-    even = Even()
-    sampler = Sampler(Sampling(temperature=0, bias={2: 5.0, 3: 50.0}), [], CPU, even)
-    assert sampler.choose(LOGITS).token == 2 and even.taken == [2]
+    taken: list[int] = []
+    even = SimpleNamespace(is_done=False, allowed=lambda size: torch.arange(size) % 2 == 0, take=taken.append)
+    sampler = Sampler(Sampling(temperature=0, bias={2: 5.0, 3: 50.0}), [], CPU, even)  # type: ignore[arg-type]
+    assert sampler.choose(LOGITS).token == 2 and taken == [2]
 
 
 def test_logprobs_are_of_the_model_not_of_what_was_asked() -> None:

@@ -1,4 +1,4 @@
-"""Who runs when: chunks, room, the youngest giving way, cancelling, failing, stopping. The engine is arithmetic."""
+"""The scheduler: chunks, room, preemption, cancelling, failing, stopping. The engine is arithmetic."""
 
 from __future__ import annotations
 
@@ -40,13 +40,12 @@ class Machine:
     caches: dict[int, list[int]] = field(default_factory=dict)
     most_held: int = 0
     before: Callable[[list[StepInput]], None] = lambda items: None
-    is_packed = True
     gate: threading.Event | None = None
 
     def add(self, wanted: int) -> CacheSlot:
         slot = CacheSlot()
-        self.caches[id(slot)] = []
         slot.cache = slot
+        self.caches[id(slot)] = []
         return slot
 
     def remove(self, slot: CacheSlot) -> None:
@@ -97,7 +96,7 @@ class Bench:
 
     machine: Machine
     limits: Limits
-    events: dict[int, list[JobEvent]] = field(default_factory=dict)
+    events: list[list[JobEvent]] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -108,23 +107,17 @@ class Bench:
         for job, event in events:
             job.tell(event)
 
-    def job(self, prompt: list[int], count: int, **more: Any) -> Job:
-        mine = self.events.setdefault(len(self.jobs), [])
-        sampling = more.pop("sampling", Sampling(temperature=0))
-        self.jobs.append(Job(prompt, count, sampling, mine.append, **more))
-        return self.jobs[-1]
-
     def ask(self, prompt: list[int], count: int, **more: Any) -> list[JobEvent]:
-        job = self.job(prompt, count, **more)
+        mine: list[JobEvent] = []
+        job = Job(prompt, count, more.pop("sampling", Sampling(temperature=0)), mine.append, **more)
         self.scheduler.submit([job])
-        return self.events[len(self.jobs) - 1]
+        self.jobs.append(job)
+        self.events.append(mine)
+        return mine
 
-    def ended(self, seconds: float = 10) -> None:
-        until = time.monotonic() + seconds
-        left = [n for n, job in enumerate(self.jobs) if not job.cancelled]
-        while any(not e or (e[-1].finish is None and e[-1].error is None) for e in (self.events[n] for n in left)):
-            assert time.monotonic() < until, self.events
-            time.sleep(0.002)
+    def ended(self) -> None:
+        left = [events for job, events in zip(self.jobs, self.events, strict=True) if not job.cancelled]
+        wait_for(lambda: all(e and (e[-1].finish or e[-1].error) for e in left))
 
 
 @pytest.fixture
@@ -162,12 +155,11 @@ def test_many_are_answered_together(bench: Any) -> None:
 
 
 def test_a_long_prompt_does_not_hold_others_up(bench: Any) -> None:
-    """It is read in what a step leaves beside one token of everybody else; every pass goes on with those."""
+    """It is read in what a step leaves beside one token of each other sequence; those go on in every pass."""
     b = bench(Machine(gate=threading.Event(), before=lambda items: time.sleep(0.005)))
     b.ask([1], 60)
     b.machine.gate.set()
-    while not b.events[0]:
-        time.sleep(0.001)
+    wait_for(lambda: b.events[0])
     told = b.ask(list(range(40)), 3)
     b.ended()
     reading = [p for p in b.machine.passes if len(p) == 2 and p[1][0] > 1]
@@ -176,25 +168,27 @@ def test_a_long_prompt_does_not_hold_others_up(bench: Any) -> None:
     assert text(told) == expected(list(range(40)), 3) and text(b.events[0]) == expected([1], 60)
 
 
-@pytest.mark.parametrize("room, limits", [(60, {}), (1 << 30, {"kv_tokens": 60})])
-def test_no_more_is_held_than_there_is_room_for(room: int, limits: dict[str, int], bench: Any) -> None:
-    """In the budget, where they wait for their part, or by the caches' own limit, so that experts keep what is left: 60
-    tokens, three of up to 45. Every answer is what it is alone."""
-    b = bench(Machine(room=room, gate=threading.Event()), step_tokens=16, **limits)
-    told = [b.ask([n + 1] * 5, 40) for n in range(3)]
+def crowded(bench: Any, room: int, count: int, tokens: int, **limits: int) -> Bench:
+    """Answer several at once in so much room, each as it is alone."""
+    b: Bench = bench(Machine(room=room, gate=threading.Event()), step_tokens=16, **limits)
+    told = [b.ask([n + 1] * 5, tokens) for n in range(count)]
     b.machine.gate.set()
     b.ended()
-    assert [text(events) for events in told] == [expected([n + 1] * 5, 40) for n in range(3)]
+    assert [text(events) for events in told] == [expected([n + 1] * 5, tokens) for n in range(count)]
+    return b
+
+
+@pytest.mark.parametrize("room, limits", [(60, {}), (1 << 30, {"kv_tokens": 60})])
+def test_no_more_is_held_than_there_is_room_for(room: int, limits: dict[str, int], bench: Any) -> None:
+    """The budget or the limit of the caches holds 60 tokens. Of three sequences of up to 45 each, the others wait, and
+    every answer is what it is alone."""
+    b = crowded(bench, room, 3, 40, **limits)
     assert 44 <= b.machine.most_held <= 60 and (limits or b.scheduler.totals.preempted == 0)
     assert b.scheduler.most_answer(20) == 40
 
 
 def test_the_youngest_gives_way_and_is_read_again(bench: Any) -> None:
-    b = bench(Machine(room=100, gate=threading.Event()), step_tokens=16)
-    told = [b.ask([n + 1] * 5, 80) for n in range(2)]
-    b.machine.gate.set()
-    b.ended()
-    assert [text(events) for events in told] == [expected([n + 1] * 5, 80) for n in range(2)]
+    b = crowded(bench, 100, 2, 80)
     assert b.machine.most_held <= 100 and b.scheduler.totals.preempted >= 1
     assert b.scheduler.totals.generated_tokens == 160  # none was sampled twice
 
@@ -215,28 +209,24 @@ def test_what_can_never_fit_is_refused_with_what_would(bench: Any) -> None:
 def test_a_full_queue(bench: Any) -> None:
     b = bench(Machine(gate=threading.Event()), sequences=1, waiting=3)
     b.ask([1], 5)
-    while not b.scheduler.running:
-        time.sleep(0.001)
+    wait_for(lambda: b.scheduler.running)
     for _ in range(3):
         b.ask([2], 5)
     with pytest.raises(ApiError) as caught:
-        b.scheduler.submit([b.job([3], 5)])
+        b.ask([3], 5)
     assert caught.value.status == 429
-    b.jobs.pop()
     b.machine.gate.set()
     b.ended()
 
 
-def test_whom_nobody_waits_for_leaves_before_the_next_step(bench: Any) -> None:
+def test_a_cancelled_job_leaves_before_the_next_step(bench: Any) -> None:
     b = bench(Machine(gate=threading.Event()))
     b.ask([1], 900)
     b.ask([2], 5)
     b.jobs[0].cancelled = True
     b.machine.gate.set()
     b.ended()
-    until = time.monotonic() + 5
-    while b.scheduler.running:
-        assert time.monotonic() < until
+    wait_for(lambda: not b.scheduler.running)
     assert b.scheduler.totals.cancelled == 1 and b.machine.held() == 0 and len(b.machine.passes) < 20
 
 
@@ -273,78 +263,65 @@ def test_probabilities_of_a_prompt(bench: Any) -> None:
 
 def test_a_budget_that_refuses_is_asked_for_less(bench: Any) -> None:
     """Refused passes of more than three tokens: prompts go in smaller pieces, and nothing is lost."""
-    machine = Machine()
+    most = 3
 
     def refuse(items: list[StepInput]) -> None:
-        if sum(len(i.tokens) for i in items) > 3:
-            raise BudgetExceeded("too much")
+        if sum(len(i.tokens) for i in items) > most:
+            raise BudgetExceeded(f"more than {most}")
 
-    machine.before = refuse
-    b = bench(machine)
+    b = bench(Machine(before=refuse))
     told = [b.ask([n + 1] * 20, 5) for n in range(5)]
     b.ended()
     assert [text(events) for events in told] == [expected([n + 1] * 20, 5) for n in range(5)]
 
-    def always(items: list[StepInput]) -> None:
-        raise BudgetExceeded("never")
-
-    machine.before = always
+    most = 0
     told = [b.ask([1] * 9, 5), b.ask([2], 5)]
     b.ended()
-    assert all(e[-1].error is not None and "never" in str(e[-1].error) for e in told) and machine.held() == 0
+    assert all(e[-1].error is not None and "more than 0" in str(e[-1].error) for e in told) and b.machine.held() == 0
 
 
 def test_a_pass_that_fails_fails_its_sequences_alone(bench: Any) -> None:
-    machine = Machine()
-    broken: list[bool] = [True]
+    broken = True
 
     def fail(items: list[StepInput]) -> None:
         if broken:
             raise OSError("the disk is gone")
 
-    machine.before = fail
-    b = bench(machine)
+    b = bench(Machine(before=fail))
     told = b.ask([1], 5)
     b.ended()
     assert told[-1].error is not None and told[-1].error.status == 500  # type: ignore[attr-defined]
     assert not b.scheduler.health()["ok"] and "the disk is gone" in str(b.scheduler.health()["error"])
-    broken.clear()
+    broken = False
     told = b.ask([1], 5)
     b.ended()
     assert text(told) == expected([1], 5) and b.scheduler.health()["ok"]
 
 
 def test_a_model_that_cannot_be_packed_after_all_is_read_again(bench: Any) -> None:
-    machine = Machine()
-    once: list[bool] = [True]
-
     def fail(items: list[StepInput]) -> None:
-        if once:
-            once.clear()
-            machine.caches.clear()
+        if not b.machine.passes:
+            b.machine.passes.append([])
+            b.machine.caches.clear()
             raise NotPackable("no")
 
-    machine.before = fail
-    b = bench(machine)
+    b = bench(Machine(before=fail))
     told = [b.ask([n + 1] * 3, 5) for n in range(3)]
     b.ended()
     assert [text(events) for events in told] == [expected([n + 1] * 3, 5) for n in range(3)]
 
 
 def test_stopping_finishes_what_runs_and_drops_what_waits(bench: Any) -> None:
-    machine = Machine(gate=threading.Event())
-    b = bench(machine, sequences=1)
+    b = bench(Machine(gate=threading.Event()), sequences=1)
     told = [b.ask([1], 30), b.ask([2], 30)]
-    while not b.scheduler.running:
-        time.sleep(0.001)
+    wait_for(lambda: b.scheduler.running)
     b.scheduler.stop()
-    machine.gate.set()
+    b.machine.gate.set()
     b.ended()
     assert text(told[0]) == expected([1], 30)
     assert told[1][-1].error.status == 503  # type: ignore[union-attr]
     with pytest.raises(ApiError, match="stopping"):
-        b.scheduler.submit([b.job([1], 1)])
-    b.jobs.pop()
+        b.ask([1], 1)
 
 
 def test_closing_drops_what_runs(bench: Any) -> None:

@@ -11,7 +11,7 @@ import urllib.request
 from typing import Any
 
 import pytest
-from server_fixtures import NAME, Running
+from server_fixtures import NAME, Running, ask
 
 PROMPT = "The history of"
 
@@ -21,19 +21,18 @@ def fetch(running: Running, path: str) -> Any:
         return answer.headers, answer.read()
 
 
-def complete(running: Running, **given: Any) -> Any:
-    return running.client().completions.create(model=NAME, prompt=PROMPT, temperature=0, **given)
+def state(running: Running) -> Any:
+    """The page's JSON, made anew."""
+    running.idle()
+    time.sleep(0.3)
+    return json.loads(fetch(running, "/live")[1])
 
 
 def test_live(running: Running) -> None:
     """Every number against what the model and the budget say themselves, before and after an answer."""
-    running.idle()
-    time.sleep(0.3)
-    before = json.loads(fetch(running, "/live")[1])
-    complete(running, max_tokens=10, extra_body={"ignore_eos": True})
-    running.idle()
-    time.sleep(0.3)
-    after = json.loads(fetch(running, "/live")[1])
+    before = state(running)
+    ask(running.url, PROMPT, max_tokens=10, ignore_eos=True)
+    after = state(running)
     serving = running.model.moepack
     assert after["model"] == NAME and after["policy"].startswith("hotness") and after["packed"] is True
     shape = [len(row) for row in after["placed"]]
@@ -42,17 +41,16 @@ def test_live(running: Running) -> None:
     # 3 tokens of the prompt and 9 of the answer were read (the last one was not), each by two experts in every layer
     more = [sum(b) - sum(a) for a, b in zip(before["heat"], after["heat"], strict=True)]
     assert more == [(3 + 9) * 2] * 4
-    assert after["totals"]["generated_tokens"] - before["totals"]["generated_tokens"] == 10
-    assert after["totals"]["prompt_tokens"] - before["totals"]["prompt_tokens"] == 3
-    assert after["totals"]["finished"] - before["totals"]["finished"] == 1
+    for name, count in (("generated_tokens", 10), ("prompt_tokens", 3), ("finished", 1)):
+        assert after["totals"][name] - before["totals"][name] == count
     budget = after["budget"]
     assert budget["total"] == serving.budget_bytes and budget["reserved"] <= budget["peak"] <= budget["total"]
     assert sum(budget["parts"].values()) == pytest.approx(budget["reserved"], abs=200_000)  # versions change meanwhile
     assert budget["kv_used"] == 0 and after["running"] == after["waiting"] == 0 and after["chats"] is True
 
 
-def test_heat_is_beside_the_policys_own_counts(running: Running) -> None:
-    """The policy still hears of every token."""
+def test_heat_is_beside_the_policys_own_counts(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy still counts every token."""
     live = running.model.moepack.manager
     heard: list[int] = []
     decide = live._decide
@@ -61,17 +59,14 @@ def test_heat_is_beside_the_policys_own_counts(running: Running) -> None:
         heard.append(sum(int(row.sum()) for row in getattr(event, "counts", ())))
         decide(event)
 
-    live._decide = listening
-    try:
-        complete(running, max_tokens=10, extra_body={"ignore_eos": True})
-        time.sleep(0.7)
-    finally:
-        live._decide = decide
+    monkeypatch.setattr(live, "_decide", listening)
+    ask(running.url, PROMPT, max_tokens=10, ignore_eos=True)
+    time.sleep(0.7)
     assert sum(heard) == (3 + 9) * 2 * 4
 
 
 def test_metrics(running: Running) -> None:
-    complete(running, max_tokens=5)
+    ask(running.url, PROMPT, max_tokens=5)
     running.idle()
     headers, raw = fetch(running, "/metrics")
     found = dict(re.findall(r"^(moepack_\w+(?:\{[^}]*\})?) ([-+.e\d]+)$", raw.decode(), re.M))

@@ -1,4 +1,4 @@
-"""Where the server's own packages are not installed, its tests are skipped."""
+"""Skip the server's tests without its packages."""
 
 from __future__ import annotations
 

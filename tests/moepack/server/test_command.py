@@ -1,4 +1,4 @@
-"""`moepack serve` as a process: how soon it answers, how it ends, and what it says when it cannot begin."""
+"""`moepack serve`: how soon it answers, how it ends, and its errors when it cannot begin."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_it_answers_soon_and_finishes_what_runs(start: Start) -> None:
 
 
 def test_a_stop_that_has_no_time(bundle: Path) -> None:
-    """By Ctrl-C in this process: a running answer is cut off after the grace, and serving ends without an error."""
+    """Ctrl-C cuts a running answer off after the grace, and serving ends without an error."""
     seen: list[Any] = []
 
     def interrupt(told: str) -> None:

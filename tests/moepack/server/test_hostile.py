@@ -123,7 +123,7 @@ def test_paths(running: Running, path: str) -> None:
 
 
 def test_a_web_page_cannot_use_it(running: Running) -> None:
-    """No form, which a browser sends to any address unasked; no name that leads here; no permission across origins."""
+    """Forms, which a browser sends to any address, and other host names are refused; no other origin is permitted."""
     body = json.dumps(HONEST).encode()
     assert answered(running, body, Content_Type="text/plain")[0] == 415
     assert answered(running, body, Content_Type="application/x-www-form-urlencoded")[0] == 415
@@ -175,7 +175,7 @@ def test_a_send_without_a_reader_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_client_that_does_not_read(running: Running) -> None:
-    """It asks for much and takes nothing: others are answered, and its own answers end."""
+    """It asks for much and reads nothing: others are answered, and its own answers end."""
     running.idle()
     much = {**HONEST, "max_tokens": 100, "n": 4, "stream": True, "ignore_eos": True, "logprobs": 20}
     body = json.dumps(much).encode()

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness asks the server and, as HFLM, the same bundle in this process: they agree."""
+"""lm-evaluation-harness gets the same results from the server as from the bundle in this process (HFLM)."""
 
 from __future__ import annotations
 

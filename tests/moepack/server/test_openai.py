@@ -46,7 +46,7 @@ def test_greedy_is_what_the_model_says(exact: Running, plain: Any, tokenizer: An
 
 
 def test_beside_others_an_answer_is_what_it_is_alone(exact: Running, plain: Any, tokenizer: Any) -> None:
-    """Greedy, in float32: token by token that of plain transformers, for prompts that are read in pieces as well."""
+    """Greedy tokens in float32 equal those of plain transformers, also for prompts longer than a step."""
     prompts = [" ".join((WORDS * 12)[n : n + 1 + 9 * n]) for n in range(12)]
     found: dict[int, str] = {}
     client = exact.client()
@@ -94,7 +94,7 @@ def test_chat(client: Any) -> None:
 
 @pytest.mark.parametrize("stream", (False, True))
 def test_stop_strings_are_never_shown(client: Any, stream: bool) -> None:
-    """One that begins in a token and ends in another, from every place of the answer."""
+    """A stop string may begin in one token and end in another, anywhere in the answer."""
     text = complete(client, max_tokens=24).choices[0].text
     for at in range(2, len(text) - 4, 5):
         stop = text[at : at + 4]
@@ -153,7 +153,7 @@ def test_logprobs(client: Any, tokenizer: Any) -> None:
 
 
 def test_echo_scores_the_prompt(exact: Running, plain: Any, tokenizer: Any) -> None:
-    """What lm-eval asks for: of a prompt longer than a step, every token's probability given those before it."""
+    """As lm-eval asks: each prompt token's probability given those before it, for a prompt longer than a step."""
     client = exact.client()
     text = " ".join(["The history of the world is a story of people and of places."] * 12)
     ids = tokenizer(text).input_ids
@@ -316,7 +316,7 @@ def test_a_client_that_vanishes_frees_its_slot(running: Running) -> None:
 
 
 def test_many_at_once_keep_to_the_budget(running: Running) -> None:
-    """60 clients that open at once, over prompts of all lengths: every answer whole, and as it is alone."""
+    """60 clients at once, with prompts of many lengths: every answer is whole."""
     client = running.client()
     prompts = [" ".join(WORDS[: 1 + n % len(WORDS)] * (1 + n % 5)) for n in range(60)]
     found: dict[int, Any] = {}

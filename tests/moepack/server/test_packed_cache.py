@@ -1,4 +1,4 @@
-"""Packed passes: every family's answers are those of plain transformers; rows hold the bytes that they say."""
+"""Packed passes: every family's answers are those of plain transformers; rows hold the bytes that they report."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def prompts_of(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
 
 
 def answers(engine: Engine, prompts: list[list[int]], apart: int = 2, chunk: int = STEP) -> list[tuple[list[int], Any]]:
-    """Greedy answers, each sequence joining `apart` steps after the one before it, prompts in chunks."""
+    """Greedy answers. Each sequence joins `apart` steps after the one before it; prompts are read in chunks."""
     tokens, logits = [list(p) for p in prompts], [[] for _ in prompts]
     slots: list[CacheSlot | None] = [None] * len(prompts)
     step = 0
@@ -74,7 +74,7 @@ def plain_answers(model: Any, prompts: list[list[int]]) -> list[tuple[list[int],
 
 @pytest.mark.parametrize("family", PACKED)
 def test_answers_are_those_of_plain_transformers(family: str, tmp_path: Path) -> None:
-    """Sliding windows and sinks (gpt_oss), latents (deepseek), grouped heads; logits to what float32's order makes."""
+    """Sliding windows and sinks (gpt_oss), latents (deepseek), grouped heads; logits differ by rounding alone."""
     model = model_of(family, tmp_path)
     wanted = plain_answers(model, prompts_of())
     engine = Engine(model, STEP)
@@ -104,7 +104,7 @@ def test_what_cannot_be_packed_is_served_one_by_one(
 
 
 def test_a_model_that_changes_its_cache_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: an attention that doubles its keys after its cache. The first pass says so; then each has its own."""
+    """Planted: an attention that doubles its keys after its cache. The first pass fails; then each sequence has one."""
     from transformers.models.qwen3_moe import modeling_qwen3_moe as code
 
     model = model_of("qwen3_moe", tmp_path)
@@ -138,7 +138,7 @@ def test_the_comparison_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("family", "windows"), (("qwen3_moe", [None, None]), ("gpt_oss", [32, None])))
 def test_rows_say_what_they_hold(family: str, windows: list[int | None], tmp_path: Path) -> None:
-    """To the byte, after every step; what is foretold is never less than what is there while the pass runs."""
+    """Held bytes are exact after every step; the predicted bytes are never fewer."""
     model = model_of(family, tmp_path)
     assert windows_of(model.config) == windows
     heads, dim = 2, 16

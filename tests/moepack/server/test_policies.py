@@ -1,5 +1,5 @@
-"""Every policy under the server: requests at once are answered, each as alone where no version changes; and every
-sequence of a packed pass is heard of by itself."""
+"""Every policy under the server. Concurrent answers equal lone ones where no version changes, and a policy hears of
+each sequence of a packed pass."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def engine(bundle: Path) -> Iterator[Engine]:
 
 
 def test_every_sequence_of_a_packed_pass_is_heard_of_by_itself(engine: Engine) -> None:
-    """Three that overlap, one with its prompt in two chunks, of which the last has one token: each has its own events,
-    and the counts of its own prompt are those of the same prompt read alone."""
+    """Three sequences overlap; one prompt comes in two chunks, the last of one token. Each sequence has its own events,
+    and its prompt's counts equal those of the same prompt read alone."""
     prompts = [list(range(5, 5 + n)) for n in (7, 9, 3)]
     a, b, c = (engine.add(16) for _ in prompts)
     engine.run([StepInput(a, prompts[0], is_prompt=True), StepInput(b, prompts[1][:8], 0, is_prompt=True)])
@@ -122,7 +122,7 @@ def test_every_sequence_of_a_packed_pass_is_heard_of_by_itself(engine: Engine) -
 
 
 def test_a_row_that_is_read_again_is_a_sequence_of_its_own() -> None:
-    """Its cache was given up: all that was known of it went with it."""
+    """A sequence that gave up its cache begins anew."""
     rows, sequences = PackedKvCache([None], None, 8), Sequences()
 
     def reads(*parts: tuple[Any, int, bool]) -> list[tuple[int, int, bool, bool]]:
@@ -143,7 +143,7 @@ def test_a_row_that_is_read_again_is_a_sequence_of_its_own() -> None:
 def test_prefill_places_by_the_prompts_of_those_who_decode(
     bundle: Path, tokenizer: Any, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While two are answered the importance is the mean of both prompts' (policies/prefill.py)."""
+    """While two sequences run, the importance is the mean of both prompts' (policies/prefill.py)."""
     seen: list[int] = []
     merged = Prefill._merged
 

@@ -32,7 +32,7 @@ LOGITS = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
     ),
 )
 def test_what_may_be_drawn(how: dict[str, float], tokens: set[int]) -> None:
-    """Of 400 draws."""
+    """In 400 draws."""
     random = torch.Generator().manual_seed(1)
     assert {draw(LOGITS, Sampling(**how), random) for _ in range(400)} == tokens  # type: ignore[arg-type]
 
@@ -64,7 +64,7 @@ def test_penalties_by_hand() -> None:
 
 
 def test_repetition_by_hand() -> None:
-    """Of prompt (0) and answer (3): positive logits are divided, negative ones multiplied."""
+    """Tokens of prompt (0) and answer (3): positive logits are divided, negative ones multiplied."""
     sampler = Sampler(Sampling(temperature=0, repetition=2.0), [0], CPU)
     assert sampler.choose(torch.tensor([0.0, 0.0, 0.0, 9.0])).token == 3
     assert sampler._changed(torch.tensor([4.0, 4.0, -4.0, -4.0])).tolist() == [2.0, 4.0, -4.0, -8.0]

@@ -92,7 +92,7 @@ def expected(prompt: list[int], count: int) -> str:
 
 @dataclass
 class Bench:
-    """A scheduler over a machine, and what it told."""
+    """A scheduler over a machine, and its events."""
 
     machine: Machine
     limits: Limits
@@ -169,7 +169,7 @@ def test_a_long_prompt_does_not_hold_others_up(bench: Any) -> None:
 
 
 def crowded(bench: Any, room: int, count: int, tokens: int, **limits: int) -> Bench:
-    """Answer several at once in so much room, each as it is alone."""
+    """Answer several sequences at once in `room` tokens, each as it is alone."""
     b: Bench = bench(Machine(room=room, gate=threading.Event()), step_tokens=16, **limits)
     told = [b.ask([n + 1] * 5, tokens) for n in range(count)]
     b.machine.gate.set()
@@ -244,7 +244,7 @@ def test_ends_and_stop_strings(bench: Any) -> None:
 
 
 def test_probabilities_of_a_prompt(bench: Any) -> None:
-    """Of one longer than a step, while others run: every token's, given those before it; in slices, to save memory."""
+    """Each token's, given those before it, in a prompt longer than a step, beside others; in slices, to save memory."""
     b = bench(step_tokens=64)
     prompt = [n * 7 % 31 for n in range(150)]
     b.ask([1], 50)
@@ -262,7 +262,7 @@ def test_probabilities_of_a_prompt(bench: Any) -> None:
 
 
 def test_a_budget_that_refuses_is_asked_for_less(bench: Any) -> None:
-    """Refused passes of more than three tokens: prompts go in smaller pieces, and nothing is lost."""
+    """The budget refuses passes of more than three tokens: prompts go in smaller pieces, and nothing is lost."""
     most = 3
 
     def refuse(items: list[StepInput]) -> None:

@@ -51,14 +51,14 @@ def test_bytes_that_never_make_a_character_do_not_wait_for_ever(tokens: Tokens) 
 
 
 def test_a_space_that_a_word_begins_with() -> None:
-    """As sentencepiece decodes: the first word of what is decoded loses its space."""
+    """As sentencepiece decodes: the first word loses its space."""
     words = ["▁The", "▁his", "tory", "▁of"]
     pieces = Pieces(lambda ids: "".join(words[i] for i in ids).replace("▁", " ")[1:], [0])
     assert [pieces.push(i) for i in (1, 2, 3)] == [" his", "tory", " of"]
 
 
 def reference(text: str, stops: list[str]) -> str:
-    """Up to the stop string that is complete first; of two that end together, the longer."""
+    """The text up to the stop string that ends first; of two that end together, the longer."""
     ends = [(text.find(s) + len(s), text.find(s)) for s in stops if s in text]
     return text[: min(ends)[1]] if ends else text
 
@@ -69,7 +69,7 @@ def reference(text: str, stops: list[str]) -> str:
 )
 @settings(max_examples=200, deadline=None)
 def test_stops(parts: list[str], stops: list[str]) -> None:
-    """Against the whole text: what is shown ends before the first stop string, whatever it comes in."""
+    """The shown text ends before the first stop string, however the text is split."""
     held, shown, text = Stops(stops), "", ""
     for part in parts:
         text += part

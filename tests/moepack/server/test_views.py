@@ -29,7 +29,7 @@ def state(running: Running) -> Any:
 
 
 def test_live(running: Running) -> None:
-    """Every number against what the model and the budget say themselves, before and after an answer."""
+    """Every number equals that of the model or the budget, before and after an answer."""
     before = state(running)
     ask(running.url, PROMPT, max_tokens=10, ignore_eos=True)
     after = state(running)

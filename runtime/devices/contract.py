@@ -11,20 +11,24 @@ from moepack.pack.spec import ExpertLayer, Version
 from moepack.runtime.store.files import Stored
 
 
-class Memory(Protocol):
-    """A range of device memory."""
+class Memory:
+    """A range of device memory. The methods are called only where parts of it are returnable."""
 
-    tensor: Tensor  # all of it, uint8 [bytes], beginning on a page
-    returnable: bool  # whether parts of it can be given back; otherwise all of it is taken from the start
+    returnable = False  # whether parts of it can be given back; otherwise all of it is taken from the start
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor  # all of it, uint8 [bytes], beginning on a page
 
     def cost(self, start: int, size: int) -> int:
         """Return the bytes of the device that `take` would take; memory in large pieces may differ from `size`."""
+        return size
 
     def take(self, start: int, size: int) -> None:
         """Take these bytes before they are written. Raises MemoryError, and takes nothing, where there are none."""
 
     def give_back(self, start: int, size: int) -> int:
         """Give taken bytes back, and lose their contents. Returns the bytes that the device has back."""
+        return size
 
 
 class Completion(Protocol):

@@ -24,7 +24,7 @@ HUGE = 2 << 20
 COLLAPSE = 25  # MADV_COLLAPSE, Linux 6.1
 
 
-class CpuMemory:
+class CpuMemory(Memory):
     """Anonymous pages, which take memory once they are written. Several threads may use it.
 
     A huge page (2 MiB) is used where all of it has been taken: a thread then reads weights twice as fast (`python -m
@@ -37,7 +37,7 @@ class CpuMemory:
         # Private: shared anonymous pages keep their memory when they are given back.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._map = mmap.mmap(-1, max(align(size, PAGE), PAGE), flags=flags)
-        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        super().__init__(torch.frombuffer(self._map, dtype=torch.uint8))
         self._first = -self.tensor.data_ptr() % HUGE  # where the first huge page begins
         self._taken = np.zeros(max(len(self.tensor) - self._first, 0) // HUGE, np.int64)  # bytes, by huge page
         self._late: set[int] = set()  # huge pages taken in parts: small pages until they are collapsed
@@ -58,10 +58,6 @@ class CpuMemory:
         for i in pages:
             with contextlib.suppress(OSError, TypeError):  # a system without huge pages
                 self._map.madvise(advice, self._first + i * HUGE, HUGE)  # type: ignore[arg-type]
-
-    def cost(self, start: int, size: int) -> int:
-        """Return `size`."""
-        return size
 
     def take(self, start: int, size: int) -> None:
         """Count the bytes, and request huge pages; writing takes the memory."""
@@ -97,8 +93,7 @@ class CpuDevice(Migration):
         """
         super().__init__(on_event)
         self._threads = threads
-        self.staging_bytes = align(max(staging_bytes, PAGE), PAGE)
-        self._staging: Buffer = CpuMemory(self.staging_bytes).tensor.numpy()
+        self._staging: Buffer = CpuMemory(staging_bytes).tensor.numpy()
         self._now = HostEvent(ended=True)
         self._memories: list[CpuMemory] = []
 

@@ -42,26 +42,6 @@ SLOTS = 2  # fetches under way: one is decoded while the next is copied, or copi
 MATRICES = 64  # the most matrices of an expert, which has two or three
 
 
-class CudaMemory:
-    """One allocation, made while loading; its parts cannot be given back, so the methods are never called."""
-
-    returnable = False
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def cost(self, start: int, size: int) -> int:
-        """Return 0: all of it was taken at once."""
-        return 0
-
-    def take(self, start: int, size: int) -> None:
-        """Do nothing."""
-
-    def give_back(self, start: int, size: int) -> int:
-        """Return 0: nothing is returnable."""
-        return 0
-
-
 class RegisteredMemory(CpuMemory):
     """Anonymous pages of the host tier; each range is pinned when it is taken. A pool's lock guards it.
 
@@ -162,7 +142,6 @@ class CudaDevice(Migration):
         self.gpu = gpu = gpu or TorchGpu(device)
         size = align(max(largest, PAGE), PAGE)
         staging = align(largest if staging is None else staging, PAGE)
-        self.staging_bytes = slots * staging  # on the device, a part of the memory outside the experts
         self.pinned = host
         # The driver's calls, where experts are paged: memory is then mapped by `granule` bytes, and may be given back
         self.calls, self.granule = calls, granule
@@ -181,7 +160,7 @@ class CudaDevice(Migration):
         if self.calls is not None:
             self._mapped.append(MappedMemory(size, self.calls, self.gpu.over, self.granule))
             return self._mapped[-1]
-        return CudaMemory(self.gpu.memory(max(align(size, PAGE), PAGE)))
+        return Memory(self.gpu.memory(max(align(size, PAGE), PAGE)))
 
     def host_memory(self, size: int) -> Memory:
         """Allocate host memory that is pinned while it is taken; ordinary memory without `pins`."""
@@ -195,52 +174,41 @@ class CudaDevice(Migration):
     ) -> Completion:
         """Copy an extent, and decode a lossless one on the device unless `packed`; `parts` then describes it."""
 
-        def work(event: HostEvent) -> Going:
-            over = contextlib.ExitStack()  # closed when the device has ended the work
-            source, slot = find(), self._free.pop()
-            over.callback(self._free.append, slot)
-            try:
-                return self._issue(event, over, slot, source, target, layer, version, packed)
-            except BaseException:
-                over.close()
-                raise
-
-        return self.stream.submit(work)
+        return self.stream.submit(lambda event: self._issue(event, find(), target, layer, version, packed))
 
     def _issue(
-        self,
-        event: HostEvent,
-        over: contextlib.ExitStack,
-        slot: _Slot,
-        source: Stored,
-        target: Tensor,
-        layer: ExpertLayer,
-        version: Version,
-        packed: bool,
+        self, event: HostEvent, source: Stored, target: Tensor, layer: ExpertLayer, version: Version, packed: bool
     ) -> Going:
         decodes = version.entropy_coded and not packed
-        before = self.gate(event, source.size)
-        held = self.pinned.hold(source.place) if self.pinned is not None else None
-        if held is not None:
-            over.callback(held.release)
         status: Tensor | None = None
         error: BaseException | None = None
-        with self.gpu.migrating():
-            try:
-                self._bring(source, slot.device if decodes else target, slot, held, before)
-                before(0)
-                if packed:
-                    self._parts[target.data_ptr()] = self._look(source, layer, slot, held)
-            except BaseException as caught:  # raised after the copies already issued have ended
-                error = caught
-            issued = self.gpu.record()
-        if decodes and error is None:
-            with self.gpu.decoding():
+        with contextlib.ExitStack() as stack:
+            slot = self._free.pop()
+            stack.callback(self._free.append, slot)
+            before = self.gate(event, source.size)
+            held = self.hold(source)
+            if held is not None:
+                stack.callback(held.release)
+            with self.gpu.migrating():
                 try:
-                    status = self._decode(source, target, layer, version, slot, held)
-                except BaseException as caught:
+                    self.bring(source, slot.device if decodes else target, slot.host, held, before)
+                    before(0)
+                    if packed:
+                        self._parts[target.data_ptr()] = find_parts(source, layer, slot.host, held)
+                except BaseException as caught:  # raised after the copies already issued have ended
                     error = caught
                 issued = self.gpu.record()
+            if decodes and error is None:
+                with self.gpu.decoding():
+                    try:
+                        parts = find_parts(source, layer, slot.host, held)
+                        forms = make_forms(layer.matrices, version)
+                        coded = GpuPackedExtent(slot.device, layer, forms, target, source.where, parts)
+                        status = self.decode([coded], range(len(parts)), slot.status)
+                    except BaseException as caught:
+                        error = caught
+                    issued = self.gpu.record()
+            over = stack.pop_all()  # closed when the device has ended the work
 
         def ended() -> bool:
             try:
@@ -259,10 +227,22 @@ class CudaDevice(Migration):
 
         return ended
 
-    def _bring(
-        self, source: Stored, there: Tensor, slot: _Slot, held: Held | None, before: Callable[[int], None]
+    def hold(self, source: Stored) -> Held | None:
+        """Return an extent in pinned memory; None where its file must be read."""
+        return self.pinned.hold(source.place) if self.pinned is not None else None
+
+    def bring(
+        self,
+        source: Stored,
+        there: Tensor,
+        host: Tensor,
+        held: Held | None,
+        before: Callable[[int], None] = lambda size: None,
     ) -> None:
-        """Issue the copies of the stored bytes, and check the digest unless they are pinned."""
+        """Issue the copies of an extent: from `held`, or from its file through `host`, with a check of its digest.
+
+        `before` is called with the size of each chunk before it is read or copied.
+        """
         copy = self.gpu.copy
         if held is not None:
             before(source.size)
@@ -270,38 +250,33 @@ class CudaDevice(Migration):
             return
 
         def after(begin: int, end: int) -> None:
-            copy(there[begin:end], slot.host[begin:end])
+            copy(there[begin:end], host[begin:end])
 
         with self.pinned.fetching() if self.pinned is not None else contextlib.nullcontext():
-            source.read_into(slot.host.numpy(), before, None, after)
-
-    def _look(self, source: Stored, layer: ExpertLayer, slot: _Slot, held: Held | None) -> tuple[CodedPart, ...]:
-        """Parse a lossless extent, from its headers on the host; mapped ones are read first."""
-        host: Buffer = slot.host.numpy()[: source.size] if held is None or held.mapped else held.bytes.numpy()
-        if held is not None and held.mapped:
-            read_heads(source, host, layer)
-        try:
-            return parts_of(layer, host)
-        except CodecError as error:
-            raise BundleError.single(source.where, "codec", str(error)) from None
+            source.read_into(host.numpy(), before, None, after)
 
     def parts(self, extent: Tensor) -> tuple[CodedPart, ...]:
         """Return the parts of the packed extent that was fetched to this address."""
         return self._parts[extent.data_ptr()]
 
-    def _decode(
-        self, source: Stored, target: Tensor, layer: ExpertLayer, version: Version, slot: _Slot, held: Held | None
+    def decode(
+        self, all_packed: Sequence[GpuPackedExtent], matrices: Sequence[int], report: Tensor | None = None
     ) -> Tensor:
-        """Issue the decoder and the copies of biases; returns the host tensor of the decoder's report."""
-        parts = self._look(source, layer, slot, held)
-        packed = GpuPackedExtent(slot.device, layer, make_forms(layer.matrices, version), target, source.where, parts)
+        """Decode matrices of some experts in one launch on the current stream, without waiting.
+
+        Returns:
+            int32 [experts x matrices] in pinned memory: the decoder's reports, at the start of `report` if given.
+
+        Raises:
+            BundleError: when one is not a coded matrix.
+        """
         try:
-            found = self.gpu.decode([packed.job(i, self.gpu.copy) for i in range(len(layer.matrices))])
+            found = self.gpu.decode([packed.job(i, self.gpu.copy) for packed in all_packed for i in matrices])
         except ValueError as error:
-            raise packed.damaged(str(error)) from None
-        status = slot.status[: len(found)]
-        self.gpu.copy(status, found)
-        return status
+            raise all_packed[0].damaged(str(error)) from None
+        report = self.gpu.pinned(4 * len(found)).view(torch.int32) if report is None else report[: len(found)]
+        self.gpu.copy(report, found)
+        return report
 
     def mark(self) -> Completion:
         """Return an event on the compute stream."""
@@ -330,18 +305,29 @@ class CudaDevice(Migration):
             memory.close()
 
 
-def read_heads(source: Stored, out: Buffer, layer: ExpertLayer) -> None:
-    """Read the headers of a lossless extent that `directory` and `parse` need, each into its place."""
+def find_parts(source: Stored, layer: ExpertLayer, staging: Tensor, held: Held | None) -> tuple[CodedPart, ...]:
+    """Parse a lossless extent that `bring` has copied; of a mapped one, the headers are first read into `staging`.
+
+    Raises BundleError when it is not well formed.
+    """
+    extent: Buffer = staging.numpy()[: source.size]
 
     def read(at: int, size: int) -> None:
         end = min(at + size, source.size)
         while at < end:
-            at += source.read_some(out.data[at:end], at)
+            at += source.read_some(extent.data[at:end], at)
 
-    read(0, directory_size(layer.matrices))
-    table = out[: 16 * len(layer.matrices)].view("<u4").reshape(-1, 4)
-    for m, row in zip(layer.matrices, np.array(table), strict=True):
-        read(int(row[0]), HEADER + 8 * (-(-m.weights // TILE) + 1))
+    if held is not None and held.mapped:
+        read(0, directory_size(layer.matrices))
+        table = np.array(extent[: 16 * len(layer.matrices)].view("<u4").reshape(-1, 4))
+        for m, row in zip(layer.matrices, table, strict=True):
+            read(int(row[0]), HEADER + 8 * (-(-m.weights // TILE) + 1))
+    elif held is not None:
+        extent = held.bytes.numpy()
+    try:
+        return parts_of(layer, extent)
+    except CodecError as error:
+        raise BundleError.single(source.where, "codec", str(error)) from None
 
 
 def open_cuda(

@@ -16,11 +16,7 @@ from moepack.pack.errors import InputError
 
 
 class DriverError(MemoryError):
-    """A failed call. `code` is the driver's: 1 is an invalid value, 2 out of memory."""
-
-    def __init__(self, call: str, code: int, name: str) -> None:
-        super().__init__(f"{call}: error {code} ({name})")
-        self.code = code
+    """A failed call, with the driver's code: 1 is an invalid value, 2 out of memory."""
 
 
 class Driver:
@@ -33,8 +29,7 @@ class Driver:
     def __init__(self, device: int, bindings: Any = None) -> None:
         """Take a device's index. `bindings` replaces cuda.bindings.driver in tests.
 
-        Raises:
-            InputError: where the bindings are not installed.
+        Raises InputError where the bindings are not installed.
         """
         self._cuda = cuda = bindings or _bindings()
         # A thread may have no context yet.
@@ -51,7 +46,7 @@ class Driver:
         with self._current():
             code, *out = getattr(self._cuda, name)(*arguments)
         if int(code):
-            raise DriverError(name, int(code), getattr(code, "name", "unknown"))
+            raise DriverError(f"{name}: error {int(code)} ({getattr(code, 'name', 'unknown')})")
         return int(out[0]) if out else 0
 
     def granularity(self) -> int:
@@ -84,7 +79,7 @@ class Driver:
         self._call("cuMemSetAccess", address, size, [self._access], 1)
 
     def unmap(self, address: int, size: int) -> None:
-        """Undo one `map`, whole."""
+        """Undo one whole `map`."""
         self._call("cuMemUnmap", address, size)
 
 

@@ -37,10 +37,7 @@ def _libc() -> Any:
 
 
 def bound() -> None:
-    """Make the heap keep little freed memory, outside `reusing`.
-
-    Does nothing without glibc, or where the user has set its limits.
-    """
+    """Keep little freed memory in the heap, outside `reusing`. Does nothing without glibc or if the user set limits."""
     with _lock:
         _limits[:] = MAPPED, KEPT
         if not _reusers:

@@ -1,6 +1,6 @@
 """Handle tables on a GPU: one for each running step, so that all of its kernels read one epoch.
 
-A step takes a table whose last reader has ended. If the table has another epoch, the step copies the handles into it
+A step takes a table that no step reads any more. If the table has another epoch, the step copies the handles into it
 from pinned memory, on its own stream and before its kernels. Steps do not share tables, so a later step changes nothing
 for running ones.
 """
@@ -42,8 +42,7 @@ class DeviceTables:
     def take(self, epoch: int, snapshots: Sequence[Snapshot]) -> HandleTable:
         """Return a table with the handles of an epoch, for one step; copied on the current stream.
 
-        Raises:
-            InputError: inside the capture of a CUDA graph, whose replays would always read the same handles.
+        Raises InputError inside the capture of a CUDA graph, whose replays would always read the same handles.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise InputError(

@@ -13,37 +13,38 @@ from torch import Tensor
 from moepack.pack.errors import InputError
 from moepack.pack.spec import align
 
+from .contract import Memory
 from .driver import Driver, DriverError
 
 TensorAt = Callable[[int, int], Tensor]  # address and bytes: uint8
 
 
-def whole_pieces(calls: Driver, granule: int) -> None:
-    """Check that the GPU maps memory by `granule` bytes. Raises InputError if it does not."""
+def reserve(calls: Driver, tensor_at: TensorAt, size: int, granule: int) -> tuple[int, Tensor]:
+    """Reserve addresses without memory; returns the first, and a tensor over all.
+
+    Raises InputError where the driver refuses them, or does not map memory by `granule` bytes.
+    """
     least = calls.granularity()
     if granule % least:
         raise InputError(f"this GPU hands memory out by {least} bytes, and experts are paged by {granule}")
+    try:
+        at = calls.reserve(size)
+    except DriverError as error:
+        raise InputError(f"{size} bytes of addresses cannot be reserved for experts: {error}") from None
+    return at, tensor_at(at, size)
 
 
-class MappedMemory:
+class MappedMemory(Memory):
     """A reserved range whose pieces have memory while bytes on them are taken. A pool's lock guards it."""
 
     returnable = True
 
     def __init__(self, size: int, calls: Driver, tensor_at: TensorAt, granule: int) -> None:
-        """Reserve addresses; no memory is taken.
-
-        Raises:
-            InputError: where the driver refuses the addresses or the granule.
-        """
-        whole_pieces(calls, granule)
+        """Reserve addresses, and take no memory; raises as `reserve`."""
         self._calls, self._granule = calls, granule
         self._size = max(align(size, granule), granule)
-        try:
-            self._at = calls.reserve(self._size)
-        except DriverError as error:
-            raise InputError(f"{size} bytes of addresses cannot be reserved: {error}") from None
-        self.tensor = tensor_at(self._at, self._size)
+        self._at, tensor = reserve(calls, tensor_at, self._size, granule)
+        super().__init__(tensor)
         self._handles: dict[int, int] = {}
         self._users: dict[int, int] = {}
 
@@ -55,21 +56,13 @@ class MappedMemory:
         return self._granule * sum(i not in self._handles for i in self._pieces(start, size))
 
     def take(self, start: int, size: int) -> None:
-        """Map memory for these bytes; `give_back` undoes it.
-
-        Raises:
-            MemoryError: when the device has none; nothing is then taken.
-        """
-        made: list[int] = []
-        try:
+        """Map memory for these bytes; `give_back` undoes it."""
+        with contextlib.ExitStack() as undo:
             for i in self._pieces(start, size):
                 if i not in self._handles:
                     self._make(i)
-                    made.append(i)
-        except DriverError:
-            for i in made:
-                self._drop(i)
-            raise
+                    undo.callback(self._drop, i)
+            undo.pop_all()
         for i in self._pieces(start, size):
             self._users[i] = self._users.get(i, 0) + 1
 

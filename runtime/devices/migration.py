@@ -22,7 +22,7 @@ Going = Callable[[], bool]  # returns whether work has ended; raises its error
 
 
 class HostEvent:
-    """An event of a HostStream, or one that has ended from the start."""
+    """An event of a HostStream, or an event that has already ended."""
 
     def __init__(self, ended: bool = False) -> None:
         self.error: BaseException | None = None
@@ -149,23 +149,18 @@ class Migration:
         """Return a function to call before each chunk of a copy: it waits for the rate, and raises Cancelled."""
 
         def before(chunk: int) -> None:
-            self._wait(chunk, event)
+            self.moved += chunk
+            rate = self._rate  # `limit` may change it meanwhile
+            if rate is not None:  # wait for the time of the chunks before this one; idle time earns no credit
+                until, self._due = self._due, max(self._due, time.monotonic()) + chunk / rate
+                while (wait := until - time.monotonic()) > SHORT and not (event.cancelled or self._closing):
+                    time.sleep(min(wait, 0.05))
             if event.cancelled or self._closing:
                 raise Cancelled
 
         if self._rate is not None and size < self._least:
             self._due = max(self._due, time.monotonic()) + (self._least - size) / self._rate
         return before
-
-    def _wait(self, size: int, event: HostEvent) -> None:
-        """Wait for the time of the chunks before this one. Idle time earns no credit."""
-        self.moved += size
-        rate, now = self._rate, time.monotonic()
-        if rate is None:
-            return
-        until, self._due = self._due, max(self._due, now) + size / rate
-        while (wait := until - time.monotonic()) > SHORT and not (event.cancelled or self._closing):
-            time.sleep(min(wait, 0.05))
 
     def limit(self, bytes_per_second: float | None, least: int = FLOOR) -> None:
         """Limit copies to a rate of stored bytes; a copy counts as at least `least`."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import time
+import timeit
 from collections.abc import Callable
 
 import numpy as np
@@ -23,12 +22,7 @@ def read_rate(device: torch.device) -> float | None:
         run = _by_kernels() if device.type == "cpu" else _by_sum(device)
     except (RuntimeError, AssertionError):
         return None
-    best = math.inf
-    for _ in range(5):
-        began = time.perf_counter()
-        run()
-        best = min(best, time.perf_counter() - began)
-    return READ / best
+    return READ / min(timeit.repeat(run, number=1, repeat=5))
 
 
 def _by_sum(device: torch.device) -> Callable[[], object]:
@@ -44,9 +38,4 @@ def _by_kernels() -> Callable[[], object]:
     memory = CpuMemory(READ)
     memory.take(0, READ)
     memory.tensor.fill_(1)
-    at = np.array([memory.tensor.data_ptr()], np.uint64)
-
-    def run(kept: CpuMemory = memory) -> None:
-        read(at, READ)
-
-    return run
+    return lambda: read(np.array([memory.tensor.data_ptr()], np.uint64), READ)

@@ -91,24 +91,15 @@ class TorchGpu:
         return self.record()
 
 
-class _Device(ctypes.Structure):
-    _fields_ = [("type", ctypes.c_int32), ("id", ctypes.c_int32)]
-
-
-class _Kind(ctypes.Structure):
-    _fields_ = [("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)]
-
-
-class _Tensor(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p), ("device", _Device), ("dimensions", ctypes.c_int32), ("kind", _Kind),
-        ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("offset", ctypes.c_uint64),
-    ]  # fmt: skip
-
-
 class _Managed(ctypes.Structure):
-    _fields_ = [("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
+    """DLManagedTensor of dlpack.h, with the fields of its structures in a row, which have the same offsets."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
+        ("dimensions", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("offset", ctypes.c_uint64), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p),
+    ]  # fmt: skip
 
 
 _given: list[Any] = []  # kept: torch reads an entry when the last view of its tensor is freed
@@ -121,8 +112,7 @@ def tensor_over(address: int, size: int, device: torch.device) -> Tensor:
     """
     kind = {"cpu": 1, "cuda": 2}[device.type]
     shape, strides = (ctypes.c_int64 * 1)(size), (ctypes.c_int64 * 1)(1)
-    described = _Tensor(address, _Device(kind, device.index or 0), 1, _Kind(1, 8, 1), shape, strides, 0)
-    managed = _Managed(described, None, None)
+    managed = _Managed(address, kind, device.index or 0, 1, 1, 8, 1, shape, strides, 0, None, None)
     _given.append((managed, shape, strides))
     make = ctypes.pythonapi.PyCapsule_New
     make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]

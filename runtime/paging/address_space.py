@@ -22,7 +22,6 @@ from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.planning.paging import page_sizes
 
 HUGE = 2 << 20  # bytes of a second-level page table's entry: blocks on such bounds move 512 pages at a time
-_NONE, _READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
 _MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP: no other mapping lands in the gap
 _RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
 _RESERVED_HERE = _RESERVED | 0x10  # MAP_FIXED
@@ -95,13 +94,11 @@ class CpuAddressSpace:
         """Move a block's memory from `source` to `page`, or take new memory. What stood at `page` is lost.
 
         On bounds of 2 MiB a move takes 5 us for 6 MiB, off them 21 us; taking as much anew takes 7 ms with its faults.
-
-        Raises:
-            MemoryError: when the system refuses.
+        Raises MemoryError when the system refuses.
         """
         to, room = self.address(page), self.size(page)
         if source is None:
-            self._protect(to, room, _READ_WRITE)
+            self._open(to, room)
             self.fresh += 1
             return
         at, had = self.address(source), self.size(source)
@@ -114,7 +111,7 @@ class CpuAddressSpace:
             self.fresh += 1
         self._reserve(at, had)
         if room > both:
-            self._protect(to + both, room - both, _READ_WRITE)
+            self._open(to + both, room - both)
 
     def bind_both(self, source: tuple[int, int], target: tuple[int, int]) -> bool:
         """Move the memory of all of an expert's pages to another's by one call; return whether that was possible.
@@ -139,10 +136,10 @@ class CpuAddressSpace:
 
     def _reserve(self, at: int, size: int) -> None:
         """Reserve again. Neighbours become one mapping, which mprotect would not do (vm.max_map_count)."""
-        if self._libc.mmap(at, size, _NONE, _RESERVED_HERE, -1, 0) != at:
+        if self._libc.mmap(at, size, 0, _RESERVED_HERE, -1, 0) != at:
             raise MemoryError(f"addresses of an expert are lost: {os.strerror(ctypes.get_errno())}")
 
-    def _protect(self, at: int, size: int, access: int) -> None:
-        if self._libc.mprotect(at, size, access):
+    def _open(self, at: int, size: int) -> None:
+        if self._libc.mprotect(at, size, mmap.PROT_READ | mmap.PROT_WRITE):
             why = os.strerror(ctypes.get_errno())
             raise MemoryError(f"memory for an expert cannot be bound: {why} (vm.max_map_count bounds mappings)")

@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from moepack.pack.spec import ExpertLayer
 from moepack.runtime.devices.cpu import CpuMemory
-from moepack.runtime.experts.handles import Snapshot
 from moepack.runtime.experts.packed import PackedExtent
 from moepack.runtime.kernels.forms import Form
 from moepack.runtime.planning.paging import LOADERS
@@ -22,57 +19,9 @@ from moepack.runtime.store.files import Stored
 
 from .address_space import CpuAddressSpace, Page
 from .filler import PageFiller, RunPages
-from .paging import Paging
-from .window import Filled, LayerRun
 
 if TYPE_CHECKING:
     from moepack.runtime.kernels.affine_native import CodedExperts
-
-
-class CpuFiller(PageFiller):
-    """`PageFiller` of a CPU."""
-
-    def __init__(
-        self,
-        space: CpuAddressSpace,
-        layers: Sequence[tuple[ExpertLayer, Sequence[Form]]],
-        stored: Callable[[int, int], Stored],
-        staging: int,
-    ) -> None:
-        """Allocate the loaders' buffers of `staging` bytes, those of the largest extent.
-
-        `layers` come with their experts' matrices once decoded. `stored` takes a layer's position and an expert.
-        """
-        self.space = space
-        self._layers, self._stored = tuple(layers), stored
-        self._staging = [CpuMemory(staging).tensor.numpy() for _ in range(LOADERS)]
-
-    def chosen(self, index: Tensor) -> npt.NDArray[np.int64]:
-        """See `PageFiller`."""
-        out: npt.NDArray[np.int64] = index.numpy()
-        return out
-
-    def pages(
-        self, paging: Paging, run: LayerRun, snapshot: Snapshot, position: int, active: Sequence[int], step: Any
-    ) -> RunPages:
-        """See `PageFiller`."""
-        return CpuRunPages(paging, run, snapshot, position, active, step)
-
-    def over(self, position: int, expert: int, extent: Tensor, where: str) -> PackedExtent:
-        """See `PageFiller`."""
-        layer, forms = self._layers[position]
-        return PackedExtent(extent, layer, forms, self.space.extent(position, expert), where)
-
-    def read(self, loader: int, position: int, expert: int) -> tuple[PackedExtent, int]:
-        """Read into the loader's buffer, and check the digest every time."""
-        stored, staging = self._stored(position, expert), self._staging[loader]
-        stored.read_into(staging)
-        return self.over(position, expert, torch.from_numpy(staging[: stored.size]), stored.where), stored.size
-
-    def fill(self, loader: int, packed: PackedExtent, page: Page) -> Filled | None:
-        """Decode on the loader's own core."""
-        packed.decode(page[0], 1)
-        return None
 
 
 class CpuRunPages(RunPages):
@@ -82,8 +31,7 @@ class CpuRunPages(RunPages):
     def decoding(self, matrix: int) -> Iterator[CodedExperts | None]:
         """Around the product of one matrix: yield the experts that it decodes to their pages (RAW).
 
-        Raises:
-            BundleError: when one is damaged.
+        Raises BundleError when one is damaged.
         """
         self._gather(matrix)
         own = self._own[matrix]
@@ -124,3 +72,39 @@ class CpuRunPages(RunPages):
     def _decode(self, matrix: int, expert: int) -> None:
         self._packed(expert).decode(matrix, torch.get_num_threads())
         self._paging.loaded([(self._own[matrix].pop(expert), None)])
+
+
+class CpuFiller(PageFiller):
+    """`PageFiller` of a CPU."""
+
+    run_pages = CpuRunPages
+
+    def __init__(
+        self,
+        space: CpuAddressSpace,
+        layers: Sequence[tuple[ExpertLayer, Sequence[Form]]],
+        stored: Callable[[int, int], Stored],
+        staging: int,
+    ) -> None:
+        """Allocate the loaders' buffers of `staging` bytes, those of the largest extent.
+
+        `layers` come with their experts' matrices once decoded. `stored` takes a layer's position and an expert.
+        """
+        self.space = space
+        self._layers, self._stored = tuple(layers), stored
+        self._staging = [CpuMemory(staging).tensor.numpy() for _ in range(LOADERS)]
+
+    def over(self, position: int, expert: int, extent: Tensor, where: str) -> PackedExtent:
+        """See `PageFiller`."""
+        layer, forms = self._layers[position]
+        return PackedExtent(extent, layer, forms, self.space.extent(position, expert), where)
+
+    def read(self, loader: int, position: int, expert: int) -> tuple[PackedExtent, int]:
+        """Read into the loader's buffer, and check the digest every time."""
+        stored, staging = self._stored(position, expert), self._staging[loader]
+        stored.read_into(staging)
+        return self.over(position, expert, torch.from_numpy(staging[: stored.size]), stored.where), stored.size
+
+    def fill(self, loader: int, packed: PackedExtent, page: Page) -> None:
+        """Decode on the loader's own core."""
+        packed.decode(page[0], 1)

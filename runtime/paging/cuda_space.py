@@ -2,8 +2,8 @@
 
 The GPU's form of PagedTensor (fluxmoe, section 4.1), by the driver's virtual memory management. It has not run on a GPU
 yet: tests put a driver in its place that keeps the driver's rules (devices/driver.py). Memory comes in pieces of 2 MiB.
-A block holds a whole expert: a block for each matrix would waste up to a piece each, and take two bindings instead of
-one. window.py decides which experts have memory.
+A block holds a whole expert: a block for each matrix would waste up to a piece each, and take two bindings, not one.
+window.py decides which experts have memory.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from moepack.pack.errors import InputError
 from moepack.pack.spec import Matrix, Version, align
 from moepack.runtime.devices.driver import Driver, DriverError
-from moepack.runtime.devices.mapped import TensorAt, whole_pieces
+from moepack.runtime.devices.mapped import TensorAt, reserve
 
 from .address_space import Page
 
@@ -39,12 +38,10 @@ class CudaAddressSpace:
         tensor_at: TensorAt,
         granule: int,
     ) -> None:
-        """Reserve the range for these layers' matrices and numbers of experts; no memory is taken.
+        """Reserve the range for these layers' matrices and numbers of experts, and take no memory.
 
-        Raises:
-            InputError: when the driver does not have so many addresses, or pieces of `granule` bytes.
+        Raises as `reserve`.
         """
-        whole_pieces(calls, granule)
         sizes = [version.resident_size(matrices) for matrices, _ in layers]
         self._calls, self._sizes, self._block = calls, sizes, align(max(sizes), granule)
         self._first, count = [], 0
@@ -52,11 +49,7 @@ class CudaAddressSpace:
             self._first.append(count * self._block)
             count += experts
         self._whole = count * self._block
-        try:
-            self._at = calls.reserve(self._whole)
-        except DriverError as error:
-            raise InputError(f"{self._whole} bytes of addresses cannot be reserved for experts: {error}") from None
-        self._tensor = tensor_at(self._at, self._whole)
+        self._at, self._tensor = reserve(calls, tensor_at, self._whole, granule)
         self._bound: dict[Page, int] = {}  # handles; of a block that is being moved, by both pages
         self.moved = self.fresh = 0  # bindings of a block that stood elsewhere before, and of a new one
         log.info("window: blocks of %d bytes for experts of %s (%.1f%% of them wasted)", self._block,

@@ -14,18 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moepack.pack.codec.bits import Buffer
-from moepack.pack.errors import BundleError, CodecError, InputError
+from moepack.pack.errors import BundleError, InputError
 from moepack.pack.spec import ExpertLayer, Version
-from moepack.runtime.devices.cuda import CudaDevice, StreamMark, read_heads
+from moepack.runtime.devices.cuda import CudaDevice, StreamMark, find_parts
 from moepack.runtime.devices.torch_cuda import LOADS, TorchGpu
-from moepack.runtime.experts.handles import Snapshot
-from moepack.runtime.experts.packed import CodedPart, GpuPackedExtent, parts_of
+from moepack.runtime.experts.packed import CodedPart, GpuPackedExtent
 from moepack.runtime.kernels.forms import Form
 from moepack.runtime.planning.paging import LOADERS
 from moepack.runtime.store.files import Stored
@@ -34,8 +30,7 @@ from moepack.runtime.store.pinned import Held
 from .address_space import Page
 from .cuda_space import CudaAddressSpace
 from .filler import PageFiller, RunPages
-from .paging import Paging
-from .window import Filled, LayerRun, Mapped
+from .window import Mapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +50,8 @@ class GpuFilled:
 class GpuWork:
     """What a run had the device do, for `Paging` to check: the load of a page that it read, or a wait for loads."""
 
-    # `mapped`, `filled`: the page and its load
-    mapped: Mapped | None = None
-    filled: Filled | None = None
+    mapped: Mapped | None = None  # the page
+    filled: GpuFilled | None = None  # its load
     between: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # events before and after the wait
     seconds: float = 0.0  # of the wait, once it has ended
 
@@ -96,9 +90,54 @@ class _Slot:
             self.held = None
 
 
+class GpuRunPages(RunPages):
+    """A run's pages on a GPU; a page is all matrices of an expert."""
+
+    def __init__(self, *of: Any) -> None:
+        super().__init__(*of)
+        self._device: CudaDevice = self._paging.filler.device
+        self._mine: dict[int, GpuFilled] = {}  # the loads that this run issued, by their ids
+
+    def ready(self, matrix: int) -> None:
+        """Have the compute stream decode one matrix's bytes, or wait for their loads. The host waits for neither.
+
+        Raises BundleError when one is damaged.
+        """
+        gpu = self._device.gpu
+        if matrix == 0:
+            self._gather(0)
+        with gpu.computing():
+            filled = [f for m in self._needed[0] if (f := m.filled) is not None and id(f) not in self._mine]
+            events = [f.events[matrix] for f in filled if not f.events[matrix].done()]
+            own = self._own[0] if matrix == 0 else {}
+            if events or own:
+                first = gpu.record(timed=True)
+                for event in events:
+                    gpu.wait(event.event)
+                if own:
+                    self._decode(own)
+                self.issued.append(GpuWork(between=(first, gpu.record(timed=True))))
+        if matrix == 0:
+            self.issued += [GpuWork(m, m.filled) for m in self._needed[0] if m.filled is not None]
+
+    def _decode(self, own: dict[int, Mapped]) -> None:
+        """Decode all matrices of all missing packed experts in one launch."""
+        all_packed, count = [self._packed(expert) for expert in own], len(self._snapshot.of.layer.matrices)
+        report = self._device.decode(all_packed, range(count))
+        event = StreamMark(self._device.gpu.record())
+        done = []
+        for i, (mapped, packed) in enumerate(zip(own.values(), all_packed, strict=True)):
+            filled = GpuFilled((event,) * count, packed, (report[i * count : (i + 1) * count],))
+            self._mine[id(filled)] = filled
+            done.append((mapped, filled))
+        self._paging.loaded(done)
+        own.clear()
+
+
 class GpuFiller(PageFiller):
     """`PageFiller` of a GPU."""
 
+    run_pages = GpuRunPages
     space: CudaAddressSpace
 
     def __init__(
@@ -111,8 +150,7 @@ class GpuFiller(PageFiller):
     ) -> None:
         """Reserve the addresses, and allocate the loaders' buffers of `staging` bytes. The rest as in `CpuFiller`.
 
-        Raises:
-            InputError: without the memory, the addresses, or Triton.
+        Raises InputError without the memory, the addresses, or Triton.
         """
         try:
             import triton  # noqa: F401
@@ -123,29 +161,15 @@ class GpuFiller(PageFiller):
         described = [(layer.matrices, layer.experts) for layer, _ in layers]
         self.space = CudaAddressSpace(described, version, device.calls, gpu.over, device.granule)
         self.gpu: TorchGpu = gpu
-        self._device, self._layers, self._stored = device, tuple(layers), stored
+        self.device, self._layers, self._stored = device, tuple(layers), stored
         self._slots = [_Slot(gpu.pinned(staging), gpu.memory(staging)) for _ in range(LOADERS)]
-        self._closed = False
 
-    def chosen(self, index: Tensor) -> npt.NDArray[np.int64]:
-        """See `PageFiller`; it waits for the stream."""
-        out: npt.NDArray[np.int64] = index.cpu().numpy()
-        return out
-
-    def pages(
-        self, paging: Paging, run: LayerRun, snapshot: Snapshot, position: int, active: Sequence[int], step: Any
-    ) -> RunPages:
-        """See `PageFiller`."""
-        return GpuRunPages(self, paging, run, snapshot, position, active, step)
-
-    def over(self, position: int, expert: int, extent: Tensor, where: str) -> GpuPackedExtent:
-        """See `PageFiller`."""
-        return self._packed(position, expert, extent, self._device.parts(extent), where)
-
-    def _packed(
-        self, position: int, expert: int, extent: Tensor, parts: Sequence[CodedPart], where: str
+    def over(
+        self, position: int, expert: int, extent: Tensor, where: str, parts: Sequence[CodedPart] = ()
     ) -> GpuPackedExtent:
+        """See `PageFiller`; without `parts`, those that the device found when it fetched the extent."""
         layer, forms = self._layers[position]
+        parts = parts or self.device.parts(extent)
         return GpuPackedExtent(extent, layer, forms, self.space.extent(position, expert), where, parts)
 
     def read(self, loader: int, position: int, expert: int) -> tuple[GpuPackedExtent, int]:
@@ -153,30 +177,17 @@ class GpuFiller(PageFiller):
 
         From pinned memory by one copy; else from the file through the loader's pinned buffer, where it is digested.
         """
-        slot, gpu, host = self._slots[loader], self.gpu, self._device.pinned
+        slot, device = self._slots[loader], self.device
         slot.wait()
         stored = self._stored(position, expert)
-        staging: Buffer = slot.host.numpy()
-        slot.held = host.hold(stored.place) if host is not None else None
-        with gpu.loading(0):
+        slot.held = device.hold(stored)
+        with self.gpu.loading(0):
             try:
-                if slot.held is not None:
-                    gpu.copy(slot.device[: stored.size], slot.held.bytes)
-                else:
-                    with host.fetching() if host is not None else contextlib.nullcontext():
-                        stored.read_into(staging, after=lambda a, b: gpu.copy(slot.device[a:b], slot.host[a:b]))
+                device.bring(stored, slot.device, slot.host, slot.held)
             finally:
-                slot.busy = (StreamMark(gpu.record()),)
-        extent = staging[: stored.size]
-        if slot.held is not None and slot.held.mapped:
-            read_heads(stored, extent, self._layers[position][0])
-        elif slot.held is not None:
-            extent = slot.held.bytes.numpy()
-        try:
-            parts = parts_of(self._layers[position][0], extent)
-        except CodecError as error:
-            raise BundleError.single(stored.where, "codec", str(error)) from None
-        return self._packed(position, expert, slot.device[: stored.size], parts, stored.where), stored.size
+                slot.busy = (StreamMark(self.gpu.record()),)
+        parts = find_parts(stored, self._layers[position][0], slot.host, slot.held)
+        return self.over(position, expert, slot.device[: stored.size], stored.where, parts), stored.size
 
     def fill(self, loader: int, packed: GpuPackedExtent, page: Page) -> GpuFilled:
         """Decode each matrix on its stream, behind the copy of its bytes."""
@@ -188,29 +199,11 @@ class GpuFiller(PageFiller):
                 for event in copied:
                     gpu.wait(event.event)
                 try:
-                    reports.append(self.decode([packed], [matrix]))
+                    reports.append(self.device.decode([packed], [matrix]))
                 finally:
                     events.append(StreamMark(gpu.record()))
                     slot.busy = (*slot.busy, events[-1]) if is_read else slot.busy
         return GpuFilled(tuple(events), packed, tuple(reports))
-
-    def decode(self, all_packed: Sequence[GpuPackedExtent], matrices: Sequence[int]) -> Tensor:
-        """Decode matrices of some experts in one launch on the current stream, without waiting.
-
-        Returns:
-            int32 [experts x matrices] in pinned memory: the decoder's reports.
-
-        Raises:
-            BundleError: when one is not a coded matrix.
-        """
-        jobs = [packed.job(matrix, self.gpu.copy) for packed in all_packed for matrix in matrices]
-        try:
-            found = self.gpu.decode(jobs)
-        except ValueError as error:
-            raise all_packed[0].damaged(str(error)) from None
-        report = self.gpu.pinned(4 * len(jobs)).view(torch.int32)
-        self.gpu.copy(report, found)
-        return report
 
     def issued(self) -> tuple[StreamMark, ...]:
         """Return an event for each stream; none when the device fails."""
@@ -234,62 +227,7 @@ class GpuFiller(PageFiller):
 
     def close(self) -> None:
         """Free the window and the pools' mapped memory."""
-        if self._closed:
-            return
-        self._closed = True
         for slot in self._slots:
             slot.wait()
         self.space.close()
-        self._device.unmap()
-
-
-class GpuRunPages(RunPages):
-    """A run's pages on a GPU; a page is all matrices of an expert."""
-
-    def __init__(self, filler: GpuFiller, *of: Any) -> None:
-        super().__init__(*of)
-        self._filler = filler
-        self._mine: dict[int, GpuFilled] = {}
-
-    def ready(self, matrix: int) -> None:
-        """Have the compute stream decode one matrix's bytes, or wait for their loads. The host waits for neither.
-
-        Raises:
-            BundleError: when one is damaged.
-        """
-        gpu = self._filler.gpu
-        if matrix == 0:
-            self._gather(0)
-        with gpu.computing():
-            events = [e for m in self._needed[0] for e in self._others(m, matrix) if not e.done()]
-            own = self._own[0] if matrix == 0 else {}
-            if events or own:
-                first = gpu.record(timed=True)
-                for event in events:
-                    gpu.wait(event.event)
-                if own:
-                    self._decode(own)
-                self.issued.append(GpuWork(between=(first, gpu.record(timed=True))))
-        if matrix == 0:
-            self.issued += [GpuWork(m, m.filled) for m in self._needed[0] if m.filled is not None]
-
-    def _others(self, mapped: Mapped, matrix: int) -> tuple[StreamMark, ...]:
-        """Return the event that one matrix of a page waits for, unless this run issued it."""
-        filled = mapped.filled
-        if filled is None or id(filled) in self._mine:
-            return ()
-        assert isinstance(filled, GpuFilled)
-        return filled.events[matrix : matrix + 1]
-
-    def _decode(self, own: dict[int, Mapped]) -> None:
-        """Decode all matrices of all missing packed experts in one launch."""
-        all_packed, count = [self._packed(expert) for expert in own], len(self._snapshot.of.layer.matrices)
-        report = self._filler.decode(all_packed, range(count))
-        event = StreamMark(self._filler.gpu.record())
-        done = []
-        for i, (mapped, packed) in enumerate(zip(own.values(), all_packed, strict=True)):
-            filled = GpuFilled((event,) * count, packed, (report[i * count : (i + 1) * count],))
-            self._mine[id(filled)] = filled
-            done.append((mapped, filled))
-        self._paging.loaded(done)
-        own.clear()
+        self.device.unmap()

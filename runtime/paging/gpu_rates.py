@@ -27,9 +27,7 @@ def gpu_rates(bundle: Bundle, ladder: Ladder, device: torch.device) -> tuple[flo
     """Measure the bytes of weights a second that each placement of a ladder gives; infinity for resident ones.
 
     It reads extents of the bundle's first layer. Their memory goes back to the device, as it is not part of the budget.
-
-    Raises:
-        BundleError: when one of the extents is damaged.
+    Raises BundleError when one of the extents is damaged.
     """
     version = paged_version(ladder)
     assert version is not None

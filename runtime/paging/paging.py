@@ -2,7 +2,8 @@
 
 When few experts are active, only those are loaded, when their layer is reached: on a CPU by the threads of the product,
 on a GPU by its stream. When a step needs most of a layer's experts (a prompt), two threads load the next layer's while
-this one runs, gate and up projections before down projections. These threads also read what is not in device memory.
+this one runs, gate and up projections before down projections. These threads also read experts that are not in device
+memory.
 The fillers bring bytes to their places; window.py says which pages have memory; the policy places experts.
 """
 
@@ -26,7 +27,7 @@ from moepack.runtime.experts.handles import Snapshot
 from moepack.runtime.planning.paging import LOADERS
 
 from .filler import PageFiller, RunPages
-from .window import Filled, LayerRun, Mapped, State, Window
+from .window import LayerRun, Mapped, State, Window
 
 MOST = 0.5  # share of a layer's experts from which a step is expected to need most of the next layer's too
 
@@ -50,7 +51,7 @@ class Load:
     pages: list[Mapped]  # to fill
     packed: Any  # what decodes them, as the step sees it; None for stored pages
     is_ahead: bool  # whether the layer has not been reached
-    step: Any  # the step that asks; what is packed stays where it is until it ends
+    step: Any  # the step that needs them; packed bytes stay in memory until it ends
 
 
 class Paging:
@@ -61,8 +62,8 @@ class Paging:
     ) -> None:
         """Set up; threads start when they are needed.
 
-        `layers` counts those with experts. `mark` makes an event behind the compute issued so far. With `ahead` the
-        next layer's experts are loaded while one runs.
+        `layers` is the number of layers with experts. `mark` makes an event behind the compute issued so far. With
+        `ahead`, the next layer's experts are loaded while one runs.
         """
         self.filler, self.window, self.counts = filler, window, PagingCounts()
         self.space = filler.space
@@ -82,13 +83,11 @@ class Paging:
         """Around one layer's experts of one step: hold their pages, and let them go however it ends.
 
         `snapshot` is the layer's, `index` [tokens, top_k] the router's choice. `step` holds the run that was taken
-        ahead for it, and gets the counts.
-
-        Raises:
-            BundleError: when what is needed is damaged; on a GPU also for the layer before.
+        ahead for it, and gets the counts. Raises BundleError for damaged bytes; on a GPU also for those of the layer
+        before.
         """
         paged = snapshot.paged
-        chosen = np.bincount(self.filler.chosen(index).ravel(), minlength=len(paged))[: len(paged)]
+        chosen = np.bincount(index.cpu().numpy().ravel(), minlength=len(paged))[: len(paged)]
         active = np.flatnonzero((chosen > 0) & paged).tolist()
         self._settle(step)
         began = time.perf_counter()
@@ -97,7 +96,7 @@ class Paging:
             self.let_go(ahead)
             ahead = None
         run = ahead or self._acquire(position, active)
-        pages = self.filler.pages(self, run, snapshot, position, active, step)
+        pages = self.filler.run_pages(self, run, snapshot, position, active, step)
         try:
             pages.begin(run.loads)
             pages.waited += time.perf_counter() - began
@@ -108,7 +107,13 @@ class Paging:
             with self._lock:
                 pages.give_up()
                 self.window.release(run, [self._mark()])
-                self._count(pages, step)
+                self.counts.waits += pages.waits
+                self.counts.waited += pages.waited
+                step.waited += pages.waited
+                for kind in (0, 1):
+                    self.counts.demanded[kind] += pages.demanded[kind]
+                if not step.prompt.several:
+                    step.demanded.append((position, *pages.demanded))
                 step.issued += pages.issued
                 self._change.notify_all()
         if position == self._layers - 1:
@@ -117,8 +122,7 @@ class Paging:
     def _settle(self, step: Any) -> None:
         """Check what was issued to a device for a step's layers, and add the seconds that it waited there.
 
-        Raises:
-            BundleError: when a load went wrong. Other steps that read the page check it themselves.
+        Raises BundleError when a load went wrong. Other steps that read the page check it themselves.
         """
         issued, step.issued = step.issued, []
         wrong: BaseException | None = None
@@ -221,17 +225,7 @@ class Paging:
             for m in load.pages:
                 self.window.gave_up(m)
 
-    def _count(self, pages: RunPages, step: Any) -> None:
-        counts = self.counts
-        counts.waits += pages.waits
-        counts.waited += pages.waited
-        step.waited += pages.waited
-        for kind in (0, 1):
-            counts.demanded[kind] += pages.demanded[kind]
-        if not step.prompt.several:
-            step.demanded.append((pages.position, *pages.demanded))
-
-    def loaded(self, pages: Sequence[tuple[Mapped, Filled | None]]) -> None:
+    def loaded(self, pages: Sequence[tuple[Mapped, Any]]) -> None:
         """Note pages whose bytes are in their places, or will be once `filled` has ended."""
         with self._lock:
             for mapped, filled in pages:
@@ -241,8 +235,7 @@ class Paging:
     def finished_or_mine(self, mapped: Mapped, snapshot: Snapshot, step: Any) -> bool:
         """Wait until a page is complete; or return True where its load is now the caller's, as none has begun.
 
-        Raises:
-            BaseException: the error of its load.
+        Raises the error of its load.
         """
         packed = snapshot.handles[mapped.page[2]].packed
         with self._lock:
@@ -342,8 +335,7 @@ class Paging:
             if mapped.state is State.RESIDENT:  # interrupted after it was complete
                 return
             if mapped.is_moving:
-                for page in {mapped.at, mapped.page} - {None}:
-                    assert page is not None
+                for page in {mapped.at or mapped.page, mapped.page}:
                     self.space.drop(page)
                 self.window.lost(mapped)
             self.window.gave_up(mapped, error, after)

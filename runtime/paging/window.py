@@ -19,24 +19,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 from moepack.runtime.devices.contract import Completion
 
 from .address_space import Page
 
 STALE = 4  # passes after which a page that none of them used goes first
-
-
-class Filled(Protocol):
-    """A load that was issued to a device and may still go on."""
-
-    @property
-    def events(self) -> tuple[Completion, ...]:
-        """Events behind the bytes of each matrix (RAW)."""
-
-    def error(self) -> BaseException | None:
-        """Return what went wrong, once the events have ended."""
 
 
 class State(enum.Enum):
@@ -64,7 +53,7 @@ class Mapped:
     # Whether a load works on its bytes; without one, a run that needs a loading page may begin it
     is_loading: bool = False
     error: BaseException | None = None  # of its load
-    filled: Filled | None = None  # the load of a resident page, where it may still go on
+    filled: Any = None  # the load of a resident page, where it may still go on: `GpuFilled` (gpu_filler.py)
 
 
 @dataclass(slots=True, eq=False)
@@ -139,7 +128,9 @@ class Window:
     def _bind(self, d: int, page: Page) -> Mapped:
         of = self._of[d]
         if of.free:
-            left = of.free.pop(page, None) or of.free.popitem()[1]  # what stands there must not be bound over
+            left = (
+                of.free.pop(page, None) or of.free.popitem()[1]
+            )  # the page's own block first: another must not be bound over it
             at, after = left.at, left.after
         else:
             oldest = next(iter(of.idle.values()))
@@ -157,7 +148,7 @@ class Window:
             self._of[mapped.page[0]].evicting.pop(mapped.at, None)
         mapped.at, mapped.after, mapped.is_moving = mapped.page, (), False
 
-    def loaded(self, mapped: Mapped, filled: Filled | None = None) -> None:
+    def loaded(self, mapped: Mapped, filled: Any = None) -> None:
         """Note a page whose bytes are in place (its load event), or will be once `filled` has ended.
 
         Streams that read it wait for `filled`, and the block stays until then.
@@ -166,7 +157,7 @@ class Window:
         self._unpin(mapped, () if filled is None else filled.events)
 
     def spoiled(self, mapped: Mapped, error: BaseException) -> None:
-        """Note that a resident page has wrong bytes: no further run takes it as it is."""
+        """Note that a resident page has wrong bytes: no further run reads them."""
         of = self._of[mapped.page[0]]
         if mapped.state is not State.RESIDENT or of.pages.get(mapped.page) is not mapped:
             return
@@ -192,10 +183,9 @@ class Window:
         self._unpin(mapped, ())
 
     def adopt(self, mapped: Mapped) -> bool:
-        """Whether the caller, whose run holds a page, is to load it: no load works on it any more.
+        """Give the caller the load of a page that its run holds; returns False while another load works on it.
 
-        Raises:
-            BaseException: the error of its last load.
+        Raises the error of its last load.
         """
         if mapped.state is not State.LOADING or mapped.is_loading:
             return False
@@ -206,7 +196,7 @@ class Window:
         return True
 
     def release(self, run: LayerRun, compute: Iterable[Completion] = ()) -> None:
-        """Release a run whose computation was issued; `compute` are events behind it."""
+        """Release a run whose computation was issued; `compute` holds the events behind it."""
         for pages in run.pages:
             for mapped in pages:
                 self._unpin(mapped, tuple(compute))
@@ -227,14 +217,6 @@ class Window:
         mapped.after = (*_running(mapped.after), *mapped.reads)
 
     # --- seeing
-
-    def state(self, page: Page) -> State:
-        """Return the state of a page."""
-        of = self._of[page[0]]
-        if page in of.evicting:
-            return State.EVICTING
-        mapped = of.pages.get(page)
-        return State.UNMAPPED if mapped is None else mapped.state
 
     def running(self) -> list[Completion]:
         """Return the events of all work on blocks that has not ended."""

@@ -227,7 +227,7 @@ def test_an_interrupted_pass_lets_go(
 ) -> None:
     model = paged(small, "alpha=1,ahead=no")
     paging, calls = model.moepack.manager.paging, 0
-    holder: Any = {"loaded": paging, "bind": paging.space, "decode": paging.filler}[where]
+    holder: Any = {"loaded": paging, "bind": paging.space, "decode": paging.filler.device}[where]
     original = getattr(holder, where)
 
     def stops(*args: Any) -> Any:

@@ -28,6 +28,13 @@ def ready(run: LayerRun) -> bool:
     return all(m.state is State.RESIDENT for m in run.pages[0])
 
 
+def state(window: Window, page: Page) -> State:
+    if page in window._of[page[0]].evicting:
+        return State.EVICTING
+    mapped = window._of[page[0]].pages.get(page)
+    return State.UNMAPPED if mapped is None else mapped.state
+
+
 def taken(window: Window, d: int) -> int:
     return sum(m.page[0] == d for m in window.mapped())
 
@@ -269,26 +276,26 @@ def _serve(window: Window, layer: int, experts: range = range(EXPERTS), event: E
 
 def test_a_page_goes_through_its_four_states() -> None:
     window, page = Window([BLOCKS, BLOCKS], LAYERS), (0, 0, 0)
-    assert window.state(page) is State.UNMAPPED
+    assert state(window, page) is State.UNMAPPED
     run = window.acquire([[page], [(1, 0, 0)]])
-    assert run is not None and window.state(page) is State.LOADING and not ready(run)
+    assert run is not None and state(window, page) is State.LOADING and not ready(run)
     for mapped in [m for pages in run.loads for m in pages]:
         window.moved(mapped)
-        assert window.state(mapped.page) is State.LOADING
+        assert state(window, mapped.page) is State.LOADING
         window.loaded(mapped)
-    assert window.state(page) is State.RESIDENT and ready(run)
+    assert state(window, page) is State.RESIDENT and ready(run)
     reading = Ended()
     window.release(run, [reading])
-    assert window.state(page) is State.RESIDENT, "kept until its block is needed"
+    assert state(window, page) is State.RESIDENT, "kept until its block is needed"
     _serve(window, 1, range(EXPERTS))
     taken = window.acquire([[(d, 2, e) for e in range(EXPERTS)] for d in (0, 1)])
     assert taken is not None  # five blocks are pages', one is free: two of the others go
     gone = [m for m in taken.loads[0] if m.at is not None]
-    assert len(gone) == 1 and window.state(gone[0].at) is State.EVICTING  # type: ignore[arg-type]
+    assert len(gone) == 1 and state(window, gone[0].at) is State.EVICTING  # type: ignore[arg-type]
     assert window.acquire([[gone[0].at], []]) is None, "not before its block has gone"  # type: ignore[list-item]
     victim = gone[0].at
     window.moved(gone[0])
-    assert window.state(victim) is State.UNMAPPED  # type: ignore[arg-type]
+    assert state(window, victim) is State.UNMAPPED  # type: ignore[arg-type]
 
 
 def test_a_block_is_moved_after_the_computation_that_reads_it() -> None:
@@ -332,12 +339,12 @@ def test_what_was_used_last_goes_first_and_what_nobody_used_lately_before_it() -
     _serve(window, 0)
     _serve(window, 1)
     _serve(window, 2, range(1))
-    assert [window.state((0, 1, e)) for e in range(EXPERTS)] == [State.RESIDENT, State.RESIDENT, State.UNMAPPED]
-    assert window.state((0, 0, 0)) is State.RESIDENT, "the layer that comes up next"
+    assert [state(window, (0, 1, e)) for e in range(EXPERTS)] == [State.RESIDENT, State.RESIDENT, State.UNMAPPED]
+    assert state(window, (0, 0, 0)) is State.RESIDENT, "the layer that comes up next"
     for _ in range(STALE * LAYERS + 1):
         _serve(window, 2, range(1))
     _serve(window, 3, range(1))
-    assert window.state((0, 0, 0)) is State.UNMAPPED and window.state((0, 2, 0)) is State.RESIDENT
+    assert state(window, (0, 0, 0)) is State.UNMAPPED and state(window, (0, 2, 0)) is State.RESIDENT
 
 
 def test_without_keeping_every_block_comes_back() -> None:
@@ -357,7 +364,7 @@ def test_who_else_holds_a_page_goes_on_with_it() -> None:
     assert not window.adopt(mapped), "somebody is at it"
     window.gave_up(mapped)
     window.release(first)
-    assert window.state(page) is State.LOADING and window.adopt(mapped) and not window.adopt(mapped)
+    assert state(window, page) is State.LOADING and window.adopt(mapped) and not window.adopt(mapped)
     window.moved(mapped)
     window.loaded(mapped)
     assert ready(second)
@@ -371,7 +378,7 @@ def test_brute_force_of_a_long_life() -> None:
     rng, window, hits, here = random.Random(0), Window([BLOCKS, BLOCKS], LAYERS), 0, set[Page]()
     for _ in range(10_000):
         layer, experts = rng.randrange(LAYERS), rng.sample(range(EXPERTS), rng.randint(1, EXPERTS))
-        hits += 2 * sum(window.state((0, layer, e)) is State.RESIDENT for e in experts)
+        hits += 2 * sum(state(window, (0, layer, e)) is State.RESIDENT for e in experts)
         _serve(window, layer, experts)  # type: ignore[arg-type]
         here = {m.page for m in window.mapped()}
         assert len(here) <= 2 * BLOCKS

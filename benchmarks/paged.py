@@ -64,7 +64,7 @@ class Layers:
         self.window = Window([self.size.blocks] * 2, len(described), keeps)
         self.file = os.open(file, os.O_RDONLY) if file is not None else -1
         self.digests, self.extent = digests, 0
-        forms = [(x.of.layer, x.of.lossless_forms(BF16)) for x in self.layers]
+        forms = [(x.of.layer, x.of.forms["bf16"]) for x in self.layers]
         self.paging = Paging(
             CpuFiller(self.space, forms, self.stored, 64 << 20), self.window, len(described), self.device.mark
         )
@@ -109,7 +109,7 @@ class Layers:
                 room = memory[e * size :][:size]
                 if e < KINDS:
                     for form, (coded, _), m in zip(
-                        layer.of.lossless_forms(BF16), directory(described.matrices, extents[e]), described.matrices,
+                        layer.of.forms["bf16"], directory(described.matrices, extents[e]), described.matrices,
                         strict=True,
                     ):  # fmt: skip
                         decode_into(coded, room.numpy()[form.low : form.low + 2 * m.weights].view(np.uint16))
@@ -160,7 +160,7 @@ def decoding(layers: Layers, top_k: int, threads: int, pool: ThreadPoolExecutor)
         packed = layer.current.handles[e].packed
         assert packed is not None
         parts = directory(described.matrices, packed.extent.numpy())
-        for (coded, _), m, form in zip(parts, described.matrices, layer.of.lossless_forms(BF16), strict=True):
+        for (coded, _), m, form in zip(parts, described.matrices, layer.of.forms["bf16"], strict=True):
             opened = exponent_native.open_coded(coded, m.weights, room[e % top_k * size :].data_ptr() + form.low)
             assert opened is not None
             keep.append(opened)

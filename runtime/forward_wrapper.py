@@ -267,7 +267,7 @@ class ForwardWrapper:
             record = Record(
                 self._written,
                 now - self._began,
-                [[-1 if h.version is None else x.of.number(h.version) for h in x.handles] for x in seen],
+                [[-1 if h.version is None else x.of.numbers[h.version.name] for h in x.handles] for x in seen],
                 counts,
                 queues.updates,
                 queues.evictions,

@@ -1,8 +1,8 @@
 """Routers and attention of a served model on a CPU: their modules' own code, with one of its global names replaced.
 
-In a router `F.linear` becomes the kernels' product. In attention `ALL_ATTENTION_FUNCTIONS` gives a function that does a
-single new token by the kernel and all else by the function that was asked for. A module whose code does not read these
-names stays as it is, and so does a router whose numbers would differ.
+In a router, `F.linear` becomes the kernels' product. In attention, `ALL_ATTENTION_FUNCTIONS` gives a function that runs
+the kernel for a single new token, and the requested function otherwise. A module whose code does not read these names
+does not change. A router does not change if its numbers would differ.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moepack.runtime.kernels.dense_native import KernelMatrix, MatrixGroup, attend, dense, plain_form
+from moepack.runtime.kernels.dense_native import PLAIN_FORM, KernelMatrix, MatrixGroup, attend, dense
 
 from .linears import in_place_of, learns, most_tokens
 
@@ -26,7 +26,7 @@ REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 
 
 class _Names:
-    """A module of functions with one of them replaced."""
+    """A namespace of functions with some of them replaced."""
 
     def __init__(self, of: Any, **replaced: Any) -> None:
         self._of = of
@@ -52,7 +52,7 @@ def _reads(module: nn.Module, name: str) -> types.FunctionType | None:
     function = inspect.unwrap(type(module).forward)
     if "forward" in module.__dict__ or not isinstance(function, types.FunctionType):
         return None
-    if isinstance(function.__globals__.get(name), _Names | _Registry):
+    if isinstance(function.__globals__.get(name), _Names):
         return None  # replaced already
     return function if name in function.__code__.co_names else None
 
@@ -60,9 +60,7 @@ def _reads(module: nn.Module, name: str) -> types.FunctionType | None:
 def serve_routers(model: nn.Module, experts: Sequence[str]) -> dict[str, int]:
     """Let the kernels do the linear maps of BF16 routers; returns how many of each class.
 
-    Args:
-        model: on a CPU, its weights loaded.
-        experts: the names of its experts' modules; routers are their siblings.
+    The model is on a CPU, with its weights loaded. `experts` names its experts' modules; routers are their siblings.
     """
     done: dict[str, int] = {}
     most = most_tokens()
@@ -84,7 +82,7 @@ def serve_routers(model: nn.Module, experts: Sequence[str]) -> dict[str, int]:
 
 def _router_linear(weight: Tensor, most: int) -> Callable[..., Tensor]:
     rows, cols = weight.shape
-    of, at = MatrixGroup([KernelMatrix(plain_form(), rows, cols, weight)]), weight.data_ptr()
+    of, at = MatrixGroup([KernelMatrix(PLAIN_FORM, rows, cols, weight)]), weight.data_ptr()
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         few = x.dtype == torch.bfloat16 and 0 < x.numel() <= most * x.shape[-1]
@@ -97,7 +95,7 @@ def _router_linear(weight: Tensor, most: int) -> Callable[..., Tensor]:
 
 
 def _agree(module: nn.Module, own: Callable[..., Any]) -> bool:
-    """Whether a router gives the same numbers by both ways, but for rounding; choices follow from them."""
+    """Whether a router gives the same numbers in both ways, except for rounding. Its choices follow from them."""
     weight: Any = module.weight
     x = torch.randn(ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
     try:
@@ -113,22 +111,16 @@ def _agree(module: nn.Module, own: Callable[..., Any]) -> bool:
     return first is not None and bool((first[0] - first[1]).abs().max() <= CLOSE * first[0].abs().max())
 
 
-class _Registry:
+class _Registry(_Names):
     """transformers' attention functions, with the kernel for one new token."""
 
-    def __init__(self, of: Any) -> None:
-        self._of = of
-
     def get_interface(self, name: str, default: Any) -> Any:
-        """As transformers' own."""
+        """Look a function up as transformers does."""
         found = self._of.get_interface(name, default)
         return _one_token(found) if name == "sdpa" else found
 
     def __getitem__(self, name: str) -> Any:
         return _one_token(self._of[name]) if name == "sdpa" else self._of[name]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._of, name)
 
 
 SPECIAL = ("softcap", "s_aux", "position_bias", "cache", "sinks")  # options that the kernel does not have
@@ -136,23 +128,15 @@ SPECIAL = ("softcap", "s_aux", "position_bias", "cache", "sinks")  # options tha
 
 @functools.cache
 def _one_token(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """An attention function that does one new token without a mask by the kernel."""
+    """An attention function that runs the kernel for one new token without a mask, and `plain` otherwise."""
 
     def attention(
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        is_causal: bool | None = None,
-        **kwargs: Any,
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> Any:
         if (
             query.shape[2] == 1
             and attention_mask is None
-            and not dropout
+            and not kwargs.get("dropout")
             and query.dtype == key.dtype == value.dtype == torch.bfloat16
             and query.device.type == "cpu"
             and not torch.compiler.is_compiling()
@@ -163,8 +147,8 @@ def _one_token(plain: Callable[..., Any]) -> Callable[..., Any]:
             and query.shape[1] % key.shape[1] == 0
             and query.stride(3) == key.stride(3) == value.stride(3) == 1
         ):
+            scaling = kwargs.get("scaling")
             return attend(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling), None
-        kwargs |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
         return plain(module, query, key, value, attention_mask, **kwargs)
 
     return attention

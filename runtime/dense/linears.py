@@ -1,8 +1,8 @@
 """Products of a served model's dense matrices on a CPU, by the kernels that run its experts.
 
-torch reads BF16 weights at half the memory's bandwidth for one token. Here a matrix lies in huge pages, in the layout
-of an expert with that matrix alone (kernels/forms.py), and one call multiplies all maps that are given the same input.
-torch multiplies BF16 matrices where a pass has many tokens (kernels/by_torch.py).
+torch reads BF16 weights at half the memory's bandwidth for one token. Here a matrix is in huge pages, in the layout of
+an expert with that matrix alone (kernels/forms.py). One call multiplies all maps that share an input. torch multiplies
+BF16 matrices where a pass has many tokens (kernels/by_torch.py).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from moepack.runtime.experts import backends
 from moepack.runtime.kernels import by_torch
 from moepack.runtime.kernels.forms import compiled as has_kernels
 from moepack.runtime.kernels.forms import make_forms
-from moepack.runtime.kernels.reference import plain_weights, sections_of
+from moepack.runtime.kernels.reference import plain_weights, section, sections_of
 from moepack.runtime.store.files import DENSE, BackingStore
 
 from .packed import PackedLinear
 
-FEW = 16  # tokens: up to here one call makes the products of all maps that are given them
+FEW = 16  # tokens: up to here, one call makes the products of all maps that share them
 MISSES = 2  # calls in a row whose spare results were not used, after which a group's maps are multiplied one by one
-# Names of maps that families give one input to. Where one does not, the group dissolves as it runs (linears.py).
+# Names of maps that share an input in most families. Elsewhere the group dissolves as it runs (`Group.run`).
 SIBLINGS = (
     ("q_proj", "k_proj", "v_proj"),
     ("q_proj", "kv_a_proj_with_mqa"),
@@ -43,7 +43,7 @@ SIBLINGS = (
 
 
 def most_tokens() -> int:
-    """The most tokens for which the kernels multiply by a BF16 matrix; torch does beyond.
+    """The most tokens for which the kernels multiply by a BF16 matrix; for more, torch does.
 
     Measured on one core of an EPYC with AVX-512 BF16, our time over torch's for [4096, 2048] and [2048, 4096], torch
     kept to the same instruction sets. With BF16 tiles: 0.7 to 1.3 up to 16 tokens and 0.85 to 1.0 up to 64, too little
@@ -54,7 +54,7 @@ def most_tokens() -> int:
 
     if has_tiles(torch.bfloat16):
         return FEW
-    return backends.dense_limits(torch.bfloat16, [LOSSLESS])[torch.bfloat16][0]
+    return backends.dense_limits(torch.bfloat16, [LOSSLESS])[0]
 
 
 def linears(model: nn.Module, experts: Sequence[str]) -> dict[str, nn.Linear]:
@@ -76,14 +76,10 @@ def groups(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
         if name not in left:
             continue
         parent, _, last = name.rpartition(".")
-        found: tuple[str, ...] = (name,)
-        for family in SIBLINGS:
-            members = tuple(f"{parent}.{other}" for other in family)
-            if last == family[0] and all(member in left for member in members):
-                found = members
-                break
+        families = (tuple(f"{parent}.{other}" for other in family) for family in SIBLINGS if last == family[0])
+        found = next((members for members in families if left.keys() >= set(members)), (name,))
         for member in found:
-            left.pop(member, None)
+            del left[member]
         yield found
 
 
@@ -97,7 +93,7 @@ class PackedMatrix:
 
 
 class Group:
-    """Maps that are given the same input: the first that is called makes the others' results too.
+    """Maps that share an input: the first call makes the others' results too.
 
     A kept result is used only for the very same tensor, unchanged. Each thread keeps its own.
     """
@@ -137,36 +133,33 @@ class Group:
 
     def _products(self, x: Tensor, which: tuple[int, ...]) -> tuple[Tensor, ...]:
         """[..., rows] of each matrix asked for."""
-        from moepack.runtime.kernels.dense_native import dense
-
-        of = self._made.get(which)
-        if of is None:
-            of = self._made[which] = self._together(which)
-        return dense(of, x)
-
-    def _together(self, which: tuple[int, ...]) -> Any:
         from moepack.runtime.kernels import dense_native as native
         from moepack.runtime.kernels.affine_native import DTYPES
 
+        if (of := self._made.get(which)) is not None:
+            return native.dense(of, x)
+        parts = [self._parts[i] for i in which]
         matrices = []
-        for part in (self._parts[i] for i in which):
-            m, (form,) = part.matrix, make_forms((part.matrix,), part.version)
+        for part in parts:
+            m = part.matrix
             if part.version.plain:
                 weight, bias = _views(part.extent, m, part.version)
-                matrices.append(native.KernelMatrix(native.plain_form(), m.rows, m.cols, weight, bias))
+                matrices.append(native.KernelMatrix(native.PLAIN_FORM, m.rows, m.cols, weight, bias))
             else:
+                (form,) = make_forms((m,), part.version)
                 matrices.append(native.KernelMatrix(form, m.rows, m.cols, part.extent))
-        names = [self._parts[i].version.name for i in which]
-        return native.MatrixGroup(matrices, {t: v for d in DTYPES for t, v in backends.dense_limits(d, names).items()})
+        limits = {d: backends.dense_limits(d, [part.version.name for part in parts]) for d in DTYPES}
+        of = self._made[which] = native.MatrixGroup(matrices, limits)
+        return native.dense(of, x)
 
 
 def _unchanged(x: Tensor, state: Tensor | int) -> bool:
-    """Whether a tensor is as it was. Tensors of inference mode do not count their changes, and are compared."""
+    """Whether a tensor has not changed. Tensors of inference mode do not count their changes, and are compared."""
     return torch.equal(x, state) if isinstance(state, Tensor) else not x.is_inference() and x._version == state
 
 
 class Place:
-    """The kernels' place for a linear map's weights. A copy of its module has none, and torch multiplies by it."""
+    """The kernels' place for a linear map's weights. A copy of the module has no place, so torch multiplies by it."""
 
     def __init__(self, module: nn.Linear, group: Group, which: int, most: int) -> None:
         self.group, self.which, self.most, self._at = group, which, most, _addresses(module)
@@ -221,18 +214,14 @@ def learns(*tensors: Tensor | None) -> bool:
 
 
 def prepare(model: nn.Module, bundle: Bundle, versions: Sequence[Version]) -> None:
-    """Remove from a model, before its weights are loaded, those of the bundle's dense matrices.
+    """Remove the weights of the bundle's dense matrices from a model, before it is loaded.
 
-    Raises:
-        InputError: for a matrix that the model does not have.
+    Raises InputError for a matrix that the model does not have.
     """
+    modules = dict(model.named_modules())
     for described, version in zip(bundle.manifest.dense, versions, strict=True):
         parent, _, last = described.module.rpartition(".")
-        try:
-            module = model.get_submodule(described.module)
-        except AttributeError:
-            module = None
-        shape = described.matrix
+        module, shape = modules.get(described.module), described.matrix
         if type(module) is not nn.Linear or (module.out_features, module.in_features) != (shape.rows, shape.cols):
             raise InputError(f"{bundle.path}: {type(model).__name__} has no linear map {described.module} of its shape")
         if version.plain:
@@ -253,11 +242,10 @@ def serve(model: nn.Module, bundle: Bundle, versions: Sequence[Version], compile
     Raises:
         BundleError: when an extent is damaged.
     """
-    experts = [layer.module for layer in bundle.layers]
     if versions:
         served = _load(model, bundle, versions)
     elif compiled and plain:
-        served = _move(linears(model, experts))
+        served = _move(linears(model, [layer.module for layer in bundle.layers]))
     else:
         return
     if not compiled:
@@ -304,10 +292,9 @@ def _move(found: Mapping[str, nn.Linear]) -> dict[str, PackedMatrix]:
 
 def _views(extent: Tensor, matrix: Matrix, version: Version) -> tuple[Tensor, Tensor | None]:
     """The BF16 weight and bias of a decoded matrix."""
-    (form,) = make_forms((matrix,), version)
-    (weight,) = plain_weights(extent, sections_of((matrix,), version))
-    bias = None if form.bias < 0 else extent[form.bias : form.bias + 2 * matrix.rows].view(torch.bfloat16)
-    return weight, bias
+    (sections,) = sections_of((matrix,), version)
+    (weight,) = plain_weights(extent, [sections])
+    return weight, section(extent, sections["bias"]) if matrix.bias else None
 
 
 def _load(model: nn.Module, bundle: Bundle, versions: Sequence[Version]) -> dict[str, PackedMatrix]:
@@ -315,7 +302,7 @@ def _load(model: nn.Module, bundle: Bundle, versions: Sequence[Version]) -> dict
     described = bundle.manifest.dense
     shapes = {d.module: (d.matrix, v) for d, v in zip(described, versions, strict=True)}
     store, out = BackingStore(bundle), {}
-    sizes = [store.dense(v.name, i).size for i, v in enumerate(versions) if v.entropy_coded]
+    sizes = [store.stored(v.name, DENSE, i).size for i, v in enumerate(versions) if v.entropy_coded]
     host = CpuDevice(max(sizes, default=0), threads=None)
     dtype = model.dtype if isinstance(model.dtype, torch.dtype) else torch.bfloat16
     try:
@@ -326,7 +313,7 @@ def _load(model: nn.Module, bundle: Bundle, versions: Sequence[Version]) -> dict
                 extent = rooms.pop(name)
                 matrix, version = shapes[name]
                 layer = ExpertLayer(described[i].layer or 0, name, 1, (matrix,))
-                copied = host.fetch(partial(store.dense, version.name, i), extent, layer, version)
+                copied = host.fetch(partial(store.stored, version.name, DENSE, i), extent, layer, version)
                 copied.wait()
                 if copied.error is not None:
                     raise copied.error

@@ -1,7 +1,7 @@
 """Normalisations of a served model's BF16 rows on a CPU by one kernel call, in place of eight of torch's operations.
 
-A module's name does not tell its arithmetic. So when a model is loaded each of the kernel's forms is run beside the
-module on random rows and weights. The form that agrees takes its place; without one the module stays as it is.
+A module's name does not tell its arithmetic. So when a model is loaded, each of the kernel's forms is compared with the
+module on random rows and weights. The form that agrees replaces the module's code; without one it does not change.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _served(kind: type[nn.Module], form: int, epsilon: float) -> type[nn.Module]
 
 
 def serve_norms(model: nn.Module) -> dict[str, int]:
-    """Let the kernel do the normalisations that it does the same way; returns how many of each class.
+    """Let the kernel do the normalisations whose results it matches; returns how many of each class.
 
     A class is tried once for each size of rows.
     """
@@ -64,7 +64,7 @@ def serve_norms(model: nn.Module) -> dict[str, int]:
             continue
         parameters = [p.kind for p in inspect.signature(kind.forward).parameters.values()]
         if parameters != [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 2:
-            continue  # given more than rows, it may do more than normalise
+            continue  # with more arguments, it may do more than normalise
         key = kind, len(weight), epsilon
         if key not in tried:
             tried[key] = _form(module, epsilon)
@@ -77,10 +77,8 @@ def serve_norms(model: nn.Module) -> dict[str, int]:
 def _epsilon(module: nn.Module) -> float | None:
     if "RMSNorm" not in type(module).__name__:
         return None
-    for name in ("variance_epsilon", "eps", "epsilon"):
-        if isinstance(found := getattr(module, name, None), float):
-            return found
-    return None
+    found = (getattr(module, name, None) for name in ("variance_epsilon", "eps", "epsilon"))
+    return next((epsilon for epsilon in found if isinstance(epsilon, float)), None)
 
 
 def _form(module: nn.Module, epsilon: float) -> int | None:

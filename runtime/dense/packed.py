@@ -1,6 +1,6 @@
-"""A linear map whose weights are a version's packed bytes: it takes the place of torch's in a model.
+"""A linear map whose weights are a version's packed bytes. It replaces torch's in a model.
 
-On a CPU the compiled kernels multiply by the bytes as they lie; elsewhere the weights are dequantised for each call.
+On a CPU the compiled kernels multiply by the packed bytes; elsewhere the weights are dequantised for each call.
 """
 
 from __future__ import annotations
@@ -17,14 +17,9 @@ from moepack.runtime.kernels.reference import dequantise, section, sections_of
 
 
 class PackedLinear(nn.Module):
-    """y = W x + b with W packed.
+    """y = W x + b with W packed."""
 
-    Attributes:
-        in_features, out_features: columns and rows.
-        packed: uint8, the extent; empty until weights are loaded.
-    """
-
-    packed: Tensor
+    packed: Tensor  # uint8, the extent; empty until weights are loaded
 
     def __init__(self, matrix: Matrix, version: Version) -> None:
         super().__init__()
@@ -55,6 +50,6 @@ class PackedLinear(nn.Module):
         return dequantise(self.packed, self._sections, self.matrix, self.version, dtype)
 
     def extra_repr(self) -> str:
-        """As torch's own, and the version."""
+        """Add the version to torch's own text."""
         name = self.version.name
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.matrix.bias}, {name}"

@@ -19,14 +19,15 @@ from moepack.runtime.kernels.by_torch import multiply, of_matrix, of_packed
 from moepack.runtime.kernels.forms import handle
 from moepack.runtime.kernels.reference import plain_weights, sections_of
 
+Limits = npt.NDArray[np.int64] | None
 ROWS, COLS, EXPERTS, RUNS = 256, 2048, 4, 5
 ENOUGH = 0.12  # seconds after which the search stops: slow machines gain little
 
 
 def measure_limit(dtype: torch.dtype, name: str, candidates: Sequence[int], threads: int) -> int:
-    """The most of `candidates`, which rise, with which packed bytes are not slower than tiles, ours or torch's."""
-    fused, unpacked = _ways(dtype, name, threads)
+    """The largest of rising `candidates` at which packed bytes are no slower than tiles, ours or torch's."""
     clock = time.thread_time if threads == 1 else time.perf_counter  # a thread's own time leaves out other processes
+    fused, unpacked = _ways(dtype, name, threads, clock)
     low, high, began = 0, len(candidates) - 1, clock()
     while low < high and clock() - began < ENOUGH:
         middle = (low + high + 1) // 2
@@ -37,20 +38,16 @@ def measure_limit(dtype: torch.dtype, name: str, candidates: Sequence[int], thre
     return candidates[low]
 
 
-def _ways(dtype: torch.dtype, name: str, threads: int) -> tuple[Callable[[int], float], Callable[[int], float]]:
-    """Seconds that so many tokens an expert take, straight from packed bytes and the other way."""
+def _ways(
+    dtype: torch.dtype, name: str, threads: int, clock: Callable[[], float]
+) -> tuple[Callable[[int], float], Callable[[int], float]]:
+    """Return two functions of the tokens an expert: the seconds that packed bytes take, and unpacked ones."""
     m, version = Matrix("m", ROWS, COLS), Version.of(name)
     extents = torch.zeros(EXPERTS, version.resident_size((m,)), dtype=torch.uint8)
     extents.random_(0, 256, generator=torch.Generator().manual_seed(0))
     # As scales and weights, numbers between 1/128 and 2: with denormal ones torch's products took ten times as long.
     extents.view(torch.int16).bitwise_and_(0x03FF).bitwise_or_(0x3C00)
     forms = LayerForms((m,), (version,))
-    none = np.zeros(1, np.int64)
-
-    clock = time.thread_time if threads == 1 else time.perf_counter
-
-    def handles() -> npt.NDArray[np.uint64]:
-        return np.array([handle(e.data_ptr(), 0) for e in extents], np.uint64)
 
     def timed(tokens: int, work: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]) -> float:
         x = torch.ones(EXPERTS * tokens, COLS, dtype=dtype)
@@ -60,20 +57,16 @@ def _ways(dtype: torch.dtype, name: str, threads: int) -> tuple[Callable[[int], 
         work(x, index, out)
         return clock() - began
 
-    def packed(x: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
-        product(forms, 0, handles(), x, index, out, threads=threads)
-
-    def by_tiles(x: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
-        product(forms, 0, handles(), x, index, out, none, threads)
+    def by_kernels(limits: Limits, x: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
+        handles = np.array([handle(e.data_ptr(), 0) for e in extents], np.uint64)
+        product(forms, 0, handles, x, index, out, limits, threads)
 
     def by_torch(x: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
         for extent, mine, to in zip(extents, x.chunk(EXPERTS), out.chunk(EXPERTS), strict=True):
             plain = plain_weights(extent, sections_of((m,), version))
-            weights = of_matrix(plain[0]) if plain else of_packed(COLS, partial(rows_of, extent))
-            multiply(mine, weights, to)
+            packed = of_packed(COLS, partial(unpack, forms, 0, 0, extent, threads=threads))
+            multiply(mine, of_matrix(plain[0]) if plain else packed, to)
 
-    def rows_of(extent: torch.Tensor, tile: torch.Tensor, first: int) -> None:
-        unpack(forms, 0, 0, extent, tile, first, threads)
-
-    unpacked = by_tiles if has_tiles(dtype) else by_torch
-    return lambda tokens: timed(tokens, packed), lambda tokens: timed(tokens, unpacked)
+    fused = partial(by_kernels, None)
+    unpacked = partial(by_kernels, np.zeros(1, np.int64)) if has_tiles(dtype) else by_torch
+    return lambda tokens: timed(tokens, fused), lambda tokens: timed(tokens, unpacked)

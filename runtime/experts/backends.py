@@ -109,19 +109,16 @@ def direct_limits(
 
 @functools.cache
 def _direct_limits(dtype: torch.dtype, versions: tuple[Version, ...], threads: int) -> npt.NDArray[np.int64]:
-    return np.array(_limits([f"{_short(dtype)} {v.name}" for v in versions], threads), np.int64)
+    return np.array(dense_limits(dtype, [v.name for v in versions], threads), np.int64)
 
 
-def dense_limits(dtype: torch.dtype, names: Sequence[str]) -> dict[torch.dtype, list[int]]:
-    """The same limits for the encodings of matrices of a `dense_native.MatrixGroup`, on torch's threads."""
-    return {dtype: _limits([f"{_short(dtype)} {name}" for name in names], torch.get_num_threads())}
+def dense_limits(dtype: torch.dtype, names: Sequence[str], threads: int | None = None) -> list[int]:
+    """The same limits for the encodings of matrices of a `dense_native.MatrixGroup`."""
+    short = str(dtype).removeprefix("torch.")
+    return _limits([f"{short} {name}" for name in names], threads or torch.get_num_threads())
 
 
 forget = _direct_limits.cache_clear  # limits are then read from the file again
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def defaults() -> dict[str, int]:
@@ -133,7 +130,7 @@ def defaults() -> dict[str, int]:
 def _limits(names: Sequence[str], threads: int, again: bool = False) -> list[int]:
     """The limits of "<dtype> <encoding>" names on this machine; unknown ones are measured and kept.
 
-    Where nothing can be kept they are the defaults: processes that each measured would not compute the same bits.
+    Where nothing can be kept, they are the defaults: separate measurements would give processes different bits.
     """
     if _native() is None or _fixed():
         return [defaults()[name] for name in names]
@@ -182,8 +179,7 @@ def _read() -> dict[str, dict[str, int]]:
         out = {str(m): {str(n): int(v) for n, v in limits.items()} for m, limits in tables.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
-    good = [m for m, limits in out.items() if all(n in DEFAULTS and v in CANDIDATES for n, v in limits.items())]
-    return {m: out[m] for m in good}
+    return {m: x for m, x in out.items() if all(n in DEFAULTS and v in CANDIDATES for n, v in x.items())}
 
 
 def _write(machine: str, limits: dict[str, int]) -> None:
@@ -224,8 +220,7 @@ def _machine(threads: int) -> str:
 def autotune() -> dict[str, int]:
     """Measure every limit again for torch's number of threads, in a second or two, and keep them.
 
-    Returns:
-        the limits, by dtype and encoding; the defaults where there are no compiled kernels or nothing can be kept.
+    Returns the limits by dtype and encoding: the defaults without compiled kernels, or where nothing can be kept.
     """
     limits = dict(zip(DEFAULTS, _limits(list(DEFAULTS), torch.get_num_threads(), again=True), strict=True))
     forget()

@@ -15,26 +15,18 @@ from torch import Tensor
 
 
 class Counters:
-    """One step's counters. After `clear` they serve another step.
-
-    Attributes:
-        counts: int64 [layers, the most experts + 1] on the device; the last column counts indices past the experts.
-        sums: float64, of the same shape; None where gate weights are not needed.
-        mask: int64 [tokens], 0 for padding, whose routing does not count; None where all tokens are text.
-        used: whether anything was added.
-        within: counters of parts of the step's tokens, each with its part.
-        tokens: of the step, where there are such parts.
-    """
+    """One step's counters. After `clear` they serve another step."""
 
     def __init__(self, experts: Sequence[int], gates: bool, device: torch.device) -> None:
         self._experts, shape = tuple(experts), (len(experts), max(experts, default=0) + 1)
         with torch.inference_mode(False):  # they outlive the pass that makes them
+            # [layers, the most experts + 1] on the device; the last column counts indices past the experts
             self.counts = torch.zeros(shape, dtype=torch.int64, device=device)
-            self.sums = torch.zeros(shape, dtype=torch.float64, device=device) if gates else None
-        self.mask: Tensor | None = None
-        self.used = False
-        self.within: list[tuple[slice, Counters]] = []
-        self.tokens = 0
+            self.sums = torch.zeros(shape, dtype=torch.float64, device=device) if gates else None  # of gate weights
+        self.mask: Tensor | None = None  # int64 [tokens], 0 for padding, which does not count; None without padding
+        self.used = False  # whether anything was added
+        self.within: list[tuple[slice, Counters]] = []  # parts of the step's tokens, and their counters
+        self.tokens = 0  # of the step, where there are such parts
         self._sent: tuple[Tensor, Tensor | None] | None = None
         self._event: torch.cuda.Event | None = None
 

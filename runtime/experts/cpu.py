@@ -8,6 +8,7 @@ torch multiplies by those tiles instead. backends.py measures the limit between 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from moepack.pack.isa import emulated
 from moepack.runtime.kernels.affine_native import DTYPES, combine, has_tiles, product, unpack
-from moepack.runtime.kernels.by_torch import Weights, multiply, of_matrix, of_packed
+from moepack.runtime.kernels.by_torch import multiply, of_matrix, of_packed
 
 from . import backends
 
@@ -36,8 +37,8 @@ def forward(call: LayerCall) -> Tensor:
 def rows(call: LayerCall, threads: int | None = None) -> Tensor:
     """The output of every slot's expert, [slots, hidden], float32 or bfloat16, before its gate weighs it.
 
-    An expert's rows have the same bits whatever the others are, and on any number of kernel threads (torch's number
-    without `threads`). Rows of slots without an expert hold anything.
+    An expert's rows have the same bits beside any other experts, and on any number of kernel `threads` (default:
+    torch's). Rows of slots without an expert are undefined.
     """
     module, experts = call.module, call.experts
     x = (call.hidden if call.hidden.dtype in DTYPES else call.hidden.float()).detach().contiguous()
@@ -83,36 +84,30 @@ def _matrix(
 ) -> Tensor:
     """One matrix of every slot: [slots, rows] in x's dtype, rounded where the model's own forward rounds.
 
-    Without that rounding, tokens near two experts would go to the other than in the plain model.
+    Without that rounding, a token near two experts could choose another one than in the plain model.
     """
-    experts, pages = call.experts, call.pages
-    assert experts.of.native is not None
+    experts, pages, native = call.experts, call.pages, call.experts.of.native
+    assert native is not None
     m, slots = experts.of.layer.matrices[matrix], index.numel()
     out = torch.empty(slots, m.rows, dtype=x.dtype)
     if pages is not None and many:
         pages.ready(matrix)
     if sum(len(s) for _, s in many) < slots:
         with nullcontext() if pages is None else pages.decoding(matrix) as coded:
-            product(experts.of.native, matrix, experts.table, x, index, out, limits, threads, coded)
+            product(native, matrix, experts.table, x, index, out, limits, threads, coded)
     for expert, where in many:
         mine = x[where // (slots // len(x))]
         made, bias = experts.handles[expert], experts.bias(expert, matrix, x.dtype)
         if made.weights and made.weights[matrix].dtype == x.dtype and not emulated(x.device, x.dtype):
             out[where] = torch.nn.functional.linear(mine, made.weights[matrix], bias)
             continue
-        of = of_matrix(made.weights[matrix]) if made.weights else _unpacked(experts, expert, matrix, threads)
+        if made.weights:
+            of = of_matrix(made.weights[matrix])
+        else:
+            assert made.version is not None
+            number = native.numbers[made.version.name]
+            of = of_packed(m.cols, partial(unpack, native, matrix, number, made.extent, threads=threads))
         part = torch.empty(len(mine), m.rows, dtype=x.dtype)
         multiply(mine, of, part, bias)
         out[where] = part
     return out
-
-
-def _unpacked(experts: Snapshot, expert: int, matrix: int, threads: int | None) -> Weights:
-    """The rows of a packed matrix, for torch."""
-    made, native = experts.handles[expert], experts.of.native
-    assert made.version is not None and native is not None
-    number = native.numbers[made.version.name]
-    return of_packed(
-        native.matrices[matrix].cols,
-        lambda tile, first: unpack(native, matrix, number, made.extent, tile, first, threads),
-    )

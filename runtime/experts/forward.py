@@ -19,11 +19,11 @@ from moepack.runtime.policies.placements import PAGED, Where
 from moepack.runtime.step import step_of
 
 from . import op  # noqa: F401  # registers the operator
-from .handles import LayerCall, LayerExperts, Snapshot
+from .handles import RUN_THERE, LayerCall, LayerExperts, Snapshot
 from .host_tier import HostTier
 
-_DEVICE, _HOST = frozenset({Where.DEVICE}) | PAGED, frozenset({Where.HOST})
-_ALL = _DEVICE | _HOST
+_HOST = frozenset({Where.HOST})
+_ALL = RUN_THERE | _HOST
 IMPLEMENTATION = "moepack"  # the name under which transformers knows `experts_forward`
 
 
@@ -85,9 +85,9 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
 
 def _inside_mtp() -> bool:
-    """Whether transformers is running layers for multi-token prediction, whose experts are weights of their own.
+    """Whether transformers is running layers for multi-token prediction, which have experts of their own.
 
-    Such a module looks like one with random weights, made from a bundle's config alone: only the caller differs.
+    Such a module looks like a module made from a bundle's config alone. Only the caller differs.
     """
     from transformers import modeling_layers
 
@@ -106,13 +106,13 @@ def _run(call: LayerCall) -> Tensor:
         call.weights = made_up(experts, call.index, call.weights)
     tier, here = experts.of.tier, experts.of.device.type == "cpu"
     if tier is None or Where.HOST not in experts.places:
-        call.index = experts.only(call.index, _ALL if here else _DEVICE)
+        call.index = experts.only(call.index, _ALL if here else RUN_THERE)
         return _on_device(call)
     return (beside if here else across)(call, tier)
 
 
 def made_up(experts: Snapshot, index: Tensor, weights: Tensor) -> Tensor:
-    """Gate weights [tokens, top_k], scaled so that a token's present experts sum up to what all of them did.
+    """Gate weights [tokens, top_k], scaled: those of a token's present experts have the sum that all had.
 
     Weights stay as they are where all of a token's experts are absent.
     """
@@ -126,9 +126,9 @@ def made_up(experts: Snapshot, index: Tensor, weights: Tensor) -> Tensor:
 
 
 def beside(call: LayerCall, tier: HostTier) -> Tensor:
-    """Run a layer on a CPU: each side makes the rows of its own slots, and one sum adds them in the slots' order.
+    """Run a layer on a CPU: each side computes the rows of its own slots, and one sum adds them in the slots' order.
 
-    So the bits are those of one call, whichever experts are where.
+    So the result has the same bits wherever the experts are.
     """
     experts = call.experts
     served = replace(call, index=experts.only(call.index, _ALL))
@@ -144,13 +144,13 @@ def beside(call: LayerCall, tier: HostTier) -> Tensor:
     y: Tensor | None = None
     with tier.beside(work) as job:
         if len(slots) < len(flat):
-            y = _rows(replace(call, index=experts.only(call.index, _DEVICE)))
+            y = _rows(replace(call, index=experts.only(call.index, RUN_THERE)))
     assert job.out is not None
     return _sum(served, job.out if y is None else y.index_copy_(0, slots, job.out))
 
 
 def across(call: LayerCall, tier: HostTier) -> Tensor:
-    """Run a layer on a device with a host tier, and add what both make.
+    """Run a layer on a device with a host tier, and add their results.
 
     Activations go to the host before the device's kernels are launched. The calling thread waits for the host, never
     for the device.
@@ -158,14 +158,14 @@ def across(call: LayerCall, tier: HostTier) -> Tensor:
     assert tier.link is not None
     experts = call.experts
     arrive = tier.link.fetch(call.hidden, experts.only(call.index, _HOST), call.weights)
-    there = Snapshot(experts.of.on_host(), experts.table, experts.handles)
+    there = Snapshot(experts.of.on_host, experts.table, experts.handles)
 
     def work(x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, int]:
         mine = LayerCall(tier.module(call.module), there, x, index, weights)
         return _sum(mine, _rows(mine, tier.threads)), _read(mine)
 
     with tier.beside(work, arrive) as job:
-        out = _on_device(replace(call, index=experts.only(call.index, _DEVICE)))
+        out = _on_device(replace(call, index=experts.only(call.index, RUN_THERE)))
     assert job.out is not None
     return out + tier.link.send(job.out, out.device)
 
@@ -178,17 +178,19 @@ def _read(call: LayerCall) -> int:
 
 
 def _rows(call: LayerCall, threads: int | None = None) -> Tensor:
-    """The output of every slot's expert on a CPU, [slots, hidden]."""
+    """The output of every slot's expert on a CPU, or anywhere without kernels: [slots, hidden]."""
     if call.experts.of.backend == "native":
         from .cpu import rows
 
         return rows(call, threads)
-    _wait_for_pages(call)
+    if call.pages is not None:  # torch's code does not wait for each matrix
+        for matrix in range(len(call.experts.of.layer.matrices)):
+            call.pages.ready(matrix)
     return reference_rows(call)
 
 
 def _sum(call: LayerCall, y: Tensor) -> Tensor:
-    """Weight rows and add them over a token's slots on a CPU: [tokens, hidden] in hidden's dtype."""
+    """Weight rows and add them over a token's slots, as `_rows`: [tokens, hidden] in hidden's dtype."""
     if call.experts.of.backend == "native":
         from .cpu import summed
 
@@ -205,15 +207,7 @@ def _on_device(call: LayerCall) -> Tensor:
         from . import gpu
 
         return gpu.forward(call)
-    _wait_for_pages(call)
-    return reference_forward(call)
-
-
-def _wait_for_pages(call: LayerCall) -> None:
-    """Wait for all pages, before code that does not wait for each."""
-    if call.pages is not None:
-        for matrix in range(len(call.experts.of.layer.matrices)):
-            call.pages.ready(matrix)
+    return _sum(call, _rows(call))
 
 
 def reference_forward(call: LayerCall) -> Tensor:

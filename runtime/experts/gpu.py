@@ -27,16 +27,17 @@ def forward(call: LayerCall) -> Tensor:
     tiling = DECODE if tokens * top_k <= DECODE.tokens * count else PREFILL
     geometry = route(call.index.long(), count, tiling.tokens)
     handles, slots, fused = experts.device_table(), tokens * top_k, _fuses(module)
+    first_forms, second_forms = zip(*experts.of.forms.values(), strict=True)  # by the version's number
     h = x.new_empty(slots, first.rows // 2 if fused else first.rows)
     if pages is not None:
         pages.ready(0)
-    product(first, experts.of.forms(0), experts.served, handles, geometry, x, h, tiling, fused)
+    product(first, first_forms, experts.served, handles, geometry, x, h, tiling, fused)
     if not fused:
         h = (module._apply_gate(h) if module.has_gate else module.act_fn(h)).contiguous()
     if pages is not None:
         pages.ready(1)
     y = x.new_zeros(slots, second.rows)  # rows of experts past the last stay zero
-    product(second, experts.of.forms(1), experts.served, handles, geometry, h, y, tiling)
+    product(second, second_forms, experts.served, handles, geometry, h, y, tiling)
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y) * (call.index.reshape(-1, 1) < count)
     weighted = y * call.weights.detach().reshape(-1, 1)

@@ -6,10 +6,9 @@ Publishing makes a new snapshot of a layer; a forward pass (forward.py) reads th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,17 +17,14 @@ from torch import Tensor
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer, Version
-from moepack.runtime.kernels.forms import Form, compiled, handle, make_forms
-from moepack.runtime.kernels.reference import dequantise, plain_weights, sections_of
+from moepack.runtime.kernels.forms import compiled, handle, make_forms
+from moepack.runtime.kernels.reference import dequantise, plain_weights, section, sections_of
 from moepack.runtime.policies.placements import PAGED, Placement, Where
 from moepack.runtime.step import StepOpener
 
 from . import backends
 from .host_tier import HostTier
 from .packed import GpuPackedExtent, PackedExtent
-
-if TYPE_CHECKING:
-    from moepack.runtime.kernels.affine_native import CodedExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +38,11 @@ class Handle:
     weights: tuple[Tensor, ...]  # BF16 views [rows, cols] of a plain version's matrices; empty for others
     biases: tuple[Tensor | None, ...]  # BF16 views [rows] by matrix
     where: Where = Where.DEVICE
-    packed: PackedExtent | GpuPackedExtent | None = None  # the bytes of an expert on the device as it is stored
+    packed: PackedExtent | GpuPackedExtent | None = None  # the compressed bytes of an expert on the device
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes it takes on its device, without the window's."""
+        """Bytes on the expert's device, without the window's."""
         if self.packed is not None:
             return self.packed.extent.numel()
         return self.extent.numel() if self.where is Where.DEVICE else 0
@@ -55,41 +51,24 @@ class Handle:
         return str(Placement(self.version, self.where))
 
 
-class Pages(Protocol):
-    """The pages of one pass's experts, while its layer runs."""
-
-    def decoding(self, matrix: int) -> AbstractContextManager[CodedExperts | None]:
-        """Around the product of one matrix, which first decodes the experts that are yielded."""
-
-    def ready(self, matrix: int) -> None:
-        """Return once one matrix of every needed expert is in its place."""
-
-
 RUN_THERE = PAGED | {Where.DEVICE}  # places of experts that the device runs
 NOTHING = Handle(None, torch.empty(0, dtype=torch.uint8), (), (), Where.ABSENT)
 
 
 class ServedLayer:
-    """A layer's shapes, versions, device and kernels: the same for all its snapshots.
-
-    Attributes:
-        layer, versions, device: the layer, the versions that handles name by number, and the extents' device.
-        sections: by a version's name, the sections of each matrix by kind.
-        native, backend: the forms that CPU kernels read, and the kind of kernel.
-        tier: runs experts on the host, beside the device's; None without one.
-        makes_up_for_absent: whether a token's other experts take over gate weights of absent ones (forward.py).
-    """
+    """A layer's shapes, versions, device and kernels: the same for all its snapshots."""
 
     def __init__(self, layer: ExpertLayer, versions: Sequence[Version], device: torch.device) -> None:
         self.layer, self.device, self.versions = layer, device, tuple(versions)
-        self._forms: dict[str, tuple[Form, ...]] = {v.name: make_forms(layer.matrices, v) for v in self.versions}
-        self._number = {v.name: i for i, v in enumerate(self.versions)}
+        # By a version's name: the form of each matrix, the version's number in a handle (its place in the manifest),
+        # and the sections of each matrix by kind
+        self.forms = {v.name: make_forms(layer.matrices, v) for v in self.versions}
+        self.numbers = {v.name: i for i, v in enumerate(self.versions)}
         self.sections = {v.name: sections_of(layer.matrices, v) for v in self.versions}
-        self.native = backends.native_layer(layer, self.versions, device)
+        self.native = backends.native_layer(layer, self.versions, device)  # the forms that CPU kernels read
         self.backend = backends.backend(device) if compiled(self.versions) else "reference"
-        self.tier: HostTier | None = None
-        self.makes_up_for_absent = False
-        self._host: ServedLayer | None = None
+        self.tier: HostTier | None = None  # runs experts on the host, beside the device's
+        self.makes_up_for_absent = False  # whether a token's other experts take over gate weights of absent ones
 
     def over(
         self,
@@ -98,47 +77,26 @@ class ServedLayer:
         where: Where = Where.DEVICE,
         packed: PackedExtent | GpuPackedExtent | None = None,
     ) -> Handle:
-        """The handle of a version whose bytes are in `extent`, as `Handle` has it."""
+        """The handle of a version whose bytes are in `extent`, as in `Handle`."""
         weights = plain_weights(extent, self.sections[version.name])
-        biases = tuple(
-            extent[s["bias"].offset : s["bias"].end].view(torch.bfloat16) if "bias" in s else None
-            for s in self.sections[version.name]
-        )
+        biases = tuple(section(extent, s["bias"]) if "bias" in s else None for s in self.sections[version.name])
         return Handle(version, extent, weights, biases, where, packed)
 
-    def lossless_forms(self, version: Version) -> tuple[Form, ...]:
-        """The places of a version's matrices in an expert."""
-        return self._forms[version.name]
-
+    @cached_property
     def on_host(self) -> ServedLayer:
         """The same layer as the host runs it."""
-        if self._host is None:
-            self._host = ServedLayer(self.layer, self.versions, torch.device("cpu"))
-        return self._host
-
-    def number(self, version: Version) -> int:
-        """A version's number in a handle: its place in the manifest."""
-        return self._number[version.name]
-
-    def forms(self, matrix: int) -> list[Form]:
-        """One matrix's form in every version, by the version's number."""
-        return [self._forms[v.name][matrix] for v in self.versions]
+        return ServedLayer(self.layer, self.versions, torch.device("cpu"))
 
 
 class Snapshot:
-    """The experts of one layer as a step sees them. It never changes.
-
-    Attributes:
-        table: read by kernels, uint64 [experts]: an extent's address and its version's number; not to be written to.
-        handles: the active placements, by expert; they keep the extents alive.
-    """
+    """The experts of one layer as a step sees them. It never changes."""
 
     def __init__(
         self,
         of: ServedLayer,
-        table: npt.NDArray[np.uint64],
-        handles: tuple[Handle, ...],
-        on_device: Tensor | None = None,
+        table: npt.NDArray[np.uint64],  # [experts], read by kernels: an extent's address and its version's number
+        handles: tuple[Handle, ...],  # the active placements, by expert; they keep the extents alive
+        on_device: Tensor | None = None,  # `table`, int64
     ) -> None:
         self.of, self.table, self.handles, self._on_device = of, table, handles, on_device
         self._maps: dict[frozenset[Where], Tensor] = {}
@@ -161,7 +119,7 @@ class Snapshot:
     def served(self) -> list[int]:
         """The version numbers of the experts that the device runs."""
         here = [h.version for h in self.handles if h.version is not None and h.where in RUN_THERE]
-        return sorted({self.of.number(v) for v in here})
+        return sorted({self.of.numbers[v.name] for v in here})
 
     @cached_property
     def places(self) -> frozenset[Where]:
@@ -208,31 +166,23 @@ class LayerCall:
     hidden: Tensor  # [tokens, hidden]
     index: Tensor  # [tokens, top_k]; an index past the last expert adds nothing
     weights: Tensor  # [tokens, top_k]
-    pages: Pages | None = None  # of experts that are decoded for this call
+    pages: Any = None  # of experts that are decoded for this call: `RunPages` (runtime/paging/filler.py)
 
 
 class LayerExperts:
-    """The handles of one layer.
+    """The handles of one layer."""
 
-    Attributes:
-        current: the snapshot for a step that begins now. Publishing replaces it.
-        model: the key of the model, by which the running step is found (runtime/step.py).
-        position: the layer's place among the model's layers of experts.
-        steps: the model's forward wrapper, which opens a step for a call outside any. None once the model has gone.
-        number: of the module for its operator (op.py).
-        no_gradients: the reason why gradients are refused; empty where they are not.
-    """
-
-    model: object = None
-    position = 0
+    model: object = None  # the key of the model, by which the running step is found (runtime/step.py)
+    position = 0  # the layer's place among the model's layers of experts
+    # The model's forward wrapper, which opens a step for a call outside any; None once the model is freed
     steps: StepOpener | None = None
-    number = -1
-    no_gradients = ""
+    number = -1  # of the module for its operator (op.py)
+    no_gradients = ""  # why gradients are refused; empty where they are not
 
     def __init__(self, layer: ExpertLayer, versions: Sequence[Version], device: torch.device) -> None:
-        """Without experts yet: `publish` gives each its first version."""
+        """Start without experts: `publish` gives each its first version."""
         self.of = ServedLayer(layer, versions, device)
-        self.current = Snapshot(self.of, np.zeros(0, np.uint64), ())
+        self.current = Snapshot(self.of, np.zeros(0, np.uint64), ())  # for a step that begins now
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled or copied: handles are addresses of this process's memory."""
@@ -250,7 +200,7 @@ class LayerExperts:
         """
         before, word = self.current, 0
         if made.version is not None:
-            word = handle(made.extent.data_ptr(), self.of.number(made.version))
+            word = handle(made.extent.data_ptr(), self.of.numbers[made.version.name])
         if expert == len(before.handles):
             table = np.append(before.table, np.uint64(word))
         else:

@@ -23,7 +23,7 @@ Work = Callable[..., tuple[Tensor, int]]  # returns a result, and the bytes of w
 
 
 class CudaLink:
-    """Copies activations to the host and back, through torch's pinned buffers, which wait for their copies to end."""
+    """Copies activations to the host and back, through torch's pinned buffers, which stay until their copies end."""
 
     def fetch(self, *tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         """Begin to copy tensors to the host, on the compute stream. The result waits for them, on any thread."""
@@ -47,13 +47,10 @@ class HostCall:
     """A layer's call of the tier: a context whose body runs beside the call.
 
     Its exit waits for the call, after an interruption too: the call reads memory that the pass's step keeps.
-
-    Attributes:
-        out: the result, after the context.
     """
 
     def __init__(self, work: Work, arrive: Callable[[], tuple[Tensor, ...]]) -> None:
-        self.out: Tensor | None = None
+        self.out: Tensor | None = None  # the result, after the context
         self.unwanted = False
         self._work: Work | None = work
         self._arrive: Callable[[], tuple[Tensor, ...]] | None = arrive
@@ -75,7 +72,10 @@ class HostCall:
             until = began + size / tier.rate if tier.rate is not None else 0.0
             while (left := until - time.perf_counter()) > 0 and not (self.unwanted or tier.closed):
                 time.sleep(min(left, 0.05))
-            tier.count(size, time.perf_counter() - began)
+            with tier.counting:
+                tier.bytes += size
+                tier.seconds += time.perf_counter() - began
+                tier.calls += 1
         except BaseException as error:
             self._error = error
         finally:
@@ -99,21 +99,18 @@ class HostCall:
 
 
 class HostTier:
-    """A thread that runs one layer's call after another, of any pass; its kernels run on several threads.
-
-    Attributes:
-        threads: of the kernels; None for torch's number. torch's products always use it: their bits may depend on it.
-        rate: bytes of weights a second that a call may read; None without a limit.
-        link: to the layers' device; None where that is the host.
-        bytes, seconds, calls: read, spent and made since the start.
-        closed: whether it was told to end: calls then run on their callers' threads.
-    """
+    """A thread that runs one layer's call after another, of any pass; its kernels run on several threads."""
 
     def __init__(self, threads: int | None = None, rate: float | None = None, link: CudaLink | None = None) -> None:
+        """Start the thread.
+
+        `threads` counts the kernels' (default: torch's number, which torch's products always use: their bits may depend
+        on it). A call reads at most `rate` bytes of weights a second. `link` leads to a device other than the host.
+        """
         self.threads, self.rate, self.link = threads, rate, link
-        self.bytes, self.seconds, self.calls = 0, 0.0, 0
-        self.closed = self._ended = False
-        self._counting = threading.Lock()
+        self.bytes, self.seconds, self.calls = 0, 0.0, 0  # read, spent and made since the start
+        self.closed = self._ended = False  # once closed, calls run on their callers' threads
+        self.counting = threading.Lock()
         self._norms: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._jobs: queue.SimpleQueue[HostCall | None] = queue.SimpleQueue()  # a finalizer may put into it anywhere
         self._thread = threading.Thread(target=self._run, name="moepack-host", daemon=True)
@@ -129,13 +126,6 @@ class HostTier:
         if self._ended:  # the thread does not take it any more
             self._drain()
         return job
-
-    def count(self, size: int, seconds: float) -> None:
-        """Add a call's numbers."""
-        with self._counting:
-            self.bytes += size
-            self.seconds += seconds
-            self.calls += 1
 
     def module(self, module: Any) -> Any:
         """An experts module for the host: its norm, which has weights, is copied once."""

@@ -34,7 +34,7 @@ def _gone() -> InputError:
 
 @torch.library.custom_op("moepack::experts", mutates_args=())
 def experts(hidden: Tensor, index: Tensor, weights: Tensor, layer: int) -> Tensor:
-    """Run the experts of the module with number `layer`: [tokens, hidden]; raises InputError when the model has gone.
+    """Run the experts of the module with number `layer`: [tokens, hidden]; raises InputError when the model is freed.
 
     `hidden` is [tokens, hidden]; `index` and `weights` are [tokens, top_k], the router's choice.
     """

@@ -1,12 +1,13 @@
-"""A lossless extent that stays in memory as it is stored, and is decoded to a fixed address when its layer runs.
+"""A lossless extent that stays compressed in memory, and is decoded to a fixed address when its layer runs.
 
-Its digest was checked when it was read; errors that only decoding can find are raised then.
+Its digest was checked when it was read. Decoding raises the errors that only it can find.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -42,51 +43,40 @@ class _Stored:
 
 @dataclass(eq=False)
 class PackedExtent(_Stored):
-    """One expert's extent in host memory. Its parts are found when they are first needed."""
-
-    _parts: list[tuple[Buffer, Bf16Bits | None]] | None = field(default=None, init=False)
+    """One expert's extent in host memory. Methods raise BundleError when the extent is not well formed."""
 
     def __post_init__(self) -> None:
         self._opened: list[Any] = [None] * len(self.layer.matrices)
 
-    def _part(self, matrix: int) -> tuple[Buffer, Bf16Bits | None]:
-        if self._parts is None:
-            try:
-                self._parts = directory(self.layer.matrices, self.extent.numpy())
-            except CodecError as error:
-                raise self.damaged(str(error)) from None
-        return self._parts[matrix]
+    @cached_property
+    def _parts(self) -> list[tuple[Buffer, Bf16Bits | None]]:
+        try:
+            return directory(self.layer.matrices, self.extent.numpy())
+        except CodecError as error:
+            raise self.damaged(str(error)) from None
 
     def opened(self, matrix: int) -> int:
-        """The address from which a kernel decodes one matrix (affine_native.CodedExperts); 0 where none can.
-
-        Raises:
-            BundleError: when the extent is not well formed.
-        """
+        """The address from which a kernel decodes one matrix (affine_native.CodedExperts); 0 where none can."""
         if self._opened[matrix] is None:
             if (native := _native()) is None:
                 return 0
             at = self.target.data_ptr() + self.forms[matrix].low
-            opened = native.open_coded(self._part(matrix)[0], self.layer.matrices[matrix].weights, at)
+            opened = native.open_coded(self._parts[matrix][0], self.layer.matrices[matrix].weights, at)
             self._opened[matrix] = opened, opened.address if opened else 0
         return int(self._opened[matrix][1])
 
     def bias(self, matrix: int) -> None:
         """Write one matrix's bias, if it has any, to its place."""
         at = self.forms[matrix].bias
-        if at >= 0 and (bias := self._part(matrix)[1]) is not None:
+        if at >= 0 and (bias := self._parts[matrix][1]) is not None:
             self.target.numpy()[at : at + bias.nbytes].view(np.uint16)[:] = bias
 
     def decode(self, matrix: int, threads: int | None) -> None:
-        """Write one matrix and its bias to their places; releases the GIL.
-
-        Raises:
-            BundleError: when the extent is not well formed.
-        """
+        """Write one matrix and its bias to their places; releases the GIL."""
         low, count = self.forms[matrix].low, 2 * self.layer.matrices[matrix].weights
         room = self.target.numpy()[low : low + count].view(np.uint16)
         try:
-            exponent_fast.decode_into(self._part(matrix)[0], room, threads)
+            exponent_fast.decode_into(self._parts[matrix][0], room, threads)
         except CodecError as error:
             raise self.damaged(str(error)) from None
         self.bias(matrix)
@@ -108,11 +98,7 @@ class CodedPart:
 
 
 def parts_of(layer: ExpertLayer, extent: Buffer) -> tuple[CodedPart, ...]:
-    """The parts of an extent whose directory and whose matrices' headers are on the host.
-
-    Raises:
-        CodecError: when it is not well formed.
-    """
+    """The parts of an extent whose directory and headers are on the host; raises CodecError for a malformed one."""
     out, start = [], extent.ctypes.data
     for m, (coded, bias) in zip(layer.matrices, directory(layer.matrices, extent), strict=True):
         parse(coded, m.weights)

@@ -46,18 +46,14 @@ class Router:
 
 
 class Prediction:
-    """The next layers' routing, and its accuracy. One pass at a time.
-
-    Attributes:
-        hits: int64 [layers], choices of text tokens that were predicted; 0 for the first layer.
-        choices: int64 [layers], all choices in passes with a prediction.
-    """
+    """The next layers' routing, and its accuracy. One pass at a time."""
 
     def __init__(self, model: Any, layers: Sequence[ExpertLayer]) -> None:
         """Find the routers; raises InputError when one is not found, or does not answer."""
         self._layers = tuple(layers)
         self._routers = [_router_of(model, layer) for layer in layers]
         self._last: tuple[int, Tensor] | None = None
+        # By layer: choices of text tokens that were predicted (0 for the first layer); all in passes with a prediction
         self.hits, self.choices = np.zeros(len(layers), np.int64), np.zeros(len(layers), np.int64)
 
     @torch.no_grad()

@@ -106,10 +106,9 @@ class TokenImportance:
     """The heavy hitters of the prompt that is being read, by layer. One pass at a time."""
 
     def __init__(self, model: Any, layers: Sequence[ExpertLayer], share: float, workspace: int) -> None:
-        """For a model's layers of experts; `share` of a sequence's tokens are heavy hitters.
+        """Take a model's layers of experts. `share` of a sequence's tokens are heavy hitters.
 
-        Raises:
-            InputError: when a layer's attention cannot be observed.
+        Raises InputError when a layer's attention cannot be observed.
         """
         self._share, self._layers, self._workspace = share, tuple(layers), workspace
         self._positions = {id(_attention_of(model, layer.module)): i for i, layer in enumerate(layers)}
@@ -157,8 +156,7 @@ class TokenImportance:
         position = self._positions.get(id(module))
         if position is None or (query.shape[0], query.shape[2]) != self._shape:
             return
-        causal = given.get("is_causal")
-        scaling = given.get("scaling")
+        causal, scaling = given.get("is_causal"), given.get("scaling")
         received = attention_received(
             query, key, mask, query.shape[-1] ** -0.5 if scaling is None else scaling,
             bool(getattr(module, "is_causal", True) if causal is None else causal), self._text,
@@ -196,16 +194,15 @@ def _attention_of(model: Any, experts: str) -> Any:
     ends = [
         n for n in range(1, len(path)) if isinstance(model.get_submodule(".".join(path[: n - 1])), torch.nn.ModuleList)
     ]
-    layer = model.get_submodule(".".join(path[: ends[-1]])) if ends else model
-    for module in layer.modules():
+    name = ".".join(path[: ends[-1]]) if ends else ""  # the model's
+    for module in model.get_submodule(name).modules():
         forward = inspect.unwrap(type(module).forward)
         code = getattr(forward, "__code__", None)
         if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:
             if not hasattr(sys.modules[type(module).__module__], EAGER):
                 break
             return module
-    name = ".".join(path[: ends[-1]]) if ends else experts
-    raise refused(type(model).__name__, f"{name}")
+    raise refused(type(model).__name__, name or experts)
 
 
 def _watched(name: str) -> Callable[..., Any]:

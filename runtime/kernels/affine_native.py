@@ -7,6 +7,7 @@ because two sets of threads on the same cores would wait for one another. `threa
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sysconfig
 from collections.abc import Sequence
@@ -79,13 +80,10 @@ def levels() -> tuple[str, ...]:
 def use_openmp(wanted: bool = True) -> bool:
     """Run on the GNU OpenMP threads that this process already has; returns whether there are any."""
     start = None
-    if wanted:
-        try:
-            maps = Path("/proc/self/maps").read_text().splitlines()
-            loaded = {line.split(maxsplit=5)[-1] for line in maps if "libgomp" in line}
-            start = getattr(ctypes.CDLL(min(loaded)), "GOMP_parallel", None) if len(loaded) == 1 else None
-        except OSError:
-            start = None
+    with contextlib.suppress(OSError):
+        maps = Path("/proc/self/maps").read_text().splitlines() if wanted else []
+        loaded = {line.split(maxsplit=5)[-1] for line in maps if "libgomp" in line}
+        start = getattr(ctypes.CDLL(min(loaded)), "GOMP_parallel", None) if len(loaded) == 1 else None
     library.moepack_affine_threads(ctypes.cast(start, POINTER) if start is not None else None)
     return start is not None
 
@@ -102,25 +100,21 @@ class CodedExperts:
     """Matrices of a product that are decoded into their place first, and the results."""
 
     def __init__(self, experts: int) -> None:
-        self.opened = np.zeros(
-            experts, np.uint64
-        )  # addresses of exponent_native.Opened; 0 for one that is in its place
-        self._report = np.zeros(3, np.int64)
+        # Addresses of exponent_native.Opened; 0 for a matrix that is in its place
+        self.opened = np.zeros(experts, np.uint64)
+        # The number of the expert whose bytes are not a coded matrix, plus 1; the decoder's status; nanoseconds
+        self.report = np.zeros(3, np.int64)
 
     @property
     def seconds(self) -> float:
         """Seconds that threads spent on decoding, added up."""
-        return float(self._report[2]) / 1e9
-
-    def bad(self) -> tuple[int, int]:
-        """The expert whose bytes are not a coded matrix, and the decoder's status."""
-        return int(self._report[0]) - 1, int(self._report[1])
+        return float(self.report[2]) / 1e9
 
     def hand(self, gemm: _Gemm) -> None:
         """Write the matrices' addresses into a product's arguments."""
         from moepack.pack.codec import exponent_native
 
-        gemm.coded, gemm.report = self.opened.ctypes.data, self._report.ctypes.data
+        gemm.coded, gemm.report = self.opened.ctypes.data, self.report.ctypes.data
         gemm.decode, gemm.tile = exponent_native.part_address(), exponent_native.TILE
 
 
@@ -158,9 +152,12 @@ class LayerForms:
         names = list(self.numbers)
         if version >= len(names):
             return ValueError(f"a handle has version number {version}: this layer has {', '.join(names)}")
-        bits, group = (int(n) for n in self._rows[matrix][version, :2])
-        form = f"number {bits}, groups of {group}"
-        return ValueError(f"{names[version]}: the compiled kernels do not know its encoding ({form})")
+        return unknown_form(names[version], *self._rows[matrix][version, :2].tolist())
+
+
+def unknown_form(name: str, bits: int, group: int) -> ValueError:
+    """The error for an encoding that the library does not know."""
+    return ValueError(f"{name}: the compiled kernels do not know its encoding (number {bits}, groups of {group})")
 
 
 def product(
@@ -209,7 +206,7 @@ def product(
         coded.hand(gemm)
     failed = int(library.moepack_affine_product(ctypes.byref(gemm)))
     if failed < 0 and coded is not None:
-        raise BadCodes(*coded.bad())
+        raise BadCodes(int(coded.report[0]) - 1, int(coded.report[1]))
     if failed == 1:
         raise MemoryError(f"no memory for {rows} activations")
     if failed:
@@ -277,8 +274,8 @@ def unpack_at(cols: int, extent: Tensor, form: int, out: Tensor, first: int, thr
 def combine(y: Tensor, index: Tensor, gates: Tensor, experts: int, out: Tensor, threads: int | None = None) -> None:
     """out[t] = sum over a token's slots, in order and in float32, of gate times y.
 
-    Where y and the gates are both bfloat16 a weighted row is rounded to it before it is added, as a model's own forward
-    does. Otherwise tokens near two experts would go to the other than in the plain model.
+    Where y and the gates are both bfloat16, a weighted row is rounded to it before it is added, as in a model's own
+    forward. Without that rounding, a token near two experts could choose another one than in the plain model.
 
     Args:
         y: float32 or bfloat16 [tokens * top_k, hidden].
@@ -288,13 +285,12 @@ def combine(y: Tensor, index: Tensor, gates: Tensor, experts: int, out: Tensor, 
         out: float32 or bfloat16 [tokens, hidden].
     """
     tokens, top_k = index.shape
-    tensors = (y, index, gates, out)
     if y.shape != (tokens * top_k, out.shape[1]) or gates.shape != index.shape or len(out) != tokens:
         raise ValueError(f"y {tuple(y.shape)}, index {tuple(index.shape)} and out {tuple(out.shape)} do not fit")
     wide = gates.float()
     if gates.dtype not in DTYPES or y.dtype not in DTYPES or out.dtype not in DTYPES or index.dtype != torch.int64:
         raise ValueError(f"y {y.dtype}, index {index.dtype}, gates {gates.dtype}, out {out.dtype}")
-    if not all(t.is_contiguous() for t in tensors):
+    if not all(t.is_contiguous() for t in (y, index, gates, out)):
         raise ValueError("a tensor is not contiguous")
     call = _Combine(
         tokens, top_k, out.shape[1], experts, y.dtype == torch.bfloat16, out.dtype == torch.bfloat16,

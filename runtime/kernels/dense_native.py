@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from moepack.pack.spec import LOSSLESS, Version
 
-from .affine_native import DTYPES, POINTER, WORD, has_tiles, library, unpack_at
+from .affine_native import DTYPES, POINTER, WORD, has_tiles, library, unknown_form, unpack_at
 from .by_torch import multiply, of_matrix, of_packed
 from .forms import Form, kernel_of
 
-PLAIN = Version.of(LOSSLESS)  # a BF16 matrix in memory
+PLAIN_FORM = Form(LOSSLESS, Version.of(LOSSLESS).kernel, 0, 0, 0, 0, 0, 0, -1)  # a BF16 matrix [rows, cols] as it is
 
 
 class _Attend(ctypes.Structure):
@@ -47,35 +47,29 @@ _norm.restype = None
 class KernelMatrix:
     """One matrix that `dense` multiplies by, on the CPU."""
 
-    form: Form  # the places of its parts in `data`, by `forms.make_forms`; `plain_form` for a BF16 matrix
+    form: Form  # the places of its parts in `data`, by `forms.make_forms`; `PLAIN_FORM` for a BF16 matrix
     rows: int
     cols: int
     data: Tensor  # uint8, the whole extent; or bfloat16 [rows, cols]. Contiguous
     bias: Tensor | None = None  # bfloat16 [rows], for a matrix whose form has none
 
 
-def plain_form() -> Form:
-    """The form of a BF16 matrix [rows, cols] as it is."""
-    return Form(PLAIN.name, PLAIN.kernel, 0, 0, 0, 0, 0, 0, -1)
-
-
 class MatrixGroup:
     """Matrices that share an input, for `dense`; its results are in their order."""
 
     def __init__(
-        self, matrices: Sequence[KernelMatrix], limits: dict[torch.dtype, Sequence[int]] | None = None
+        self, matrices: Sequence[KernelMatrix], limits: Mapping[torch.dtype, Sequence[int]] | None = None
     ) -> None:
         """Take limits by the input's dtype: tokens up to which each matrix is read from its bytes (default: forms.py).
 
-        Raises:
-            ValueError: for no matrices, different columns, or tensors that are not as KernelMatrix has them.
+        Raises ValueError for no matrices, different columns, or tensors that are not as KernelMatrix describes them.
         """
         self.matrices, self.cols = tuple(matrices), matrices[0].cols if matrices else 0
         kernels = [kernel_of(m.form.name) for m in matrices]
         floats, shorts = [k.float32 for k in kernels], [k.bfloat16 for k in kernels]
         self.limits = {torch.float32: floats, torch.bfloat16: shorts, **(limits or {})}
         for m in matrices:
-            plain = m.form.bits == PLAIN.kernel
+            plain = m.form.bits == PLAIN_FORM.bits
             fits = m.data.dtype == torch.bfloat16 and m.data.shape == (m.rows, m.cols) if plain else m.data.ndim == 1
             alike = m.data.is_contiguous() and m.data.device.type == "cpu" and m.cols == self.cols
             if m.bias is not None:
@@ -102,13 +96,7 @@ class MatrixGroup:
         """As affine_native's `unpack`, of one of the matrices."""
         m, form = self.matrices[number], self._forms.ctypes.data + number * self._forms.strides[0]
         if unpack_at(m.cols, m.data, form, out, first, threads):
-            raise self.unknown(number)
-
-    def unknown(self, number: int) -> ValueError:
-        """The error for a matrix's form that the library does not know."""
-        f = self.matrices[number].form
-        form = f"number {f.bits}, groups of {f.group}"
-        return ValueError(f"{f.name}: the compiled kernels do not know its encoding ({form})")
+            raise unknown_form(m.form.name, m.form.bits, m.form.group)
 
 
 def _bias_address(m: KernelMatrix) -> int | None:
@@ -151,7 +139,8 @@ def dense(of: MatrixGroup, x: Tensor, threads: int | None = None) -> tuple[Tenso
         if failed == 1:
             raise MemoryError(f"no memory for {tokens} activations")
         if failed:
-            raise of.unknown(failed - 2)
+            form = of.matrices[failed - 2].form
+            raise unknown_form(form.name, form.bits, form.group)
     if not tiles and tokens > 1:
         for i, (out, most) in enumerate(zip(outs, of.limits[x.dtype], strict=True)):
             if tokens > most:

@@ -40,8 +40,7 @@ KERNELS = {
 def kernel_of(name: str) -> Kernel:
     """How the encoding of a name runs.
 
-    Raises:
-        InputError: for an encoding without an entry, or with a transform that no kernel applies.
+    Raises InputError for an encoding without an entry, or with a transform that no kernel applies.
     """
     encoding = encoding_of(name)
     if encoding.transform is not None:
@@ -59,13 +58,12 @@ def compiled(versions: Iterable[Version]) -> bool:
 
 def compiled_names() -> tuple[str, ...]:
     """The names of all encodings for which C and Triton have a case."""
-    every = (encoding_of(n) for n in version_names())
-    return tuple(e.name for e in every if e.kernel in KERNELS and KERNELS[e.kernel].compiled)
+    return tuple(n for n in version_names() if (k := KERNELS.get(encoding_of(n).kernel)) and k.compiled)
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One matrix in one version: byte offsets into an extent, as the kernels read them; -1 where there is no bias.
+    """One matrix in one version: byte offsets into an extent, as the kernels read them; a bias of -1 means none.
 
     In a plain version the BF16 matrix [rows, cols] begins at `low`, row-major. `bits` is the encoding's number in
     KERNELS. The kernels read the fields after the name, in this order.
@@ -87,11 +85,7 @@ class Form:
 
 
 def make_forms(matrices: Sequence[Matrix], version: Version) -> tuple[Form, ...]:
-    """The form of every matrix of an expert in one version.
-
-    Raises:
-        InputError: for a version that the kernels do not know.
-    """
+    """The form of every matrix of an expert in one version; raises InputError as `kernel_of`."""
     kernel_of(version.name)
     at: list[dict[str, int]] = [{} for _ in matrices]
     for s in version.sections(matrices):
@@ -109,8 +103,7 @@ def make_forms(matrices: Sequence[Matrix], version: Version) -> tuple[Form, ...]
 def handle(address: int, version: int) -> int:
     """The entry of a handle table for an extent at `address` in the layer's version number `version`.
 
-    Raises:
-        ValueError: when the address does not leave the low bits free, or the number does not fit them.
+    Raises ValueError when the address does not leave the low bits free, or the number does not fit them.
     """
     if address % (1 << VERSION_BITS) or not 0 <= version < 1 << VERSION_BITS:
         raise ValueError(f"an extent begins on a multiple of 64 and has a version below 64, not {address}, {version}")

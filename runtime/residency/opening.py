@@ -115,7 +115,7 @@ def open_paging(
     assert version is not None
     described = [layer.of.layer for layer in layers]
     size = window_size(described, version, plan.granule)
-    forms = [(x.of.layer, x.of.lossless_forms(version)) for x in layers]
+    forms = [(x.of.layer, x.of.forms[version.name]) for x in layers]
     stored = partial(store.stored, version.name)
     if isinstance(device, CpuDevice):
         space = CpuAddressSpace([(x.matrices, x.experts) for x in described], version)

@@ -34,8 +34,7 @@ class Cudart:
     def __init__(self, device: int, library: Any = None) -> None:
         """Open the library for a device's index. `library` replaces the CUDA runtime in tests.
 
-        Raises:
-            OSError: when torch has no CUDA runtime.
+        Raises OSError when torch has no CUDA runtime.
         """
         self._device = device
         self._library = library if library is not None else _torchs_library()

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.files import open_file
-from moepack.pack.layer_file import LayerFile
 from moepack.pack.reader import Bundle
 
 from .read_ahead import Place, ReadAhead
@@ -31,7 +30,7 @@ CHUNK = 1 << 20  # bytes read and digested at a time: they are still in the proc
 
 
 class Cancelled(Exception):
-    """A read is no longer wanted."""
+    """A read was cancelled."""
 
 
 def _state(file: int) -> tuple[int, int, int]:
@@ -111,8 +110,7 @@ class Stored:
     def load(self) -> Tensor:
         """Read the extent into its own memory, uint8 [size], at a multiple of 64, which kernels rely on.
 
-        Raises:
-            BundleError: as `read_into`.
+        Raises as `read_into`.
         """
         if self.ahead is not None and (ready := self.ahead.take(self.place)) is not None:
             return ready
@@ -134,44 +132,31 @@ class BackingStore:
         self._ahead: ReadAhead | None = None
         weakref.finalize(self, _close, self._files)
 
-    def stored(self, version: str, position: int, expert: int) -> Stored:
-        """Locate an extent. Its file is opened, and its header checked, at the first call.
+    def stored(self, version: str, position: int, number: int) -> Stored:
+        """Locate an expert's extent; at position DENSE, that of a dense matrix by its number in the manifest's list.
 
-        Raises:
-            BundleError: when the file is missing or damaged.
+        The file is opened, and its header checked, at the first call. Raises BundleError when it is missing or damaged.
         """
         with self._lock:
-            self._check_open()
-            return self._stored(self.bundle.layer_file(version, position), expert, (version, position, expert))
-
-    def dense(self, version: str, number: int) -> Stored:
-        """Locate the extent of a dense matrix, by its number in the manifest's list. Raises as `stored`."""
-        with self._lock:
-            self._check_open()
-            layer, at = self.bundle.dense_place(number)
-            return self._stored(self.bundle.dense_file(version, layer), at, (version, DENSE, number))
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise InputError(f"{self.bundle.path}: this store was closed")
-
-    def _stored(self, described: LayerFile, number: int, place: Place) -> Stored:
-        if described.location not in self._files:
-            self._files[described.location] = open_file(self.bundle.path, described.layer.file(place[0]))
-        return Stored(
-            self._files[described.location],
-            described.offset(number),
-            described.extent_size(number),
-            described.digests[number],
-            described.place(number),
-            place,
-            self._ahead,
-            self._checked,
-        )
-
-    def _at(self, place: Place) -> Stored:
-        version, position, number = place
-        return self.dense(version, number) if position == DENSE else self.stored(version, position, number)
+            if self._closed:
+                raise InputError(f"{self.bundle.path}: this store was closed")
+            if position == DENSE:
+                layer, at = self.bundle.dense_place(number)
+                described = self.bundle.dense_file(version, layer)
+            else:
+                described, at = self.bundle.layer_file(version, position), number
+            if described.location not in self._files:
+                self._files[described.location] = open_file(self.bundle.path, described.layer.file(version))
+            return Stored(
+                self._files[described.location],
+                described.offset(at),
+                described.extent_size(at),
+                described.digests[at],
+                described.place(at),
+                (version, position, number),
+                self._ahead,
+                self._checked,
+            )
 
     @contextlib.contextmanager
     def reading_ahead(self, wanted: Iterable[Place]) -> Iterator[None]:
@@ -179,8 +164,8 @@ class BackingStore:
         sizes = []
         for place in wanted:
             with contextlib.suppress(BundleError):  # raised again when the loader asks for it
-                sizes.append((place, self._at(place).size))
-        with contextlib.closing(ReadAhead(sizes, lambda place: self._at(place).load())) as self._ahead:
+                sizes.append((place, self.stored(*place).size))
+        with contextlib.closing(ReadAhead(sizes, lambda place: self.stored(*place).load())) as self._ahead:
             try:
                 yield
             finally:

@@ -131,8 +131,8 @@ def read_extents(
     rooms: Sequence[Buffer] | None,
     threads: int,
     before: Callable[[int], None],
-    done: Callable[[Stored], None] = lambda stored: None,
-    read: Callable[[memoryview, int], int] | None = None,
+    done: Callable[[Stored], None],
+    read: Callable[[memoryview, int], int] | None,
 ) -> dict[int, BundleError]:
     """Read extents in threads and check every digest; returns the errors of damaged ones by their number.
 

@@ -40,7 +40,6 @@ class _Region:
     """One registration. The store's lock guards it."""
 
     pinned: Pinned
-    tensor: Tensor
     at: dict[Place, tuple[int, int]]
     users: int = 0
 
@@ -78,7 +77,7 @@ class HostStore:
         self._lock = threading.Lock()
         self._regions: dict[Place, _Region] = {}
         self._damaged: dict[str, str] = {}
-        self._closing, self._filled = threading.Event(), threading.Event()
+        self._closing, self.filled = threading.Event(), threading.Event()  # `filled`: the filling has ended
         self._fetching = 0
         self._every = self._total = self._done = self._pinned = 0
         self._last: Mode | None = None
@@ -95,8 +94,8 @@ class HostStore:
                 return None
             region.users += 1
             begin, size = region.at[place]
-            bytes_ = region.tensor[begin : begin + size]
-        return Held(bytes_, region.pinned.mode is Mode.MAPPED, lambda: self._let_go(region))
+            bytes_ = region.pinned.bytes[begin : begin + size]
+        return Held(torch.from_numpy(bytes_), region.pinned.mode is Mode.MAPPED, lambda: self._let_go(region))
 
     def _let_go(self, region: _Region) -> None:
         with self._lock:
@@ -113,29 +112,12 @@ class HostStore:
             with self._lock:
                 self._fetching -= 1
 
-    def _drop(self, region: _Region) -> None:
-        with self._lock:
-            if region.users:
-                return
-            for place in region.at:
-                del self._regions[place]
-            self._pinned -= len(region.tensor)
-        region.tensor = torch.empty(0)
-        try:
-            region.pinned.close()
-        except CudaError as error:
-            log.warning("host memory was not let go: %s", error)
-
     # --- filling
 
     def start(self) -> None:
         """Begin to fill in the background."""
         self._began = time.monotonic()
         self._thread.start()
-
-    def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the filling has ended; returns whether it has."""
-        return self._filled.wait(seconds)
 
     def _run(self) -> None:
         try:
@@ -145,7 +127,7 @@ class HostStore:
         except Exception:  # serving continues from the files
             log.exception("filling host memory has stopped")
         self._ended = time.monotonic()
-        self._filled.set()
+        self.filled.set()
         if not self._closing.is_set():
             self._say()
 
@@ -200,10 +182,9 @@ class HostStore:
         if not at:
             pinned.close()
             return
-        region = _Region(pinned, torch.from_numpy(pinned.bytes), at)
         with self._lock:
             self._pinned += piece.size
-            self._regions.update(dict.fromkeys(at, region))
+            self._regions.update(dict.fromkeys(at, _Region(pinned, at)))
 
     def _give_way(self, size: int) -> None:
         until = time.monotonic() + GIVE_WAY
@@ -230,11 +211,11 @@ class HostStore:
         """
         with self._lock:
             usable = sum(region.at[place][1] for place, region in self._regions.items())
-            to_go = 0 if self._filled.is_set() else max(0, self._total - self._done)
+            to_go = 0 if self.filled.is_set() else max(0, self._total - self._done)
             seconds = (self._ended or time.monotonic()) - self._began if self._began else 0.0
             return {
                 "mode": (self._last if self._last and self._chain.mode is Mode.STAGED else self._chain.mode).value,
-                "filling": bool(self._began) and not self._filled.is_set(),
+                "filling": bool(self._began) and not self.filled.is_set(),
                 "pinned_bytes": usable,
                 "bytes_to_go": to_go,
                 "file_bytes": max(0, self._every - usable - to_go),
@@ -261,7 +242,16 @@ class HostStore:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
         for region in set(self._regions.values()):
-            self._drop(region)
+            with self._lock:
+                if region.users:
+                    continue
+                for place in region.at:
+                    del self._regions[place]
+                self._pinned -= len(region.pinned.bytes)
+            try:
+                region.pinned.close()
+            except CudaError as error:
+                log.warning("host memory was not let go: %s", error)
 
 
 @dataclass(frozen=True, slots=True)

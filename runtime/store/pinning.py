@@ -30,9 +30,6 @@ class Mode(enum.StrEnum):
     STAGED = "staged"  # only staging buffers are pinned: every fetch reads the file
 
 
-ORDER = tuple(Mode)
-
-
 @dataclass(slots=True)
 class Pinned:
     """Pinned memory, and its mode. Only the device reads a mapping's bytes: a truncated file would raise a signal."""
@@ -65,7 +62,7 @@ class Chain:
     def fall(self, reason: str) -> None:
         """Give up the present way."""
         self.reasons.append((self.mode, reason))
-        self.mode = ORDER[ORDER.index(self.mode) + 1]
+        self.mode = list(Mode)[list(Mode).index(self.mode) + 1]
 
 
 def anonymous(size: int) -> Buffer:

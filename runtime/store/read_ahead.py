@@ -11,6 +11,7 @@ import contextvars
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -33,15 +34,15 @@ def loading_report(report: Report | None) -> Iterator[None]:
         _report.reset(token)
 
 
+@dataclass(slots=True)
 class _Run:
     """Extents that one thread reads in order, and their results."""
 
-    def __init__(self) -> None:
-        self.places: list[Place] = []
-        self.size = 0
-        self.begun = False
-        self.over = threading.Event()
-        self.read: dict[Place, Tensor | BaseException] = {}
+    places: list[Place] = field(default_factory=list)
+    size: int = 0
+    begun: bool = False
+    over: threading.Event = field(default_factory=threading.Event)
+    read: dict[Place, Tensor | BaseException] = field(default_factory=dict)
 
 
 class ReadAhead:
@@ -81,8 +82,7 @@ class ReadAhead:
     def take(self, place: Place) -> Tensor | None:
         """Return a checked extent; None if it was not wanted or no thread has begun it: the caller then reads it.
 
-        Raises:
-            BundleError: when it cannot be read or is damaged.
+        Raises BundleError when it cannot be read or is damaged.
         """
         if getattr(self._mine, "reading", False):
             return None

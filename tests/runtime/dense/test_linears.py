@@ -183,7 +183,7 @@ def test_gradients_and_copies() -> None:
 
 def test_without_tiles_bf16_is_torchs_past_the_measured_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit of a processor that does not multiply BF16 is measured; it need not be that of one that does."""
-    monkeypatch.setattr(backends, "dense_limits", lambda dtype, names: {dtype: [40 for _ in names]})
+    monkeypatch.setattr(backends, "dense_limits", lambda dtype, names: [40 for _ in names])
     monkeypatch.setattr(affine_native, "has_tiles", lambda dtype: True)
     assert module_under_test.most_tokens() == 16
     monkeypatch.setattr(affine_native, "has_tiles", lambda dtype: False)

@@ -52,7 +52,7 @@ class Bench:
         self.device = CudaDevice(max(sizes), torch.device("cpu"), slots=slots, host=self.host, gpu=self.gpu)
         if fill and self.host is not None:
             self.device.serve()
-            assert self.host.wait(30)
+            assert self.host.filled.wait(30)
 
     def fetch(self, version: str, position: int, expert: int) -> tuple[Any, torch.Tensor]:
         described = self.store.bundle.manifest.version(version)
@@ -258,7 +258,7 @@ def test_fetches_while_filling(
 
     def fetch(seed: int) -> None:
         mine = random.Random(seed)
-        while not problems and (not bench.host.wait(0) or counted["pinned"] < 20):
+        while not problems and (not bench.host.filled.wait(0) or counted["pinned"] < 20):
             place = (mine.choice(("bf16", "w4")), mine.randrange(4), mine.randrange(16))
             event, target = bench.fetch(*place)
             event.wait()
@@ -368,7 +368,7 @@ def test_every_way_on_a_gpu(bundle: Path) -> None:
         sizes = [store.stored(v, p, e).size for v in ("bf16", "w4") for p in range(4) for e in range(16)]
         cuda = CudaDevice(max(sizes), device, host=host)
         cuda.serve()
-        assert host.wait(60)
+        assert host.filled.wait(60)
         print(cuda.host())
         assert (cuda.host()["pinned_bytes"] > 0) == (limit > 0)
         for version, position, expert in itertools.product(("bf16", "w4"), range(4), range(16)):

@@ -32,7 +32,7 @@ def matrix(rows: int, cols: int, name: str, seed: int, bias: bool = False) -> tu
     if name == "bf16":
         if bias:
             extra = data[form.bias : form.bias + 2 * rows].view(torch.bfloat16)
-        form, data = beside.plain_form(), data[: 2 * rows * cols].view(torch.bfloat16).view(rows, cols)
+        form, data = beside.PLAIN_FORM, data[: 2 * rows * cols].view(torch.bfloat16).view(rows, cols)
     weight = np.concatenate([layer.weights[0], layer.biases[0][:, None] if bias else np.zeros((rows, 1))], axis=1)
     return beside.KernelMatrix(form, rows, cols, data, extra), weight
 

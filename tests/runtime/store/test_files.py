@@ -168,7 +168,7 @@ def test_dense_matrices_are_read_as_experts_are(tmp_path: Path) -> None:
     places = [(v.name, DENSE, n) for v in opened.dense_versions for n in range(len(opened.manifest.dense))]
     with store.reading_ahead(places):
         for version, _, number in places:
-            stored = store.dense(version, number)
+            stored = store.stored(version, DENSE, number)
             want = opened.dense_matrix(version, opened.manifest.dense[number].module)
             assert np.array_equal(stored.load().numpy(), want.extent) and stored.place == (version, DENSE, number)
             assert stored.where == want.where
@@ -177,6 +177,6 @@ def test_dense_matrices_are_read_as_experts_are(tmp_path: Path) -> None:
     data[-1] ^= 1
     file.write_bytes(data)
     with pytest.raises(BundleError, match="lm_head, version w8: its bytes do not match"):
-        store.dense("w8", 3).load()
-    store.dense("w8", 2).load()
+        store.stored("w8", DENSE, 3).load()
+    store.stored("w8", DENSE, 2).load()
     store.close()

@@ -48,7 +48,7 @@ def size_of(store: BackingStore, version: str = "bf16") -> int:
 def filled(store: BackingStore, cuda: FakeCudart, limit: int = GIB, **options: Any) -> HostStore:
     host = HostStore(store, ["bf16"], Cudart(0, cuda), limit, **options)
     host.start()
-    assert host.wait(30)
+    assert host.filled.wait(30)
     return host
 
 
@@ -350,7 +350,7 @@ def test_closing_ends_the_filling(opened: BackingStore, monkeypatch: pytest.Monk
             assert reached.wait(10)
             began = time.monotonic()
             host.close()
-        assert time.monotonic() - began < 1 and host.wait(0)
+        assert time.monotonic() - began < 1 and host.filled.wait(0)
         assert host.state()["read_bytes"] < size_of(opened), "it had not ended by itself"
         assert not cuda.registered and not cuda.allocated
         assert not [t for t in threading.enumerate() if t.name in ("moepack-host", "moepack-fill")]

@@ -18,8 +18,7 @@ def choose_dense(text: str | None, bundle: Bundle, policy: str | None = None) ->
         text: a version's name; "allocation"; None for the allocation's versions where the policy is its map too, else
             for the most precise version that is here.
 
-    Raises:
-        InputError: for a version that is not here, or an allocation without dense versions.
+    Raises InputError for a version that is not here, or an allocation without dense versions.
     """
     manifest, here = bundle.manifest, {v.name: v for v in bundle.dense_versions}
     if not manifest.dense:

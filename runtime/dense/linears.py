@@ -239,8 +239,7 @@ def serve(model: nn.Module, bundle: Bundle, versions: Sequence[Version], compile
         compiled: whether the model is on a CPU, and there are compiled kernels.
         plain: whether the kernels multiply by BF16 matrices too.
 
-    Raises:
-        BundleError: when an extent is damaged.
+    Raises BundleError when an extent is damaged.
     """
     if versions:
         served = _load(model, bundle, versions)

@@ -267,8 +267,7 @@ class CudaDevice(Migration):
         Returns:
             int32 [experts x matrices] in pinned memory: the decoder's reports, at the start of `report` if given.
 
-        Raises:
-            BundleError: when one is not a coded matrix.
+        Raises BundleError when one is not a coded matrix.
         """
         try:
             found = self.gpu.decode([packed.job(i, self.gpu.copy) for packed in all_packed for i in matrices])

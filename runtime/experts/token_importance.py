@@ -134,8 +134,7 @@ class TokenImportance:
             text: [batch x tokens], 0 for padding; None where there is none.
             cached: tokens that caches hold before it.
 
-        Raises:
-            InputError: when the model's attention was changed to one that cannot be observed.
+        Raises InputError when the model's attention was changed to one that cannot be observed.
         """
         self._check()
         self._shape, self._cached = shape, cached

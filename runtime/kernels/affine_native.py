@@ -249,8 +249,7 @@ def unpack(
         out: float32 or bfloat16 [cols, n], contiguous, n a multiple of 16; rows past the matrix come as zeros.
         first: a multiple of 16.
 
-    Raises:
-        ValueError: for an `out` that does not fit, or a form that the library cannot unpack.
+    Raises ValueError for an `out` that does not fit, or a form that the library cannot unpack.
     """
     m = forms.matrices[matrix]
     last = first + out.shape[1]

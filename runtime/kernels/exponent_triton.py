@@ -145,8 +145,7 @@ def decode(jobs: Sequence[DecodeJob]) -> Tensor:
     Returns:
         int32 [jobs] on the device: 0, or 1 for a matrix whose lanes did not end where they should.
 
-    Raises:
-        ValueError: for buffers that do not fit the header, or are not aligned.
+    Raises ValueError for buffers that do not fit the header, or are not aligned.
     """
     rows, tables, most = [], [], 0
     for job in jobs:

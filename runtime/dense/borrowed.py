@@ -38,12 +38,15 @@ class _Names:
 
 def _with_name(function: types.FunctionType, name: str, value: Any) -> types.FunctionType:
     """Copy a function with one of its global names replaced, in the function that its decorators wrap."""
-    names, cells = {**function.__globals__, name: value}, function.__closure__
-    if (inner := getattr(function, "__wrapped__", None)) is not None:
-        own = types.CellType(_with_name(inner, name, value))
-        names, cells = function.__globals__, tuple(own if c.cell_contents is inner else c for c in cells or ())
+    names, cells, inner = {**function.__globals__, name: value}, function.__closure__, None
+    if (wrapped := getattr(function, "__wrapped__", None)) is not None:
+        inner = _with_name(wrapped, name, value)
+        own = types.CellType(inner)
+        names, cells = function.__globals__, tuple(own if c.cell_contents is wrapped else c for c in cells or ())
     made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
     made.__kwdefaults__ = function.__kwdefaults__
+    if inner is not None:
+        made.__wrapped__ = inner  # type: ignore[attr-defined]
     return made
 
 

@@ -25,10 +25,16 @@ class Client:
     home: Path
     server: subprocess.Popen[str]
 
-    def __call__(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    def __call__(self, *arguments: str | Path) -> tuple[int, str, str]:
         return self._run({"arguments": [str(a) for a in arguments]})
 
-    def python(self, code: str) -> subprocess.CompletedProcess[str]:
+    def push(self, bundle: Path, *more: str) -> tuple[int, str, str]:
+        return self("push", bundle, "someone/mini", "-q", *more)
+
+    def pull(self, to: Path, *more: str) -> tuple[int, str, str]:
+        return self("pull", "someone/mini", "-o", to, "-q", *more)
+
+    def python(self, code: str) -> tuple[int, str, str]:
         return self._run({"code": code})
 
     def killed_at(self, request: int, *arguments: str | Path) -> bool:
@@ -43,16 +49,16 @@ class Client:
         self.hub.requests.clear()
         self.hub.cut = kill
         try:
-            return self(*arguments).returncode == -signal.SIGKILL
+            return self(*arguments)[0] == -signal.SIGKILL
         finally:
             self.hub.cut = None
 
-    def _run(self, task: dict[str, object]) -> subprocess.CompletedProcess[str]:
+    def _run(self, task: dict[str, object]) -> tuple[int, str, str]:
         assert self.server.stdin is not None and self.server.stdout is not None
         files = {name: self.home / name for name in ("stdout", "stderr")}
         print(json.dumps(task | {k: str(v) for k, v in files.items()}), file=self.server.stdin, flush=True)
         code = int(self.server.stdout.readline())
-        return subprocess.CompletedProcess([], code, *(path.read_text() for path in files.values()))
+        return code, files["stdout"].read_text(), files["stderr"].read_text()
 
     def reset(self) -> Client:
         """With an empty Hub and nothing downloaded."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from moepack.pack.codec.affine import AffineMatrix
 from moepack.pack.spec import Matrix, Version
@@ -39,6 +43,65 @@ class Notes(Reporter):
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+
+def cli(*arguments: str | Path, stdin: str = "") -> tuple[int, str, str]:
+    """Run a command line of moepack in this process; its exit code, stdout and stderr."""
+    from moepack.cli import main
+
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", ["moepack", *map(str, arguments)])
+        patch.setattr(sys, "stdin", io.StringIO(stdin))
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    return code, out.getvalue(), err.getvalue()
+
+
+def ok(result: tuple[int, str, str]) -> str:
+    """What a command that succeeds prints."""
+    code, out, err = result
+    assert code == 0, out + err
+    return out
+
+
+def refused(result: tuple[int, str, str], *words: str) -> None:
+    """See that a command failed with one line on stderr, which has these words."""
+    code, out, err = result
+    lines = [line for line in err.splitlines() if line.strip()]
+    assert code == 2 and out == "" and len(lines) == 1 and lines[0].startswith("moepack: "), result
+    assert [word for word in words if word not in lines[0]] == [], lines[0]
+
+
+def spy(patch: pytest.MonkeyPatch, owner: object, name: str, look: Callable[..., object]) -> None:
+    """Call `look` with a function's arguments before each of its calls, which `look` may stop by raising."""
+    real = getattr(owner, name)
+
+    def call(*args: Any, **more: Any) -> Any:
+        look(*args, **more)
+        return real(*args, **more)
+
+    patch.setattr(owner, name, call)
+
+
+def running(patch: pytest.MonkeyPatch, owner: object, name: str) -> list[int]:
+    """How many calls of a function run at once, noted as each begins."""
+    real, lock, now, seen = getattr(owner, name), threading.Lock(), set[int](), list[int]()
+
+    def counted(*args: Any) -> Any:
+        with lock:
+            now.add(threading.get_ident())
+            seen.append(len(now))
+        try:
+            return real(*args)
+        finally:
+            with lock:
+                now.discard(threading.get_ident())
+
+    patch.setattr(owner, name, counted)
+    return seen
 
 
 def at_once(work: Callable[[int], object], count: int, seconds: float = 120) -> None:

@@ -11,32 +11,13 @@ from pathlib import Path
 
 import pytest
 import tiny_models
+from support import cli, refused
 
-from moepack.cli import main
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
 from moepack.runtime.planning.sizes import parse_size
 
-Run = Callable[..., tuple[int, str, str]]
 RECIPE = "quantize: {method: rtn, loss_tokens: 64}\ncalibration: {samples: 2, length: 64}\nversions: [bf16, w2]\n"
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command line in this process; returns exit code, stdout and stderr."""
-
-    def call(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["moepack", *map(str, arguments)])
-        capsys.readouterr()
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
 
 
 @pytest.fixture
@@ -61,24 +42,24 @@ def test_help_imports_no_large_library_and_names_every_command() -> None:
     assert [name for name in names if f"\n  {name} " not in out.stdout] == []
 
 
-def test_version(run: Run) -> None:
+def test_version() -> None:
     import moepack
 
-    assert run("--version") == (0, f"moepack {moepack.__version__}\n", "")
+    assert cli("--version") == (0, f"moepack {moepack.__version__}\n", "")
 
 
 def test_build_verify_eval_generate(
-    run: Run, demo_model: Path, text: Path, recipe: Path, evaluation: Path, tmp_path: Path
+    demo_model: Path, text: Path, recipe: Path, evaluation: Path, tmp_path: Path
 ) -> None:
     """Stdout is JSON alone; progress goes to stderr, and -q leaves it out."""
     bundle = tmp_path / "b"
-    code, out, err = run("build", demo_model, "-o", bundle, "-r", recipe, "-c", text, "--json")
+    code, out, err = cli("build", demo_model, "-o", bundle, "-r", recipe, "-c", text, "--json")
     assert code == 0 and "pack" in err
     assert json.loads(out)["calibration_tokens"] == 128 and json.loads(out)["methods"] == {"w2": {"rtn": 64}}
-    code, out, _ = run("verify", bundle, "--checkpoint", demo_model, "--json", "-q")
+    code, out, _ = cli("verify", bundle, "--checkpoint", demo_model, "--json", "-q")
     assert code == 0 and json.loads(out) == {"ok": True, "problems": []}
     few = ("--policy", "static:w2", "--length", "64", "--samples", "4", "--json", "-q")
-    code, out, err = run("eval", bundle, "-d", evaluation, "-d", text, *few)
+    code, out, err = cli("eval", bundle, "-d", evaluation, "-d", text, *few)
     facts = json.loads(out)
     keys = {"perplexity", "tokens", "tokens_per_second", "policy", "resident_bytes_peak", "budget_bytes", "promotions",
             "demotions", "forward_waits"}  # fmt: skip
@@ -86,8 +67,8 @@ def test_build_verify_eval_generate(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["b", "recipe.yaml"]
 
 
-def test_inspect_json_has_the_keys_others_rely_on(run: Run, bundle: Path, tmp_path: Path) -> None:
-    code, out, err = run("inspect", bundle, "--json", "--plot", tmp_path / "x" / "plot.png")
+def test_inspect_json_has_the_keys_others_rely_on(bundle: Path, tmp_path: Path) -> None:
+    code, out, err = cli("inspect", bundle, "--json", "--plot", tmp_path / "x" / "plot.png")
     facts = json.loads(out)
     assert code == 0 and err == ""
     assert facts["model_type"] == "qwen3_moe" and facts["moe_layers"] == 4 and facts["experts"] == 64
@@ -103,7 +84,7 @@ def test_inspect_json_has_the_keys_others_rely_on(run: Run, bundle: Path, tmp_pa
 
 
 def test_reports_go_to_stdout_and_progress_to_stderr(
-    run: Run, bundle: Path, demo_model: Path, recipe: Path, text: Path, evaluation: Path, tmp_path: Path
+    bundle: Path, demo_model: Path, recipe: Path, text: Path, evaluation: Path, tmp_path: Path
 ) -> None:
     building = (demo_model, "-o", tmp_path / "b", "-r", recipe, "-c", text)
     few = ("--length", "32", "--samples", "2", "--policy", "static:w2")
@@ -116,19 +97,19 @@ def test_reports_go_to_stdout_and_progress_to_stderr(
         (("build", *building, "--dry-run"), ("bundle, bytes",), "dry run"),
         (("generate", bundle, "-p", "The history", "--max-new-tokens", "2"), ("The history",), ""),
     ):
-        code, out, err = run(*command)
+        code, out, err = cli(*command)
         assert code == 0 and all(word in out for word in words), (command, out, err)
         assert progress in err and (progress or not err) and not any(word in err for word in words), (command, err)
 
 
-def test_reports_keep_brackets(run: Run, bundle: Path, tmp_path: Path) -> None:
+def test_reports_keep_brackets(bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "a [bold] name").symlink_to(bundle)
-    shown = run("plan", tmp_path / "a [bold] name", "--device-memory", "40MB")[1]
+    shown = cli("plan", tmp_path / "a [bold] name", "--device-memory", "40MB")[1]
     assert "a[bold]name" in "".join(shown.split()), "wherever its lines break"
 
 
-def test_doctor(run: Run) -> None:
-    code, out, _ = run("doctor", "--json")
+def test_doctor() -> None:
+    code, out, _ = cli("doctor", "--json")
     facts = json.loads(out)
     assert code == 0 and facts["problems"] == [] and facts["can_build"] is True
     assert facts["methods"] == dict.fromkeys(("gptq", "hqq", "rtn", "gptqmodel"), "ready")
@@ -152,14 +133,6 @@ def test_sizes() -> None:
 
 
 # --- what does not
-
-
-def refused(result: tuple[int, str, str], *words: str) -> None:
-    code, out, err = result
-    lines = [line for line in err.splitlines() if line.strip()]
-    assert code == 2 and out == "" and len(lines) == 1 and lines[0].startswith("moepack: "), result
-    for word in words:
-        assert word in lines[0], lines[0]
 
 
 @pytest.fixture
@@ -247,69 +220,69 @@ BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", BAD_CHECKPOINTS)
-def test_bad_checkpoints(name: str, run: Run, checkpoint: Path, recipe: Path, text: Path, tmp_path: Path) -> None:
+def test_bad_checkpoints(name: str, checkpoint: Path, recipe: Path, text: Path, tmp_path: Path) -> None:
     damage, words = BAD_CHECKPOINTS[name]
     damage(checkpoint)
     before = sorted(p for p in tmp_path.rglob("*"))
-    refused(run("build", checkpoint, "-o", tmp_path / "out" / "b", "-r", recipe, "-c", text, "-q"), *words)
+    refused(cli("build", checkpoint, "-o", tmp_path / "out" / "b", "-r", recipe, "-c", text, "-q"), *words)
     after = sorted(p for p in tmp_path.rglob("*") if p != tmp_path / "out")
     assert after == before and not list((tmp_path / "out").glob("*"))
 
 
-def test_bad_targets(run: Run, demo_model: Path, recipe: Path, text: Path, tmp_path: Path) -> None:
+def test_bad_targets(demo_model: Path, recipe: Path, text: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("keep me")
     for target, word in ((tmp_path / "full", "not empty"), (recipe / "b", "cannot be written")):
-        refused(run("build", demo_model, "-o", target, "-r", recipe, "-c", text, "-q"), str(target), word)
+        refused(cli("build", demo_model, "-o", target, "-r", recipe, "-c", text, "-q"), str(target), word)
     assert (tmp_path / "full" / "mine").read_text() == "keep me"
     refused(
-        run("build", demo_model, "-o", tmp_path / "b", "-r", recipe, "-c", text, "-q", "--work", recipe),
+        cli("build", demo_model, "-o", tmp_path / "b", "-r", recipe, "-c", text, "-q", "--work", recipe),
         "work directory",
     )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["full", "recipe.yaml"]
 
 
-def test_bad_recipes_and_text(run: Run, demo_model: Path, recipe: Path, text: Path, tmp_path: Path) -> None:
+def test_bad_recipes_and_text(demo_model: Path, recipe: Path, text: Path, tmp_path: Path) -> None:
     build = ("build", demo_model, "-o", tmp_path / "b", "-q")
     recipe.write_text(RECIPE + "verions: [w4]\n")
-    refused(run(*build, "-r", recipe, "-c", text), "recipe.yaml", "did you mean 'versions'")
-    refused(run(*build, "-r", "defualt", "-c", text), "did you mean 'default'")
+    refused(cli(*build, "-r", recipe, "-c", text), "recipe.yaml", "did you mean 'versions'")
+    refused(cli(*build, "-r", "defualt", "-c", text), "did you mean 'default'")
     recipe.write_text(RECIPE)
     (tmp_path / "short.txt").write_text("not much")
     refused(
-        run(*build, "-r", recipe, "-c", tmp_path / "short.txt"), "short.txt", "shorter than one sample of 64 tokens"
+        cli(*build, "-r", recipe, "-c", tmp_path / "short.txt"), "short.txt", "shorter than one sample of 64 tokens"
     )
-    refused(run(*build, "-r", recipe, "-c", tmp_path / "absent.txt"), "absent.txt", "no such file")
-    refused(run(*build, "-r", recipe), "no calibration text")
+    refused(cli(*build, "-r", recipe, "-c", tmp_path / "absent.txt"), "absent.txt", "no such file")
+    refused(cli(*build, "-r", recipe), "no calibration text")
     recipe.write_text(RECIPE + "allocation: {average_bits: 1.1}\n")
-    refused(run(*build, "-r", recipe, "-c", text), "average_bits 1.1", "2.667 bits")
+    refused(cli(*build, "-r", recipe, "-c", text), "average_bits 1.1", "2.667 bits")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["recipe.yaml", "short.txt"]
 
 
-def test_bad_options(run: Run, bundle: Path, demo_model: Path, evaluation: Path, tmp_path: Path) -> None:
+def test_bad_options(bundle: Path, demo_model: Path, evaluation: Path, tmp_path: Path) -> None:
     evaluate = ("eval", bundle, "-d", evaluation, "-q", "--length", "32", "--samples", "1")
-    refused(run(*evaluate, "--device-memory", "1MB"), "a budget of 1000000 bytes", "the least that would do is")
+    refused(cli(*evaluate, "--device-memory", "1MB"), "a budget of 1000000 bytes", "the least that would do is")
     static = ("--policy", "static:w2", "--device-memory", "3MB")
-    refused(run(*evaluate, *static), "needs", "the budget is 3000000")
-    refused(run(*evaluate, *static, "--kv-tokens", "1000", "--batch", "3"), "kv 3072000")
-    refused(run("eval", tmp_path / "absent", "-d", evaluation, "-q"), "absent")
-    refused(run("plan", bundle, "--device-memory", "lots"), "size 'lots'")
-    refused(run("plan", bundle, "--device-memory", "1GB", "--device", "warp"), "device warp")
-    refused(run("plan", demo_model, "--device-memory", "1GB"), "not a bundle")
-    refused(run("inspect", demo_model), "not a bundle")
-    refused(run("inspect", bundle, "--plot", tmp_path / "losses.txt"), "losses.txt", ".png")
-    before = run("build", demo_model, "-o", tmp_path / "b", "-q", "-c", evaluation, "--engine", "steam")
+    refused(cli(*evaluate, *static), "needs", "the budget is 3000000")
+    refused(cli(*evaluate, *static, "--kv-tokens", "1000", "--batch", "3"), "kv 3072000")
+    refused(cli("eval", tmp_path / "absent", "-d", evaluation, "-q"), "absent")
+    refused(cli("plan", bundle, "--device-memory", "lots"), "size 'lots'")
+    refused(cli("plan", bundle, "--device-memory", "1GB", "--device", "warp"), "device warp")
+    refused(cli("plan", demo_model, "--device-memory", "1GB"), "not a bundle")
+    refused(cli("inspect", demo_model), "not a bundle")
+    refused(cli("inspect", bundle, "--plot", tmp_path / "losses.txt"), "losses.txt", ".png")
+    before = cli("build", demo_model, "-o", tmp_path / "b", "-q", "-c", evaluation, "--engine", "steam")
     refused(before, "engine 'steam' is unknown")
     for command in ("build", "calibrate", "quantize"):
         where = ("--work", tmp_path / "w") if command != "build" else ("-o", tmp_path / "b")
         source = (demo_model, "-c", evaluation) if command != "quantize" else ()
-        refused(run(command, *source, *where, "-q", "--device", "cuda:7"), "device cuda:7")
-    refused(run("build", demo_model, "-o", tmp_path / "b", "--dry-run", "--device", "warp", "-q"), "device warp")
+        refused(cli(command, *source, *where, "-q", "--device", "cuda:7"), "device cuda:7")
+    refused(cli("build", demo_model, "-o", tmp_path / "b", "--dry-run", "--device", "warp", "-q"), "device warp")
     assert not list(tmp_path.iterdir())
 
 
 def test_what_is_wrong_is_said_before_a_model_is_loaded(
-    run: Run, bundle: Path, demo_model: Path, evaluation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bundle: Path, demo_model: Path, evaluation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from moepack.reports import evaluate
 
@@ -318,24 +291,24 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(
     (tmp_path / "rows.jsonl").write_text('{"words": "and no text"}\n')
     for model in (bundle, demo_model):
         text, prompt = ("eval", model, "-q", "-d"), ("generate", model, "-p")
-        refused(run(*text, tmp_path / "absent.txt"), "absent.txt: no such file")
-        refused(run(*text, evaluation, "-d", "./absent"), "./absent: no such file")
-        refused(run(*text, tmp_path / "short.txt"), "short.txt: shorter than one window")
-        refused(run(*text, tmp_path / "rows.jsonl"), "rows have no 'text'")
-        refused(run(*prompt, ""), "prompt is empty")
+        refused(cli(*text, tmp_path / "absent.txt"), "absent.txt: no such file")
+        refused(cli(*text, evaluation, "-d", "./absent"), "./absent: no such file")
+        refused(cli(*text, tmp_path / "short.txt"), "short.txt: shorter than one window")
+        refused(cli(*text, tmp_path / "rows.jsonl"), "rows have no 'text'")
+        refused(cli(*prompt, ""), "prompt is empty")
         for command in ((*text, evaluation), (*prompt, "The")):
-            refused(run(*command, "--dtype", "int8"), "dtype 'int8'")
-            refused(run(*command, "--device", "warp"), "device warp")
-            refused(run(*command, "--device", "cuda:7"), "device cuda:7")
-            refused(run(*command, "--policy", "static:w7"), "no version 'w7'" if model == bundle else "not a bundle")
-            refused(run(*command, "--device-memory", "lots"), "size 'lots'")
+            refused(cli(*command, "--dtype", "int8"), "dtype 'int8'")
+            refused(cli(*command, "--device", "warp"), "device warp")
+            refused(cli(*command, "--device", "cuda:7"), "device cuda:7")
+            refused(cli(*command, "--policy", "static:w7"), "no version 'w7'" if model == bundle else "not a bundle")
+            refused(cli(*command, "--device-memory", "lots"), "size 'lots'")
         if model == bundle:
             for trace in (tmp_path, tmp_path / "absent" / "trace.jsonl"):
-                refused(run(*text, evaluation, "--trace", trace), str(trace), "cannot be written")
-    refused(run("eval", demo_model, "-q", "-d", evaluation, "--trace", tmp_path / "t"), "a trace needs one")
+                refused(cli(*text, evaluation, "--trace", trace), str(trace), "cannot be written")
+    refused(cli("eval", demo_model, "-q", "-d", evaluation, "--trace", tmp_path / "t"), "a trace needs one")
 
 
-def test_a_bad_bundle(run: Run, damaged: Path) -> None:
+def test_a_bad_bundle(damaged: Path) -> None:
     """As programs read it. tests/pack/test_rules.py runs `verify` on a bundle for each rule of the format."""
     at = open_bundle(damaged).layer_file("w4", 2).offset(9) + 7
     with (damaged / "experts/w4/layer-002.safetensors").open("r+b") as file:
@@ -343,20 +316,20 @@ def test_a_bad_bundle(run: Run, damaged: Path) -> None:
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 4]))
-    code, out, err = run("verify", damaged, "-q", "--json")
+    code, out, err = cli("verify", damaged, "-q", "--json")
     listed = json.loads(out)
     assert code == 2 and listed["ok"] is False and err == f"moepack: {damaged}: 1 problem\n"
     assert set(listed["problems"][0]) == {"location", "kind", "message"}
-    refused(run("generate", damaged, "-p", "The", "--policy", "static:w4"), "layer 2, expert 9, version w4")
+    refused(cli("generate", damaged, "-p", "The", "--policy", "static:w4"), "layer 2, expert 9, version w4")
 
 
-def test_verify_against_another_checkpoint(run: Run, bundle: Path, checkpoint: Path) -> None:
+def test_verify_against_another_checkpoint(bundle: Path, checkpoint: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(checkpoint / "model.safetensors")
     tensors["model.layers.1.mlp.experts.3.up_proj.weight"][0, 0] += 1
     tensors["model.norm.weight"][0] += 1
     save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
-    code, out, err = run("verify", bundle, "--checkpoint", checkpoint, "-q")
+    code, out, err = cli("verify", bundle, "--checkpoint", checkpoint, "-q")
     assert code == 2 and len(out.splitlines()) == 2 and err == f"moepack: {bundle}: 2 problems\n"
     assert "layer 1, expert 3, version bf16: gate_up differs" in out and "tensor model.norm.weight differs" in out

@@ -16,6 +16,7 @@ import torch
 import typer.main
 from filelock import FileLock
 from hostile_edits import signed
+from support import RTN, tree
 
 os.environ.setdefault(
     "MOEPACK_LIMITS", "fixed"
@@ -47,7 +48,9 @@ allocation: {average_bits: 3}
 SLOW = (
     "benchmarks/test_peers",
     "docs/test_commands", "moepack/pipeline/test_add", "moepack/pipeline/test_build", "moepack/pipeline/test_enough",
-    "moepack/pipeline/test_ray", "moepack/pipeline/test_resume", "moepack/pipeline/test_executors.py::test_batches",
+    "moepack/pipeline/test_ray", "moepack/pipeline/test_identity.py::test_kills",
+    "moepack/pipeline/test_identity.py::test_a_killed_layer", "moepack/pipeline/test_identity.py::test_losses_of",
+    "moepack/pipeline/test_executors.py::test_batches",
     "moepack/reports/test_plan", "moepack/reports/test_evaluate", "moepack/reports/test_tasks",
     "moepack/server", "moepack/test_cli", "moepack/test_hub", "moepack/test_packaging",
     "pack/test_hostile.py::test_some", "moepack/reports/test_hostile_config",
@@ -180,6 +183,12 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
 def bundle(demo_model: Path, text: Path, made_once: MadeOnce) -> Path:
     """A bundle of the demo model, rounded to nearest. Read only, and shared by all processes of the run."""
     return made_once("mini", lambda path: build(demo_model, path, parse_recipe(QUICK, "quick"), [text]))
+
+
+@pytest.fixture(scope="session")
+def whole(short_model: Path, text: Path, made_once: MadeOnce) -> dict[str, bytes]:
+    """The files of an undisturbed build of the short model, with which stopped and staged builds are compared."""
+    return tree(made_once("whole", lambda path: build(short_model, path, parse_recipe(RTN, "test"), [text])))
 
 
 @pytest.fixture

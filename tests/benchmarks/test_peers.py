@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support import ROOT
+from support import ROOT, python
 
 sys.path.insert(0, str(ROOT))
 
@@ -120,6 +119,5 @@ def test_the_llama_side_imports_nothing_of_moepack() -> None:
         "from benchmarks.peers.ggml import bf16\n"
         "import numpy as np; print(bf16(np.array([1.0, 1.00390625, 1.01171875, -2.5], np.float32)).tolist())"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     # ties to even: 1 + 2^-8 goes down to 1, 1 + 3 * 2^-8 up to 1 + 2^-6
-    assert json.loads(done.stdout) == [0x3F80, 0x3F80, 0x3F82, 0xC020]
+    assert json.loads(python("-c", code, cwd=ROOT)) == [0x3F80, 0x3F80, 0x3F82, 0xC020]

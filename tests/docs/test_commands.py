@@ -26,10 +26,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub_stand_in import serve
-from support import ROOT
-
-from moepack.cli import main
+from hub_stand_in import point, serve
+from support import ROOT, cli
 
 DOCUMENTS = ["README.md", "CONTRIBUTING.md"]
 DOCUMENTS += sorted(
@@ -72,21 +70,6 @@ RUN = {d: [b for b in blocks(d) if b.language in ("sh", "python") and b.rule != 
 LEFT_OUT = [(d, b) for d in DOCUMENTS for b in blocks(d) if b.rule == "not run"]
 
 
-def moepack(*arguments: str) -> tuple[int, str, str]:
-    """Run a command line of moepack in this process: exit code, stdout, stderr."""
-    out, err, before = io.StringIO(), io.StringIO(), sys.argv
-    sys.argv = ["moepack", *arguments]
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            main()
-        code = 0
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
-    finally:
-        sys.argv = before
-    return code, out.getvalue(), err.getvalue()
-
-
 def commands(text: str) -> Iterator[str]:
     """The commands of a block: its lines, or all of it where one goes on over lines."""
     if "<<" in text:
@@ -101,7 +84,7 @@ def run(command: str, where: Path) -> tuple[int, str, str]:
     """Run one command of a document."""
     words = [] if _OTHERS_CALL.search(command) else shlex.split(command)
     if words and words[0] == "moepack":
-        return moepack(*words[1:])
+        return cli(*words[1:])
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-ec", command.replace("method: gptq", "method: rtn\n  loss_tokens: 128")],
@@ -144,18 +127,8 @@ def quick_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """The Hub library speaks to a stand-in."""
-    from huggingface_hub import constants
-
     server, _, address = serve()
-    monkeypatch.setattr(constants, "ENDPOINT", address)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_XET_CACHE"):
-        monkeypatch.setattr(constants, name, str(tmp_path / "hub"), raising=False)
-    for name, value in (("HF_TOKEN", "hf_test"), ("NO_PROXY", "127.0.0.1"), ("no_proxy", "127.0.0.1")):
-        monkeypatch.setenv(name, value)
+    point(monkeypatch, address, tmp_path / "hub")
     yield
     server.shutdown()
 
@@ -202,7 +175,7 @@ def test_what_is_not_typed(document: str, block: Block) -> None:
     for command in commands(block.text):
         words = shlex.split(command)
         if words[0] == "moepack":
-            code, out, _ = moepack(words[1], "--help")
+            code, out, _ = cli(words[1], "--help")
             assert code == 0, command
             assert all(w in out for w in words[2:] if w.startswith("--")), command
     pytest.skip(f"{document}, line {block.line}: {block.words}")
@@ -212,7 +185,7 @@ def test_the_rules_of_this_file_are_kept() -> None:
     """A planted command that fails is found, and so is one that does not when it should."""
     assert run("moepack eval", ROOT)[0] != 0
     assert run("false", ROOT)[0] != 0
-    assert moepack("--version")[0] == 0
+    assert cli("--version")[0] == 0
     assert {b.language for d in DOCUMENTS for b in blocks(d)} <= {"sh", "python", "text", "mermaid"}, (
         "a block of no known kind"
     )

@@ -10,7 +10,7 @@ import pytest
 import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
-from support import Notes, tree
+from support import Notes, edit_tensors, tree
 
 import moepack
 from moepack.calibrate import skeleton
@@ -83,9 +83,7 @@ def test_kept_as_they_are(checkpoint: Path, text: Path, tmp_path: Path, caplog: 
     assert report.unused_tensors == 1 and "are kept" in " ".join(notes.notes)
     assert verify(tmp_path / "b", checkpoint) == []
     other = Path(shutil.copytree(checkpoint, tmp_path / "other"))
-    tensors = load_file(other / "model.safetensors")
-    tensors["model.layers.3.eh_proj.weight"][0, 0] += 1
-    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    edit_tensors(other, lambda tensors: tensors["model.layers.3.eh_proj.weight"][0, 0].add_(1))
     (problem,) = verify(tmp_path / "b", other)
     assert "eh_proj" in str(problem)
     few = estimate(checkpoint, tmp_path / "c", parse_recipe(RECIPE.format("drop"), "t"), [text]).dense_bytes

@@ -25,11 +25,7 @@ RATES = (float("inf"), 2e9, 1e9)
 
 
 class StandIn:
-    """One GPU.
-
-    Attributes:
-        gpu, bindings, cudart: what takes the place of streams, the driver, and the runtime's calls on host memory.
-    """
+    """One GPU: stand-ins of its streams, its driver, and the runtime's calls on host memory."""
 
     def __init__(self, patience: int = 3, decodes_by: Any = None) -> None:
         self.cudart = FakeCudart()

@@ -16,37 +16,28 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
 
 
 @dataclass
 class Hub:
-    """The server's state.
+    """The server's state."""
 
-    Attributes:
-        files: repository -> its files on main; "repository@branch" -> those on another branch.
-        history: commit -> the files of a repository then.
-        objects: uploaded large files by digest, committed or not.
-        commits: as `files`, how many commits there were.
-        requests: method and path of all.
-        fail_commits: refuse commits.
-        cut: asked before every answer with the method and the path: True ends the connection without one.
-        cut_after: path's end -> bytes of that file after which the connection ends, once.
-        ranges: first bytes that were asked for, where not the first of a file.
-        ignored: names that a .gitignore would keep out.
-    """
-
+    # Repository -> its files on main; "repository@branch" -> those on another branch.
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    history: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    objects: dict[str, bytes] = field(default_factory=dict)
-    commits: dict[str, int] = field(default_factory=dict)
-    requests: list[tuple[str, str]] = field(default_factory=list)
+    history: dict[str, dict[str, bytes]] = field(default_factory=dict)  # commit -> a repository's files then
+    objects: dict[str, bytes] = field(default_factory=dict)  # uploaded large files by digest, committed or not
+    commits: dict[str, int] = field(default_factory=dict)  # as `files`: the number of commits
+    requests: list[tuple[str, str]] = field(default_factory=list)  # method and path of each
     fail_commits: bool = False
+    # Asked before every answer with the method and the path: True ends the connection without one.
     cut: Callable[[str, str], bool] | None = None
-    cut_after: dict[str, int] = field(default_factory=dict)
-    ranges: list[int] = field(default_factory=list)
-    ignored: set[str] = field(default_factory=set)
+    cut_after: dict[str, int] = field(default_factory=dict)  # path's end -> bytes after which it is cut off, once
+    ranges: list[int] = field(default_factory=list)  # first bytes that were asked for, beyond the first of a file
 
     def clear(self) -> None:
         """As if it had just started."""
@@ -73,6 +64,11 @@ def is_large(name: str) -> bool:
     return name.endswith((".safetensors", ".png"))
 
 
+def oid(name: str, data: bytes) -> str:
+    """The digest by which a file is known to clients."""
+    return hashlib.sha256(data).hexdigest() if is_large(name) else blob_id(data)
+
+
 class Handler(BaseHTTPRequestHandler):
     """Answers one request."""
 
@@ -92,14 +88,21 @@ class Handler(BaseHTTPRequestHandler):
             return out
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
-    def _send(self, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+    def _send(
+        self, value: Any, status: int = 200, headers: dict[str, str] | None = None, sent: int | None = None
+    ) -> None:
+        """Answer; `sent` bytes of the body, and then the connection ends."""
         data = value if isinstance(value, bytes) else json.dumps(value).encode()
         self.send_response(status)
         for name, text in {"Content-Length": str(len(data)), **(headers or {})}.items():
             self.send_header(name, text)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(data)
+            self.wfile.write(data[:sent])
+        if sent is not None:
+            self.wfile.flush()
+            self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
 
     def _fail(self, status: int, code: str) -> None:
         self._send({"error": code}, status, {"X-Error-Code": code, "X-Error-Message": code})
@@ -176,14 +179,8 @@ class Handler(BaseHTTPRequestHandler):
             self._send({"id": repo, "modelId": repo, "sha": sha, "siblings": siblings, "tags": []})
 
     def _mode(self, name: str, files: dict[str, bytes]) -> dict[str, Any]:
-        out = {
-            "path": name,
-            "uploadMode": "lfs" if is_large(name) else "regular",
-            "shouldIgnore": name in self.hub.ignored,
-        }
-        if name in files:
-            out["oid"] = hashlib.sha256(files[name]).hexdigest() if is_large(name) else blob_id(files[name])
-        return out
+        out = {"path": name, "uploadMode": "lfs" if is_large(name) else "regular", "shouldIgnore": False}
+        return out | ({"oid": oid(name, files[name])} if name in files else {})
 
     def _entry(self, name: str, data: bytes) -> dict[str, Any]:
         out = {"type": "file", "path": name, "size": len(data), "oid": blob_id(data)}
@@ -218,18 +215,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def _resolve(self, repo: str, revision: str, name: str) -> None:
         sha, files = self.hub.at(repo, revision)
-        if repo not in self.hub.files:
-            self._fail(404, "RepoNotFound")
-        elif files is None:
-            self._fail(404, "RevisionNotFound")
-        elif name not in files:
-            self._fail(404, "EntryNotFound")
-        else:
-            self._file(name, files[name], sha)
-
-    def _file(self, name: str, data: bytes, sha: str) -> None:
-        etag = hashlib.sha256(data).hexdigest() if is_large(name) else blob_id(data)
-        head = {"ETag": f'"{etag}"', "X-Repo-Commit": sha, "Accept-Ranges": "bytes"}
+        if files is None or name not in files:
+            missing = "Entry" if files is not None else "Revision" if repo in self.hub.files else "Repo"
+            self._fail(404, f"{missing}NotFound")
+            return
+        data = files[name]
+        head = {"ETag": f'"{oid(name, data)}"', "X-Repo-Commit": sha, "Accept-Ranges": "bytes"}
         status, begin, asked = 200, 0, self.headers.get("Range")
         if asked:
             first, _, last = asked.removeprefix("bytes=").partition("-")
@@ -239,17 +230,8 @@ class Handler(BaseHTTPRequestHandler):
             if begin:
                 self.hub.ranges.append(begin)
         found = next((k for k in self.hub.cut_after if name.endswith(k)), None)
-        if found is None or self.command == "HEAD":
-            self._send(data, status, head)
-            return
-        self.send_response(status)
-        for key, text in {"Content-Length": str(len(data)), **head}.items():
-            self.send_header(key, text)
-        self.end_headers()
-        self.wfile.write(data[: self.hub.cut_after.pop(found)])
-        self.wfile.flush()
-        self.connection.shutdown(socket.SHUT_RDWR)
-        self.close_connection = True
+        sent = None if found is None or self.command == "HEAD" else self.hub.cut_after.pop(found)
+        self._send(data, status, head, sent)
 
     do_GET = do_POST = do_PUT = do_HEAD = _any
 
@@ -260,6 +242,21 @@ class Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
+
+
+def point(patch: pytest.MonkeyPatch, address: str, cache: Path, offline: bool = False) -> None:
+    """Point the Hub library, which reads its settings as it is imported, at an address."""
+    from huggingface_hub import constants
+
+    template = address + "/{repo_id}/resolve/{revision}/{filename}"
+    for name, value in (
+        ("ENDPOINT", address), ("HUGGINGFACE_CO_URL_TEMPLATE", template), ("HF_HUB_OFFLINE", offline),
+        ("HF_HUB_DISABLE_XET", True), ("HF_HUB_DISABLE_PROGRESS_BARS", True), ("HF_HUB_CACHE", str(cache)),
+        ("HUGGINGFACE_HUB_CACHE", str(cache)), ("HF_XET_CACHE", str(cache)),
+    ):  # fmt: skip
+        patch.setattr(constants, name, value, raising=False)
+    for name, value in (("HF_TOKEN", "hf_test"), ("NO_PROXY", "127.0.0.1"), ("no_proxy", "127.0.0.1")):
+        patch.setenv(name, value)
 
 
 def serve() -> tuple[ThreadingHTTPServer, Hub, str]:

@@ -1,4 +1,4 @@
-"""Kill a build at random moments, resume it, compare bytes: `python tests/helpers/kill_and_resume.py MODEL TEXT DIR`.
+"""Kill a build at random moments, resume it, compare bytes: `kill_and_resume.py MODEL TEXT DIR KILLS`.
 
 Builds run in forked children of a process that has made one itself, and so has imported and compiled everything: a
 kill costs a second, and hits the build's own work.
@@ -6,16 +6,15 @@ kill costs a second, and hits the build's own work.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import shutil
 import signal
+import sys
 import time
-import traceback
 from pathlib import Path
 
-from support import tree
+from support import forked, tree
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a forked child has none of its parent's threads
 import torch
@@ -31,41 +30,19 @@ calibration: {samples: 4, length: 64, batch_size: 2}
 """
 
 
-def start(args: argparse.Namespace, bundle: Path, work: Path) -> int:
-    """Begin a build in a child; its process number."""
-    child = os.fork()
-    if child:
-        return child
-    try:
-        build(args.model, bundle, parse_recipe(RECIPE, "test"), [args.text], work=work)
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-
-
 def main() -> None:
-    """Kill `--kills` times, over as many builds as that takes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("model", "text", "directory"):
-        parser.add_argument(name, type=Path)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    """Kill builds; raise unless each that ends, and what each leaves, is right."""
+    model, text, directory, wanted = *map(Path, sys.argv[1:4]), int(sys.argv[4])
+    recipe, chance, began = parse_recipe(RECIPE, "test"), random.Random(0), time.monotonic()
     torch.set_num_threads(1)
-    began = time.monotonic()
-    build(args.model, args.directory / "before", parse_recipe(RECIPE, "test"), [args.text])
-    kill(args, tree(args.directory / "before"), time.monotonic() - began, random.Random(args.seed))
-
-
-def kill(args: argparse.Namespace, expected: dict[str, bytes], whole: float, chance: random.Random) -> None:
-    """Kill builds of about `whole` seconds; raise unless each that ends, and what each leaves, is right."""
-    bundle, work = args.directory / "at" / "bundle", args.directory / "at" / "work"
+    build(model, directory / "before", recipe, [text])
+    expected, whole = tree(directory / "before"), time.monotonic() - began
+    bundle, work = directory / "at" / "bundle", directory / "at" / "work"
     kills = finished = 0
-    while kills < args.kills or finished == 0:
+    while kills < wanted or finished == 0:
         bundle.parent.mkdir(parents=True, exist_ok=True)
-        child = start(args, bundle, work)
-        if kills < args.kills:
+        child = forked(lambda: build(model, bundle, recipe, [text], work=work))
+        if kills < wanted:
             time.sleep(chance.uniform(0, 0.6 * whole))
             os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]

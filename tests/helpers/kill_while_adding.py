@@ -1,4 +1,4 @@
-"""Kill the adding of a version at its steps, see what is there: `python tests/helpers/kill_while_adding.py KEPT DIR`.
+"""Kill the adding of a version at its steps, see what is there: `kill_while_adding.py KEPT DIR`.
 
 KEPT holds a bundle "b" and the work directory "w" it was built in. A step is whatever Python's audit hooks tell of the
 file system, in a forked child. It is killed before each step around the moment at which the bundle is replaced, and
@@ -7,16 +7,14 @@ before steps chosen by chance until then. Prints how often the old bundle was th
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import shutil
 import signal
 import sys
-import traceback
 from pathlib import Path
 
-from support import tree
+from support import forked, tree
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a forked child has none of its parent's threads
 import torch
@@ -25,36 +23,32 @@ from moepack.pipeline.add import add
 
 STEPS = ("open", "os.rename", "os.link", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "shutil.rmtree")
 EXCHANGE = ("ctypes.dlsym", "renameat2")
+AROUND, OTHERS = 5, 3  # steps before and after the exchange, and chosen by chance
 
 
 def adding(root: Path, kill: int | None, log: Path | None = None) -> bool:
     """Add w2 in a child that dies before its step number `kill`; whether it did. `log` is told of every step."""
-    child = os.fork()
-    if not child:
-        steps: list[str] = []
+    steps: list[str] = []
 
-        def step(event: str, arguments: tuple[object, ...]) -> None:
-            relative = event in ("os.remove", "os.rmdir") and arguments[-1] != -1  # as a folder is removed
-            if event in STEPS and (relative or str(root) in str(arguments[0])):
-                steps.append(event)
-            elif event == EXCHANGE[0] and arguments[1] == EXCHANGE[1]:
-                steps.append(EXCHANGE[1])
-            else:
-                return
-            if len(steps) - 1 == kill:
-                os.kill(os.getpid(), signal.SIGKILL)
+    def step(event: str, arguments: tuple[object, ...]) -> None:
+        relative = event in ("os.remove", "os.rmdir") and arguments[-1] != -1  # as a folder is removed
+        if event in STEPS and (relative or str(root) in str(arguments[0])):
+            steps.append(event)
+        elif event == EXCHANGE[0] and arguments[1] == EXCHANGE[1]:
+            steps.append(EXCHANGE[1])
+        else:
+            return
+        if len(steps) - 1 == kill:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-        try:
-            sys.addaudithook(step)
-            add(root / "b", root / "w", ["w2"])
-            if log is not None:
-                made = list(steps)
-                log.write_text("\n".join(made))
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    status = os.waitpid(child, 0)[1]
+    def work() -> None:
+        sys.addaudithook(step)
+        add(root / "b", root / "w", ["w2"])
+        if log is not None:
+            made = list(steps)
+            log.write_text("\n".join(made))
+
+    status = os.waitpid(forked(work), 0)[1]
     if status and not os.WIFSIGNALED(status):
         raise SystemExit("adding failed")
     return bool(status)
@@ -62,31 +56,26 @@ def adding(root: Path, kill: int | None, log: Path | None = None) -> bool:
 
 def main() -> None:
     """Kill, look, go on."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("kept", "directory"):
-        parser.add_argument(name, type=Path)
-    parser.add_argument("--around", type=int, default=5, help="steps before and after the exchange")
-    parser.add_argument("--others", type=int, default=3)
-    args = parser.parse_args()
+    kept, directory = map(Path, sys.argv[1:])
     torch.set_num_threads(1)
-    root, log = args.directory / "at", args.directory / "steps"
-    shutil.copytree(args.kept, root)
+    root, log = directory / "at", directory / "steps"
+    shutil.copytree(kept, root)
     old = tree(root / "b")
     add(root / "b", root / "w", ["w1"])  # imports and compiles what is needed
     counts, total, chance = {False: 0, True: 0}, 0, random.Random(0)
-    quantised = args.directory / "quantised"
-    for start in (args.kept, quantised):  # everything, then only what follows quantising
+    quantised = directory / "quantised"
+    for start in (kept, quantised):  # everything, then only what follows quantising
         restart(start, root)
         adding(root, None, log)
         new, steps = tree(root / "b"), log.read_text().split("\n")
         log.unlink()
         # The first exchange is the check that there can be one.
         exchange = max(i for i, name in enumerate(steps) if name == EXCHANGE[1])
-        near = range(exchange - args.around, min(len(steps), exchange + args.around))
-        kills = near if start == quantised else chance.sample(range(exchange), args.others)
+        near = range(exchange - AROUND, min(len(steps), exchange + AROUND))
+        kills = near if start == quantised else chance.sample(range(exchange), OTHERS)
         if start != quantised:
             shutil.copytree(root / "w", quantised / "w")
-            shutil.copytree(args.kept / "b", quantised / "b")
+            shutil.copytree(kept / "b", quantised / "b")
         for number, kill in enumerate(kills):
             restart(start, root)
             if not adding(root, kill):

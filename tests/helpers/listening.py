@@ -12,42 +12,33 @@ import pytest
 from live_models import least, wait_for
 
 import moepack
-from moepack.runtime.policies import registry
-from moepack.runtime.policies.contract import (
-    DeviceOptions,
-    Entry,
-    Event,
-    Interval,
-    Key,
-    Needs,
-    Setting,
-    Wanted,
-    read_options,
-)
+from moepack.runtime.policies import contract, registry
 
 
 class Listener:
     """What the last one made has heard stands in `heard`, intervals apart."""
 
-    needs = Needs(interval=0.02, prompts=True, gates=True)
-    heard: list[Event]
+    needs = contract.Needs(interval=0.02, prompts=True, gates=True)
+    heard: list[contract.Event]
 
-    def __init__(self, setting: Setting, options: DeviceOptions) -> None:
+    def __init__(self, setting: contract.Setting, options: contract.DeviceOptions) -> None:
         Listener.heard = self.mine = []
 
-    def decide(self, event: Event) -> Wanted | None:
-        if not isinstance(event, Interval):
+    def decide(self, event: contract.Event) -> contract.Wanted | None:
+        if not isinstance(event, contract.Interval):
             self.mine.append(event)
         return None
 
-    def worth(self, key: Key) -> float:
+    def worth(self, key: contract.Key) -> float:
         return 0.0
 
 
 @contextmanager
 def listened_to(bundle: Path) -> Iterator[Any]:
     """A model whose passes the policy is told of."""
-    entry = Entry("listener", "listener", lambda text: read_options(DeviceOptions, text), True, make=Listener)
+    entry = contract.Entry(
+        "listener", "listener", lambda text: contract.read_options(contract.DeviceOptions, text), True, make=Listener
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "ENTRIES", (*registry.ENTRIES, entry))
         budget = least(bundle, "listener") + 1_000_000
@@ -58,7 +49,7 @@ def listened_to(bundle: Path) -> Iterator[Any]:
             made.moepack.close()
 
 
-def heard(model: Any, until: Callable[[list[Event]], bool] = lambda events: True) -> list[Event]:
+def heard(model: Any, until: Callable[[list[contract.Event]], bool] = lambda events: True) -> list[contract.Event]:
     """Of one sequence or several, once everything has been heard."""
     statistics = model.moepack.manager.statistics
     wait_for(lambda: until(Listener.heard) and not statistics._told and not statistics._ended)

@@ -7,24 +7,7 @@ from collections.abc import Callable
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from residency_simulation import (
-    ABSENT,
-    CRAMPED,
-    DIVIDED,
-    DROPS,
-    FOUR,
-    HOST,
-    KEEPS,
-    PAGED,
-    POOLS,
-    RUNGS,
-    THIRDS,
-    TIGHT,
-    Kind,
-    Simulation,
-    all_keys,
-    settled,
-)
+from residency_simulation import KINDS, Kind, Simulation, all_keys, settled
 
 from moepack.pack.spec import PAGE
 
@@ -39,9 +22,7 @@ class Machine(RuleBasedStateMachine):
     plant: Plant | None = None
     sim: Simulation
 
-    @initialize(
-        kind=st.sampled_from([DROPS, FOUR, TIGHT, KEEPS, POOLS, THIRDS, HOST, ABSENT, RUNGS, CRAMPED, DIVIDED, PAGED])
-    )
+    @initialize(kind=st.sampled_from(KINDS))
     def load(self, kind: Kind) -> None:
         self.sim = Simulation(kind)
         if type(self).plant is not None:

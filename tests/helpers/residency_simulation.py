@@ -23,25 +23,15 @@ FIXED = PAGE
 
 @dataclass(frozen=True)
 class Kind:
-    """What is simulated.
+    """What is simulated."""
 
-    Attributes:
-        pages: of a block, by version; the last version is the base. One without pages is nowhere.
-        reserve: pages that are kept for demotions.
-        room: pages beside base versions and the reserve; with `fixed`, how many experts may be high.
-        keeps_base: base versions stay.
-        fixed: pools cannot give blocks back; `room` experts are high from the start.
-        host: versions that are in host memory.
-        host_pages: that there are on the host; None for any number.
-    """
-
-    pages: tuple[int, ...] = (3, 2, 1)
-    reserve: int = 2
-    room: int = 8
-    keeps_base: bool = False
-    fixed: bool = False
-    host: tuple[int, ...] = ()
-    host_pages: int | None = None
+    pages: tuple[int, ...] = (3, 2, 1)  # of a block, by version; the last version is the base; 0 is nowhere
+    reserve: int = 2  # pages that are kept for demotions
+    room: int = 8  # pages beside base versions and the reserve; with `fixed`, how many experts may be high
+    keeps_base: bool = False  # base versions stay
+    fixed: bool = False  # pools cannot give blocks back; `room` experts are high from the start
+    host: tuple[int, ...] = ()  # versions that are in host memory
+    host_pages: int | None = None  # pages on the host; None for any number
 
     @property
     def base(self) -> int:
@@ -50,9 +40,7 @@ class Kind:
     def blocks(self, version: int) -> int:
         """Of a version's pool."""
         everyone = sum(EXPERTS)
-        if not self.fixed:
-            return everyone
-        if version in self.host:
+        if not self.fixed or version in self.host:
             return everyone
         if version == self.base:
             return everyone - self.room + self.reserve // self.pages[-1]
@@ -80,6 +68,7 @@ ABSENT = Kind(pages=(4, 2, 2, 0), reserve=2, room=9, host=(2,))
 RUNGS = Kind(pages=(4, 3, 2, 2, 1), reserve=0, room=9, host=(1, 2, 3, 4))
 DIVIDED = Kind(pages=(4, 3, 2, 1), reserve=0, room=3, fixed=True, host=(1, 2, 3))
 CRAMPED = Kind(pages=(4, 3, 2, 2, 1), reserve=0, room=9, host=(1, 2, 3, 4), host_pages=3 * sum(EXPERTS) + 3)
+KINDS = (DROPS, FOUR, TIGHT, KEEPS, POOLS, THIRDS, HOST, ABSENT, RUNGS, CRAMPED, DIVIDED, PAGED)
 
 
 class Violation(AssertionError):
@@ -164,9 +153,7 @@ class Simulation:
     # --- the device
 
     def make(self, key: Key, version: int, tensor: Tensor | None) -> tuple[int, Tensor]:
-        if tensor is None:
-            return version, NOWHERE
-        return version, tensor
+        return version, NOWHERE if tensor is None else tensor
 
     def fetch(self, key: Key, version: int, target: Tensor) -> SimEvent:
         for reader in [*self.readers.values(), *(r for _, r in self.draining)]:

@@ -10,6 +10,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,17 @@ def begin(model: Any, tokenizer: Any, options: Options) -> tuple[Running, Callab
     return found, end
 
 
+@contextmanager
+def serving(model: Any, tokenizer: Any, options: Options) -> Iterator[Running]:
+    """Serve a model, and close it in the end."""
+    found, end = begin(model, tokenizer, options)
+    try:
+        yield found
+    finally:
+        end()
+        model.moepack.close()
+
+
 @pytest.fixture(scope="session")
 def tokenizer(bundle: Path) -> Any:
     from transformers import AutoTokenizer
@@ -110,15 +122,9 @@ def options() -> Options:
 
 @pytest.fixture(scope="session")
 def running(bundle: Path, tokenizer: Any, options: Options) -> Iterator[Running]:
-    model = moepack.load(
-        bundle, policy="hotness:interval=0.2", device_memory=BUDGET, prefill_tokens=64, all_logits=False
-    )
-    found, end = begin(model, tokenizer, options)
-    try:
+    budget = {"device_memory": BUDGET, "prefill_tokens": 64, "all_logits": False}
+    with serving(moepack.load(bundle, policy="hotness:interval=0.2", **budget), tokenizer, options) as found:
         yield found
-    finally:
-        end()
-        model.moepack.close()
 
 
 @pytest.fixture(scope="session")
@@ -130,13 +136,8 @@ def client(exact: Running) -> Any:
 @pytest.fixture(scope="session")
 def exact(bundle: Path, tokenizer: Any, options: Options) -> Iterator[Running]:
     """Another one, without a budget: every expert at bf16, in float32, where a batch changes next to nothing."""
-    model = moepack.load(bundle, policy="static:bf16", dtype=torch.float32)
-    found, end = begin(model, tokenizer, options)
-    try:
+    with serving(moepack.load(bundle, policy="static:bf16", dtype=torch.float32), tokenizer, options) as found:
         yield found
-    finally:
-        end()
-        model.moepack.close()
 
 
 @pytest.fixture(scope="session")

@@ -15,15 +15,7 @@ from moepack.pack.codec.lossless import LosslessMatrix
 from moepack.pack.layer_file import LayerFileWriter
 from moepack.pack.manifest import Allocation, Manifest
 from moepack.pack.safetensors_file import make_header
-from moepack.pack.spec import (
-    DenseMatrix,
-    ExpertLayer,
-    Matrix,
-    Version,
-    dense_file,
-    dense_layers,
-    expert_file,
-)
+from moepack.pack.spec import DenseMatrix, ExpertLayer, Matrix, Version, dense_file, dense_layers, expert_file
 from moepack.pack.tables import TABLES, metadata
 from moepack.pack.writer import BundleWriter
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,6 +78,27 @@ def refused(result: tuple[int, str, str], *words: str) -> None:
     assert [word for word in words if word not in lines[0]] == [], lines[0]
 
 
+def python(*words: str | Path, **how: Any) -> str:
+    """What Python prints in a process of its own, which must end well."""
+    environment = {"env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+    run = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, **(environment | how))
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+def forked(work: Callable[[], object]) -> int:
+    """Begin some work in a forked child; its process number."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        work()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
 def spy(patch: pytest.MonkeyPatch, owner: object, name: str, look: Callable[..., object]) -> None:
     """Call `look` with a function's arguments before each of its calls, which `look` may stop by raising."""
     real = getattr(owner, name)
@@ -102,6 +126,22 @@ def running(patch: pytest.MonkeyPatch, owner: object, name: str) -> list[int]:
 
     patch.setattr(owner, name, counted)
     return seen
+
+
+def flip(path: Path, at: int, bit: int = 1) -> None:
+    """Flip bits of one byte of a file; `at` may count from its end."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= bit
+    path.write_bytes(data)
+
+
+def edit_tensors(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the tensors of a checkpoint of one file."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(checkpoint / "model.safetensors")
+    change(tensors)
+    save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
 
 
 def at_once(work: Callable[[int], object], count: int, seconds: float = 120) -> None:

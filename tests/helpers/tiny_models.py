@@ -22,22 +22,23 @@ _BASE: dict[str, Any] = {
     "eos_token_id": 0,
     "router_aux_loss_coef": 0.0,
 }
+_GROUPED: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_hidden_layers": 3,
+}
 _MLA: dict[str, Any] = {
+    **_GROUPED,
     "num_key_value_heads": 4,
     "q_lora_rank": 32,
     "kv_lora_rank": 32,
     "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
-    "head_dim": 16,
-    "moe_intermediate_size": 48,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "num_hidden_layers": 3,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 48, "norm_topk_prob": True},
@@ -58,15 +59,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {"num_local_experts": 4, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32},
     "granitemoe": {"num_local_experts": 4},
-    "glm4_moe": {
-        "n_routed_experts": 8,
-        "moe_intermediate_size": 48,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "n_group": 2,
-        "topk_group": 1,
-        "num_hidden_layers": 3,
-    },
+    "glm4_moe": _GROUPED,
 }
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support import python, spy
 
 from moepack.runtime.patches import UNUSED, leave_out
 
@@ -51,8 +51,8 @@ def test_mistakes_are_reported_without_torch(bundle: Path, tmp_path: Path) -> No
     ]
     given = json.dumps([words for words, _ in cases])
     env = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9"}  # where nothing listens
-    out = subprocess.run([sys.executable, "-c", RUN, given], capture_output=True, text=True, env=env, check=True)
-    for (words, expected), line in zip(cases, out.stdout.splitlines(), strict=True):
+    lines = python("-c", RUN, given, env=env).splitlines()
+    for (words, expected), line in zip(cases, lines, strict=True):
         said, imported = json.loads(line)
         assert expected in said and imported == [], words
 
@@ -63,15 +63,9 @@ def test_a_plan_passes_over_a_damaged_cache(bundle: Path, tmp_path: Path) -> Non
     from moepack.runtime.planning import fixed
     from moepack.runtime.planning.options import LoadOptions
 
-    measured = []
-
-    def count(*given: object) -> object:
-        measured.append(given)
-        return measure(*given)  # type: ignore[arg-type]
-
-    measure, options = fixed.measure, LoadOptions(device_memory="1GB", prefill_tokens=16)
+    measured, options = list[object](), LoadOptions(device_memory="1GB", prefill_tokens=16)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fixed, "measure", count)
+        spy(patch, fixed, "measure", lambda *given: measured.append(given))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path))
         first, again = plan(bundle, options), plan(bundle, options)
         assert len(measured) == 1 and again.fixed == first.fixed and again.per_layer == first.per_layer

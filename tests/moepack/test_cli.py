@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_models
-from support import cli, refused
+from support import cli, edit_tensors, flip, refused
 
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
@@ -119,14 +121,8 @@ def test_doctor() -> None:
 
 
 def test_sizes() -> None:
-    for text, size in (
-        ("4096", 4096),
-        ("24GiB", 24 * 2**30),
-        ("1.5g", 1_500_000_000),
-        ("800 MB", 800_000_000),
-        ("2Ki", 2048),
-    ):
-        assert parse_size(text) == size
+    sizes = {"4096": 4096, "24GiB": 24 * 2**30, "1.5g": 1_500_000_000, "800 MB": 800_000_000, "2Ki": 2048}
+    assert {text: parse_size(text) for text in sizes} == sizes
     for text in ("", "GiB", "12 parsecs", "-4", "1e3x"):
         with pytest.raises(InputError):
             parse_size(text)
@@ -161,15 +157,15 @@ def shard(checkpoint: Path) -> None:
 
 
 def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1000])
+    os.truncate(path, path.stat().st_size - 1000)
 
 
-def drop_tensor(checkpoint: Path, name: str) -> None:
-    from safetensors.torch import load_file, save_file
+def without(name: str) -> Callable[[Path], object]:
+    return lambda c: edit_tensors(c, lambda tensors: tensors.pop(name))
 
-    tensors = load_file(checkpoint / "model.safetensors")
-    del tensors[name]
-    save_file(tensors, checkpoint / "model.safetensors")
+
+def configured(**changes: object) -> Callable[[Path], object]:
+    return lambda c: edit_json(c / CONFIG, **changes)
 
 
 def make_dense(checkpoint: Path) -> None:
@@ -181,15 +177,15 @@ CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "no config": (lambda c: (c / CONFIG).unlink(), ("config.json",)),
     "config not JSON": (lambda c: (c / CONFIG).write_text("{"), ("config.json", "not JSON")),
-    "unknown family": (lambda c: edit_json(c / CONFIG, model_type="mystery"), ("'mystery'", "upgrade")),
-    "no model_type": (lambda c: edit_json(c / CONFIG, model_type=None), ("model_type",)),
+    "unknown family": (configured(model_type="mystery"), ("'mystery'", "upgrade")),
+    "no model_type": (configured(model_type=None), ("model_type",)),
     "dense model": (make_dense, ("not a Mixture-of-Experts model",)),
     "already quantised": (
-        lambda c: edit_json(c / CONFIG, quantization_config={"quant_method": "awq"}),
+        configured(quantization_config={"quant_method": "awq"}),
         ("already quantised (awq)", "give it the checkpoint this was made from"),
     ),
     "FP8 without blocks": (
-        lambda c: edit_json(c / CONFIG, quantization_config={"quant_method": "fp8"}),
+        configured(quantization_config={"quant_method": "fp8"}),
         ("already quantised (fp8 without weight_block_size)",),
     ),
     "no weights": (lambda c: (c / "model.safetensors").unlink(), ("model.safetensors",)),
@@ -205,13 +201,11 @@ BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         lambda c: (shard(c), edit_json(c / INDEX, weight_map={"a": "model-0.safetensors"})),
         ("lacks tensor a",),
     ),
-    "dense tensor missing": (
-        lambda c: drop_tensor(c, "model.layers.2.self_attn.q_proj.weight"), ("model.layers.2.self_attn.q_proj.weight",)
-    ),
+    "dense tensor missing": (without("model.layers.2.self_attn.q_proj.weight"), ("layers.2.self_attn.q_proj.weight",)),
     "expert tensor missing": (
-        lambda c: drop_tensor(c, "model.layers.1.mlp.experts.5.up_proj.weight"), ("model.layers.1.mlp.experts",)
+        without("model.layers.1.mlp.experts.5.up_proj.weight"), ("model.layers.1.mlp.experts",)
     ),
-    "other shapes": (lambda c: edit_json(c / CONFIG, moe_intermediate_size=32), ("model.layers.0.mlp.experts",)),
+    "other shapes": (configured(moe_intermediate_size=32), ("model.layers.0.mlp.experts",)),
     "no tokenizer": (
         lambda c: [(c / n).unlink() for n in ("tokenizer.json", "tokenizer_config.json")], ("tokenizer",)
     ),
@@ -311,11 +305,7 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(
 def test_a_bad_bundle(damaged: Path) -> None:
     """As programs read it. tests/pack/test_rules.py runs `verify` on a bundle for each rule of the format."""
     at = open_bundle(damaged).layer_file("w4", 2).offset(9) + 7
-    with (damaged / "experts/w4/layer-002.safetensors").open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 4]))
+    flip(damaged / "experts/w4/layer-002.safetensors", at, 4)
     code, out, err = cli("verify", damaged, "-q", "--json")
     listed = json.loads(out)
     assert code == 2 and listed["ok"] is False and err == f"moepack: {damaged}: 1 problem\n"
@@ -324,12 +314,11 @@ def test_a_bad_bundle(damaged: Path) -> None:
 
 
 def test_verify_against_another_checkpoint(bundle: Path, checkpoint: Path) -> None:
-    from safetensors.torch import load_file, save_file
+    def change(tensors: Any) -> None:
+        tensors["model.layers.1.mlp.experts.3.up_proj.weight"][0, 0] += 1
+        tensors["model.norm.weight"][0] += 1
 
-    tensors = load_file(checkpoint / "model.safetensors")
-    tensors["model.layers.1.mlp.experts.3.up_proj.weight"][0, 0] += 1
-    tensors["model.norm.weight"][0] += 1
-    save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
+    edit_tensors(checkpoint, change)
     code, out, err = cli("verify", bundle, "--checkpoint", checkpoint, "-q")
     assert code == 2 and len(out.splitlines()) == 2 and err == f"moepack: {bundle}: 2 problems\n"
     assert "layer 1, expert 3, version bf16: gate_up differs" in out and "tensor model.norm.weight differs" in out

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import cli, ok
 
 import moepack
 from moepack.calibrate.text.windows import load_tokenizer
@@ -31,28 +30,17 @@ def test_text_comes_piece_by_piece_and_is_that_of_generate(bundle: Path) -> None
     assert text == "".join(told) == tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
     assert len(told) > 3
     word = text.split()[3]
-    assert (
-        generate(bundle, "The history of", LoadOptions(policy="static:w4"), max_new_tokens=16, stop=(word,))
-        == (text[: text.index(word)])
-    )
-
-
-class Spy:
-    """Counts the tokens that passes read."""
-
-    def __init__(self, model: Any) -> None:
-        self.tokens = 0
-        model.get_input_embeddings().register_forward_hook(self._saw)
-
-    def _saw(self, module: Any, args: Any, out: torch.Tensor) -> None:
-        self.tokens += out.shape[1]
+    stopped = generate(bundle, "The history of", LoadOptions(policy="static:w4"), max_new_tokens=16, stop=(word,))
+    assert stopped == text[: text.index(word)]
 
 
 def test_a_chat_goes_on_from_its_cache_and_answers_the_same(bundle: Path) -> None:
     def answers(fresh: bool) -> tuple[list[str], int]:
         with Session(bundle, LoadOptions(policy="static:w4"), chat_template=TEMPLATE) as session:
             session.load(512, 64)
-            spy, here, told = Spy(session.model), local_model(session, 8, GREEDY, ("\n",)), list[str]()
+            here, told, read = local_model(session, 8, GREEDY, ("\n",)), list[str](), list[int]()
+            embeddings = session.model.get_input_embeddings()
+            embeddings.register_forward_hook(lambda module, args, out: read.append(out.shape[1]))
 
             def answer(messages: Any, tell: Any) -> str:
                 if fresh:
@@ -61,7 +49,7 @@ def test_a_chat_goes_on_from_its_cache_and_answers_the_same(bundle: Path) -> Non
 
             lines = ["one and two", "", "three", "/reset", "one and two", "/quit", "never"]
             talk(answer, lines=lines, tell=told.append)
-            return "".join(told).split("\n"), spy.tokens
+            return "".join(told).split("\n"), sum(read)
 
     kept, fresh = answers(False), answers(True)
     assert kept[0] == fresh[0] and kept[0][0] == kept[0][2], "after /reset as at first"
@@ -95,7 +83,7 @@ def test_a_prompt_longer_than_a_chunk_in_a_budget(bundle: Path) -> None:
     assert held == generate(bundle, prompt, LoadOptions(policy="static:w4"), max_new_tokens=8)
 
 
-def test_what_cannot_chat_says_so(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_chat_says_so(bundle: Path) -> None:
     with pytest.raises(InputError, match="no chat template: give one with --chat-template"):
         generate(bundle, "hi", messages=[{"role": "user", "content": "hi"}])
     with pytest.raises(InputError, match=r"does not take this chat: .*no system"):
@@ -106,39 +94,26 @@ def test_what_cannot_chat_says_so(bundle: Path, monkeypatch: pytest.MonkeyPatch)
         talk(server("http://127.0.0.1:9", None, 4, GREEDY), lines=["hi"], tell=lambda text: None)
 
 
-def test_the_commands(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    from moepack.cli import main
-
-    def run(*arguments: str, stdin: str = "") -> str:
-        monkeypatch.setattr(sys, "argv", ["moepack", *arguments])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert not ended.value.code, capsys.readouterr().err
-        return str(capsys.readouterr().out)
-
+def test_the_commands(bundle: Path, tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE)
-    text = run("generate", str(bundle), "--prompt", "The history of", "--max-new-tokens", "4")
+    text = ok(cli("generate", bundle, "--prompt", "The history of", "--max-new-tokens", "4"))
     assert text.startswith("The history of") and text.endswith("\n")
-    answer = run(
-        "generate", str(bundle), "-p", "hi", "--chat", "--chat-template", str(template), "--max-new-tokens", "4"
-    )
-    options = ("--chat-template", str(template), "--max-new-tokens", "4", "--temperature", "0")
-    assert run("chat", str(bundle), *options, stdin="hi\n") == answer
+    options = ("--chat-template", template, "--max-new-tokens", "4")
+    answer = ok(cli("generate", bundle, "-p", "hi", "--chat", *options))
+    assert ok(cli("chat", bundle, *options, "--temperature", "0", stdin="hi\n")) == answer
 
 
 def test_a_chat_with_a_server(bundle: Path) -> None:
     """The same words as here, by the official protocol; what the server refuses is said in its own words. In float32:
     packed passes and others round some BF16 numbers apart, and a token is then another."""
     pytest.importorskip("uvicorn")
-    from server_fixtures import begin
+    from server_fixtures import serving
 
     from moepack.server.options import Options
 
     model = moepack.load(bundle, policy="static:bf16", dtype=torch.float32)
-    running, end = begin(model, load_tokenizer(bundle), Options("mini", key="secret", template=TEMPLATE))
-    try:
+    with serving(model, load_tokenizer(bundle), Options("mini", key="secret", template=TEMPLATE)) as running:
         how = Sampling(temperature=0.9, top_k=20, min_p=0.05, repetition=1.2, seed=3)
         lines, there, here = ["one and two", "three"], list[str](), list[str]()
         talk(server(f"{running.url}/v1/", "secret", 8, how, ("\n",)), "Be short.", lines, there.append)
@@ -149,6 +124,3 @@ def test_a_chat_with_a_server(bundle: Path) -> None:
         for key, new, words in (("wrong", 8, "key"), ("secret", 1 << 20, "max_tokens|tokens of a sequence")):
             with pytest.raises(InputError, match=words):
                 talk(server(running.url, key, new, how), lines=lines, tell=lambda text: None)
-    finally:
-        end()
-        model.moepack.close()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hub_stand_in import serve
+from hub_stand_in import point, serve
 
 import moepack
 from moepack.generation import generate
@@ -24,21 +25,10 @@ Point = Callable[..., None]
 
 
 @pytest.fixture
-def point(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Point:
+def to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Point:
     """Points the Hub library at an address, with nothing downloaded."""
-    from huggingface_hub import constants
-
-    def to(address: str, offline: bool = False) -> None:
-        monkeypatch.setattr(constants, "ENDPOINT", address)
-        template = address + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        monkeypatch.setattr(hub_name, "SECONDS", 0.3)
-        for name in ("NO_PROXY", "no_proxy"):
-            monkeypatch.setenv(name, "127.0.0.1")
-
-    return to
+    monkeypatch.setattr(hub_name, "SECONDS", 0.3)
+    return functools.partial(point, monkeypatch, cache=tmp_path / "hub")
 
 
 @pytest.fixture
@@ -71,10 +61,10 @@ def said(call: Callable[[], object]) -> str:
 
 
 @pytest.mark.parametrize("link", ["none", "slow", "switched off"])
-def test_without_a_hub(link: str, point: Point, silent: str, bundle: Path, tmp_path: Path) -> None:
+def test_without_a_hub(link: str, to: Point, silent: str, bundle: Path, tmp_path: Path) -> None:
     """Said to be out of reach, and not to hold no such thing."""
     address = silent if link == "slow" else "http://127.0.0.1:9"
-    point(address, offline=link == "switched off")
+    to(address, offline=link == "switched off")
     for call in commands("no/such", bundle, tmp_path / "out"):
         text = said(call)
         assert text.startswith("no/such: ") and f"the Hub cannot be reached ({address}: " in text, text
@@ -84,8 +74,8 @@ def test_without_a_hub(link: str, point: Point, silent: str, bundle: Path, tmp_p
         assert said(lambda: push(bundle, "no/such")).startswith("no/such: ")
 
 
-def test_what_can_only_be_a_path(point: Point, bundle: Path, tmp_path: Path) -> None:
-    point("http://127.0.0.1:9")
+def test_what_can_only_be_a_path(to: Point, bundle: Path, tmp_path: Path) -> None:
+    to("http://127.0.0.1:9")
     for name in ("./such", "no/such/path"):
         for call in (*commands(name, bundle, tmp_path / "out")[:4], lambda name=name: moepack.open(name)):
             text = said(call)
@@ -94,15 +84,15 @@ def test_what_can_only_be_a_path(point: Point, bundle: Path, tmp_path: Path) -> 
     assert "not the name of a repository" in said(lambda: moepack.load("no such thing"))
 
 
-def test_with_a_hub_that_has_none(point: Point, bundle: Path, tmp_path: Path) -> None:
+def test_with_a_hub_that_has_none(to: Point, bundle: Path, tmp_path: Path) -> None:
     server, _, address = serve()
-    point(address)
+    to(address)
     for call in commands("no/such", bundle, tmp_path / "out")[:5]:
         assert "no such repository on the Hub" in said(call)
     server.shutdown()
 
 
-def test_what_was_downloaded_is_found_without_a_hub(point: Point, tmp_path: Path) -> None:
+def test_what_was_downloaded_is_found_without_a_hub(to: Point, tmp_path: Path) -> None:
     snapshot = tmp_path / "hub" / "models--someone--mini" / "snapshots" / ("a" * 40)
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
@@ -110,5 +100,5 @@ def test_what_was_downloaded_is_found_without_a_hub(point: Point, tmp_path: Path
     refs.mkdir()
     (refs / "main").write_text("a" * 40)
     for offline in (False, True):
-        point("http://127.0.0.1:9", offline=offline)
+        to("http://127.0.0.1:9", offline=offline)
         assert on_hub("someone/mini", "manifest.json", "config.json") == "config.json"

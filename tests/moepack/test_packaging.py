@@ -16,10 +16,17 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from support import ROOT
+from support import ROOT, python
 
 
-def unpack_wheel(work: Path, compiler: str | None = None) -> Path:
+def made(call: str, source: Path, out: Path, **environment: str) -> Path:
+    """What a function of setuptools' build backend makes of the sources."""
+    code = f"import sys, setuptools.build_meta as b, os; os.chdir(sys.argv[1]); print('MADE', b.{call}(sys.argv[2]))"
+    said = python("-c", code, source, out, env={**os.environ, **environment})
+    return out / next(line.split()[1] for line in said.splitlines() if line.startswith("MADE"))
+
+
+def unpack_wheel(work: Path, compiler: str) -> Path:
     """The wheel's content, built from a copy of the sources so that nothing is left in the repository."""
     source = work / "source"
     source.mkdir()
@@ -27,18 +34,7 @@ def unpack_wheel(work: Path, compiler: str | None = None) -> Path:
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    code = (
-        "import sys, setuptools.build_meta as b, os; os.chdir(sys.argv[1]); print('WHEEL', b.build_wheel(sys.argv[2]))"
-    )
-    out = subprocess.run(
-        [sys.executable, "-c", code, str(source), str(work)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, **({"CC": compiler} if compiler else {})},
-    )
-    wheel = next(line.split()[1] for line in out.stdout.splitlines() if line.startswith("WHEEL"))
-    with zipfile.ZipFile(work / wheel) as archive:
+    with zipfile.ZipFile(made("build_wheel", source, work, CC=compiler)) as archive:
         archive.extractall(work / "unpacked")
     return work / "unpacked"
 
@@ -117,8 +113,7 @@ def test_without_a_compiler_it_installs_and_numpy_runs_the_codec(tmp_path: Path)
         "assert np.array_equal(exponent_fast.decode(exponent_fast.encode(bits), 9000), bits)\n"
         "print(exponent_fast.__file__.startswith(sys.path[0]), exponent_fast.engine_name())"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert out.stdout.split() == ["True", "NumPy"], out.stderr
+    assert python("-c", code, cwd=tmp_path, env=None).split() == ["True", "NumPy"]
 
 
 def test_a_clone_imports_itself() -> None:
@@ -130,20 +125,12 @@ def test_a_clone_imports_itself() -> None:
         "from moepack.pack.codec import exponent_fast\n"
         f"assert exponent_fast.__file__.startswith({str(ROOT)!r}), exponent_fast.__file__"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    python("-c", code, cwd=ROOT, env=None)
 
 
 def test_the_source_distribution_builds_the_same_wheel(unpacked: Path, tmp_path: Path) -> None:
     """Links become folders in it: every module stands there once."""
-    code = (
-        "import sys, setuptools.build_meta as b, os; os.chdir(sys.argv[1]); print('SDIST', b.build_sdist(sys.argv[2]))"
-    )
-    source = unpacked.parent / "source"
-    out = subprocess.run(
-        [sys.executable, "-c", code, str(source), str(tmp_path)], capture_output=True, text=True, check=True
-    )
-    name = next(line.split()[1] for line in out.stdout.splitlines() if line.startswith("SDIST"))
-    with tarfile.open(tmp_path / name) as archive:
+    with tarfile.open(made("build_sdist", unpacked.parent / "source", tmp_path)) as archive:
         members = [m for m in archive.getmembers() if "/moepack/" in m.name]
     assert not any(m.issym() or m.islnk() for m in members)
     found = {m.name.partition("/")[2] for m in members if m.name.endswith((".py", ".c", ".h", ".yaml"))}

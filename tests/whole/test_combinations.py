@@ -120,14 +120,8 @@ def ask(server: Any, body: dict[str, Any]) -> Any:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/v1/completions",
-            "query_string": b"",
-            "raw_path": b"/v1/completions",
-        }
-        scope |= {"headers": [(b"content-type", b"application/json"), (b"host", b"127.0.0.1")]}
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions"}
+        scope |= {"headers": [(b"content-type", b"application/json"), (b"host", b"127.0.0.1")], "query_string": b""}
         scope |= {"http_version": "1.1", "scheme": "http", "server": ("127.0.0.1", 80), "root_path": ""}
         await server.app(scope, receive, send)
         server.stop()
@@ -226,11 +220,8 @@ def test_a_divergence_is_of_the_versions_not_of_the_budget(tiny: Make, evaluatio
 
 def test_a_packed_head_counts_its_parameters_and_keeps_its_size(tiny: Make) -> None:
     exact, packed = (moepack.load(tiny(False), dense=dense) for dense in ("bf16", "w4"))
-    assert (
-        exact.num_parameters()
-        == packed.num_parameters()
-        == reference(tiny(False), None, (("bf16",) * 4,) * 2).num_parameters()
-    )
+    plain = reference(tiny(False), None, (("bf16",) * 4,) * 2)
+    assert exact.num_parameters() == packed.num_parameters() == plain.num_parameters()
     exact.resize_token_embeddings(300)
     assert exact(torch.arange(9)[None]).logits.shape[-1] == 300
     with pytest.raises(InputError, match="lm_head is packed at w4"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,11 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support import ROOT
+from support import ROOT, python, random_matrix
 
 import moepack
 from moepack.pack import encodings
-from moepack.pack.codec.affine import AffineMatrix
 from moepack.pack.encodings import base
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.reader import open_bundle
@@ -61,18 +59,6 @@ def in_table(w6: Version, monkeypatch: pytest.MonkeyPatch) -> Version:
     return w6
 
 
-def random(version: Version, seed: int = 0) -> list[AffineMatrix]:
-    """Every code in every column's plane pair at least once over the matrices; every zero point; scales of one size."""
-    rng, out = np.random.default_rng(seed), []
-    for m in MATRICES:
-        shape = (m.rows, -(-m.cols // version.group_size))
-        codes = np.resize(np.arange(1 << version.bits), (m.rows, m.cols)).astype(np.uint8)
-        scale = (rng.uniform(0.01, 0.03, shape).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-        bias = rng.integers(0, 1 << 14, m.rows).astype(np.uint16) if m.bias else None
-        out.append(AffineMatrix(codes, scale, rng.integers(0, 256, shape).astype(np.uint8), bias))
-    return out
-
-
 def test_the_table() -> None:
     assert version_names() == ("bf16", "w8", "w4", "w3", "w2", "w1")
     assert version_names(2) == ("bf16", "w4", "w3", "w2", "w1"), "what the format had before"
@@ -96,7 +82,7 @@ def test_the_table() -> None:
 
 def test_pack_holds_it(w6: Version) -> None:
     """All 64 codes come back, and its weights are scale * (code - zero), by pack's reference and by torch's."""
-    values = random(w6)
+    values = [random_matrix(m, w6, seed) for seed, m in enumerate(MATRICES)]
     assert set(np.unique(values[0].codes)) == set(range(64))
     extent = w6.encode(MATRICES, values)[0]
     for i, (m, v, got) in enumerate(zip(MATRICES, values, w6.decode(MATRICES, extent), strict=True)):
@@ -161,7 +147,7 @@ def test_a_transform_that_no_kernel_applies_is_refused(w6: Version, monkeypatch:
 
 def test_names_of_versions_need_no_numpy() -> None:
     code = "import sys; from moepack.pack.spec import Version; Version.of('w4'); print('numpy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    assert python("-c", code) == "False\n"
 
 
 def test_kernels_refuse_it_by_name(w6: Version) -> None:

@@ -25,31 +25,15 @@ from moepack.runtime.planning.options import LoadOptions
 
 @dataclass(frozen=True)
 class Case:
-    """A model, what it is calibrated and evaluated on, and what its versions may cost.
-
-    Attributes:
-        samples, windows: of 256 tokens: to calibrate on, to evaluate on for each file.
-        most: version -> per cent. The bundle has these and w1.
-        one_bit: the mean relative output error of w1.
-    """
+    """A model, what it is calibrated and evaluated on, and what its versions may cost."""
 
     model: Path
     calibration: tuple[Path, ...]
     data: tuple[Path, ...]
-    samples: int
-    windows: int
-    most: dict[str, float]
-    one_bit: float
-
-    def perplexities(self, path: Path, policy: str | None) -> list[float]:
-        """By file."""
-        return perplexities(tuple(map(str, self.data)), self.windows, path, policy)
-
-
-@functools.cache
-def perplexities(data: tuple[str, ...], windows: int, path: Path, policy: str | None) -> list[float]:
-    options = LoadOptions(policy=policy, dtype="float32")
-    return [f.perplexity for f in evaluate(path, list(data), options, length=256, samples=windows).files]
+    samples: int  # of 256 tokens, to calibrate on
+    windows: int  # of 256 tokens, to evaluate on for each file
+    most: dict[str, float]  # version -> per cent. The bundle has these and w1
+    one_bit: float  # mean relative output error of w1
 
 
 EXAMPLES, SHARED = ROOT / "examples", ROOT.parent / "shared"
@@ -65,7 +49,14 @@ CASES = {
         tuple(SHARED / "data" / name for name in _DATA), 32, 8, {"bf16": 0.1, "w4": 0.6, "w2": 6}, 0.25,
     ),
 }  # fmt: skip
-Made = tuple[Case, Path]
+Made = tuple[str, Path]
+
+
+@functools.cache
+def perplexities(case: str, path: Path, policy: str | None) -> list[float]:
+    """By file."""
+    options, data = LoadOptions(policy=policy, dtype="float32"), [str(file) for file in CASES[case].data]
+    return [f.perplexity for f in evaluate(path, data, options, length=256, samples=CASES[case].windows).files]
 
 
 @pytest.fixture(scope="module")
@@ -86,15 +77,14 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(params=CASES)
 def made(request: pytest.FixtureRequest, bundles: Callable[[str], Path]) -> Made:
-    case = CASES[request.param]
-    if not case.model.is_dir():
+    if not CASES[request.param].model.is_dir():
         pytest.skip("the shared models are not beside this checkout")
-    return case, bundles(request.param)
+    return request.param, bundles(request.param)
 
 
 def test_bit_identity(made: Made) -> None:
     case, bundle = made
-    assert verify(bundle, case.model) == []
+    assert verify(bundle, CASES[case].model) == []
 
 
 def test_losses(made: Made) -> None:
@@ -104,23 +94,23 @@ def test_losses(made: Made) -> None:
     relative = np.concatenate([t.relative for t in tables.layers])
     assert (np.diff(relative, axis=1) > 0).all(1).mean() >= 0.99
     one_bit = relative[:, tables.versions.index("w1")]
-    assert one_bit.mean() < case.one_bit and (one_bit < 0.5).mean() >= 0.97
+    assert one_bit.mean() < CASES[case].one_bit and (one_bit < 0.5).mean() >= 0.97
 
 
 def test_perplexity(made: Made) -> None:
     case, bundle = made
-    plain = case.perplexities(case.model, None)
-    for version, most in case.most.items():
-        ours = case.perplexities(bundle, f"static:{version}")
+    plain = perplexities(case, CASES[case].model, None)
+    for version, most in CASES[case].most.items():
+        ours = perplexities(case, bundle, f"static:{version}")
         rises = [100 * (a / b - 1) for a, b in zip(ours, plain, strict=True)]
         assert max(rises) <= most, (version, rises)
 
 
 def test_better_than_rounding(bundles: Callable[[str], Path], bundle: Path) -> None:
     """At every width; `bundle` is the same model rounded to nearest, which takes no calibration."""
-    case, ours = CASES["example"], bundles("example")
+    ours = bundles("example")
     for version in ("w4", "w3", "w2", "w1"):
-        policy = f"static:{version}"
-        assert case.perplexities(ours, policy) < case.perplexities(bundle, policy), version
+        made, rounded = (perplexities("example", path, f"static:{version}") for path in (ours, bundle))
+        assert made < rounded, version
     made_by = inspect(ours)["methods"]
     assert made_by["w1"].get("sign", 0) >= 60 and made_by["w2"].get("gptq", 0) >= 56

@@ -35,6 +35,16 @@ def listed(path: str) -> Do:
     return signs(lambda d: d["files"].update({path: dict(d["files"][CONFIG])}))
 
 
+def copied(name: str, to: str) -> Do:
+    """A file's entry stands at another name, too."""
+    return signs(lambda d: d["files"].update({to: d["files"][name]}))
+
+
+def grown(name: str, **by: int) -> Do:
+    """Numbers of a file's entry, larger."""
+    return signs(lambda d: d["files"][name].update({key: d["files"][name][key] + more for key, more in by.items()}))
+
+
 def replaced(old: str, new: str) -> Do:
     """Text of the manifest replaced, and what comes of it signed as it stands: what no JSON writer would write."""
 
@@ -157,13 +167,11 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "a header larger than its file": (put("files", W4, "header_size")(1 << 30), "range"),
     "a header of 200 MB": (signs(lambda d: d["files"][BF16].update(size=1 << 30, header_size=200 << 20)), "range"),
     "a payload larger than its file": (put("files", BF16, "payload")(1 << 30), "range"),
-    "the payload of w4": (signs(lambda d: d["files"][W4].update(payload=d["files"][W4]["payload"] - 1)), "size"),
-    "the payload of bf16": (signs(lambda d: d["files"][BF16].update(payload=d["files"][BF16]["payload"] + 1)), "size"),
-    "a layer file of a page more": (signs(lambda d: d["files"][W4].update(size=d["files"][W4]["size"] + 4096)), "size"),
+    "the payload of w4": (grown(W4, payload=-1), "size"),
+    "the payload of bf16": (grown(BF16, payload=1), "size"),
+    "a layer file of a page more": (grown(W4, size=4096), "size"),
     "a layer file less": (signs(lambda d: d["files"].pop(W4)), "missing"),
-    "a layer file more": (
-        signs(lambda d: d["files"].update({"experts/w4/layer-002.safetensors": d["files"][W4]})), "unexpected"
-    ),
+    "a layer file more": (copied(W4, "experts/w4/layer-002.safetensors"), "unexpected"),
     "a layer file by another name": (
         signs(lambda d: d["files"].update({"experts/w4/layer-1.safetensors": d["files"].pop(W4)})), "unexpected"
     ),
@@ -201,15 +209,11 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "dense: an unknown version": (put("dense", "versions", 1, "name")("w9"), "value"),
     "dense: other bits": (put("dense", "versions", 1, "bits")(7), "encoding"),
     "dense: a file less": (signs(lambda d: d["files"].pop(HEAD)), "missing"),
-    "dense: a file more": (
-        signs(lambda d: d["files"].update({"dense/w8/layer-003.safetensors": d["files"][Q8]})), "unexpected"
-    ),
+    "dense: a file more": (copied(Q8, "dense/w8/layer-003.safetensors"), "unexpected"),
     "dense: files, and no matrices": (signs(without_dense), "unexpected"),
     "dense: the size of w8": (put("files", Q8, "size")(1 << 20), "size"),
-    "dense: the payload of w8": (signs(lambda d: d["files"][Q8].update(payload=d["files"][Q8]["payload"] - 1)), "size"),
-    "dense: the payload of bf16": (
-        signs(lambda d: d["files"][Q1].update(payload=d["files"][Q1]["payload"] + 1)), "size"
-    ),
+    "dense: the payload of w8": (grown(Q8, payload=-1), "size"),
+    "dense: the payload of bf16": (grown(Q1, payload=1), "size"),
     "dense: in format 2": (put("format_version")(2), "keys"),
     "an allocation of fewer dense matrices": (signs(lambda d: d["allocation"]["dense"].pop()), "count"),
     "an allocation of a dense matrix to no version": (put("allocation", "dense", 0)("w3"), "value"),

@@ -30,6 +30,11 @@ def without_errors(arrays: Any, layers: tuple[int, ...]) -> None:
             arrays.pop(f"layers.{index}.{name}")
 
 
+def without_w1(arrays: Any, metadata: Any) -> None:
+    metadata.update(versions="bf16,w8,w4,w3,w2")
+    arrays.update({k: x[:, :5] for k, x in arrays.items() if x.shape == (3, 6)})
+
+
 def one(value: float) -> Callable[[Any], Any]:
     def change(array: Any) -> Any:
         array.reshape(-1)[-1] = value
@@ -44,6 +49,8 @@ COUNTS = ("tokens", "prefill_counts", "decode_counts", "coactivation")
 TABLE_EDITS: dict[str, tuple[Do, str]] = {
     f"no {name}": (table(f"layers.4.{name}", lambda a: None), "tables") for name in (*NUMBERS, *COUNTS, "method")
 }
+for _name in ("relative", "mse", "method", "signal", "tokens"):
+    TABLE_EDITS[f"no dense.{_name}"] = (table(f"dense.{_name}", lambda a: None), "tables")
 for _name in NUMBERS:
     for _value in (float("nan"), float("inf"), -1.0):
         TABLE_EDITS[f"{_name} {_value}"] = (table(f"layers.1.{_name}", one(_value)), "number")
@@ -64,19 +71,7 @@ TABLE_EDITS |= {
     "a column w9": (named("versions", "bf16,w8,w4,w3,w2,w9"), "tables"),
     "a column twice": (named("versions", "bf16,w8,w4,w4,w2,w1"), "tables"),
     "columns out of order": (named("versions", "w4,bf16,w8,w3,w2,w1"), "tables"),
-    "no column of w1": (
-        lambda v: v.tables(
-            lambda a, m: (
-                m.update(versions="bf16,w8,w4,w3,w2"),
-                [a.update({k: x[:, :5]}) for k, x in a.items() if x.shape == (3, 6)],
-            )
-        ), "tables",
-    ),
-    "no dense.relative": (table("dense.relative", lambda a: None), "tables"),
-    "no dense.mse": (table("dense.mse", lambda a: None), "tables"),
-    "no dense.method": (table("dense.method", lambda a: None), "tables"),
-    "no dense.signal": (table("dense.signal", lambda a: None), "tables"),
-    "no dense.tokens": (table("dense.tokens", lambda a: None), "tables"),
+    "no column of w1": (lambda v: v.tables(without_w1), "tables"),
     "dense.relative nan": (table("dense.relative", one(float("nan"))), "number"),
     "dense.mse -1": (table("dense.mse", one(-1)), "number"),
     "dense.signal inf": (table("dense.signal", one(float("inf"))), "number"),

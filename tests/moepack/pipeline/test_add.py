@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import HELPERS, ROOT, Notes, tree
+from support import HELPERS, Notes, cli, ok, python, refused, spy, tree
 from tiny_models import save_tiny
 
 import moepack
-from moepack.cli import main
 from moepack.pack import writer
 from moepack.pack.errors import InputError, TargetError
 from moepack.pipeline import build as pipeline
@@ -55,13 +51,7 @@ def mine(kept: Path, tmp_path: Path) -> Path:
 def versions_of(make: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The versions that a function of the executors makes pieces in, from now on."""
     names: list[str] = []
-    original = getattr(local, make)
-
-    def counted(task: Any, *rest: Any) -> Any:
-        names.extend(v.name for v in task.versions)
-        return original(task, *rest)
-
-    monkeypatch.setattr(local, make, counted)
+    spy(monkeypatch, local, make, lambda task, *_: names.extend(v.name for v in task.versions))
     return names
 
 
@@ -108,11 +98,8 @@ def test_versions_of_dense_matrices(
     end codes, losses, their errors and the map are bit for bit those of a build in which all widths share a pass."""
     recipe = f"versions: [w4, w3]\ndense: [w4]\nquantize: {{method: gptq, loss_tokens: 64}}\n{BASE}"
     recipe += "allocation: {average_bits: 5.2, dense: true}\n"
-    bundle, work, model = (
-        tmp_path / "b",
-        tmp_path / "w",
-        save_tiny("qwen3_moe", tmp_path / "model", short_model, tie_word_embeddings=True),
-    )
+    bundle, work = tmp_path / "b", tmp_path / "w"
+    model = save_tiny("qwen3_moe", tmp_path / "model", short_model, tie_word_embeddings=True)
     pipeline.build(model, bundle, parse_recipe(recipe, "x"), [text], work=work, keep=True)
     slices = versions_of("make_row_shard", monkeypatch)
     made.clear()
@@ -170,9 +157,7 @@ def test_a_model_without_such_matrices(
     """Its recipe may ask for them: it stays as it is, and adding to them is refused."""
     monkeypatch.setattr("moepack.calibrate.dense.dense_matrices", lambda stream: [])
     recipe = f"versions: [w4]\ndense: [w8]\nquantize: {{method: rtn, loss_tokens: 64}}\n{BASE}"
-    pipeline.build(
-        short_model, tmp_path / "b", parse_recipe(recipe, "x"), [text], work=tmp_path / "w", keep=True
-    )  # fmt: skip
+    pipeline.build(short_model, tmp_path / "b", parse_recipe(recipe, "x"), [text], work=tmp_path / "w", keep=True)
     add(tmp_path / "b", tmp_path / "w", ["w2"])
     assert tree(tmp_path / "b") == rebuilt(tmp_path / "b", short_model, text, tmp_path / "fresh")
     notes = Notes()
@@ -225,25 +210,25 @@ def test_a_shrunk_bundle_gets_back_what_it_had(mine: Path, made: list[str]) -> N
 def test_refusals(mine: Path, short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = tree(mine / "b")
 
-    def refused(word: str, names: Sequence[str] = ("w2",), sizes: Any = None, **more: Any) -> None:
+    def not_added(word: str, names: Sequence[str] = ("w2",), sizes: Any = None, **more: Any) -> None:
         with pytest.raises((InputError, TargetError), match=word) as caught:
             add(more.pop("output", mine / "b"), more.pop("work", mine / "w"), names, sizes, **more)
         assert "\n" not in str(caught.value) and tree(mine / "b") == before
 
-    refused("name the versions to add", [])
-    refused("version 'w5' is unknown", ["w5"])
-    refused("--group-size w2=48: groups are of", ["w2"], {"w2": 48})
-    refused("this version is not added", ["w2"], {"w4": 32})
-    refused("is not calibrated yet", work=tmp_path / "none")
+    not_added("name the versions to add", [])
+    not_added("version 'w5' is unknown", ["w5"])
+    not_added("--group-size w2=48: groups are of", ["w2"], {"w2": 48})
+    not_added("this version is not added", ["w2"], {"w4": 32})
+    not_added("is not calibrated yet", work=tmp_path / "none")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")
-    refused("is not empty", output=tmp_path / "full")
+    not_added("is not empty", output=tmp_path / "full")
     other = Path(shutil.copytree(short_model, tmp_path / "model"))
-    refused("name another --work", checkpoint=other)
+    not_added("name another --work", checkpoint=other)
     with pytest.raises(InputError, match="name one with --work"):
         pipeline.build(short_model, tmp_path / "c", parse_recipe(RTN, "x"), [text], keep=True)
     pipeline.build(short_model, tmp_path / "c", parse_recipe(RTN.replace("12", "4"), "x"), [text], work=tmp_path / "v")
-    refused("was not made of what", work=tmp_path / "v")
+    not_added("was not made of what", work=tmp_path / "v")
     with pytest.raises(InputError, match="layer 0: what its experts saw was not kept"):
         add(tmp_path / "c", tmp_path / "v", ["w2"])
 
@@ -252,12 +237,12 @@ def test_refusals(mine: Path, short_model: Path, text: Path, tmp_path: Path, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(writer, "exchange", unable)
-        refused(r"cannot be replaced in one step here \(Invalid argument\): name a new directory")
+        not_added(r"cannot be replaced in one step here \(Invalid argument\): name a new directory")
     add(tmp_path / "elsewhere", mine / "w", ["w2"])
     assert tree(mine / "b") == before and sorted(p.name for p in mine.iterdir()) == ["b", "w"]
     added = tree(mine)
     monkeypatch.setattr("moepack.quantize.losses.ESTIMATE", 0)  # before anything is thrown away
-    refused(r"measures losses in another way \(\d+, now 0\)", output=mine / "c", fresh=True)
+    not_added(r"measures losses in another way \(\d+, now 0\)", output=mine / "c", fresh=True)
     assert tree(mine) == added
 
 
@@ -314,54 +299,33 @@ def test_an_error_while_it_is_written_leaves_the_old_one(mine: Path, monkeypatch
 
 def test_killed_at_every_step(kept: Path, tmp_path: Path) -> None:
     """At any moment the directory is the old bundle or the new one; run again, it is the new one and nothing else."""
-    script = HELPERS / "kill_while_adding.py"
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{HELPERS}"}
-    command = [sys.executable, str(script), str(kept), str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stdout + run.stderr
-    old, new = (int(n) for n in run.stdout.split()[-2:])
-    assert old >= 8 and new >= 4, run.stdout
+    said = python(HELPERS / "kill_while_adding.py", kept, tmp_path)
+    old, new = (int(n) for n in said.split()[-2:])
+    assert old >= 8 and new >= 4, said
 
 
-def test_on_the_command_line(
-    short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_on_the_command_line(short_model: Path, text: Path, tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(RTN)
-    common = ["moepack", "build", str(short_model), "-o", str(tmp_path / "b"), "--work", str(tmp_path / "w"), "-q"]
-
-    def run(*more: str) -> None:
-        monkeypatch.setattr(sys, "argv", [*common, *more])
-        try:
-            main()
-        except SystemExit as end:
-            assert not end.code, capsys.readouterr().err
-
-    run("--recipe", str(tmp_path / "r.yaml"), "-c", str(text), "--keep")
-    run("--add", "w3,w2", "--group-size", "w2=32")
+    common, work = ("build", short_model, "-o", tmp_path / "b", "-q"), ("--work", tmp_path / "w")
+    ok(cli(*common, *work, "--recipe", tmp_path / "r.yaml", "-c", text, "--keep"))
+    said = ok(cli(*common, *work, "--add", "w3,w2", "--group-size", "w2=32"))
     assert [(v.name, v.group_size) for v in moepack.open(tmp_path / "b").versions] == [
         ("bf16", 0), ("w4", 64), ("w3", 64), ("w2", 32)
     ]  # fmt: skip
-    assert "w3: 32 experts by rtn" in capsys.readouterr().out
-    common = [*common[:5], "-q"]
+    assert "w3: 32 experts by rtn" in said
     before, out = tree(tmp_path / "b"), "leave --recipe, --calibration and --keep out"
-    work = ("--work", str(tmp_path / "w"))
     for more, word in (
         (("--add", "w1"), "name its --work"),
         ((*work, "--add", "w1", "--dry-run"), "leave one of them out"),
         ((*work, "--add", "w1", "-r", "x.yaml"), out),
-        ((*work, "--add", "w1", "-c", str(text)), out),
+        ((*work, "--add", "w1", "-c", text), out),
         ((*work, "--add", "w1", "--keep"), out),
         ((*work, "--add", "w1", "--memory", "1MiB"), "--memory 1MiB cannot be kept"),
         ((*work, "--add-dense", "w8"), "was calibrated without dense"),
         ((*work, "--add", ""), "name the versions to add"),
         ((*work, "--add-dense", ""), "name the versions to add"),
         ((*work, "--group-size", "w2"), "write VERSION=SIZE"),
-        ((*work, "--group-size", "w2=32"), "name the versions to add|--group-size w2"),
+        ((*work, "--group-size", "w2=32"), "name the versions to add"),
     ):
-        monkeypatch.setattr(sys, "argv", [*common, *more])
-        with pytest.raises(SystemExit) as end:
-            main()
-        error = capsys.readouterr().err
-        assert end.value.code == 2 and error.count("\n") == 1
-        assert any(w in error for w in word.split("|")), error
+        refused(cli(*common, *more), word)
     assert tree(tmp_path / "b") == before

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,15 +16,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from support import HELPERS, tree
-from typer.testing import CliRunner
+from support import HELPERS, cli, python, refused, tree
 
 from moepack.calibrate import products, skeleton, statistics
 from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.forward import Observation
 from moepack.calibrate.held import empty, is_mapped, mapped, release
 from moepack.calibrate.stream import StreamedModel
-from moepack.cli import app
 from moepack.pack.errors import InputError, TargetError
 from moepack.pack.safetensors_file import read_header
 from moepack.pipeline import artifacts, bound, start
@@ -47,13 +43,9 @@ NEEDS = BuildNeeds(
 )  # fmt: skip
 
 
-def alone(*arguments: object) -> dict[str, Any]:
+def alone(*arguments: str | Path) -> dict[str, Any]:
     """What a process of its own says it took."""
-    run = subprocess.run(
-        [sys.executable, str(HELPERS / "peak_memory.py"), *map(str, arguments)], capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    return dict(json.loads(run.stdout.splitlines()[-1]))
+    return dict(json.loads(python(HELPERS / "peak_memory.py", *arguments).splitlines()[-1]))
 
 
 def test_a_build_stays_in_the_least_that_it_asks_for(demo_model: Path, text: Path, tmp_path: Path) -> None:
@@ -294,13 +286,10 @@ def test_smaller_batches_are_a_setting_of_the_work_directory(
 
 
 def test_what_cannot_be_kept_is_refused_before_any_work(demo_model: Path, text: Path, tmp_path: Path) -> None:
-    arguments = ["build", str(demo_model), "-o", str(tmp_path / "b"), "-c", str(text), "--memory", "64MiB", "-q"]
-    for more in ([], ["--dry-run"], ["--work", str(tmp_path / "work")]):
-        out = CliRunner().invoke(app, [*arguments, *more])
-        assert isinstance(out.exception, InputError) or out.exit_code == 2
+    arguments = ("build", demo_model, "-o", tmp_path / "b", "-c", text, "--memory", "64MiB", "-q")
+    for more in ((), ("--dry-run",), ("--work", tmp_path / "work")):
+        refused(cli(*arguments, *more), "--memory 64MiB cannot be kept: the least is ")
         assert not (tmp_path / "b").exists() and not (tmp_path / "work" / "calibrate").exists()
-    with pytest.raises(InputError, match=r"--memory 64MiB cannot be kept: the least is \d+MiB"):
-        pipeline.build(demo_model, tmp_path / "b", RECIPE, [text], memory=64 * MIB)
 
 
 def test_the_dry_run_says_the_numbers_of_the_bound(

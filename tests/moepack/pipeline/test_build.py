@@ -1,26 +1,29 @@
-"""The pipeline: stages and one pass give the same bytes, a stopped build resumes, settings are not mixed."""
+"""The pipeline: stages and one pass give the same bytes, settings are not mixed, and dry runs leave nothing behind."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import os
 import resource
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import RTN, Notes, tree
+from support import RTN, Notes, cli, ok, refused, spy, tree
 
 import moepack
 from moepack.calibrate.forward import CalibrationPass
-from moepack.cli import main
-from moepack.pack.errors import InputError, TargetError
+from moepack.pack.errors import InputError, MoepackError, TargetError
 from moepack.pack.reader import open_bundle
 from moepack.pipeline import build as pipeline
+from moepack.pipeline.estimate import estimate
 from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.inspect import inspect
 from moepack.reports.verify import verify
@@ -138,16 +141,14 @@ def test_starting_over_is_stopped(
     pipeline.build(short_model, tmp_path / "new", recipe, [evaluation])
     for stops, at in ((WorkDirectory, "begin"), (shutil, "rmtree")):
         pipeline.build(short_model, tmp_path / "old", recipe, [text], work=work, fresh=True)
-        real, seen = getattr(stops, at), list[object]()
+        calls = itertools.count(1)
 
-        def stop(*args: Any, real: Any = real, seen: list[object] = seen, **more: Any) -> Any:
-            seen.append(args)
-            if len(seen) == 2:
+        def stop(*_: Any, calls: Iterator[int] = calls, **more: Any) -> None:
+            if next(calls) == 2:
                 raise KeyboardInterrupt
-            return real(*args, **more)
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(stops, at, stop)
+            spy(patch, stops, at, stop)
             pipeline.build(short_model, tmp_path / "b", recipe, [evaluation], work=work, fresh=True)
         with contextlib.suppress(InputError):  # refused, or whole
             pipeline.calibrate(short_model, work, recipe, [evaluation])
@@ -181,26 +182,72 @@ def test_the_manifest_tells_how_the_bundle_was_made(bundle: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_FSIZE behaves so on Linux")
 def test_a_full_disk_is_one_line_and_then_there_is_room(
-    short_model: Path, text: Path, tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    short_model: Path, text: Path, tmp_path: Path, whole: dict[str, bytes]
+) -> None:
     """A limit on file size stands in for a full disk: the write fails in the middle of a stage, and a build with room
     goes on from there."""
     work, (before, most) = tmp_path / "work", resource.getrlimit(resource.RLIMIT_FSIZE)
     (tmp_path / "r.yaml").write_text(RTN)
     words = ["build", short_model, "-o", tmp_path / "out" / "b", "-r", tmp_path / "r.yaml", "-c", text, "--work", work]
-    monkeypatch.setattr(sys, "argv", ["moepack", *map(str, words), "-q"])
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, most))
     try:
-        with pytest.raises(SystemExit) as stop:
-            main()
+        refused(cli(*words, "-q"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
         signal.signal(signal.SIGXFSZ, handler)
-    told = capsys.readouterr().err
-    assert stop.value.code == 2 and told.startswith("moepack: ") and told.count("\n") == 1, told
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
     pipeline.build(short_model, tmp_path / "b", parse_recipe(RTN, "test"), [text], work=work)
     assert tree(tmp_path / "b") == whole
     assert not list((work / "objects").iterdir()), "objects are dropped once their layer is done"
+
+
+# --- the dry run
+
+SIZES = """
+quantize: {method: rtn, group_size: {w4: 128, w2: 32}, loss_tokens: 64}
+calibration: {samples: 4, length: 64, batch_size: 2}
+"""
+
+
+def test_a_dry_run_on_the_command_line(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(SIZES)
+    out = ok(cli("build", demo_model, "-o", tmp_path / "b", "-r", recipe, "-c", text, "--dry-run", "--json", "-q"))
+    assert set(json.loads(out)["versions"]) == {"bf16", "w4", "w3", "w2", "w1"}
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_dry_run_refuses_what_a_build_refuses(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    recipe = parse_recipe(SIZES, "test")
+    cases: tuple[tuple[str, dict[str, Any], str], ...] = (
+        ("full", {}, "is not empty"),
+        ("file/below", {}, "is not a writable directory"),
+        ("b", {"work": tmp_path / "file"}, "cannot be used as a work directory"),
+        ("b", {"engine": "nope"}, "engine 'nope' is unknown"),
+        ("b", {"address": "localhost:1"}, "say --engine ray"),
+        ("b", {"engine": "ray", "address": "127.0.0.1:1"}, "Ray at 127.0.0.1:1: nobody answers there"),
+        ("b", {"engine": "ray", "address": "a..b:1"}, "Ray at a..b:1: nobody answers there"),
+    )
+    with pytest.raises(InputError, match="no such directory"):
+        estimate(tmp_path / "nothing", tmp_path / "b", recipe, [text])
+    for output, more, message in cases:
+        for run in (estimate, pipeline.build):
+            with pytest.raises(MoepackError, match=message):
+                run(demo_model, tmp_path / output, recipe, [text], **more)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "full"]
+
+
+def test_a_dry_run_counts_the_disk_beside_the_bundle(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """Layer files are linked into the bundle; where the work directory is on another disk, they lie there twice."""
+    recipe = parse_recipe(SIZES, "test")
+    near = estimate(demo_model, tmp_path / "b", recipe, [text], work=tmp_path / "w").work_bytes
+    shm = Path("/dev/shm")
+    if not os.access(shm, os.W_OK) or shm.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("needs /dev/shm on a disk of its own")
+    said = estimate(demo_model, tmp_path / "b", recipe, [text], work=shm / f"work-{os.getpid()}")
+    assert said.work_bytes >= near + sum(said.versions.values()) - said.dense_bytes
+    assert not (shm / f"work-{os.getpid()}").exists()

@@ -11,7 +11,7 @@ import pytest
 import tiny_models
 import torch
 from safetensors.torch import load_file
-from support import tree
+from support import spy, tree
 
 import moepack
 from moepack.calibrate.checkpoint import open_checkpoint
@@ -126,20 +126,17 @@ def test_stages_and_slices_and_resuming_give_the_same_bytes(
         pipeline.quantize(tmp_path / "work", fresh=True)
     assert made and tree(tmp_path / "work" / "quantize") == made
 
-    real = LayerWalk._quantise_layer
     for stop in (1, None):  # before the second layer, before the output projection
 
-        def once(self: LayerWalk, part: int | None, *rest: Any, stop: int | None = stop) -> Any:
+        def once(walk: LayerWalk, part: int | None, *_: Any, stop: int | None = stop) -> None:
             if part == stop:
                 raise KeyboardInterrupt
-            return real(self, part, *rest)
 
-        monkeypatch.setattr(LayerWalk, "_quantise_layer", once)
-        with pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            spy(patch, LayerWalk, "_quantise_layer", once)
             pipeline.build(checkpoint, tmp_path / "again", RECIPES, [text], work=tmp_path / "resumed")
     with pytest.raises(InputError, match="outside the layers is not quantised"):
         pipeline.pack(tmp_path / "resumed", tmp_path / "again")
-    monkeypatch.setattr(LayerWalk, "_quantise_layer", real)
     pipeline.build(checkpoint, tmp_path / "again", RECIPES, [text], work=tmp_path / "resumed")
     assert tree(tmp_path / "again") == tree(dense)
 
@@ -148,16 +145,15 @@ def test_a_part_is_gone_on_with_where_it_stopped(
     dense: Path, checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped at the fifth matrix: four are not made again. One of another number of threads is refused."""
-    work, made, original = tmp_path / "work", [], local.make_row_shard
+    work, made = tmp_path / "work", list[str]()
 
-    def counted(task: Any, *rest: Any) -> Any:
+    def count(task: Any, *_: Any) -> None:
         made.append(task.matrix.module)
         if len(made) == 5:
             raise KeyboardInterrupt
-        return original(task, *rest)
 
     monkeypatch.setattr(local, "workers", lambda device, need: 1)
-    monkeypatch.setattr(local, "make_row_shard", counted)
+    spy(monkeypatch, local, "make_row_shard", count)
     with pytest.raises(KeyboardInterrupt):
         pipeline.build(checkpoint, tmp_path / "b", RECIPES, [text], work=work)
     assert len(list((work / "objects").iterdir())) == 4

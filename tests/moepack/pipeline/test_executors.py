@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
 import torch
 from safetensors.torch import load, load_file
-from support import tree
+from support import flip, running, spy, tree
 
 from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.identity import identity, is_known
@@ -41,30 +42,12 @@ def test_batches_made_at_once_are_the_same(
     """Four batches a layer, three at a time; each on one of torch's threads whatever the caller's are."""
     monkeypatch.setattr(expert_batch, "MOST", 4)
     build(short_model, tmp_path / "one", parse_recipe(RECIPE, "t"), [text])
-    at_work, most, threads = 0, 0, set()
-    lock, original, before = threading.Lock(), local.make_expert_batch, torch.get_num_threads()
-    real = expert_batch.quantise_batch
-
-    def counted(*args: object) -> object:
-        nonlocal at_work, most
-        with lock:
-            at_work += 1
-            most = max(most, at_work)
-        try:
-            return original(*args)  # type: ignore[arg-type]
-        finally:
-            with lock:
-                at_work -= 1
-
-    def watched(*args: object) -> object:
-        threads.add(torch.get_num_threads())
-        return real(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(local, "make_expert_batch", counted)
-    monkeypatch.setattr(expert_batch, "quantise_batch", watched)
+    threads, before = set[int](), torch.get_num_threads()
+    at_work = running(monkeypatch, local, "make_expert_batch")
+    spy(monkeypatch, expert_batch, "quantise_batch", lambda *_: threads.add(torch.get_num_threads()))
     monkeypatch.setattr(local, "workers", lambda device, need: 3)
     build(short_model, tmp_path / "three", parse_recipe(RECIPE, "t"), [text])
-    assert most == 3 and threads == {1} and torch.get_num_threads() == before
+    assert max(at_work) == 3 and threads == {1} and torch.get_num_threads() == before
     assert tree(tmp_path / "one") == tree(tmp_path / "three")
 
 
@@ -81,10 +64,7 @@ def test_after_an_error_no_batch_is_begun() -> None:
 
 
 def test_as_many_at_once_as_threads_and_memory_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Memory:
-        available = 100
-
-    monkeypatch.setattr(psutil, "virtual_memory", Memory)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
     cpu = torch.device("cpu")
     assert [workers(cpu, need) for need in (1, 8, 10, 20, 49, 51)] == [6, 6, 5, 2, 1, 1]
@@ -137,20 +117,10 @@ def test_another_checkpoint_is_refused(
     if what == "path":
         source, said = replace(source, path=str(tmp_path / "nowhere")), "every node has to see the checkpoint there"
     else:
-        copy = tmp_path / "copy"
-        copy.mkdir()
-        for file in demo_model.iterdir():
-            (copy / file.name).write_bytes(file.read_bytes())
-        weights = copy / "model.safetensors"
-        if what == "bytes":
-            data = bytearray(weights.read_bytes())
-            data[-1] ^= 1
-            weights.write_bytes(data)
-            said = "is another file on"
-        else:
-            weights.unlink()
-            said = "model.safetensors"
-        source = replace(source, path=str(copy))
+        weights = Path(shutil.copytree(demo_model, tmp_path / "copy")) / "model.safetensors"
+        flip(weights, -1) if what == "bytes" else weights.unlink()
+        said = "is another file on" if what == "bytes" else "model.safetensors"
+        source = replace(source, path=str(weights.parent))
     with pytest.raises(InputError, match=said) as caught:
         list(run_task(placed, source, DirectoryProbe.leave(tmp_path), seen))
     assert "\n" not in str(caught.value) and not placed.path.exists()
@@ -160,13 +130,9 @@ def test_a_file_of_another_machine(tmp_path: Path) -> None:
     """By size and a fine time alone; where the time says nothing, by its bytes."""
     file = tmp_path / "f"
     file.write_bytes(b"weights")
-    entry = {
-        "size": 7,
-        "mtime_ns": 1_700_000_000_123_456_789,
-        "inode": -1,
-        "sha256": hashlib.sha256(b"weights").hexdigest(),
-    }
-    os.utime(file, ns=(0, entry["mtime_ns"]))  # type: ignore[arg-type]
+    time, digest = 1_700_000_000_123_456_789, hashlib.sha256(b"weights").hexdigest()
+    entry = {"size": 7, "mtime_ns": time, "inode": -1, "sha256": digest}
+    os.utime(file, ns=(0, time))
     assert is_known(file, entry) and is_known(file, {**entry, "sha256": "not asked for"})
     file.write_bytes(b"WEIGHTS")
     os.utime(file, ns=(0, 1_700_000_000_000_000_000))

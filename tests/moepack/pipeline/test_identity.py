@@ -1,15 +1,14 @@
-"""Which checkpoint a build is of, and what is left when builds of several kinds are stopped and go on."""
+"""Which checkpoint a build is of, and that builds which were stopped or killed go on to the same bytes."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import RTN, tree
+from support import HELPERS, RTN, flip, python, spy, tree
 
 import moepack
 from moepack.calibrate.checkpoint import open_checkpoint
@@ -19,8 +18,10 @@ from moepack.pack.errors import InputError
 from moepack.pack.writer import BundleWriter
 from moepack.pipeline import build as pipeline
 from moepack.pipeline import run
+from moepack.pipeline.executors import local
 from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.run import LayerWalk
+from moepack.quantize import expert_batch, losses
 
 RECIPE = parse_recipe(RTN, "test")
 
@@ -31,24 +32,18 @@ def checkpoint(short_model: Path, tmp_path: Path) -> Path:
 
 
 def tuned(checkpoint: Path) -> None:
-    """Another model with the same header, size and times: one weight differs."""
-    with (checkpoint / "model.safetensors").open("r+b") as file:
-        file.seek(-100, os.SEEK_END)
-        byte = file.read(1)[0]
-        file.seek(-100, os.SEEK_END)
-        file.write(bytes([byte ^ 1]))
+    """Another model with the same header and size: one weight differs."""
+    flip(checkpoint / "model.safetensors", -100)
 
 
-def stop(monkeypatch: pytest.MonkeyPatch, name: str, at: int, of: Any = LayerWalk) -> None:
+def stop(patch: pytest.MonkeyPatch, name: str, at: int) -> None:
     """Let the call `name` for layer `at` be interrupted."""
-    real = getattr(of, name)
 
-    def stops(self: Any, *args: Any, **more: Any) -> Any:
-        if args[0 if of is CalibrationPass or name == "_quantise_layer" else 1] == at:
+    def look(walk: LayerWalk, *args: object, **_: object) -> None:
+        if args[0 if name == "_quantise_layer" else 1] == at:
             raise KeyboardInterrupt
-        return real(self, *args, **more)
 
-    monkeypatch.setattr(of, name, stops)
+    spy(patch, LayerWalk, name, look)
 
 
 def test_a_digest_is_of_the_whole_file_and_is_not_taken_twice(checkpoint: Path) -> None:
@@ -117,10 +112,7 @@ def test_a_stopped_calibrate_goes_on_in_a_build(
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         stop(patch, "_keep_hidden", 1)
         pipeline.calibrate(checkpoint, work, RECIPE, [text])
-    real = CalibrationPass.run_layer
-    monkeypatch.setattr(
-        CalibrationPass, "run_layer", lambda self, layer, *rest: (ran.append(layer), real(self, layer, *rest))[1]
-    )
+    spy(monkeypatch, CalibrationPass, "run_layer", lambda self, layer, *_: ran.append(layer))
     pipeline.build(checkpoint, tmp_path / "b", RECIPE, [text], work=work)
     assert tree(tmp_path / "b") == whole and ran == again
 
@@ -166,3 +158,66 @@ def test_a_build_that_is_refused_leaves_no_folder(checkpoint: Path, tmp_path: Pa
     with pytest.raises(InputError):
         pipeline.build(checkpoint, tmp_path / "new" / "deep" / "b", RECIPE, [tmp_path / "missing.txt"])
     assert not (tmp_path / "new").exists()
+
+
+def test_kills_at_random_moments(short_model: Path, text: Path, tmp_path: Path) -> None:
+    """By hand the same script made twenty of each of its kinds. Tests above stop stages at their seams."""
+    assert "2 kills" in python(HELPERS / "kill_and_resume.py", short_model, text, tmp_path, "2")
+
+
+def test_nothing_is_thrown_away_that_cannot_be_made_again(short_model: Path, text: Path, tmp_path: Path) -> None:
+    recipe, work = RECIPE, tmp_path / "work"
+    pipeline.build(short_model, tmp_path / "bundle", recipe, [text], work=work)
+    before = tree(work / "quantize")
+    with pytest.raises(InputError, match="layer 0: what its experts saw was not kept"):
+        pipeline.quantize(work, fresh=True)
+    assert before and tree(work / "quantize") == before
+    (work / "calibrate" / "layer-001" / "done.json").unlink()  # as after a calibration that was killed
+    (work / "calibrate" / "layer-000" / "observation.safetensors").touch()
+    with pytest.raises(InputError, match="layer 1 is not calibrated: run moepack calibrate to its end"):
+        pipeline.quantize(work, fresh=True)
+    assert tree(work / "quantize") == before
+
+
+def test_a_killed_layer_keeps_its_finished_batches(
+    short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of four experts: the second run makes only those that the first had not."""
+    monkeypatch.setattr(expert_batch, "MOST", 4)
+    recipe, made = RECIPE, list[tuple[int, int]]()
+
+    def count(task: Any, *_: Any) -> None:
+        made.append((task.layer, task.experts.start))
+        if len(made) == 7:
+            raise KeyboardInterrupt
+
+    spy(monkeypatch, local, "make_expert_batch", count)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.build(short_model, tmp_path / "b", recipe, [text], work=tmp_path / "w")
+    assert made[-1] == (1, 8) and len(list((tmp_path / "w" / "objects").iterdir())) == 2
+    pipeline.build(short_model, tmp_path / "b", recipe, [text], work=tmp_path / "w")
+    assert made[7:] == [(1, 8), (1, 12)]
+    pipeline.build(short_model, tmp_path / "c", recipe, [text])
+    assert tree(tmp_path / "b") == tree(tmp_path / "c")
+
+
+def test_losses_of_two_estimates_are_not_mixed(
+    short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither finished layers nor a layer's finished batches are taken from a run that estimated otherwise."""
+    recipe, addresses, now = RECIPE, list[str](), losses.ESTIMATE
+
+    def stop(task: Any, *_: Any) -> None:
+        for number in (now - 1, now, now):
+            monkeypatch.setattr(losses, "ESTIMATE", number)
+            addresses.append(task.address("observed"))
+        if task.layer:
+            raise KeyboardInterrupt
+
+    spy(monkeypatch, local, "make_expert_batch", stop)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.build(short_model, tmp_path / "b", recipe, [text], work=tmp_path / "w")
+    assert addresses[0] != addresses[1] == addresses[2]
+    monkeypatch.setattr(losses, "ESTIMATE", now + 1)
+    with pytest.raises(InputError, match=rf"another estimate of losses: {now}, now {now + 1}: .*--fresh"):
+        pipeline.build(short_model, tmp_path / "b", recipe, [text], work=tmp_path / "w")

@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import tiny_models
-from support import tree
+from support import running, spy, tree
 
 from moepack.pack.errors import InputError
 from moepack.pipeline import build as pipeline
@@ -72,13 +71,7 @@ def executor(cluster: None, monkeypatch: pytest.MonkeyPatch) -> OnRay:
 def out(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The layers that are out whenever one more is submitted."""
     seen: list[int] = []
-    submit: Callable[..., None] = OnRay.submit
-
-    def watched(self: OnRay, *args: object) -> None:
-        seen.append(len(self._layers))
-        submit(self, *args)
-
-    monkeypatch.setattr(OnRay, "submit", watched)
+    spy(monkeypatch, OnRay, "submit", lambda self, *_: seen.append(len(self._layers)))
     return seen
 
 
@@ -137,27 +130,14 @@ def test_slices_of_dense_matrices_with_a_worker_killed(
     checkpoint = tiny_models.save_tiny("qwen3_moe", tmp_path / "checkpoint", short_model, **WITHOUT)
     monkeypatch.setattr(dense_matrix, "ROW_SHARD", 4 * 80 * 64)  # of lm_head 64 slices
     recipe = parse_recipe(RECIPE.replace("gptq", "rtn").replace("[w8]", "[w8, w4]"), "test")
-    at_work, most, lock, original = 0, 0, threading.Lock(), local_executor.make_row_shard
-
-    def counted(*args: Any) -> Any:
-        nonlocal at_work, most
-        with lock:
-            at_work += 1
-            most = max(most, at_work)
-        try:
-            return original(*args)
-        finally:
-            with lock:
-                at_work -= 1
-
     made: list[dict[str, bytes]] = []
     with monkeypatch.context() as patch:
-        patch.setattr(local_executor, "make_row_shard", counted)
+        at_work = running(patch, local_executor, "make_row_shard")
         patch.setattr(pipeline, "open_executor", lambda *asked: local_executor.Local())
         for n in (1, 2):
             patch.setattr(local_executor, "workers", lambda device, need, n=n: n)
             build(checkpoint, tmp_path / f"local-{n}", recipe, [text])
-            assert most == n
+            assert max(at_work) == n
             made.append(tree(tmp_path / f"local-{n}"))
 
     def slices_alone() -> bool:
@@ -208,13 +188,18 @@ def test_no_weights_go_through_the_driver(
     assert rest < 4096 * LAYERS * (16 // 4 + 4 + 1) + 4096 < weights / 10, (rest, weights)
 
 
+def unseen(patch: pytest.MonkeyPatch) -> None:
+    """Let workers find another word than the one that was left in the directory."""
+    leave = DirectoryProbe.leave
+    patch.setattr(DirectoryProbe, "leave", staticmethod(lambda folder: replace(leave(folder), word="another")))
+
+
 def test_a_directory_that_workers_do_not_see(
     executor: OnRay, local: dict[str, bytes], short_model: Path, text: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Batches come back in pieces; the same bytes. One that comes with others is not kept."""
-    original = DirectoryProbe.leave
-    monkeypatch.setattr(DirectoryProbe, "leave", staticmethod(lambda folder: replace(original(folder), word="another")))
+    unseen(monkeypatch)
     build(short_model, tmp_path / "ray", parse_recipe(RECIPE, "test"), [text])
     assert tree(tmp_path / "ray") == local
     weights = sum(len(b) for name, b in local.items() if "experts" in name)
@@ -224,8 +209,8 @@ def test_a_directory_that_workers_do_not_see(
 def test_pieces_that_change_on_their_way_are_refused(
     executor: OnRay, short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, get = DirectoryProbe.leave, OnRay._get
-    monkeypatch.setattr(DirectoryProbe, "leave", staticmethod(lambda folder: replace(original(folder), word="another")))
+    unseen(monkeypatch)
+    get = OnRay._get
 
     def damaged(self: OnRay, reference: object) -> object:
         answer = get(self, reference)

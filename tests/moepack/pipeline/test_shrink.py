@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support import tree
+from support import flip, tree
 
 import moepack
 from moepack.pack.errors import BundleError, InputError, TargetError
@@ -47,11 +47,8 @@ def test_weights_are_linked_and_what_people_edit_is_copied(bundle: Path, tmp_pat
         os.link(bundle / name, home / "blobs" / str(number))
         (cache / name).symlink_to(home / "blobs" / str(number))
     shrink(cache, tmp_path / "small", ["w2"])
-    for name, linked in (
-        ("experts/w2/layer-001.safetensors", True),
-        ("model.safetensors", True),
-        ("config.json", False),
-    ):
+    links = {"experts/w2/layer-001.safetensors": True, "model.safetensors": True, "config.json": False}
+    for name, linked in links.items():
         made = tmp_path / "small" / name
         assert not made.is_symlink() and made.samefile(bundle / name) == linked
 
@@ -78,9 +75,8 @@ def test_a_budget_chooses_what_the_plan_serves(bundle: Path, tmp_path: Path) -> 
     opened = moepack.open(bundle)
     without = Path(shutil.copytree(bundle, tmp_path / "described", ignore=shutil.ignore_patterns("experts")))
     described = Described(without, opened.manifest, opened.versions)
-    assert [fitting(described, LoadOptions(device_memory=size)).versions for size in sizes] == [
-        f.versions for f in found
-    ]
+    told = [fitting(described, LoadOptions(device_memory=size)).versions for size in sizes]
+    assert told == [f.versions for f in found]
     with pytest.raises(InputError, match="the least that would do is"):
         fitting(described, LoadOptions(device_memory=sizes[0] - 1))
     for policy, names in (
@@ -100,10 +96,8 @@ def test_a_budget_chooses_what_the_plan_serves(bundle: Path, tmp_path: Path) -> 
     assert done.versions == found[1].versions and done.allocation == f"plan for {sizes[1]} bytes"
     kept = moepack.open(tmp_path / "small").manifest.allocation
     assert kept is not None and kept.versions == found[1].table
-    small = plan(
-        tmp_path / "small",
-        LoadOptions(device_memory=sizes[1], policy="static:allocation", all_logits=False, kv_tokens=576),
-    )
+    served = LoadOptions(device_memory=sizes[1], policy="static:allocation", all_logits=False, kv_tokens=576)
+    small = plan(tmp_path / "small", served)
     assert small.feasible and small.table == found[1].table
 
 
@@ -116,10 +110,7 @@ def test_nothing_is_written_where_it_is_refused(damaged: Path, tmp_path: Path) -
     ):
         with pytest.raises(InputError, match=words):
             shrink(damaged, tmp_path / "small", **options)  # type: ignore[arg-type]
-    file = damaged / "experts/w2/layer-001.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-5] ^= 1
-    file.write_bytes(data)
+    flip(damaged / "experts/w2/layer-001.safetensors", -5)
     with pytest.raises(BundleError, match="digest"):
         shrink(damaged, tmp_path / "small", ["w2"])
     with pytest.raises(TargetError, match="not empty"):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import ids, spy
 
 import moepack
 from moepack.calibrate import products
@@ -29,17 +30,17 @@ def test_the_interval_by_hand() -> None:
 
 @pytest.mark.parametrize("room", [1, 1 << 26])
 def test_scores_are_those_of_whole_logits(bundle: Path, room: int) -> None:
-    ids = torch.randint(1, 4000, (2, 24), generator=torch.Generator().manual_seed(0))
+    drawn = ids(24, batch=2)
     best = moepack.load(bundle, policy="static:bf16", dtype=torch.float32)
     low = moepack.load(bundle, policy="static:w2", dtype=torch.float32)
     with torch.inference_mode():
-        kept = token_scores(best, ids, room)
-        got = token_scores(low, ids, room, kept.hidden)
-        p, q = (torch.log_softmax(m(ids, use_cache=False).logits[:, :-1].double(), -1) for m in (best, low))
+        kept = token_scores(best, drawn, room)
+        got = token_scores(low, drawn, room, kept.hidden)
+        p, q = (torch.log_softmax(m(drawn, use_cache=False).logits[:, :-1].double(), -1) for m in (best, low))
     kl = (p.exp() * (p - q)).sum(-1)
     assert got.kl is not None and got.agrees is not None
     torch.testing.assert_close(got.kl, kl, rtol=1e-3, atol=1e-5)
-    torch.testing.assert_close(got.nll, -q.gather(2, ids[:, 1:, None])[..., 0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got.nll, -q.gather(2, drawn[:, 1:, None])[..., 0], rtol=1e-4, atol=1e-4)
     assert torch.equal(got.agrees, (p.argmax(-1) == q.argmax(-1)).double()) and 0 < got.agrees.mean() < 1
     assert kept.kl is None and float(kl.mean()) > 1e-3
 
@@ -62,14 +63,8 @@ def test_a_plain_model_multiplies_where_bf16_is_emulated(
     demo_model: Path, evaluation: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32, by one product at least for every layer and pass; where the processor can, torch does it."""
-    taken, real = [], products.product
-
-    def seen(*given: torch.Tensor) -> torch.Tensor:
-        taken.append(len(given[0]))
-        return real(*given)
-
-    monkeypatch.setattr(products, "product", seen)
-    scores = []
+    taken, scores = list[int](), list[float]()
+    spy(monkeypatch, products, "product", lambda rows, *_: taken.append(len(rows)))
     for emulated in (False, True):
         monkeypatch.setattr(products, "emulated", lambda device, dtype, e=emulated: e)
         scores.append(evaluate(demo_model, [str(evaluation)], length=128, samples=4).perplexity)
@@ -84,13 +79,13 @@ def test_what_cannot_be_compared_is_refused(bundle: Path, demo_model: Path, eval
 
 def test_a_head_that_cannot_run_alone(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Perplexity from all logits at once; a divergence is refused."""
-    ids = torch.randint(1, 4000, (1, 16), generator=torch.Generator().manual_seed(0))
+    drawn = ids(16)
     model = moepack.load(bundle, dtype=torch.float32)
     with torch.inference_mode():
-        want = token_scores(model, ids, 1)
+        want = token_scores(model, drawn, 1)
         monkeypatch.setattr(type(model), "_supports_logits_to_keep", lambda self: False)
-        got = token_scores(model, ids, 1)
+        got = token_scores(model, drawn, 1)
         torch.testing.assert_close(got.nll, want.nll, rtol=1e-4, atol=1e-4)
         assert got.hidden is None
         with pytest.raises(InputError, match="no comparison"):
-            scoring.token_scores(model, ids, 1, want.hidden)
+            scoring.token_scores(model, drawn, 1, want.hidden)

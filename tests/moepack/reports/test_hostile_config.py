@@ -1,5 +1,5 @@
-"""Configurations, tables and files edited by somebody who means harm, where transformers or a plan meets them: every
-command says so in one line, and none waits or prints a traceback."""
+"""Configurations, tables and files edited to do harm, where transformers or a plan meets them: every command says so in
+one line, and none waits or prints a traceback."""
 
 from __future__ import annotations
 
@@ -38,6 +38,25 @@ def victim(copied: Victim) -> Iterator[Victim]:
     copied.restore()
 
 
+def refuses(*uses: Callable[[], object], match: str = "", seconds: int = 20) -> str:
+    """What the last use says, in one line; each is refused in this time."""
+    for use in uses:
+        with in_time(seconds), pytest.raises(MoepackError, match=match) as error:
+            use()
+        one_line(str(error.value))
+    return str(error.value)
+
+
+@pytest.fixture
+def model(demo_model: Path, tmp_path: Path) -> Path:
+    """A copy of the demo model to edit."""
+    return Path(shutil.copytree(demo_model, tmp_path / "model"))
+
+
+def reconfigured(model: Path, **changes: Any) -> None:
+    (model / CONFIG).write_text(json.dumps(json.loads((model / CONFIG).read_text()) | changes))
+
+
 def config(**changes: Any) -> Callable[[Victim], None]:
     def edit(v: Victim) -> None:
         v.rewrite(CONFIG, json.dumps({**json.loads((v.path / CONFIG).read_text()), **changes}).encode())
@@ -61,8 +80,7 @@ EDITS: dict[str, tuple[Callable[[Victim], Any], str]] = {
     "five layers": (config(num_hidden_layers=5), "layers, its manifest 4"),
     "a billion labels": (config(num_labels=10**9), "has num_labels 1000000000: 65536 is the most"),
     "layers that transformers lists": (
-        config(model_type="gpt_oss", num_hidden_layers=10**9),
-        "has num_hidden_layers 1000000000",
+        config(model_type="gpt_oss", num_hidden_layers=10**9), "has num_hidden_layers 1000000000"
     ),
     "heads of a billion columns": (config(head_dim=10**9), "has head_dim 1000000000: 16777216 is the most"),
     "a part with so many labels": (config(vision_config={"num_labels": 10**9}), "has num_labels 1000000000"),
@@ -73,7 +91,7 @@ EDITS: dict[str, tuple[Callable[[Victim], Any], str]] = {
     "another byte": (lambda v: v.write(CONFIG, (v.path / CONFIG).read_bytes().replace(b"1", b"2")), "digest"),
     "a pipe": (lambda v: v.replace(CONFIG, os.mkfifo), "is a pipe"),
     "a link": (lambda v: v.replace(CONFIG, lambda p: p.symlink_to("/etc/passwd")), "is a symbolic link"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EDITS)
@@ -81,30 +99,23 @@ def test_a_config_is_refused_in_a_line(name: str, victim: Victim) -> None:
     """Before a tokenizer is loaded too: transformers reads the config for its sake, and raises what it raises."""
     edit, message = EDITS[name]
     edit(victim)
-    for use in (
+    uses = (
         lambda: plan(victim.path, LoadOptions(device_memory=1 << 30, policy="static:w2")),
         lambda: moepack.load(victim.path),
         lambda: generate(victim.path, "The"),
-    )[: 2 if name == "an escape" else 3]:
-        with in_time(20), pytest.raises(MoepackError, match=message) as error:
-            use()
-        one_line(str(error.value))
+    )
+    refuses(*uses[: 2 if name == "an escape" else 3], match=message)
 
 
-def test_a_checkpoints_config_is_refused_in_a_line(demo_model: Path, text: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(demo_model, model)
-    plain = json.loads((model / CONFIG).read_text())
-    for key in ("num_labels", "num_hidden_layers", "head_dim", "vocab_size"):
-        (model / CONFIG).write_text(json.dumps(plain | {key: 10**12}))
-        for use in (
-            lambda: generate(model, "The"),
-            lambda: evaluate(model, [str(text)], samples=1),
-            lambda: moepack.build(model, tmp_path / "bundle", calibration=[text]),
-        ):
-            with in_time(20), pytest.raises(MoepackError, match=f"has {key} 1000000000000: ") as error:
-                use()
-            one_line(str(error.value))
+@pytest.mark.parametrize("key", ["num_labels", "num_hidden_layers", "head_dim", "vocab_size"])
+def test_a_checkpoints_config_is_refused_in_a_line(key: str, model: Path, text: Path, tmp_path: Path) -> None:
+    reconfigured(model, **{key: 10**12})
+    refuses(
+        lambda: generate(model, "The"),
+        lambda: evaluate(model, [str(text)], samples=1),
+        lambda: moepack.build(model, tmp_path / "bundle", calibration=[text]),
+        match=f"has {key} 1000000000000: ",
+    )
 
 
 UNFIT: tuple[dict[str, Any], ...] = (
@@ -120,28 +131,20 @@ UNFIT: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("changes", UNFIT, ids=str)
 def test_a_checkpoint_that_no_model_fits_is_refused_in_a_line(
-    changes: dict[str, Any], demo_model: Path, text: Path, tmp_path: Path
+    changes: dict[str, Any], model: Path, text: Path, tmp_path: Path
 ) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(demo_model, model)
-    (model / CONFIG).write_text(json.dumps(json.loads((model / CONFIG).read_text()) | changes))
+    reconfigured(model, **changes)
     recipe = parse_recipe("{quantize: {method: rtn, loss_tokens: 32}, calibration: {samples: 2, length: 32}}", "test")
-    with in_time(60), pytest.raises(MoepackError) as error:
-        estimate(model, tmp_path / "bundle", recipe, [text])
-    one_line(str(error.value))
-    assert len(str(error.value).removeprefix(str(model)).split()) > 3, "a word alone says nothing"
+    said = refuses(lambda: estimate(model, tmp_path / "bundle", recipe, [text]), seconds=60)
+    assert len(said.removeprefix(str(model)).split()) > 3, "a word alone says nothing"
 
 
 @pytest.mark.parametrize(
     "asks", [{"num_return_sequences": 3}, {"max_new_tokens": -3}, {"watermarking_config": {"a": 1}}, [], "x"], ids=str
 )
-def test_a_generation_config_that_transformers_refuses_is_named(asks: Any, demo_model: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(demo_model, model)
+def test_a_generation_config_that_transformers_refuses_is_named(asks: Any, model: Path) -> None:
     (model / "generation_config.json").write_text(json.dumps(asks))
-    with in_time(60), pytest.raises(MoepackError, match=r"generation_config\.json") as error:
-        generate(model, "The", max_new_tokens=1)
-    one_line(str(error.value))
+    refuses(lambda: generate(model, "The", max_new_tokens=1), match=r"generation_config\.json", seconds=60)
 
 
 def another_byte(file: str) -> Callable[[Victim], None]:
@@ -167,15 +170,13 @@ def test_what_transformers_reads_is_looked_at_before(
         monkeypatch.setattr(f"transformers.{reader}.from_pretrained", read)
     edit, message = READ[name]
     edit(victim)
-    for use in (
+    refuses(
         lambda: moepack.load(victim.path),
         lambda: generate(victim.path, "The", max_new_tokens=1),
         lambda: serve(Serve(str(victim.path), port=0), lambda where: None),
         lambda: evaluate(victim.path, ["no file"], samples=1),
-    ):
-        with in_time(20), pytest.raises(MoepackError, match=message) as error:
-            use()
-        one_line(str(error.value))
+        match=message,
+    )
 
 
 MISFITS: tuple[dict[str, Any], ...] = (
@@ -187,21 +188,17 @@ MISFITS: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("changes", MISFITS)
 def test_a_model_that_is_not_its_tensors_is_refused_in_a_line(changes: dict[str, Any], victim: Victim) -> None:
     config(**changes)(victim)
-    with in_time(60), pytest.raises(MoepackError) as error:
-        moepack.load(victim.path)
-    one_line(str(error.value))
+    refuses(lambda: moepack.load(victim.path), seconds=60)
 
 
 @pytest.mark.parametrize("end", ["x", -1, True, [3, "x"], [[]], {"a": 1}, 1.5, 1 << 31, [1, 10**30]])
 def test_a_generation_config_that_ends_at_no_token(end: Any, victim: Victim) -> None:
     victim.rewrite("generation_config.json", json.dumps({"eos_token_id": end}).encode())
-    for use in (
+    refuses(
         lambda: generate(victim.path, "The", max_new_tokens=1),
         lambda: serve(Serve(str(victim.path), port=0), lambda where: None),
-    ):
-        with in_time(60), pytest.raises(MoepackError, match=r"generation_config\.json") as error:
-            use()
-        one_line(str(error.value))
+        match=r"generation_config\.json", seconds=60,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -234,9 +231,8 @@ def test_a_tokenizer_is_refused_in_a_line(victim: Victim) -> None:
         victim.rewrite("tokenizer_config.json", data)
         if b"model_max" not in data:  # this one is loaded, and trips over its first text
             victim.rewrite("tokenizer.json", b"{}")
-        with in_time(60), pytest.raises(MoepackError, match="no tokenizer that transformers can load") as error:
-            generate(victim.path, "The")
-        one_line(str(error.value))
+        said = "no tokenizer that transformers can load"
+        refuses(lambda: generate(victim.path, "The"), match=said, seconds=60)
         victim.restore()
 
 
@@ -248,15 +244,11 @@ def test_tables_are_refused_in_a_line_by_plan(victim: Victim) -> None:
         (lambda v: (v.sign(lambda d: d["files"].pop(TABLES)), v.replace(TABLES, str)), "is not listed"),
     ):
         edit(victim)
-        with pytest.raises(MoepackError, match=message) as error:
-            plan(victim.path, LoadOptions(device_memory=1 << 30, policy="hotness"))
-        one_line(str(error.value))
+        refuses(lambda: plan(victim.path, LoadOptions(device_memory=1 << 30, policy="hotness")), match=message)
         victim.restore()
 
 
 def test_the_manifest_a_pipe_is_no_bundle(victim: Victim) -> None:
     victim.replace("manifest.json", os.mkfifo)
-    with in_time(20), pytest.raises(MoepackError, match="not a bundle"):
-        moepack.load(victim.path)
-    with in_time(20), pytest.raises(MoepackError, match="is a pipe"):
-        plan(victim.path, LoadOptions(device_memory=1 << 30))
+    refuses(lambda: moepack.load(victim.path), match="not a bundle")
+    refuses(lambda: plan(victim.path, LoadOptions(device_memory=1 << 30)), match="is a pipe")

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import tiny_models
 from live_models import wait_for
-from typer.testing import CliRunner
+from support import cli, ok, refused
 
 import moepack
-from moepack.cli import app
 from moepack.generation import NEW_TOKENS, PROMPT, generate
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
@@ -27,9 +26,8 @@ QUIET = "hotness:hi=bf16,lo=w2,interval=1e9"
 POLICIES = ("static:w4", "static:allocation", "uniform", "hotness", QUIET, "lru")
 
 
-def command(*arguments: object) -> tuple[int, dict[str, Any], str]:
-    out = CliRunner().invoke(app, ["plan", *map(str, arguments), "--json"])
-    return out.exit_code, json.loads(out.stdout), out.stderr
+def command(*arguments: object) -> dict[str, Any]:
+    return dict(json.loads(cli("plan", *map(str, arguments), "--json")[1]))
 
 
 def enough(bundle: Path, room: int, **options: Any) -> int:
@@ -114,27 +112,29 @@ def test_what_is_feasible_is_what_loads(bundle: Path, policy: str | None, work: 
 
 def test_the_command_plans_for_generate(bundle: Path) -> None:
     """With a prompt and new tokens at their most by default; by the same options to the byte."""
-    _, facts, _ = command(bundle, "--device-memory", "1000")
+    facts = command(bundle, "--device-memory", "1000")
     assert facts["kv_tokens"] == PROMPT + NEW_TOKENS and facts["prefill_tokens"] == PROMPT
     assert facts["batch"] == 1 and facts["all_logits"] is False
     prompt = "The history of the world. " * 150  # more than goes in at once
     options = LoadOptions(device_memory=1000, kv_tokens=PROMPT + NEW_TOKENS)
-    with pytest.raises(TooSmallError) as refused:
+    with pytest.raises(TooSmallError) as short:
         generate(bundle, prompt, options, max_new_tokens=2)
-    assert refused.value.least == facts["least_bytes"]
+    assert short.value.least == facts["least_bytes"]
     assert generate(bundle, "The history", LoadOptions(device_memory=facts["least_bytes"]), max_new_tokens=2)
     work = ("--kv-tokens", "9", "--prefill-tokens", "32", "--batch", "2", "--all-logits")
-    _, facts, _ = command(bundle, "--device-memory", "1000", *work)
+    facts = command(bundle, "--device-memory", "1000", *work)
     for call in ("generate", "eval"):
         words = ("-p", "The") if call == "generate" else ("-d", "examples/text/evaluation.jsonl", "--length", "32")
-        out = CliRunner().invoke(app, [call, str(bundle), *words, "--device-memory", "1000", *work])
-        assert isinstance(out.exception, TooSmallError) and out.exception.least == facts["least_bytes"], call
+        said = f"the least that would do is {facts['least_bytes']} bytes"
+        refused(cli(call, bundle, *words, "--device-memory", "1000", *work), said)
 
 
 def test_the_command(bundle: Path) -> None:
     budget = enough(bundle, ROOM, kv_tokens=300, batch=2)
-    code, facts, err = command(bundle, "--device-memory", budget, "--kv-tokens", "300", "--batch", "2")
+    asked = ("--device-memory", str(budget), "--kv-tokens", "300", "--batch", "2", "--json")
+    code, out, err = cli("plan", bundle, *asked)
     assert code == 0 and err == ""
+    facts = json.loads(out)
     keys = {"feasible", "budget_bytes", "fixed_bytes", "per_layer", "expected_relative_loss"}
     assert keys <= set(facts) and facts["feasible"] is True and facts["fixed"]["kv"] == 600 * 1024
     assert set(facts["per_layer"][0]) >= {"hi", "lo", "version_hi", "version_lo"} and len(facts["per_layer"]) == 4
@@ -142,23 +142,15 @@ def test_the_command(bundle: Path) -> None:
         (("--batch", "2"), "For 2 sequences of 576 cached tokens, passes of 512 tokens and the last token's logits"),
         (("--all-logits",), "1 sequence of 576 cached tokens, passes of 512 tokens and all logits"),
     ):
-        shown = CliRunner().invoke(app, ["plan", str(bundle), "--device-memory", "40MB", *option])
-        text = " ".join(shown.stdout.split())
-        assert shown.exit_code == 0 and words in text and "least that would do" in text and "tokens/s" in text
+        text = " ".join(ok(cli("plan", bundle, "--device-memory", "40MB", *option)).split())
+        assert words in text and "least that would do" in text and "tokens/s" in text
 
 
-def test_what_does_not_fit(bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    import sys
-
-    from moepack.cli import main
-
-    monkeypatch.setattr(sys, "argv", ["moepack", "plan", str(bundle), "--device-memory", "1MB", "--json"])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    captured = capsys.readouterr()
-    facts = json.loads(captured.out)
-    assert stop.value.code == 2 and facts["feasible"] is False and facts["expected_relative_loss"] is None
-    lines = [line for line in captured.err.splitlines() if line.startswith("moepack: ")]
+def test_what_does_not_fit(bundle: Path) -> None:
+    code, out, err = cli("plan", bundle, "--device-memory", "1MB", "--json")
+    facts = json.loads(out)
+    assert code == 2 and facts["feasible"] is False and facts["expected_relative_loss"] is None
+    lines = [line for line in err.splitlines() if line.startswith("moepack: ")]
     assert len(lines) == 1 and f"the least that would do is {facts['least_bytes']} bytes" in lines[0]
 
 

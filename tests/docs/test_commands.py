@@ -7,8 +7,8 @@ stays out when the line before it says `<!-- not run: why -->`, and must fail wi
 `<!-- fails: TEXT -->`. Pages under docs/extending/ have tests of their own.
 
 To save time, and nothing else: recipes are made quick (rounding for GPTQ, few tokens for losses, few windows in the
-examples' one), kernels are measured at few sizes, one thread computes (beside other tests two wait for each other), and
-documents that begin with `my-bundle` share the one that the README's command builds. The Hub is the suite's stand-in.
+examples' one), kernels are measured at few sizes, and documents that begin with `my-bundle` share the one that the
+README's command builds. The Hub is the suite's stand-in.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from hub_stand_in import point, serve
 from support import ROOT, cli
 
@@ -101,15 +100,6 @@ def clone(where: Path) -> Path:
             (where / "examples" / path.name).symlink_to(path)
     (where / "examples" / "demo.yaml").write_text(QUICK)
     return where
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Of torch; Python's own stay."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

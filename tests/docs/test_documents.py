@@ -64,11 +64,6 @@ def test_the_front_page_is_short_and_shows_what_it_is() -> None:
     assert text.count("https://arxiv.org/abs/") == 4
 
 
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_a_page_is_read_in_a_sitting(page: Path) -> None:
-    assert len(page.read_text().split()) <= 2500
-
-
 def test_tables_and_machines_are_those_of_the_results() -> None:
     for page in tables.common.DOCUMENTS:
         assert page.read_text() == tables.with_tables(page.read_text(), page), (
@@ -105,7 +100,8 @@ def test_options_of_hotness_are_all_explained() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_words(page: Path) -> None:
-    """One spelling, but for titles of papers; nothing of the machine it was written on."""
+    """Read in a sitting; one spelling, but for titles of papers; nothing of the machine it was written on."""
+    assert len(page.read_text().split()) <= 2500
     text = re.sub(r"(`+).+?\1(?!`)|\[[^\]]*\]\(https?:", "", prose(page))
     text = re.sub(r"\]\([^)]*\)|<!--.*?-->", "", text)
     assert not re.search(r"\b[Qq]uantiz(e|ed|es|er|ers|ing|ation)\b", text), "quantise, in prose"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import _BASE, copy_tokenizer
 
 import moepack
 from moepack.families.layouts import adapt
@@ -24,13 +25,8 @@ calibration: {samples: 4, length: 64, batch_size: 2}
 def text_config(**own: object) -> object:
     from transformers import Llama4TextConfig
 
-    given = {
-        "hidden_size": 64, "intermediate_size": 48, "intermediate_size_mlp": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 4096, "num_local_experts": 4,
-        "num_experts_per_tok": 1, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 0,
-        "eos_token_id": 0,
-    }  # fmt: skip
-    return Llama4TextConfig(**{**given, **own})
+    given = {"intermediate_size": 48, "intermediate_size_mlp": 96, "num_local_experts": 4, "num_experts_per_tok": 1}
+    return Llama4TextConfig(**{**_BASE, **given, **own})
 
 
 def random_block(top_k: int = 1) -> object:
@@ -81,8 +77,7 @@ def test_the_whole_model_and_its_tower(demo_model: Path, text: Path, tmp_path: P
             if "experts" in name:
                 parameter.normal_(0, 0.1)
     plain.save_pretrained(tmp_path / "checkpoint")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "checkpoint" / name).write_bytes((demo_model / name).read_bytes())
+    copy_tokenizer(demo_model, tmp_path / "checkpoint")
     report = build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(RECIPE, "test"), [text])
     assert report.methods["w4"]["gptq"] >= 4  # of 8; those with few tokens keep the best of three
     assert moepack.open(tmp_path / "bundle").manifest.model["architecture"] == "Llama4ForConditionalGeneration"

@@ -1,17 +1,23 @@
-"""Run in a process of its own: what it takes at its peak, as one line of JSON.
+"""Run in a process of its own, `peak_memory.py CHECKPOINT TEXT FOLDER`: what it takes at its peak, in FOLDER as JSON.
 
-python peak_memory.py build CHECKPOINT TEXT BUNDLE   peak of a build in the least that it says it needs, and that bound
-python peak_memory.py parts FOLDER                   growth by activations in a file and in memory, by an expert batch
-                                                     and by a slice of a dense matrix, and what was said of these two
+build.json: the peak of a build in the least that it says it needs, and that bound
+parts.json: growth by activations in a file and in memory, by an expert batch and by a slice of a dense matrix, and what
+    was said of these two
+
+Each is measured in a forked child, so that both share the imports.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
 from pathlib import Path
-from typing import Any
 
+from support import forked
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a forked child has none of its parent's threads
 import torch
 
 from moepack.memory import peak_memory, resident_memory
@@ -139,5 +145,11 @@ class Module:
 
 
 if __name__ == "__main__":
-    task: Any = {"build": build, "parts": parts}[sys.argv[1]]
-    print(json.dumps(task(*sys.argv[2:])))
+    given, written, out = sys.argv[1:]
+    for name, work in (
+        ("build", lambda: build(given, written, f"{out}/bundle")),
+        ("parts", lambda: parts(tempfile.mkdtemp(dir=out))),
+    ):
+        child = forked(lambda name=name, work=work: Path(out, f"{name}.json").write_text(json.dumps(work())))
+        if os.waitpid(child, 0)[1]:
+            raise SystemExit(f"{name} failed")

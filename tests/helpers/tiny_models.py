@@ -80,6 +80,11 @@ def save_tiny(
             if parameter.ndim >= 2 and ("bias" in name or "experts" in name):
                 parameter.normal_(0, 0.1)
     model.to(dtype).save_pretrained(path)
-    for name in ("tokenizer.json", "tokenizer_config.json") if tokenizer else ():
-        (path / name).write_bytes((tokenizer / name).read_bytes())
+    if tokenizer:
+        copy_tokenizer(tokenizer, path)
     return path
+
+
+def copy_tokenizer(source: Path, path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (path / name).write_bytes((source / name).read_bytes())

@@ -87,8 +87,9 @@ def test_what_can_only_be_a_path(to: Point, bundle: Path, tmp_path: Path) -> Non
 def test_with_a_hub_that_has_none(to: Point, bundle: Path, tmp_path: Path) -> None:
     server, _, address = serve()
     to(address)
-    for call in commands("no/such", bundle, tmp_path / "out")[:5]:
-        assert "no such repository on the Hub" in said(call)
+    texts = [said(call) for call in commands("no/such", bundle, tmp_path / "out")[:5]]
+    assert all("no such repository on the Hub" in text for text in texts)
+    assert all("no such directory, and" in text for text in texts[:4])
     server.shutdown()
 
 

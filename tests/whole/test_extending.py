@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 from support import ROOT
+from tiny_models import copy_tokenizer
 
 import moepack
 from moepack.families import layouts
@@ -58,8 +59,7 @@ def test_a_family(demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pyt
         for parameter in plain.model.layers[0].mlp.experts.parameters():
             parameter.normal_(0, 0.2)
     plain.save_pretrained(tmp_path / "checkpoint")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "checkpoint" / name).write_bytes((demo_model / name).read_bytes())
+    copy_tokenizer(demo_model, tmp_path / "checkpoint")
     refused = "looped has experts .LoopedExperts. that transformers' experts interface does not run"
     with pytest.raises(InputError, match=refused):
         build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(RECIPE, "test"), [text])

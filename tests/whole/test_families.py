@@ -83,8 +83,7 @@ def test_sharded_checkpoint(demo_model: Path, text: Path, tmp_path: Path) -> Non
 
     model = AutoModelForCausalLM.from_pretrained(demo_model)
     model.save_pretrained(tmp_path / "checkpoint", max_shard_size="700KB")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "checkpoint" / name).write_bytes((demo_model / name).read_bytes())
+    tiny_models.copy_tokenizer(demo_model, tmp_path / "checkpoint")
     assert len(list((tmp_path / "checkpoint").glob("model-*.safetensors"))) > 4
     build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(RECIPE.format("rtn"), "test"), [text])
     assert verify(tmp_path / "bundle", tmp_path / "checkpoint") == []

@@ -16,6 +16,7 @@ from tiny_models import save_tiny
 import moepack
 from moepack.pack import writer
 from moepack.pack.errors import InputError, TargetError
+from moepack.pack.spec import Version
 from moepack.pipeline import build as pipeline
 from moepack.pipeline.add import add
 from moepack.pipeline.executors import local
@@ -32,6 +33,11 @@ def rebuilt(bundle: Path, model: Path, text: Path, out: Path) -> dict[str, bytes
     assert isinstance(recipe, str)
     pipeline.build(model, out, parse_recipe(recipe, "recipe"), [text])
     return tree(out)
+
+
+def groups(versions: Sequence[Version]) -> list[str]:
+    """Versions' names and group sizes."""
+    return [f"{v.name} {v.group_size}" for v in versions]
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +89,7 @@ def test_added_versions_are_those_of_one_build(
         # On top of it another group size: the version is replaced, and only it is made.
         add(mine / "b", mine / "w", ["w4"], {"w4": 32})
         assert set(made) == {"w4"}
-    assert [(v.name, v.group_size) for v in moepack.open(mine / "b").versions] == [
-        ("bf16", 0), ("w4", 32), ("w2", 64), ("w1", 64)
-    ]  # fmt: skip
+    assert groups(moepack.open(mine / "b").versions) == ["bf16 0", "w4 32", "w2 64", "w1 64"]
     assert not moepack.open(mine / "b").verify()
     assert sorted(p.name for p in mine.iterdir()) == ["b", "w"]
     assert tree(mine / "b") == rebuilt(mine / "b", short_model, text, tmp_path / "fresh")
@@ -108,8 +112,7 @@ def test_versions_of_dense_matrices(
         patch.setattr("moepack.calibrate.stream.StreamedModel.load", lambda *_: pytest.fail("experts were read"))
         add(bundle, work, [], {"w8": 32}, dense=["w8"])
     assert not made and set(slices) == {"bf16", "w8"}, "the lossless one is made with every other"
-    found = [(v.name, v.group_size) for v in moepack.open(bundle).dense_versions]
-    assert found == [("bf16", 0), ("w8", 32), ("w4", 64)]
+    assert groups(moepack.open(bundle).dense_versions) == ["bf16 0", "w8 32", "w4 64"]
     slices.clear()
     made.clear()
     # Of both at once; and one that both have changes its group size in both.
@@ -309,9 +312,7 @@ def test_on_the_command_line(short_model: Path, text: Path, tmp_path: Path) -> N
     common, work = ("build", short_model, "-o", tmp_path / "b", "-q"), ("--work", tmp_path / "w")
     ok(cli(*common, *work, "--recipe", tmp_path / "r.yaml", "-c", text, "--keep"))
     said = ok(cli(*common, *work, "--add", "w3,w2", "--group-size", "w2=32"))
-    assert [(v.name, v.group_size) for v in moepack.open(tmp_path / "b").versions] == [
-        ("bf16", 0), ("w4", 64), ("w3", 64), ("w2", 32)
-    ]  # fmt: skip
+    assert groups(moepack.open(tmp_path / "b").versions) == ["bf16 0", "w4 64", "w3 64", "w2 32"]
     assert "w3: 32 experts by rtn" in said
     before, out = tree(tmp_path / "b"), "leave --recipe, --calibration and --keep out"
     for more, word in (

@@ -74,9 +74,7 @@ def test_they_stand_in_their_versions_alone(dense: Path, checkpoint: Path) -> No
     assert {n for n in source if "experts" not in n} <= kept
 
 
-def test_losses_are_those_of_windows_that_were_held_out(
-    dense: Path, checkpoint: Path, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_are_those_of_windows_that_were_held_out(dense: Path, checkpoint: Path, text: Path) -> None:
     """Against outputs: every Linear's inputs of the fourth window, caught in the model itself, through both weights."""
     from transformers import AutoModelForCausalLM
 

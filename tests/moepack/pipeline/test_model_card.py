@@ -85,7 +85,7 @@ def test_the_card_has_the_bundles_numbers(bundle: Path) -> None:
     assert "base_model" not in facts(text) and facts(text)["license"] == "apache-2.0", "as its checkpoint's card says"
 
 
-def test_hostile_words_stay_words(bundle: Path, damaged: Path, edit_manifest: Callable[..., None]) -> None:
+def test_hostile_words_stay_words(damaged: Path, edit_manifest: Callable[..., None]) -> None:
     evil = "x\n---\n# owned ![](http://x) <script> | [a](b)"
 
     def change(m: dict) -> None:
@@ -103,7 +103,7 @@ def test_hostile_words_stay_words(bundle: Path, damaged: Path, edit_manifest: Ca
     assert "<script>" not in body.replace("\\<script\\>", "") and "\n# owned" not in body and "![](" not in body
 
 
-def test_words_and_numbers_that_no_file_holds(bundle: Path, damaged: Path, edit_manifest: Callable[..., None]) -> None:
+def test_words_and_numbers_that_no_file_holds(damaged: Path, edit_manifest: Callable[..., None]) -> None:
     """Half of a surrogate pair, a terminal's control characters, and a product of more digits than Python prints."""
     large = 10**4000
 

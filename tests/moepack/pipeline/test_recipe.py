@@ -53,12 +53,8 @@ def test_defaults_are_the_default_recipe() -> None:
 
 def test_group_sizes_by_version() -> None:
     recipe = parse_recipe("quantize: {group_size: {w4: 128, w1: 32}}\nversions: [w1, bf16, w4, w2]", "x")
-    assert [(v.name, v.group_size) for v in recipe.version_specs()] == [
-        ("bf16", 0),
-        ("w4", 128),
-        ("w2", 64),
-        ("w1", 32),
-    ]
+    found = [f"{v.name} {v.group_size}" for v in recipe.version_specs()]
+    assert found == ["bf16 0", "w4 128", "w2 64", "w1 32"]
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_a_plain_model_multiplies_where_bf16_is_emulated(
     assert scores[0] == pytest.approx(scores[1], rel=1e-3) and max(taken) >= products.FEWEST
 
 
-def test_what_cannot_be_compared_is_refused(bundle: Path, demo_model: Path, evaluation: Path) -> None:
+def test_what_cannot_be_compared_is_refused(demo_model: Path, evaluation: Path) -> None:
     with pytest.raises(InputError, match="not a bundle: a divergence"):
         evaluate(demo_model, [str(evaluation)], length=64, samples=4, kl=True)
 

@@ -50,9 +50,14 @@ def page_of(bundle: Path, out: Path) -> tuple[str, Page]:
     return text, Page(text)
 
 
-def test_it_says_what_inspect_says(bundle: Path, tmp_path: Path) -> None:
-    facts = inspect(bundle)
-    text, page = page_of(bundle, tmp_path / "new" / "report.html")
+@pytest.fixture(scope="module")
+def shown(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Page]:
+    """The text and the elements of the bundle's page, in a folder that was not there."""
+    return page_of(bundle, tmp_path_factory.mktemp("page") / "new" / "report.html")
+
+
+def test_it_says_what_inspect_says(bundle: Path, shown: tuple[str, Page], tmp_path: Path) -> None:
+    facts, (text, page) = inspect(bundle), shown
     for name, v in facts["versions"].items():
         loss = shown_loss(facts["loss"][name], facts["loss_error"][name])
         assert name in page.words and f"{v['bytes']:,}" in page.words and loss in page.words
@@ -69,8 +74,8 @@ def test_it_says_what_inspect_says(bundle: Path, tmp_path: Path) -> None:
         write_page(bundle, facts, tmp_path / "report.pdf")
 
 
-def test_it_needs_nothing_from_outside(bundle: Path, tmp_path: Path) -> None:
-    _, page = page_of(bundle, tmp_path / "report.html")
+def test_it_needs_nothing_from_outside(shown: tuple[str, Page]) -> None:
+    _, page = shown
     assert {tag for tag, _ in page.tags}.isdisjoint({"script", "link", "iframe", "a", "object"})
     for _, attrs in page.tags:
         for value in (attrs.get("href"), attrs.get("src")):
@@ -86,7 +91,9 @@ def test_without_matplotlib_it_has_its_tables(bundle: Path, tmp_path: Path, monk
     assert "img" not in {tag for tag, _ in page.tags}
 
 
-def test_hostile_words_stay_words(damaged: Path, edit_manifest: Edit, tmp_path: Path) -> None:
+def test_hostile_words_stay_words(
+    damaged: Path, edit_manifest: Edit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     evil = "</title><script>alert(1)</script><img src=x onerror='a'>\"&\ud800"
 
     def change(m: dict) -> None:  # the format keeps such words out of all else
@@ -101,6 +108,7 @@ def test_hostile_words_stay_words(damaged: Path, edit_manifest: Edit, tmp_path: 
     text, page = page_of(damaged, tmp_path / "report.html")
     assert "<script" not in text and "src=x" not in text.replace("&lt;img src=x", "") and "onerror='" not in text
     assert sum("alert(1)" in word for word in page.words) >= 6 and "12,345" in page.words
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # pictures tell nothing of the provenance
     for odd in ("text", [], 3, {"sources": "x"}):
         edit_manifest(damaged, lambda m, odd=odd: m.update(provenance=dict.fromkeys(
             ("checkpoint", "calibration", "phases", "recipe", "tools", "shrunk"), odd)))  # fmt: skip

@@ -86,7 +86,10 @@ class Handler(BaseHTTPRequestHandler):
                 self.rfile.readline()
             self.rfile.readline()
             return out
-        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        size = int(self.headers.get("Content-Length") or 0)
+        if len(body := self.rfile.read(size)) < size:
+            raise ConnectionError("the client was killed")
+        return body
 
     def _send(
         self, value: Any, status: int = 200, headers: dict[str, str] | None = None, sent: int | None = None

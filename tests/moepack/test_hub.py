@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import json
 import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_stand_in import Hub, serve
-from support import HELPERS, ok, refused, tree
+from hub_stand_in import Hub, point, serve
+from support import cli, forked, ok, refused, spy, tree
 
 import moepack
+from moepack.hub import pull, upload
+from moepack.pack.errors import MoepackError
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.shrink import shrink
@@ -32,69 +34,65 @@ Edit = Callable[[Path, Callable[[dict], None]], None]
 
 @dataclass
 class Client:
-    """Runs moepack, pointed at the stand-in. Every command is a child of one process that has imported everything."""
+    """Runs moepack, pointed at the stand-in."""
 
     hub: Hub
-    home: Path
-    server: subprocess.Popen[str]
-
-    def __call__(self, *arguments: str | Path) -> tuple[int, str, str]:
-        return self._run({"arguments": [str(a) for a in arguments]})
+    cache: Path
 
     def push(self, bundle: Path, *more: str) -> tuple[int, str, str]:
-        return self("push", bundle, "someone/mini", "-q", *more)
+        return cli("push", bundle, "someone/mini", "-q", *more)
 
     def pull(self, to: Path, *more: str) -> tuple[int, str, str]:
-        return self("pull", "someone/mini", "-o", to, "-q", *more)
-
-    def python(self, code: str) -> tuple[int, str, str]:
-        return self._run({"code": code})
+        return cli("pull", "someone/mini", "-o", to, "-q", *more)
 
     def killed_at(self, request: int, *arguments: str | Path) -> bool:
-        """Run a command that is killed when it sends its n-th request; False where it ended before."""
+        """Run a command in a process that is killed when it sends its n-th request; False where it ended before."""
 
         def kill(method: str, path: str) -> bool:
             if len(self.hub.requests) >= request:
-                os.kill(int((self.home / "pid").read_text()), signal.SIGKILL)
+                os.kill(child, signal.SIGKILL)
                 return True
             return False
 
         self.hub.requests.clear()
+        child = forked(lambda: ok(cli(*arguments)))
         self.hub.cut = kill
         try:
-            return self(*arguments)[0] == -signal.SIGKILL
+            return killed(child)
         finally:
             self.hub.cut = None
-
-    def _run(self, task: dict[str, object]) -> tuple[int, str, str]:
-        assert self.server.stdin is not None and self.server.stdout is not None
-        files = {name: self.home / name for name in ("stdout", "stderr")}
-        print(json.dumps(task | {k: str(v) for k, v in files.items()}), file=self.server.stdin, flush=True)
-        code = int(self.server.stdout.readline())
-        return code, files["stdout"].read_text(), files["stderr"].read_text()
 
     def reset(self) -> Client:
         """With an empty Hub and nothing downloaded."""
         self.hub.clear()
-        shutil.rmtree(self.home / "hf", ignore_errors=True)
+        shutil.rmtree(self.cache, ignore_errors=True)
         return self
+
+
+def killed(child: int) -> bool:
+    """Wait for a process to end; whether it was killed."""
+    status = os.waitpid(child, 0)[1]
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
 
 
 @pytest.fixture(scope="module")
 def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """One process of commands; the Hub library reads its address on import."""
-    home = tmp_path_factory.mktemp("client")
+    """The Hub library speaks to a stand-in. The picture of the same losses is drawn once."""
     server, hub, address = serve()
-    environment = {
-        **os.environ, "HF_ENDPOINT": address, "HF_HOME": str(home / "hf"), "HF_TOKEN": "hf_test",
-        "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
-    }  # fmt: skip
-    environment.pop("HF_HUB_OFFLINE", None)
-    command, pipe = [sys.executable, str(HELPERS / "command_server.py")], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=environment) as p:
-        yield Client(hub, home, p)
-        assert p.stdin is not None
-        p.stdin.close()
+    cache, draw, drawn = tmp_path_factory.mktemp("hub"), upload.plot, dict[str, bytes]()
+
+    def plot(path: str | Path, out: Path) -> None:
+        files = [Path(path, name).read_bytes() for name in ("manifest.json", "calibration.safetensors")]
+        of = repr((files, sorted(p.name for p in Path(path, "experts").iterdir())))
+        if of not in drawn:
+            draw(path, out)
+            drawn[of] = out.read_bytes()
+        out.write_bytes(drawn[of])
+
+    with pytest.MonkeyPatch.context() as patch:
+        point(patch, address, cache)
+        patch.setattr(upload, "plot", plot)
+        yield Client(hub, cache)
     server.shutdown()
 
 
@@ -162,21 +160,22 @@ def test_pull_versions_of_dense_matrices(client: Client, demo_model: Path, text:
 @pytest.mark.usefixtures("pushed")
 def test_load_by_hub_id(client: Client, tmp_path: Path) -> None:
     """transformers fetches config and dense tensors; the plug-in what the policy needs, at the same commit."""
-    begin = "import moepack\nfrom transformers import AutoModelForCausalLM\n"
+    from transformers import AutoModelForCausalLM
+
     table = tmp_path / "map.json"
     table.write_text(json.dumps({"versions": [["w4"] * 16] * 3 + [["w3"] * 16]}))
     asked: dict[str, set[str]] = {}
-    for call in (
-        "moepack.load('someone/mini', policy='static:w2')",
-        "AutoModelForCausalLM.from_pretrained('someone/mini', policy='static:w1')",
-        f"moepack.load('someone/mini', policy='static:{table}')",
-        "moepack.load('someone/mini', policy='hotness:hi=w4,lo=w2', device_memory='30MB')",
-        "AutoModelForCausalLM.from_pretrained('someone/mini')",
+    for load, options in (
+        (moepack.load, {"policy": "static:w2"}),
+        (AutoModelForCausalLM.from_pretrained, {"policy": "static:w1"}),
+        (moepack.load, {"policy": f"static:{table}"}),
+        (moepack.load, {"policy": "hotness:hi=w4,lo=w2", "device_memory": "30MB"}),
+        (AutoModelForCausalLM.from_pretrained, {}),
     ):
         client.hub.requests.clear()
-        out = ok(client.python(f"{begin}model = {call}\nprint(model.moepack.policy)\nmodel.moepack.close()"))
-        got = {p.split("/")[-2] for m, p in client.hub.requests if m == "GET" and "/experts/" in p}
-        asked[out.strip()] = got
+        with load("someone/mini", **options).moepack as serving:
+            got = {p.split("/")[-2] for m, p in client.hub.requests if m == "GET" and "/experts/" in p}
+            asked[str(serving.policy)] = got
     assert asked == {
         "static:w2": {"w2"}, "static:w1": {"w1"}, f"static:{table}": {"w4", "w3"},
         "hotness:hi=w4,lo=w2": set(), "static": {"bf16"},
@@ -187,7 +186,7 @@ def test_build_from_a_hub_id(client: Client, demo_model: Path, text: Path, tmp_p
     client.hub.files["someone/model"] = {p.name: p.read_bytes() for p in demo_model.iterdir()}
     recipe = tmp_path / "r.yaml"
     recipe.write_text("quantize: {method: rtn}\ncalibration: {samples: 4, length: 64}\nversions: [bf16, w2]\n")
-    ok(client("build", "someone/model", "-o", tmp_path / "b", "-r", recipe, "-c", text, "-q"))
+    ok(cli("build", "someone/model", "-o", tmp_path / "b", "-r", recipe, "-c", text, "-q"))
     assert verify(tmp_path / "b", demo_model) == []
 
 
@@ -202,30 +201,30 @@ def test_eval_and_generate_by_hub_id(client: Client, bundle: Path, demo_model: P
     ):
         scores = []
         for source in (name, path):
-            scores.append(json.loads(ok(client("eval", source, *options, *policy))))
+            scores.append(json.loads(ok(cli("eval", source, *options, *policy))))
         assert scores[0]["perplexity"] == scores[1]["perplexity"]
         assert scores[0]["policy"] == scores[1]["policy"] == (policy[1] if policy else None)
     words = ("--prompt", "The river", "--max-new-tokens", "3")
-    texts = [ok(client("generate", source, *words)) for source in ("someone/mini", bundle)]
+    texts = [ok(cli("generate", source, *words)) for source in ("someone/mini", bundle)]
     assert texts[0] == texts[1] and texts[0].startswith("The river")
 
 
 def test_errors_are_one_line(client: Client, bundle: Path, damaged: Path, text: Path, tmp_path: Path) -> None:
     """Names that stand for nothing are those of test_names.py."""
     client.hub.files["someone/other"] = {"README.md": b"hello"}
-    refused(client("eval", "someone/other", "-d", text, "-q"), "has no config.json")
-    refused(client("pull", "someone/other", "-o", tmp_path / "a", "-q"), "not a moepack bundle")
-    refused(client("pull", "someone/other", "-o", tmp_path / "a", "--versions", "w9", "-q"), "version 'w9' is unknown")
+    refused(cli("eval", "someone/other", "-d", text, "-q"), "has no config.json")
+    refused(cli("pull", "someone/other", "-o", tmp_path / "a", "-q"), "not a moepack bundle")
+    refused(cli("pull", "someone/other", "-o", tmp_path / "a", "--versions", "w9", "-q"), "version 'w9' is unknown")
     ok(client.push(bundle))
     assert not (tmp_path / "a").exists()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("mine")
     refused(client.pull(tmp_path / "full"), "not empty")
     (damaged / "tokenizer_config.json").write_text("edited")
-    refused(client("push", damaged, "someone/damaged", "-q"), "tokenizer_config.json")
+    refused(cli("push", damaged, "someone/damaged", "-q"), "tokenizer_config.json")
     assert "someone/damaged" not in client.hub.files
     client.hub.fail_commits = True
-    refused(client("push", bundle, "someone/new", "-q"), "someone/new")
+    refused(cli("push", bundle, "someone/new", "-q"), "someone/new")
     client.hub.fail_commits = False
     name = "experts/w2/layer-001.safetensors"
     data = bytearray(client.hub.files["someone/mini"][name])
@@ -279,14 +278,20 @@ def test_a_pull_that_is_killed_goes_on(client: Client, tmp_path: Path) -> None:
         assert not (target / "manifest.json").exists()
     assert kills >= 2
     for move in (1, 5):
-        code, _, err = client.python(
-            "import os, signal, pathlib\nfrom moepack.hub import pull\ncount = 0\n"
-            "def planted(name):\n real = getattr(pathlib.Path, name)\n def move(*a):\n  global count\n  count += 1\n"
-            f"  if count == {move}: os.kill(os.getpid(), signal.SIGKILL)\n  return real(*a)\n return move\n"
-            "pathlib.Path.rename, pathlib.Path.replace = planted('rename'), planted('replace')\n"
-            f"pull('someone/mini', {str(target)!r})"
-        )
-        assert code == -9, err
+
+        def moved(move: int = move) -> None:
+            moves = itertools.count(1)
+
+            def look(*_: object) -> None:
+                if next(moves) == move:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            patch = pytest.MonkeyPatch()
+            for name in ("rename", "replace"):
+                spy(patch, Path, name, look)
+            pull("someone/mini", target)
+
+        assert killed(forked(moved))
         assert not (target / "manifest.json").exists()
     client.hub.requests.clear()
     ok(client.pull(target))
@@ -297,15 +302,15 @@ def test_a_pull_that_is_killed_goes_on(client: Client, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("pushed")
-def test_a_file_that_was_cut_off_is_resumed(client: Client, bundle: Path, tmp_path: Path) -> None:
+def test_a_file_that_was_cut_off_is_resumed(
+    client: Client, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = "model.safetensors"
     client.hub.cut_after[name] = 300_000
-    pulling = (
-        "import huggingface_hub.constants as c\nfrom moepack.hub import pull\nc.DOWNLOAD_CHUNK_SIZE = 65536\n"
-        f"pull('someone/mini', {str(tmp_path / 'got')!r}, ['w1'])"
-    )
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 65536)
     for _ in range(2):  # the library may have tried again by itself
-        client.python(pulling)
+        with contextlib.suppress(MoepackError):
+            pull("someone/mini", tmp_path / "got", ["w1"])
     assert client.hub.ranges and max(client.hub.ranges) <= 300_000 and verify(tmp_path / "got") == []
     assert (tmp_path / "got" / name).read_bytes() == (bundle / name).read_bytes()
 

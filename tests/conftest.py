@@ -64,8 +64,8 @@ SLOW = (
     "runtime/paging/test_paging", "runtime/policies/test_every_policy", "runtime/residency/test_under",
     "runtime/residency/test_residency.py::test_planted", "runtime/residency/test_residency.py::test_invariants",
     "runtime/residency/test_on_gpu",
-    "runtime/downstream", "runtime/test_compile", "runtime/test_downstream", "runtime/test_generation",
-    "runtime/test_load", "runtime/test_passes", "whole/test_encodings", "whole/test_examples", "whole/test_families",
+    "runtime/downstream", "runtime/test_compile", "runtime/test_downstream", "runtime/test_load", "runtime/test_passes",
+    "whole/test_encodings", "whole/test_examples", "whole/test_families",
     "whole/test_every_family", "whole/test_extending", "families/test_mtp", "families/test_llama4.py::test_the_whole",
     "whole/test_quality", "whole/test_combinations",
 )  # fmt: skip

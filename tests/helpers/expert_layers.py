@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,6 +50,11 @@ class Layer:
 
 
 def make_layer(m: Matrix, versions: list[Version], of_expert: list[int], seed: int = 0) -> Layer:
+    return _make_layer(m, tuple(versions), tuple(of_expert), seed)
+
+
+@lru_cache(16)  # a test's shapes are made once for all instruction sets, which it takes in turn
+def _make_layer(m: Matrix, versions: tuple[Version, ...], of_expert: tuple[int, ...], seed: int) -> Layer:
     extents, weights, biases, table = [], [], [], []
     for e, number in enumerate(of_expert):
         version = versions[number]
@@ -83,6 +90,21 @@ def expected(layer: Layer, x: torch.Tensor, index: torch.Tensor) -> np.ndarray:
             out[s] = layer.weights[e] @ values[s // share]
             if layer.biases[e] is not None:
                 out[s] += layer.biases[e]
+    return out
+
+
+def product(
+    layer: Layer,
+    x: torch.Tensor,
+    index: torch.Tensor,
+    limits: np.ndarray | None = None,
+    dtype: torch.dtype = torch.float32,
+    fill: float = torch.nan,
+    **more: Any,
+) -> torch.Tensor:
+    """[slots, rows] by the compiled kernel; `fill` stands where it writes nothing."""
+    out = torch.full((index.numel(), len(layer.weights[0])), fill, dtype=dtype)
+    native.product(layer.forms, 0, layer.table, x, index, out, limits, **more)
     return out
 
 

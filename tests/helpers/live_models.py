@@ -4,33 +4,46 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import moepack
-from moepack.pack.errors import InputError
+from moepack.pack.reader import open_bundle
+from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.plan import Plan
 
 FAST = "hotness:hi=bf16,lo=w2,between=no,prior=none,interval=0.02,rate=0,margin=0,slack=0"
+_loaded: list[weakref.ref[Any]] = []
 ROOM = 1_900_000  # for three quarters of the experts at bf16, beside all at w2
 
 
 def least(bundle: Path, policy: str = FAST, **options: Any) -> int:
     """The smallest budget that would do."""
-    with pytest.raises(InputError, match=r"the least that would do is \d+ bytes") as refused:
+    with pytest.raises(TooSmallError) as refused:
         load(bundle, policy, 1000, **options)
-    return int(str(refused.value).split("do is ")[1].split()[0])
+    return refused.value.least
 
 
-def load(bundle: Path, policy: str = FAST, budget: int | None = None, **options: Any) -> Any:
-    """A model; without a budget given, one with `ROOM`."""
+def load(bundle: Path, policy: str = FAST, budget: int | None = None, room: int = ROOM, **options: Any) -> Any:
+    """A model; without a budget given, in the smallest and so much room."""
     if budget is None:
-        budget = least(bundle, policy, **options) + ROOM
-    return moepack.load(bundle, policy=policy, device_memory=budget, **options)
+        budget = least(bundle, policy, **options) + room
+    made = moepack.load(bundle, policy=policy, device_memory=budget, **options)
+    _loaded.append(weakref.ref(made.moepack))
+    return made
+
+
+def close_all() -> None:
+    """Close every model that `load` made."""
+    while _loaded:
+        if (serving := _loaded.pop()()) is not None:
+            serving.close()
 
 
 def run(model: Any, seed: int) -> torch.Tensor:
@@ -44,13 +57,42 @@ def ids(seed: int, size: int = 64, batch: int = 1) -> torch.Tensor:
 
 
 def wait_for(what: Callable[[], bool], model: Any = None, seconds: float = 20.0) -> None:
-    """Serve until something has come about."""
+    """Serve, by a model or a function, until something has come about."""
     end = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < end, "it did not come about"
-        if model is not None:
+        if isinstance(model, torch.nn.Module):
             run(model, int(1000 * time.monotonic()))
+        elif model is not None:
+            model()
         time.sleep(0.005)
+
+
+def check_exact(model: Any, bundle: Path) -> int:
+    """Every active version is what the bundle holds, bit by bit; returns how many are lossless."""
+    opened, lossless = open_bundle(bundle), 0
+    for position, layer in enumerate(model.moepack.layers):
+        for e, handle in enumerate(layer.current.handles):
+            extent = opened.extent(handle.version.name, position, e)
+            if handle.version.plain:
+                lossless += 1
+                for m, want in enumerate(handle.version.decode(layer.of.layer.matrices, extent)):
+                    got = layer.current.weight(e, m, torch.bfloat16).view(torch.uint16)
+                    assert torch.equal(got, torch.from_numpy(want.weight))
+            else:
+                assert torch.equal(handle.extent, torch.from_numpy(extent.copy()))
+    return lossless
+
+
+def plain_twin(model: Any, checkpoint: Path) -> Any:
+    """transformers' own model, in float32, with the very weights that a model serves."""
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    for layer, experts in zip(model.moepack.bundle.layers, model.moepack.layers, strict=True):
+        module = plain.get_submodule(layer.module)
+        for e in range(layer.experts):
+            module.gate_up_proj.data[e] = experts.current.weight(e, 0, torch.float32)
+            module.down_proj.data[e] = experts.current.weight(e, 1, torch.float32)
+    return plain
 
 
 def ours() -> set[threading.Thread]:

@@ -265,6 +265,23 @@ class Simulation:
                     resident.block.check()
 
 
+class WaitingSimulation(Simulation):
+    """Waiting for a copy ends those before it and then it, as a stream does: the oldest first."""
+
+    def fetch(self, key: Key, version: int, target: Tensor) -> SimEvent:
+        event = super().fetch(key, version, target)
+
+        def wait() -> None:
+            while not event.ended:
+                self.finish(0, failed=self.fails(self.jobs[0][1]))
+
+        event.wait = wait  # type: ignore[method-assign]
+        return event
+
+    def fails(self, key: Key) -> bool:
+        return False
+
+
 def _overlap(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() < b.data_ptr() + len(b) and b.data_ptr() < a.data_ptr() + len(a)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ import numpy as np
 import pytest
 
 from moepack.pack.codec.affine import AffineMatrix
-from moepack.pack.spec import Matrix, Version
+from moepack.pack.reader import open_bundle
+from moepack.pack.spec import Matrix, Version, expert_file
 from moepack.progress import Reporter
 
 HELPERS = Path(__file__).resolve().parent
 ROOT = HELPERS.parent.parent
+# Options of a load in a budget with room for every expert of the demo model's bundle at bf16.
+HOT = {"policy": "hotness:hi=bf16,lo=w2", "device_memory": "30MB"}
 # A recipe by which the short model is built in a second.
 RTN = "quantize: {method: rtn, group_size: 64, loss_tokens: 64}\ncalibration: {samples: 4, length: 64, batch_size: 2}\n"
 # A task of lm-evaluation-harness, of our own: the data of others are not to be had here.
@@ -152,6 +156,43 @@ def at_once(work: Callable[[int], object], count: int, seconds: float = 120) -> 
     for thread in threads:
         thread.join(seconds)
     assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+
+
+def open_files() -> set[tuple[str, str]]:
+    """Descriptors of this process; what other tests left may go at any time."""
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the descriptor of this listing
+            found.add((entry.name, str(entry.readlink())))
+    return found
+
+
+def smaps(first: int, last: int, what: str = "Rss") -> tuple[int, int]:
+    """Bytes, by the system's account, of the mappings that overlap a range, and how many mappings they are."""
+    total = mappings = inside = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            begin, end = (int(x, 16) for x in found.groups())
+            inside = begin < last and first < end
+            mappings += inside
+        elif inside and line.startswith(f"{what}:"):
+            total += int(line.split()[1]) * 1024
+    return total, mappings
+
+
+def flip(file: Path, *offsets: int) -> None:
+    """Change a bit of the bytes at these offsets."""
+    data = bytearray(file.read_bytes())
+    for at in offsets:
+        data[at] ^= 1
+    file.write_bytes(data)
+
+
+def damage(bundle: Path, version: str, position: int, experts: Iterable[int], at: int = 100) -> None:
+    """Change a bit of some experts of a layer, so many bytes after they begin; a second call undoes it."""
+    opened = open_bundle(bundle)
+    stored = opened.layer_file(version, position)
+    flip(bundle / expert_file(version, opened.layers[position].index), *(stored.offset(e) + at for e in experts))
 
 
 def ids(tokens: int = 24, seed: int = 0, batch: int = 1) -> Any:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from moepack.pack.spec import ExpertLayer, Matrix
+
 _BASE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -61,6 +63,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoe": {"num_local_experts": 4},
     "glm4_moe": _GROUPED,
 }
+
+
+def random_model(family: str, dtype: torch.dtype, attention: str | None = None, **extra: Any) -> tuple[Any, list[Any]]:
+    """A random model of `family` in memory, and its layers of experts."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[family](**{**_BASE, **FAMILIES.get(family, {}), **extra})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
+    layers = []
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            inner = module.down_proj.shape[1 if family == "gpt_oss" else 2]
+            matrices = (Matrix("gate_up", 2 * inner, 64), Matrix("down", 64, inner))
+            layers.append(ExpertLayer(len(layers), name, module.num_experts, matrices))
+    return model, layers
+
+
+def build_tiny(family: str, folder: Path, recipe: str, demo_model: Path, text: Path, **extra: Any) -> Path:
+    """A bundle of a random model, with the demo model's tokenizer."""
+    from moepack.pipeline.build import build
+    from moepack.pipeline.recipe import parse_recipe
+
+    save_tiny(family, folder / "checkpoint", demo_model, **extra)
+    build(folder / "checkpoint", folder / "bundle", parse_recipe(recipe, "test"), [text])
+    return folder / "bundle"
 
 
 def save_tiny(

@@ -6,13 +6,13 @@ import gc
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from live_models import load
 from support import ids
 
 import moepack
@@ -26,12 +26,10 @@ POLICIES = ((FAST, 30_000_000), ("lru:hi=bf16,lo=w2", 30_000_000),
 
 
 @pytest.fixture(params=POLICIES, ids=lambda policy: policy[0].partition(":")[0])
-def model(bundle: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+def model(bundle: Path, request: pytest.FixtureRequest) -> Any:
     policy, memory = request.param
-    made = moepack.load(bundle, policy=policy, device_memory=memory, prefill_tokens=64, dtype=torch.float32)
     torch.compiler.reset()
-    yield made
-    made.moepack.close()
+    return load(bundle, policy, memory, prefill_tokens=64, dtype=torch.float32)
 
 
 def test_a_whole_graph_and_the_same_logits(model: Any) -> None:
@@ -78,7 +76,7 @@ def test_the_operator_is_the_forward_to_the_bit(model: Any) -> None:
 
 
 def test_an_interrupted_pass_leaves_no_step(bundle: Path) -> None:
-    model = moepack.load(bundle, policy=FAST, device_memory=30_000_000, prefill_tokens=64)
+    model = load(bundle, FAST, 30_000_000, prefill_tokens=64)
     steps = model.moepack.manager.residency.steps
     x = torch.zeros(4, 128, dtype=torch.bfloat16)
     index, gates = torch.zeros(4, 2, dtype=torch.long), torch.ones(4, 2)
@@ -114,7 +112,7 @@ def test_an_interrupted_pass_leaves_no_step(bundle: Path) -> None:
 def test_after_an_interrupted_pass_the_thread_is_as_before(bundle: Path) -> None:
     """Between two of its operators nothing of it can be told; the next pass, compiled or not, is a step and counted."""
     torch.compiler.reset()
-    model = moepack.load(bundle, policy=FAST, device_memory=30_000_000, prefill_tokens=64)
+    model = load(bundle, FAST, 30_000_000, prefill_tokens=64)
     residency, third = model.moepack.manager.residency, model.moepack.layers[2]
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
@@ -134,12 +132,11 @@ def test_after_an_interrupted_pass_the_thread_is_as_before(bundle: Path) -> None
         assert residency.steps.begun == before + 1 and not residency.steps.open
         assert model.moepack.caches.used > 0, "and its cache is counted"
         del out
-    model.moepack.close()
 
 
 def test_what_is_refused(bundle: Path) -> None:
     torch.compiler.reset()
-    model = moepack.load(bundle, policy=FAST, device_memory=30_000_000, prefill_tokens=64)
+    model = load(bundle, FAST, 30_000_000, prefill_tokens=64)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad(), pytest.raises(Exception, match="a compiled pass in a budget keeps no cache: pass use_cache"):
         compiled(ids())
@@ -150,16 +147,14 @@ def test_what_is_refused(bundle: Path) -> None:
         torch.compiler.reset()
         with torch.no_grad(), pytest.raises(Exception, match=f"returns logits alone: {line}"):
             compiled(ids(), use_cache=False, **given)
-    model.moepack.close()
     torch.compiler.reset()
-    model = moepack.load(bundle, policy=FAST, device_memory=30_000_000, prefill_tokens=64, all_logits=False)
+    model = load(bundle, FAST, 30_000_000, prefill_tokens=64, all_logits=False)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         with pytest.raises(Exception, match="returns what it was loaded for: pass logits_to_keep=1"):
             compiled(ids(), use_cache=False)
         torch.compiler.reset()
         assert compiled(ids(), use_cache=False, logits_to_keep=1).logits.shape[1] == 1
-    model.moepack.close()
     model = moepack.load(bundle, policy="static:w4", dtype=torch.float32)
     torch.compiler.reset()
     model.model.embed_tokens.weight.requires_grad_(True)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import ROOT, random_matrix
+from live_models import plain_twin
+from support import damage, flip, random_matrix
 
 import moepack
 from moepack.generation import generate
@@ -18,7 +19,7 @@ from moepack.pack.reader import open_bundle
 from moepack.pack.spec import Matrix, Version
 from moepack.reports.evaluate import evaluate
 from moepack.runtime.attach import load_map
-from moepack.runtime.kernels.reference import dequantise, unpack
+from moepack.runtime.kernels.reference import dequantise
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.policies.registry import parse_policy
 from moepack.runtime.policies.static import static_map
@@ -32,19 +33,13 @@ def test_served_weights_are_packs_weights(bundle: Path, version: str, dtype: tor
     layer = load_map(opened, ((version,) * 16,) * 4, [torch.device("cpu")] * 4)[1]
     described = opened.manifest.version(version)
     for expert in (0, 15):
-        if version == "bf16":
-            want = [
-                m.weight for m in Version.of("bf16").decode(opened.layers[1].matrices, opened.extent("bf16", 1, expert))
-            ]
-            for m in range(2):
-                assert torch.equal(
-                    layer.current.weight(expert, m, torch.bfloat16).view(torch.uint16), torch.from_numpy(want[m])
-                )
-        else:
-            decoded = described.decode(opened.layers[1].matrices, opened.extent(version, 1, expert))
-            for m in range(2):
-                exact = torch.from_numpy(decoded[m].dequantise(described))
-                assert torch.equal(layer.current.weight(expert, m, dtype), exact.to(dtype))
+        decoded = described.decode(opened.layers[1].matrices, opened.extent(version, 1, expert))
+        for m, matrix in enumerate(decoded):
+            if described.plain:
+                exact = torch.from_numpy(matrix.weight).view(torch.bfloat16)
+            else:
+                exact = torch.from_numpy(matrix.dequantise(described))
+            assert torch.equal(layer.current.weight(expert, m, dtype), exact.to(dtype))
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
@@ -60,32 +55,15 @@ def test_reference_kernel_at_odd_shapes(bits: int, group_size: int) -> None:
         assert torch.equal(got, torch.from_numpy(values[i].dequantise(version)))
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
-def test_unpack(bits: int) -> None:
-    plane = torch.randint(0, 256, (3, 5), dtype=torch.uint8)
-    codes = unpack(plane, bits, 17 if bits < 4 else 5)
-    for r in range(3):
-        string = int.from_bytes(bytes(plane[r].tolist()), "little")
-        assert codes[r].tolist() == [string >> c * bits & (1 << bits) - 1 for c in range(codes.shape[1])]
-
-
-def test_mixed_versions_in_one_layer(bundle: Path, tmp_path: Path) -> None:
+def test_mixed_versions_in_one_layer(bundle: Path, demo_model: Path, tmp_path: Path) -> None:
     """Every expert runs in its own version: the output is that of a plain model with those weights."""
-    opened = open_bundle(bundle)
     names = ["bf16", "w4", "w3", "w2", "w1"]
     table = [[names[(e + k) % 5] for e in range(16)] for k in range(4)]
     path = tmp_path / "map.json"
     path.write_text(json.dumps({"versions": table}))
     ours = moepack.load(bundle, dtype=torch.float32, policy=f"static:{path}")
-    from transformers import AutoModelForCausalLM
-
-    plain = AutoModelForCausalLM.from_pretrained(ROOT / "examples" / "mini-qwen3-moe", dtype=torch.float32)
-    for position, layer in enumerate(opened.layers):
-        module, handles = plain.get_submodule(layer.module), ours.get_submodule(layer.module)._moepack
-        for e in range(16):
-            assert handles.current.handles[e].version.name == table[position][e]
-            module.gate_up_proj.data[e] = handles.current.weight(e, 0, torch.float32)
-            module.down_proj.data[e] = handles.current.weight(e, 1, torch.float32)
+    assert [list(row) for row in ours.moepack.versions] == table
+    plain = plain_twin(ours, demo_model)
     ids = torch.randint(1, 4000, (2, 50), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         want, got = plain(ids).logits, ours(ids).logits
@@ -165,20 +143,14 @@ def test_the_best_version_that_is_here_is_the_default(damaged: Path) -> None:
 
 @pytest.mark.parametrize("version", ["bf16", "w2"])
 def test_damaged_extents_are_never_served(damaged: Path, version: str) -> None:
-    at = open_bundle(damaged).layer_file(version, 1).offset(7) + 70
-    file = damaged / "experts" / version / "layer-001.safetensors"
-    data = bytearray(file.read_bytes())
-    data[at] ^= 1
-    file.write_bytes(data)
+    damage(damaged, version, 1, [7])
     with pytest.raises(BundleError, match=f"layer 1, expert 7, version {version}"):
         moepack.load(damaged, policy=f"static:{version}")
     moepack.load(damaged, policy="static:w4")
 
 
 def test_damaged_dense_tensors_are_never_served(damaged: Path) -> None:
-    data = bytearray((damaged / "model.safetensors").read_bytes())
-    data[-1] ^= 1
-    (damaged / "model.safetensors").write_bytes(data)
+    flip(damaged / "model.safetensors", -1)
     with pytest.raises(BundleError, match=r"model\.safetensors"):
         moepack.load(damaged)
 

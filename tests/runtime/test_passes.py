@@ -7,31 +7,26 @@ import inspect
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from live_models import FAST, load, wait_for
 from support import at_once, ids
 from transformers import StaticCache
 
 import moepack
 from moepack.pack.errors import InputError
-from moepack.reports.plan import plan
 from moepack.runtime.planning.kv_cache import cache_bytes
-from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.skeleton import LiveBytes
-
-FAST = "hotness:hi=bf16,lo=w2,between=no,prior=none,interval=0.02,rate=0,margin=0,slack=0"
 
 
 @pytest.fixture
 def model(bundle: Path) -> Any:
-    least = plan(bundle, LoadOptions(device_memory=0, policy=FAST, prefill_tokens=64)).least_bytes
-    made = moepack.load(bundle, policy=FAST, device_memory=least + 3_000_000, prefill_tokens=64)
-    yield made
-    made.moepack.close()
+    return load(bundle, room=3_000_000, prefill_tokens=64)
 
 
 def busy(model: Any, threads: int, seconds: float) -> int:
@@ -87,25 +82,26 @@ def test_passes_that_overlap_do_not_starve_promotions(model: Any) -> None:
 
 
 def open_steps(model: Any) -> int:
-    residency = model.moepack.manager.residency
-    return len(residency.steps.open)
+    return len(model.moepack.manager.residency.steps.open)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError])
+def raising(error: type[BaseException]) -> Callable[..., Any]:
+    def fail(*_: Any) -> Any:
+        raise error("planted")
+
+    return fail
+
+
 @pytest.mark.parametrize("policy", [FAST, "lru:hi=bf16,lo=w2", "importance"])
-def test_an_interrupted_pass_ends_its_step(bundle: Path, policy: str, error: type[BaseException]) -> None:
-    least = plan(bundle, LoadOptions(device_memory=0, policy=policy, prefill_tokens=64)).least_bytes
-    model = moepack.load(bundle, policy=policy, device_memory=least + 2_000_000, prefill_tokens=64)
-
-    def interrupt(*_: Any) -> None:
-        raise error
-
-    hook = model.model.layers[2].register_forward_pre_hook(interrupt)
-    for call in (model, model.forward, model.model, model.model.forward):
-        with pytest.raises(error), torch.inference_mode():
-            call(ids(20))
-        assert open_steps(model) == 0 and not model.moepack.caches._passes
-    hook.remove()
+def test_an_interrupted_pass_ends_its_step(bundle: Path, policy: str) -> None:
+    model = load(bundle, policy, room=2_000_000, prefill_tokens=64)
+    for error in (KeyboardInterrupt, SystemExit, RuntimeError):
+        hook = model.model.layers[2].register_forward_pre_hook(raising(error))
+        for call in (model, model.forward, model.model, model.model.forward):
+            with pytest.raises(error), torch.inference_mode():
+                call(ids(20))
+            assert open_steps(model) == 0 and not model.moepack.caches._passes
+        hook.remove()
     out: list[Any] = []  # under lru, passes take turns by a lock: another thread finds it free
 
     def again() -> None:
@@ -116,18 +112,19 @@ def test_an_interrupted_pass_ends_its_step(bundle: Path, policy: str, error: typ
     thread.start()
     thread.join(30)
     assert out and torch.isfinite(out[0]).all()
-    model.moepack.close()
 
 
-def test_a_step_ends_though_its_pages_do_not(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["pages", "mark"])
+def test_a_step_ends_though_its_pages_or_its_mark_do_not(
+    model: Any, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else the blocks that it could read would never be free again."""
     live = model.moepack.manager
-
-    def fail(step: Any) -> None:
-        raise RuntimeError("pages")
-
-    monkeypatch.setattr(live, "paging", SimpleNamespace(end=fail))
-    with pytest.raises(RuntimeError, match="pages"), live.step():
+    if what == "pages":
+        monkeypatch.setattr(live, "paging", SimpleNamespace(end=raising(RuntimeError)))
+    else:
+        monkeypatch.setattr(live.residency, "_mark", raising(RuntimeError))
+    with pytest.raises(RuntimeError, match="planted"), live.step():
         pass
     monkeypatch.undo()
     assert open_steps(model) == 0
@@ -157,14 +154,8 @@ def test_a_step_sees_one_epoch(model: Any, monkeypatch: pytest.MonkeyPatch) -> N
     seen: list[set[str]] = []
 
     def switch(*_: Any) -> None:
-        keys = list(live.residency.entries)
-        high = 0
-        live.transitions.want(dict.fromkeys(keys[::2], high))
-        end = time.monotonic() + 10
-        while sum(e.active == high for e in live.residency.entries.values()) < 8:
-            live.transitions.tick()
-            assert time.monotonic() < end
-            time.sleep(0.001)
+        live.transitions.want(dict.fromkeys(list(live.residency.entries)[::2], 0))
+        wait_for(lambda: sum(e.active == 0 for e in live.residency.entries.values()) >= 8, live.transitions.tick)
         seen.append({h.version.name for layer in live.layers for h in layer.current.handles})
 
     with torch.inference_mode():
@@ -193,18 +184,14 @@ def test_the_model_is_let_go_at_once(bundle: Path, policy: str, memory: int | No
         experts = model.moepack.layers[0]
         parts = [weakref.ref(model), weakref.ref(model.moepack), weakref.ref(experts.current.handles[0].extent)]
         del model, experts
-        deadline = time.monotonic() + 10  # threads that change versions end by themselves
-        while any(part() is not None for part in parts) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert [part() is None for part in parts] == [True] * 3
+        wait_for(lambda: all(part() is None for part in parts))  # threads that change versions end by themselves
     finally:
         gc.enable()
 
 
 def test_passes_at_once_count_together(bundle: Path) -> None:
     """Each within the workload, and all of them beyond it: the second waits for the first, or finds room."""
-    least = plan(bundle, LoadOptions(device_memory=0, policy="static:w2", prefill_tokens=256)).least_bytes
-    tight = moepack.load(bundle, policy="static:w2", device_memory=least, prefill_tokens=256)
+    tight = load(bundle, "static:w2", room=0, prefill_tokens=256)
     watch, inside, most = tight.moepack.caches, threading.Semaphore(0), []
 
     def slow(*_: Any) -> None:
@@ -224,28 +211,20 @@ def test_passes_at_once_count_together(bundle: Path) -> None:
 
     at_once(lambda _: work(), 3)
     assert not errors and max(most) == 1 and watch.waits >= 2
-    wide = moepack.load(bundle, policy="static:w2", device_memory=least + 40_000_000, prefill_tokens=256)
+    wide = load(bundle, "static:w2", room=40_000_000, prefill_tokens=256)
     watch, most = wide.moepack.caches, []
     wide.model.layers[0].register_forward_pre_hook(slow)
     at_once(lambda _: wide(ids(256), use_cache=False), 3)
     assert max(most) > 1 and watch.waits == 0
-    time.sleep(0.6)
-    watch.settle()
-    assert wide.moepack.tracker.held("kv") == 0, "given back once nobody needs it"
+    wait_for(lambda: wide.moepack.tracker.held("kv") == 0, watch.settle)  # given back once it is not needed
 
 
 # --- what a pass is given, and asked to return
 
 
-def tight(bundle: Path, room: int = 0, **options: Any) -> Any:
-    """A model in the smallest budget of a workload, and `room` bytes."""
-    need = plan(bundle, LoadOptions(device_memory=0, policy="static:w2", **options)).least_bytes
-    return moepack.load(bundle, policy="static:w2", device_memory=need + room, **options)
-
-
 @torch.inference_mode()
 def test_caches_and_embeddings_are_seen_however_they_are_given(bundle: Path) -> None:
-    model = tight(bundle, 700_000, prefill_tokens=64)
+    model = load(bundle, "static:w2", room=700_000, prefill_tokens=64)
     watch, x = model.moepack.caches, ids(8)
     mask = torch.ones_like(x)
     cache = StaticCache(model.config, max_cache_len=500)
@@ -264,7 +243,7 @@ def test_caches_and_embeddings_are_seen_however_they_are_given(bundle: Path) -> 
 
 
 def test_the_cache_of_continuous_batching_is_refused_before_it_is_made(bundle: Path) -> None:
-    model = tight(bundle, 700_000, prefill_tokens=64)
+    model = load(bundle, "static:w2", room=700_000, prefill_tokens=64)
     before = model.moepack.tracker.peak
     for call in (lambda: model.generate_batch([[1, 2, 3]]), model.init_continuous_batching):
         with pytest.raises(InputError, match="continuous batching is not counted in a budget"):
@@ -305,7 +284,7 @@ def test_what_a_pass_returns_counts(bundle: Path, asked: dict[str, Any], options
     plain, more = seen
     assert plain.returned == 0 and peaks[1] <= more.beside, (peaks, more)
     assert more.returned <= 1.3 * (peaks[1] - peaks[0]) + plain.beside, "and not much more than that"
-    small = tight(bundle, 0, prefill_tokens=256, **workload)
+    small = load(bundle, "static:w2", room=0, prefill_tokens=256, **workload)
     if attention:
         small.set_attn_implementation("eager")
     with torch.inference_mode():
@@ -322,8 +301,7 @@ def test_what_a_pass_returns_counts(bundle: Path, asked: dict[str, Any], options
 def test_a_full_disk_ends_the_trace_and_nothing_else(
     bundle: Path, tmp_path: Path, buffering: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    need = plan(bundle, LoadOptions(device_memory=0, policy=FAST, prefill_tokens=64)).least_bytes
-    model = moepack.load(bundle, policy=FAST, device_memory=need + 1_000_000, prefill_tokens=64)
+    model = load(bundle, room=1_000_000, prefill_tokens=64)
     model.moepack.trace(tmp_path / "trace")
     model.moepack._wrapper._trace._file = Path("/dev/full").open("w", buffering=buffering)  # noqa: SIM115
     with torch.inference_mode():
@@ -335,10 +313,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(
 
 
 def test_threads_end_however_a_trace_does(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise ValueError("planted")
-
-    monkeypatch.setattr(model.moepack._wrapper, "end_trace", fail)
+    monkeypatch.setattr(model.moepack._wrapper, "end_trace", raising(ValueError))
     with pytest.raises(ValueError, match="planted"):
         model.moepack.close()
     assert not model.moepack.manager.worker._thread.is_alive()

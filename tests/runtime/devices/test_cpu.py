@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import smaps
 
 from moepack.pack.spec import PAGE
 from moepack.runtime.devices.cpu import HUGE, CpuMemory
@@ -26,16 +27,8 @@ def resident(memory: CpuMemory) -> int:
 
 def in_huge_pages(memory: CpuMemory) -> int:
     """Bytes in huge pages, of the mappings that it is a part of."""
-    begin, size = memory.tensor.data_ptr(), len(memory.tensor)
-    huge, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        head = line.split()[0]
-        if "-" in head and not head.endswith(":"):
-            low, high = (int(part, 16) for part in head.split("-"))
-            inside = low < begin + size and begin < high
-        elif inside and head == "AnonHugePages:":
-            huge += int(line.split()[1]) << 10
-    return huge
+    begin = memory.tensor.data_ptr()
+    return smaps(begin, begin + len(memory.tensor), "AnonHugePages")[0]
 
 
 @pytest.mark.skipif(not HAS_THEM, reason="no transparent huge pages here")

@@ -6,35 +6,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_models
 import torch
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from tiny_models import FAMILIES, random_model
 
 from moepack.pack.errors import InputError
-from moepack.pack.spec import ExpertLayer, Matrix
 from moepack.runtime.experts.prediction import Prediction
 
-ROUTED = {**tiny_models.FAMILIES, "minimax_m2": {"num_local_experts": 8}}  # its router takes the layer's correction
+MORE = {"minimax_m2": {"num_local_experts": 8}}  # its router takes the layer's correction
 
 
-def made(family: str, **extra: Any) -> tuple[Any, list[ExpertLayer]]:
-    config = CONFIG_MAPPING[family](**{**tiny_models._BASE, **ROUTED[family], **extra})
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    layers = []
-    for name, module in model.named_modules():
-        if name.endswith(".experts"):
-            layers.append(
-                ExpertLayer(len(layers), name, module.num_experts, (Matrix("gate_up", 96, 64), Matrix("down", 64, 48)))
-            )
-    return model, layers
-
-
-@pytest.mark.parametrize("family", ROUTED)
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE])
 def test_a_routers_answer_is_its_own(family: str) -> None:
     """Asked about what its own layer's experts read, each router says what it did: indices and weights."""
-    model, layers = made(family)
+    model, layers = random_model(family, torch.float32, **MORE.get(family, {}))
     prediction, seen = Prediction(model, layers), []
     for layer in layers:
         module = model.get_submodule(layer.module)
@@ -51,7 +35,7 @@ def test_a_routers_answer_is_its_own(family: str) -> None:
 
 def test_counts_gates_and_hits_by_hand() -> None:
     """Layer 1 is predicted from what layer 0's experts read; padding does not count, nor what is no expert."""
-    model, layers = made("qwen3_moe")
+    model, layers = random_model("qwen3_moe", torch.float32)
     prediction = Prediction(model, layers)
     hidden, mask = torch.randn(3, 64), torch.tensor([1, 0, 1])
     gates = (hidden @ model.model.layers[1].mlp.gate.weight.T).softmax(-1)
@@ -72,7 +56,7 @@ def test_counts_gates_and_hits_by_hand() -> None:
 
 
 def test_what_transformers_collects_of_routers_stays_as_it_was() -> None:
-    model, layers = made("qwen3_moe")
+    model, layers = random_model("qwen3_moe", torch.float32)
     ids = torch.randint(1, 4000, (1, 9))
     with torch.inference_mode():
         plain = model(ids, output_router_logits=True).router_logits
@@ -90,7 +74,7 @@ def test_routers_that_cannot_be_asked_are_refused_by_name() -> None:
         (lambda block: setattr(block, "gate", Odd()), "takes temperature"),
         (lambda block: setattr(block, "gate", Silent()), "cannot be asked|not understood"),
     ):
-        model, layers = made("qwen3_moe")
+        model, layers = random_model("qwen3_moe", torch.float32)
         change(model.model.layers[1].mlp)
         with pytest.raises(InputError, match=word) as refused:
             Prediction(model, layers)
@@ -119,7 +103,7 @@ class Silent(torch.nn.Linear):
 
 def test_logits_alone_are_enough() -> None:
     """A plain linear layer: softmax and top k, as equation 6 has it."""
-    model, layers = made("qwen3_moe")
+    model, layers = random_model("qwen3_moe", torch.float32)
     model.model.layers[1].mlp.gate = torch.nn.Linear(64, 8, bias=False)
     prediction, hidden = Prediction(model, layers), torch.randn(1, 64)
     counts, sums = prediction.ahead(0, hidden, torch.zeros(1, 2, dtype=torch.long), None)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import smaps
 
 from moepack.pack.spec import PAGE, Matrix, Version
 from moepack.runtime.kernels.forms import make_forms
@@ -28,18 +27,9 @@ def memory(space: CpuAddressSpace, page: Page) -> torch.Tensor:
     return whole[at : at + min(space.size(page), len(whole) - at)]
 
 
-def smaps(space: CpuAddressSpace, experts: int) -> tuple[int, int]:
+def resident(space: CpuAddressSpace, experts: int) -> tuple[int, int]:
     """Resident bytes of the range, and how many mappings it is made of."""
-    first, size = space._at, space._places[-1].first + space._places[-1].stride * experts
-    resident = mappings = inside = 0
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            begin, end = (int(x, 16) for x in found.groups())
-            inside = begin < first + size and first < end
-            mappings += inside
-        elif inside and line.startswith("Rss:"):
-            resident += int(line.split()[1]) * 1024
-    return resident, mappings
+    return smaps(space._at, space._at + space._places[-1].first + space._places[-1].stride * experts)
 
 
 def test_a_page_has_the_address_that_the_equation_says() -> None:
@@ -81,12 +71,12 @@ def test_blocks_go_from_page_to_page_with_what_is_in_them(matrices: tuple[Matrix
     if space._can_move:
         assert all(bool((memory(space, page) == i).all()) for i, page in enumerate(at))
     bound = sum(space.size(page) for page in at)
-    resident, mappings = smaps(space, experts)
-    assert resident <= bound and mappings <= 2 * len(at) + 1, "neighbours without memory are one mapping"
+    taken, mappings = resident(space, experts)
+    assert taken <= bound and mappings <= 2 * len(at) + 1, "neighbours without memory are one mapping"
     assert [space.address((d, 0, e)) for d in (0, 1) for e in range(blocks)] == addresses, "they stay"
     for page in at:
         space.drop(page)
-    assert smaps(space, experts)[0] == 0
+    assert resident(space, experts)[0] == 0
 
 
 def test_both_pages_of_an_expert_move_at_once() -> None:
@@ -96,7 +86,7 @@ def test_both_pages_of_an_expert_move_at_once() -> None:
         memory(space, (d, 0, 1)).fill_(5 + d)
     if space.bind_both((0, 1), (0, 2)):
         assert [int(memory(space, (d, 0, 2)).float().mean()) for d in (0, 1)] == [5, 6] and space.moved == 2
-        assert smaps(space, 3)[0] == 9 << 20
+        assert resident(space, 3)[0] == 9 << 20
     assert not space.bind_both((0, 2), (1, 0)), "other sizes"
 
 
@@ -108,7 +98,7 @@ def test_without_moves_memory_is_taken_anew() -> None:
     memory(space, (0, 0, 0)).fill_(7)
     space.bind((0, 0, 0), (0, 0, 3))
     memory(space, (0, 0, 3)).fill_(8)
-    assert (space.moved, space.fresh) == (0, 2) and smaps(space, 4)[0] == space.size((0, 0, 3))
+    assert (space.moved, space.fresh) == (0, 2) and resident(space, 4)[0] == space.size((0, 0, 3))
 
 
 def test_layers_of_different_sizes() -> None:
@@ -119,7 +109,7 @@ def test_layers_of_different_sizes() -> None:
     assert bool((memory(space, (0, 1, 0)) == 3).all())
     space.bind((0, 1, 0), (0, 0, 0))
     memory(space, (0, 0, 0)).fill_(4)
-    assert smaps(space, 2)[0] <= space.size((0, 0, 0))
+    assert resident(space, 2)[0] <= space.size((0, 0, 0))
 
 
 def test_whoever_touches_a_page_without_memory_is_stopped() -> None:

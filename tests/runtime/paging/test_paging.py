@@ -5,22 +5,18 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from live_models import ids, least, load, ours, wait_for
-from support import at_once
-from tiny_models import save_tiny
+from support import at_once, damage, smaps
+from tiny_models import build_tiny
 
 import moepack
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.reader import open_bundle
-from moepack.pack.spec import expert_file
-from moepack.pipeline.build import build
-from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.evaluate import evaluate
 from moepack.runtime.experts import backends, packed
 from moepack.runtime.paging import paging as paging_module
@@ -36,8 +32,7 @@ ONLY = "versions: [bf16]\ncalibration: {samples: 4, length: 32, batch_size: 4}\n
 
 
 def paged(bundle: Path, options: str = "alpha=1", room: int = ROOM, **more: Any) -> Any:
-    policy = f"paged:{options}" if options else "paged"
-    return load(bundle, policy, least(bundle, policy, **more) + room, **more)
+    return load(bundle, f"paged:{options}" if options else "paged", room=room, **more)
 
 
 def logits(model: Any, tokens: torch.Tensor, **more: Any) -> torch.Tensor:
@@ -78,7 +73,6 @@ def test_the_same_bits_as_all_resident(bundle: Path, plain: Any, options: str) -
     assert torch.equal(*made)
     assert model.moepack.counters()["forward_waits"] > 0 or "resident=1" in options
     nothing_is_held(model)
-    model.moepack.close()
 
 
 @pytest.mark.parametrize("way", ["reference", "no codec in C", "small matrices", "float32"])
@@ -96,23 +90,19 @@ def test_other_kernels(bundle: Path, plain: Any, way: str, monkeypatch: pytest.M
     for size in (1, 5, 300):
         assert torch.equal(logits(model, ids(size, size)), logits(same, ids(size, size)))
     nothing_is_held(model)
-    model.moepack.close()
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mixtral"])
-def test_families(family: str, text: Path, tmp_path: Path) -> None:
+def test_families(family: str, demo_model: Path, text: Path, tmp_path: Path) -> None:
     """Biases; shared experts and a layer without experts; every expert chosen by every token. One version is enough."""
     more = {"num_experts_per_tok": 4} if family == "mixtral" else {}
-    path = tmp_path / "bundle"
-    tokenizer = Path(__file__).resolve().parents[3] / "examples" / "mini-qwen3-moe"
-    build(save_tiny(family, tmp_path / "model", tokenizer, **more), path, parse_recipe(ONLY, "only"), [text])
+    path = build_tiny(family, tmp_path, ONLY, demo_model, text, **more)
     same = moepack.load(path, policy="static:bf16")
     model = paged(path, "alpha=0.5", 200_000)
     for size in (1, 9, 64):
         assert torch.equal(logits(model, ids(size, size)), logits(same, ids(size, size)))
     assert at(model, "bf16@packed") and at(model, "bf16@stored")
     nothing_is_held(model)
-    model.moepack.close()
 
 
 def test_the_least_budget_and_a_byte_more(bundle: Path, plain: Any) -> None:
@@ -150,26 +140,17 @@ def test_the_bytes_that_are_taken(bundle: Path) -> None:
     space = live.paging.space
     resident = sum(space.size(m.page) for m in live.paging.window.mapped())
     assert resident <= size.bytes and space.fresh <= 2 * size.blocks
-    assert smaps(space) <= size.bytes
+    assert resident_bytes(space) <= size.bytes
     assert model.moepack.resident_bytes_peak <= smallest + ROOM
     planned = plan(bundle, LoadOptions(device_memory=smallest + ROOM, policy="paged:alpha=1"))
     assert planned.fixed.window == live.plan.window and planned.least_bytes == smallest
     assert "window for paged experts" in render(planned)[1] and planned.per_layer[0].versions["bf16@packed"]
-    model.moepack.close()
 
 
-def smaps(space: Any) -> int:
-    """Resident bytes of the pages' range."""
-    first, total, inside = space._at, 0, False
-    last = first + space._places[-1].first + space._places[-1].stride * 16
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        head = line.split(" ", 1)[0]
-        if "-" in head and not head.endswith(":"):
-            begin, end = (int(x, 16) for x in head.split("-"))
-            inside = first <= begin and end <= last
-        elif inside and line.startswith("Rss:"):
-            total += int(line.split()[1]) * 1024
-    return total
+def resident_bytes(space: Any) -> int:
+    """Of the pages' range."""
+    last = space._places[-1]
+    return smaps(space._at, space._at + last.first + last.stride * 16)[0]
 
 
 def test_the_kv_cache_takes_expert_memory_and_gives_it_back(
@@ -194,23 +175,15 @@ def test_the_kv_cache_takes_expert_memory_and_gives_it_back(
     serve()
     grown = live.tracker.free + size // 2
     live.grow_kv(grown)
-    wait_for_serving(lambda: not live.transitions.kv_asked, serve)
+    wait_for(lambda: not live.transitions.kv_asked, serve)
     low = at(model, "bf16@packed")
     assert 0 < low < 0.8 * whole and live.tracker.held("kv") == grown
     assert live.tracker.peak <= live.tracker.budget
     live.transitions.shrink_kv(grown)
-    wait_for_serving(lambda: at(model, "bf16@packed") > 0.9 * whole, serve)
+    wait_for(lambda: at(model, "bf16@packed") > 0.9 * whole, serve)
     assert live.policy.alpha > 0.9
     serve()
     nothing_is_held(model)
-    model.moepack.close()
-
-
-def wait_for_serving(what: Any, serve: Any, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "it did not come about"
-        serve()
 
 
 def test_real_caches_push_experts_out(bundle: Path, plain: Any) -> None:
@@ -220,7 +193,6 @@ def test_real_caches_push_experts_out(bundle: Path, plain: Any) -> None:
     made = [m.generate(ids(5, 200, 2), max_new_tokens=30, do_sample=False) for m in (model, plain)]
     assert torch.equal(*made) and before > 0
     assert model.moepack.resident_bytes_peak <= model.moepack.budget_bytes
-    model.moepack.close()
 
 
 def test_threads_share_the_window(bundle: Path, plain: Any) -> None:
@@ -238,11 +210,12 @@ def test_threads_share_the_window(bundle: Path, plain: Any) -> None:
     at_once(serve, 3)
     assert not wrong
     nothing_is_held(model)
-    model.moepack.close()
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("where", ["place", "loaded", "bind", "decode"])
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [("place", KeyboardInterrupt), ("loaded", RuntimeError), ("bind", KeyboardInterrupt), ("decode", RuntimeError)],
+)
 def test_an_interrupted_pass_lets_go(
     bundle: Path, plain: Any, where: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,8 +244,10 @@ def test_an_interrupted_pass_lets_go(
     nothing_is_held(model)
     for n in (1, 40):
         assert torch.equal(logits(model, ids(n, n)), logits(plain, ids(n, n)))
-    assert smaps(paging.space) <= window_size(open_bundle(bundle).layers, paging_version(model)).bytes
-    model.moepack.close()
+    assert (
+        resident_bytes(paging.space)
+        <= window_size(open_bundle(bundle).layers, model.moepack.manager.plan.ladder[0].version).bytes
+    )
 
 
 def test_an_interruption_while_another_pass_has_the_lock_does_not_keep_it(bundle: Path) -> None:
@@ -295,11 +270,7 @@ def test_an_interruption_while_another_pass_has_the_lock_does_not_keep_it(bundle
     thread.join(10)
     assert not thread.is_alive() and stopped == [KeyboardInterrupt]
     nothing_is_held(model)
-    after = threading.Thread(target=logits, args=(model, ids(1, 8)), daemon=True)
-    after.start()
-    after.join(10)
-    assert not after.is_alive(), "the lock is held for ever"
-    model.moepack.close()
+    at_once(lambda _: logits(model, ids(1, 8)), 1)  # else the lock is held for ever
 
 
 def test_a_pass_that_is_closed_between_taking_pages_and_loading_them_ends(
@@ -322,15 +293,8 @@ def test_a_pass_that_is_closed_between_taking_pages_and_loading_them_ends(
         except InputError as error:
             seen.append(str(error))
 
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    thread.join(10)
-    assert not thread.is_alive() and seen == ["this model was closed: load the bundle again"]
-    model.moepack.close()
-
-
-def paging_version(model: Any) -> Any:
-    return model.moepack.manager.plan.ladder[0].version
+    at_once(lambda _: serve(), 1)
+    assert seen == ["this model was closed: load the bundle again"]
 
 
 def test_damage_is_named_and_not_served(damaged: Path, plain: Any) -> None:
@@ -340,28 +304,20 @@ def test_damage_is_named_and_not_served(damaged: Path, plain: Any) -> None:
     hook = module.register_forward_pre_hook(lambda module, args: chosen.append(int(args[1][0, 0])))
     want = logits(plain, ids(0, 512))
     hook.remove()
-    stored = opened.layer_file("bf16", 1)
-    at_byte = stored.offset(chosen[0]) + stored.extent_size(chosen[0]) // 2
-    file = damaged / expert_file("bf16", opened.layers[1].index)
-    whole = file.read_bytes()
-    file.write_bytes(whole[:at_byte] + bytes([whole[at_byte] ^ 1]) + whole[at_byte + 1 :])
+    damage(damaged, "bf16", 1, chosen[:1])
     model = load(damaged, "paged", least(damaged, "paged"))
     for ahead in (True, False):
         model.moepack.manager.paging._ahead = ahead
         with pytest.raises(BundleError, match=rf"layer 1, expert {chosen[0]}, version bf16: its bytes do not match"):
             logits(model, ids(0, 512))
-    file.write_bytes(whole)
+    damage(damaged, "bf16", 1, chosen[:1])
     assert torch.equal(logits(model, ids(0, 512)), want), "it is asked for again"
     nothing_is_held(model)
-    model.moepack.close()
 
 
 def test_bandwidth_is_not_measured_on_damage(damaged: Path) -> None:
     budget = least(damaged, "paged")
-    stored = open_bundle(damaged).layer_file("bf16", 0)
-    with (damaged / expert_file("bf16", 0)).open("r+b") as file:
-        file.seek(stored.offset(1) + 700)
-        file.write(bytes(64))
+    damage(damaged, "bf16", 0, [1], 700)
     with pytest.raises(BundleError, match="layer 0, expert 1, version bf16: its bytes do not match"):
         load(damaged, "paged", budget)
 
@@ -384,7 +340,6 @@ def test_packed_bytes_that_are_no_code_are_refused(bundle: Path, plain: Any, tok
         handle.packed._opened = [None, None]
         vars(handle.packed).pop("_parts", None)
     assert torch.equal(logits(model, ids(tokens, tokens)), logits(plain, ids(tokens, tokens)))
-    model.moepack.close()
 
 
 def test_prompts_look_ahead_and_tokens_do_not(bundle: Path) -> None:
@@ -405,13 +360,8 @@ def test_prompts_look_ahead_and_tokens_do_not(bundle: Path) -> None:
 
 def test_traces_eval_and_threads_end(bundle: Path, evaluation: Path, tmp_path: Path) -> None:
     before = ours()
-    out = evaluate(
-        bundle,
-        [str(evaluation)],
-        LoadOptions(policy="paged:alpha=0.5", device_memory=least(bundle, "paged") + ROOM),
-        samples=2,
-        trace=tmp_path / "trace",
-    )
+    given = LoadOptions(policy="paged:alpha=0.5", device_memory=least(bundle, "paged") + ROOM)
+    out = evaluate(bundle, [str(evaluation)], given, samples=2, trace=tmp_path / "trace")
     same = evaluate(bundle, [str(evaluation)], LoadOptions(policy="static:bf16", device_memory=1 << 30), samples=2)
     assert out.perplexity == same.perplexity and out.forward_waits > 0
     trace = read_trace(tmp_path / "trace")
@@ -424,19 +374,3 @@ def test_traces_eval_and_threads_end(bundle: Path, evaluation: Path, tmp_path: P
     wait_for(lambda: not ours() - before)
     with pytest.raises(InputError, match="closed"):
         logits(model, ids(0, 4))
-
-
-def test_what_is_refused(bundle: Path) -> None:
-    wrong = {"theta=2": "theta above 0", "share=loss": "share is even", "alpha=-1": "from 0 to 1"}
-    for options, message in wrong.items():
-        with pytest.raises(InputError, match=message):
-            load(bundle, f"paged:{options}", 1 << 30)
-    with pytest.raises(InputError, match="needs a memory budget"):
-        moepack.load(bundle, policy="paged")
-
-
-@pytest.fixture(autouse=True)
-def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    kept = torch.get_num_threads()
-    yield
-    torch.set_num_threads(kept)

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import gc
-import time
-from collections.abc import Callable, Iterator
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gpu_stand_in import GRANULE, RATES, StandIn, install, kernels
-from live_models import ids, least, load
-from support import at_once
-from tiny_models import save_tiny
+from live_models import ids, least, load, wait_for
+from support import at_once, damage
 
 import moepack
 from moepack.pack.errors import BundleError
 from moepack.pack.reader import open_bundle
-from moepack.pack.spec import expert_file
-from moepack.pipeline.build import build
-from moepack.pipeline.recipe import parse_recipe
 from moepack.runtime.paging.gpu_rates import gpu_rates
 from moepack.runtime.paging.window import State
 from moepack.runtime.planning import paging as planning
@@ -28,19 +23,7 @@ from moepack.runtime.policies.placements import Placement, Where
 from moepack.runtime.residency import kv_reserve
 from moepack.runtime.residency import manager as manager_module
 
-ROOT = Path(__file__).resolve().parents[3]
-ONLY = "versions: [bf16]\ncalibration: {samples: 4, length: 32, batch_size: 4}\nallocation: {average_bits: 16}\n"
 ROOM = 800_000  # for all experts, packed, and some
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle of three layers of eight experts."""
-    path = tmp_path_factory.mktemp("gpu")
-    model = save_tiny("qwen3_moe", path / "model", ROOT / "examples" / "mini-qwen3-moe", num_hidden_layers=3)
-    text = ROOT / "examples" / "text" / "calibration.jsonl"
-    build(model, path / "bundle", parse_recipe(ONLY, "only"), [text])
-    return path / "bundle"
 
 
 @pytest.fixture(scope="module")
@@ -58,25 +41,11 @@ def logits(model: Any, n: int) -> torch.Tensor:
 
 
 def paged(bundle: Path, options: str = "alpha=1", room: int = ROOM, **more: Any) -> Any:
-    more = {"prefill_tokens": 32, **more}
-    return load(bundle, f"paged:{options}", least(bundle, f"paged:{options}", **more) + room, **more)
+    return load(bundle, f"paged:{options}", room=room, **{"prefill_tokens": 32, **more})
 
 
 def at(model: Any, name: str) -> int:
     return sum(row.count(name) for row in model.moepack.versions)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    """At the end no rule was broken and everything was given back."""
-    made = install(monkeypatch)
-    yield made
-    assert made.wrong() == [] and made.leaks() == []
-
-
-def close(model: Any) -> None:
-    model.moepack.close()
-    gc.collect()
 
 
 @pytest.mark.parametrize("options", ["alpha=0.5,resident=0.3", "alpha=0.01,ahead=no"])
@@ -90,7 +59,6 @@ def test_the_same_bits_as_all_resident(small: Path, want: Any, gpu: StandIn, opt
     counters, counts = model.moepack.counters(), model.moepack.manager.paging.counts
     assert (counters["forward_waits"] > 0 and "ahead=no" in options) or sum(counts.ahead) > 0
     assert gpu.bindings.held <= model.moepack.budget_bytes
-    close(model)
 
 
 def test_the_decoder_of_gpus(small: Path, want: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +77,8 @@ def test_the_decoder_of_gpus(small: Path, want: Any, monkeypatch: pytest.MonkeyP
     made = install(monkeypatch, decodes_by=by_triton)
     model = paged(small, "alpha=0.6,ahead=no")
     assert torch.equal(logits(model, 1), want[1]) and decoded >= 4
-    close(model)
+    model.moepack.close()
+    gc.collect()
     assert made.wrong() == [] and made.leaks() == []
 
 
@@ -133,7 +102,7 @@ def test_the_kv_cache_takes_expert_memory_and_gives_it_back(
     packed = live.plan.sizes[0][1] * 24
     grown = live.tracker.free + packed // 2
     live.grow_kv(grown)
-    wait_for(lambda: not live.transitions.kv_asked, serve)
+    wait_for(lambda: not live.transitions.kv_asked, serve, 30)
     low = at(model, "bf16@packed")
     assert 0 < low < 0.8 * whole and live.tracker.held("kv") == grown
     pools = sum(n for name, n in live.tracker.named().items() if name.startswith("bf16"))
@@ -141,16 +110,8 @@ def test_the_kv_cache_takes_expert_memory_and_gives_it_back(
     assert gpu.bindings.held - blocks == pools < 0.8 * packed, "the tracker has what the driver has"
     assert live.tracker.peak <= live.tracker.budget and memory <= packed + 8192 * 2 + window
     live.transitions.shrink_kv(grown)
-    wait_for(lambda: at(model, "bf16@packed") > low, serve)
+    wait_for(lambda: at(model, "bf16@packed") > low, serve, 30)
     serve()
-    close(model)
-
-
-def wait_for(what: Callable[[], bool], serve: Callable[[], None], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "it did not come about"
-        serve()
 
 
 def test_rates_are_measured_and_add_up_side_by_side(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +126,6 @@ def test_rates_are_measured_and_add_up_side_by_side(small: Path, monkeypatch: py
     setting = model.moepack.manager.policy._setting
     assert setting.together and setting.rates == RATES and model.moepack.manager.plan.granule == GRANULE
     assert model.moepack.manager.policy._seconds([[4e9, 3e9]]) == pytest.approx(3.0)
-    close(model)
 
 
 def test_threads_share_the_window(small: Path, want: Any, gpu: StandIn) -> None:
@@ -180,7 +140,6 @@ def test_threads_share_the_window(small: Path, want: Any, gpu: StandIn) -> None:
 
     at_once(serve, 2)
     assert not wrong
-    close(model)
 
 
 def test_what_only_decoding_shows_ends_the_pass_and_is_not_served(small: Path, want: Any, gpu: StandIn) -> None:
@@ -197,28 +156,18 @@ def test_what_only_decoding_shows_ends_the_pass_and_is_not_served(small: Path, w
         extent[:] = bytes_
     for n in (1, 9):
         assert torch.equal(logits(model, n), want[n])
-    close(model)
 
 
 def test_damage_in_a_file_is_named_and_not_served(small: Path, want: Any, gpu: StandIn, tmp_path: Path) -> None:
-    import shutil
-
     path = Path(shutil.copytree(small, tmp_path / "damaged"))
-    opened = open_bundle(path)
-    file, stored = path / expert_file("bf16", opened.layers[1].index), opened.layer_file("bf16", 1)
-    whole = file.read_bytes()
-    damaged = bytearray(whole)
-    for expert in range(8):
-        damaged[stored.offset(expert) + stored.extent_size(expert) // 2] ^= 1
-    file.write_bytes(damaged)
+    damage(path, "bf16", 1, range(8))
     model = load(path, "paged", least(path, "paged", prefill_tokens=32), prefill_tokens=32, host_memory=1)
     for n in (1, 9):
         with pytest.raises(BundleError, match=r"layer 1, expert \d+, version bf16: its bytes do not match"):
             logits(model, n)
-    file.write_bytes(whole)
+    damage(path, "bf16", 1, range(8))
     for n in (1, 9):
         assert torch.equal(logits(model, n), want[n])
-    close(model)
 
 
 @pytest.mark.parametrize("where", ["loaded", "bind", "decode"])
@@ -246,4 +195,3 @@ def test_an_interrupted_pass_lets_go(
     assert not any(m.pins for m in paging.window.mapped())
     for n in (1, 9):
         assert torch.equal(logits(model, n), want[n])
-    close(model)

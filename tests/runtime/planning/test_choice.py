@@ -62,7 +62,9 @@ def test_it_is_the_same_everywhere(bundle: Path, single: Path, evaluation: Path,
         assert serving.policy == "hotness"
 
 
-@pytest.mark.parametrize("policy", ["static:w7", "static:absent.json", "hotness:hi=w9", "hotness:hi=w1", "lru"])
+@pytest.mark.parametrize(
+    "policy", ["static:w7", "static:absent.json", "hotness:hi=w9", "hotness:hi=w1", "lru", "hotnes"]
+)
 def test_a_policy_that_does_not_fit_is_refused_before_weights_are_read(
     bundle: Path, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,14 +15,13 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from support import HELPERS
+from live_models import wait_for
+from support import HELPERS, ids
 
 import moepack
 from moepack.generation import generate
 from moepack.pack.errors import InputError
-from moepack.pack.spec import ExpertLayer, Matrix
-from moepack.pipeline.build import build
-from moepack.pipeline.recipe import parse_recipe
+from moepack.pack.spec import Matrix
 from moepack.reports.evaluate import evaluate
 from moepack.runtime.experts import backends
 from moepack.runtime.planning.exceeded import TooSmallError
@@ -36,39 +35,18 @@ HOT = "hotness:hi=bf16,lo=w2,prior=none,interval=0.02,rate=0,margin=0,slack=0"
 TOKEN = 1024  # bytes of KV cache a token of the demo model: 4 layers, 2 heads of 32, keys and values in BF16
 
 
-def ids(tokens: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
-    return torch.randint(1, 4000, (batch, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-def tiny(family: str) -> tuple[Any, Any, list[ExpertLayer]]:
-    """A family's config, a real random model of it, and its experts."""
-    from transformers import AutoModelForCausalLM
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    config = CONFIG_MAPPING[family](**{**tiny_models._BASE, **tiny_models.FAMILIES[family]})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    layers = []
-    for name, module in model.named_modules():
-        if name.endswith(".experts"):
-            count, *shape = module.down_proj.shape
-            inner = shape[0] if family == "gpt_oss" else shape[1]
-            matrices = (Matrix("gate_up", 2 * inner, 64, False), Matrix("down", 64, inner, False))
-            layers.append(ExpertLayer(0, name, count, matrices))
-    return config, model, layers
-
-
 # --- what is foretold
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"])
 def test_kv_bytes_are_those_of_real_caches(family: str) -> None:
     """Full attention, MLA, a sliding window of 32 tokens, linear attention's states: to the byte, at every length."""
-    config, model, layers = tiny(family)
-    made, mode = skeleton(config, torch.bfloat16)
+    model, layers = tiny_models.random_model(family, torch.bfloat16)
+    made, mode = skeleton(model.config, torch.bfloat16)
     shape = Probe(made, layers, CPU, mode).kv_shape()
     for tokens in (8, 21, 31, 32, 33, 70):
         with torch.no_grad():
-            cache = model(input_ids=ids(tokens, 2), use_cache=True).past_key_values
+            cache = model(input_ids=ids(tokens, batch=2), use_cache=True).past_key_values
         counters = 8 if family == "gpt_oss" else 0  # one counter for all sequences, counted for each
         assert shape.bytes(tokens, 2) == cache_bytes(cache) + counters
     assert shape.bytes(0) == 0
@@ -80,8 +58,8 @@ def test_kv_bytes_are_those_of_real_caches(family: str) -> None:
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"])
 def test_headroom_is_that_of_a_real_forward(family: str) -> None:
     """The skeleton's storages are the real model's to the byte; its dense tensors too."""
-    config, model, layers = tiny(family)
-    made, mode = skeleton(config, torch.bfloat16)
+    model, layers = tiny_models.random_model(family, torch.bfloat16)
+    made, mode = skeleton(model.config, torch.bfloat16)
     for arguments in (([48], 2, 0, True, False), ([48], 2, 0, False, True), ([16, 1], 1, 40, True, True)):
         foretold = Probe(made, layers, CPU, mode).headroom(*arguments)
         real = Probe(model, layers, CPU).headroom(*arguments)
@@ -210,12 +188,6 @@ def test_the_reserve_grows_ahead_and_shrinks(bundle: Path) -> None:
     model = served(bundle, HOT, 1_500_000, kv_tokens=64)
     tracker, watch = model.moepack.tracker, model.moepack.caches
 
-    def settle(until: Any) -> None:
-        end = time.monotonic() + 10
-        while not until():
-            assert time.monotonic() < end, tracker.named()
-            time.sleep(0.01)
-
     with torch.inference_mode():
         cache = model(ids(60)).past_key_values
         assert tracker.held("kv") == 0 and watch.used == 60 * TOKEN, "within the asked tokens nothing happens"
@@ -224,11 +196,11 @@ def test_the_reserve_grows_ahead_and_shrinks(bundle: Path) -> None:
             assert tracker.held("kv") + 64 * TOKEN >= watch.used == n * TOKEN and tracker.reserved <= tracker.budget
         assert tracker.held("kv") > (600 - 64) * TOKEN, "a step ahead of need"
         assert watch.waits <= 1, "but for the first token past the asked ones, none waits"
-        two = model(ids(30, 2), use_cache=True).past_key_values
+        two = model(ids(30, batch=2), use_cache=True).past_key_values
         assert watch.used == (599 + 60) * TOKEN
         del cache
         assert watch.used == 60 * TOKEN
-        settle(lambda: tracker.held("kv") == 0)
+        wait_for(lambda: tracker.held("kv") == 0)
         del two
     assert watch.used == 0 and model.moepack.counters()["forward_waits"] == 0
     model.moepack.close()
@@ -237,11 +209,8 @@ def test_the_reserve_grows_ahead_and_shrinks(bundle: Path) -> None:
 def test_a_pass_waits_until_experts_have_left(bundle: Path) -> None:
     model = served(bundle, HOT, 1_200_000, prefill_tokens=1024)
     tracker = model.moepack.tracker
-    end = time.monotonic() + 20
     with torch.inference_mode():
-        while tracker.free > 200_000 and time.monotonic() < end:
-            model(ids(256, seed=int(1000 * time.monotonic())), use_cache=False)
-        assert tracker.free < 400_000
+        wait_for(lambda: tracker.free < 400_000, lambda: model(ids(256, seed=time.monotonic_ns()), use_cache=False))
         high = sum(row.count("bf16") for row in model.moepack.versions)
         model(ids(900), use_cache=True)
     counters = model.moepack.counters()
@@ -266,14 +235,9 @@ def test_other_caches_and_none(bundle: Path) -> None:
         assert watch.used == 0
         with pytest.raises(InputError, match="held back for activations"):
             model(ids(3000), use_cache=False)
-        assert generate_twice(model)
-
-
-def generate_twice(model: Any) -> bool:
-    """Generation with and without a static cache gives the same."""
-    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    plain = model.generate(ids(20), **options)
-    return torch.equal(plain, model.generate(ids(20), cache_implementation="static", **options))
+        options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+        plain = model.generate(ids(20), **options)
+        assert torch.equal(plain, model.generate(ids(20), cache_implementation="static", **options))
 
 
 def test_generate_asks_for_its_cache(bundle: Path) -> None:
@@ -290,22 +254,20 @@ def test_generate_asks_for_its_cache(bundle: Path) -> None:
 
 def test_eval_scores_in_the_budget(bundle: Path, evaluation: Path) -> None:
     """Scored in pieces, within what is held back; the same perplexity."""
-    plain = evaluate(bundle, [str(evaluation)], LoadOptions(policy="static:w2"), length=256, samples=4)
+
+    def score(length: int = 256, **options: Any) -> Any:
+        given = LoadOptions(policy="static:w2", **options)
+        return evaluate(bundle, [str(evaluation)], given, length=length, samples=4)
+
+    plain = score()
     with pytest.raises(TooSmallError) as refused:
-        evaluate(bundle, [str(evaluation)], LoadOptions(policy="static:w2", device_memory=1000), length=256, samples=4)
+        score(device_memory=1000)
     budget = refused.value.least
-    held = evaluate(
-        bundle, [str(evaluation)], LoadOptions(policy="static:w2", device_memory=budget), length=256, samples=4
-    )
+    held = score(device_memory=budget)
     assert held.perplexity == pytest.approx(plain.perplexity, rel=1e-3) and held.fixed is not None
     assert held.resident_bytes_peak <= budget and held.fixed.kv == 0 and held.kv_waits == 0
     with pytest.raises(InputError, match="kv 1024000"):
-        evaluate(
-            bundle,
-            [str(evaluation)],
-            LoadOptions(policy="static:w2", device_memory=budget // 2, kv_tokens=500, batch=2),
-            length=64,
-        )
+        score(64, device_memory=budget // 2, kv_tokens=500, batch=2)
 
 
 # --- what the process takes
@@ -314,19 +276,13 @@ def test_eval_scores_in_the_budget(bundle: Path, evaluation: Path) -> None:
 @pytest.fixture(scope="module")
 def middle(demo_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle of 302 MB of experts in BF16, random weights."""
-    folder = tmp_path_factory.mktemp("middle")
-    tiny_models.save_tiny(
-        "qwen3_moe", folder / "model", demo_model, hidden_size=512, intermediate_size=512, moe_intermediate_size=768,
-        num_experts=32, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
-        num_experts_per_tok=1, max_position_embeddings=8192,
+    recipe = "versions: [bf16, w4, w2]\nquantize: {method: rtn, group_size: 64, loss_tokens: 64}\n"
+    recipe += "calibration: {samples: 4, length: 64, batch_size: 4}\n"
+    return tiny_models.build_tiny(
+        "qwen3_moe", tmp_path_factory.mktemp("middle"), recipe, demo_model, text, hidden_size=512,
+        intermediate_size=512, moe_intermediate_size=768, num_experts=32, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=64, num_experts_per_tok=1, max_position_embeddings=8192,
     )  # fmt: skip
-    recipe = """
-versions: [bf16, w4, w2]
-quantize: {method: rtn, group_size: 64, loss_tokens: 64}
-calibration: {samples: 4, length: 64, batch_size: 4}
-"""
-    build(folder / "model", folder / "bundle", parse_recipe(recipe, "middle"), [text])
-    return folder / "bundle"
 
 
 def agree(bundle: Path, tiny: Path, budget: int, device: str) -> dict[str, Any]:
@@ -400,18 +356,13 @@ def test_the_arena_is_what_the_kernels_keep(shape: tuple[int, ...], threads: int
 @pytest.fixture(scope="module")
 def shallow(demo_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle of one layer as wide as the demo model's, in every version: measured in a quarter of the time."""
-    folder = tmp_path_factory.mktemp("shallow")
-    tiny_models.save_tiny(
-        "qwen3_moe", folder / "model", demo_model, hidden_size=128, moe_intermediate_size=64, num_experts=16,
+    recipe = "versions: [bf16, w4, w3, w2, w1]\nquantize: {method: rtn, group_size: 64, loss_tokens: 32}\n"
+    recipe += "calibration: {samples: 2, length: 32, batch_size: 2}\n"
+    return tiny_models.build_tiny(
+        "qwen3_moe", tmp_path_factory.mktemp("shallow"), recipe, demo_model, text, hidden_size=128,
+        moe_intermediate_size=64, num_experts=16,
         num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts_per_tok=2,
     )  # fmt: skip
-    recipe = """
-versions: [bf16, w4, w3, w2, w1]
-quantize: {method: rtn, group_size: 64, loss_tokens: 32}
-calibration: {samples: 2, length: 32, batch_size: 2}
-"""
-    build(folder / "model", folder / "bundle", parse_recipe(recipe, "shallow"), [text])
-    return folder / "bundle"
 
 
 def test_plans_do_not_depend_on_the_instruction_set(

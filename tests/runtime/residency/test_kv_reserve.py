@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from live_models import wait_for
 
 from moepack.pack.errors import InputError
 from moepack.runtime.planning.budget import BudgetTracker
@@ -99,18 +100,10 @@ def somebody() -> Iterator[None]:
     other.end()
 
 
-def queued(watch: KvBudget, count: int) -> None:
-    end = time.monotonic() + 5
-    while len(watch._queue.waiting) < count:
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 def test_what_never_fits_is_refused_at_once_and_holds_up_nobody(watch: KvBudget) -> None:
     gate = threading.Event()
     other = Beside(lambda: run(watch, 10, inside=gate.wait))
-    while not watch._passes:
-        time.sleep(0.001)
+    wait_for(lambda: bool(watch._passes))
     began = time.monotonic()
     with pytest.raises(InputError, match=r"which holds \d+ tokens; 1 other passes run"):
         run(watch, MOST + 1)
@@ -123,7 +116,7 @@ def test_what_never_fits_is_refused_at_once_and_holds_up_nobody(watch: KvBudget)
 def test_what_fits_passes_one_that_cannot_run_now(watch: KvBudget, somebody: None) -> None:
     held = made(watch, 600)
     large = Beside(lambda: run(watch, 450))
-    queued(watch, 1)
+    wait_for(lambda: len(watch._queue.waiting) >= 1)
     began = time.monotonic()
     bare(watch)
     run(watch, 20)
@@ -160,7 +153,7 @@ def test_a_large_pass_does_not_starve_behind_small_ones(watch: KvBudget, monkeyp
 def test_patience_begins_when_nobody_waits_before(watch: KvBudget, somebody: None) -> None:
     held = made(watch, 600)
     first = Beside(lambda: run(watch, 450))
-    queued(watch, 1)
+    wait_for(lambda: len(watch._queue.waiting) >= 1)
     time.sleep(0.6)
     second = Beside(lambda: run(watch, 440))
     assert isinstance(first.end(), InputError) and first.seconds < 1.3
@@ -192,7 +185,7 @@ def test_a_prompt_waits_for_a_generation_that_goes_on(watch: KvBudget, inside: b
     generation = Beside(generate)
     assert began.wait(5)
     prompts.append(Beside(lambda: run(watch, 450)))
-    queued(watch, 1)
+    wait_for(lambda: len(watch._queue.waiting) >= 1)
     assert generation.end() is None and generation.seconds < 0.9
     assert prompts[0].end() is None and watch.waits == 1
 
@@ -227,10 +220,9 @@ def test_those_that_wait_sleep_until_something_happens(watch: KvBudget, monkeypa
     monkeypatch.setattr(watch, "_may_run", lambda *args: looks.append(time.monotonic()) or used(*args))
     gate = threading.Event()
     running = Beside(lambda: run(watch, 400, inside=gate.wait))
-    while not watch._passes:
-        time.sleep(0.001)
+    wait_for(lambda: bool(watch._passes))
     others = [Beside(lambda: bare(watch, 900)) for _ in range(3)]
-    queued(watch, 3)
+    wait_for(lambda: len(watch._queue.waiting) >= 3)
     looks.clear()
     time.sleep(0.5)
     assert len(looks) <= 0.5 * (1 / 0.005 + 2 / 0.05) + 10
@@ -240,6 +232,6 @@ def test_those_that_wait_sleep_until_something_happens(watch: KvBudget, monkeypa
     assert [other.end() for other in [running, *others]] == [None] * 4, "each is woken by the end of the one before"
     held = made(watch, 600)
     large = Beside(lambda: run(watch, 450))
-    queued(watch, 1)
+    wait_for(lambda: len(watch._queue.waiting) >= 1)
     del held
     assert large.end() is None and large.seconds < 1.0, "and by the death of a cache"

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from live_models import ids, least, load
-from residency_simulation import Kind, SimEvent, Simulation
+from residency_simulation import Kind, WaitingSimulation
+from support import damage
 
 import moepack
 from moepack.pack.errors import BundleError, InputError
@@ -22,9 +23,7 @@ HIGH, LOW, NONE = range(3)
 FOUR_TWO = "importance:hi=w4,lo=w2"
 
 
-class Waits(Simulation):
-    """A wait ends the copies before it and its own, as a stream does: the oldest first."""
-
+class Waits(WaitingSimulation):
     def __init__(self, failing: tuple[Key, ...] = ()) -> None:
         super().__init__(Kind(pages=(2, 1, 0), reserve=0, room=7, keeps_base=True))
         self.failing = failing
@@ -33,18 +32,11 @@ class Waits(Simulation):
             lambda key, version: f"layer {key[0]}, expert {key[1]}, version {version}",
         )  # fmt: skip
 
-    def fetch(self, key: Key, version: int, target: torch.Tensor) -> SimEvent:
-        event = super().fetch(key, version, target)
-
-        def wait() -> None:
-            while not event.ended:
-                self.arrive()
-
-        event.wait = wait  # type: ignore[method-assign]
-        return event
+    def fails(self, key: Key) -> bool:
+        return key in self.failing
 
     def arrive(self) -> None:
-        self.finish(0, failed=self.jobs[0][1] in self.failing)
+        self.finish(0, failed=self.fails(self.jobs[0][1]))
 
     def at(self) -> dict[Key, int]:
         return {key: e.active for key, e in self.residency.entries.items() if e.active != NONE}
@@ -216,19 +208,6 @@ def test_all_critical_is_bit_identical_at_the_least_budget(bundle: Path) -> None
         model.moepack.close()
 
 
-def test_two_precisions_and_none(bundle: Path) -> None:
-    """What is served is what was wanted: r = 0.5 leaves the last layer nothing at high precision."""
-    for lo in ("w2", "absent"):
-        policy = f"importance:hi=w4,lo={lo},r=0.5,reuse=no,prefetch=no"
-        model = load(bundle, policy, least(bundle, policy) + 1_000_000)
-        with torch.inference_mode():
-            model(ids(1, 200), use_cache=False)
-        seen = [set(row) - {"absent"} for row in model.moepack.versions]
-        assert seen[0] == {"w4"} and seen[3] == ({lo} - {"absent"})
-        assert "absent" in model.moepack.versions[3] or lo == "w2"
-        model.moepack.close()
-
-
 def test_the_weights_of_those_that_stay(bundle: Path) -> None:
     """With renormalise=yes a token's gate weights sum up to what they were; without, absent experts' are lost."""
     policy = "importance:hi=w4,lo=absent,r=0.75,reuse=no,prefetch=no,by=counts"
@@ -265,12 +244,7 @@ def test_the_weights_of_those_that_stay(bundle: Path) -> None:
 def test_a_damaged_expert_ends_the_pass_that_needs_it(damaged: Path) -> None:
     policy = "lru:hi=w4,lo=absent"
     budget = least(damaged, policy) + 2_000_000
-    file = open_bundle(damaged).layer_file("w4", 2)
-    path = damaged / "experts" / "w4" / "layer-002.safetensors"
-    content = bytearray(path.read_bytes())
-    for e in range(16):
-        content[file.offset(e) + 100] ^= 1
-    path.write_bytes(bytes(content))
+    damage(damaged, "w4", 2, range(16))
     for name in (policy, "importance:hi=w4,lo=absent,r=1"):
         model = load(damaged, name, budget + (1 << 20))
         for _ in range(2):
@@ -304,7 +278,6 @@ def test_kv_caches_take_the_experts_room_and_give_it_back(bundle: Path) -> None:
             model(ids(6, 20_000)[:, :20_000], use_cache=True)
         del outs, caches
         torch.equal(model(ids(1, 64), use_cache=False).logits, plain(ids(1, 64), use_cache=False).logits)
-    model.moepack.close()
 
 
 def test_copies_that_were_checked_are_not_digested_again_unless_their_file_changed(damaged: Path) -> None:
@@ -337,10 +310,7 @@ def test_copies_that_were_checked_are_not_digested_again_unless_their_file_chang
         for _ in range(2):
             always.stored("w4", 0, 0).read_into(room)
         assert sum(digests) == 3 * len(room)
-    path = damaged / "experts" / "w4" / "layer-000.safetensors"
-    with path.open("r+b") as f:
-        f.seek(store.stored("w4", 0, 0).offset + 7)
-        f.write(b"\xff\x00")
+    damage(damaged, "w4", 0, [0])
     with pytest.raises(BundleError, match="do not match their digest"):
         store.stored("w4", 0, 0).read_into(room)
     store.close()
@@ -355,7 +325,6 @@ def test_an_experts_module_that_is_called_by_itself_has_its_experts(bundle: Path
     with torch.inference_mode():
         a, b = (m.model.layers[1].mlp.experts(x, index, weights) for m in (model, plain))
     assert torch.equal(a, b) and float(a.abs().sum()) > 0
-    model.moepack.close()
 
 
 @pytest.mark.parametrize("policy", [FOUR_TWO + ",reuse=no", "lru:lo=absent"])

@@ -5,20 +5,16 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fake_cuda import FakeCudart
-from gpu_stand_in import StandIn, install
-from live_models import ids, least, load
-from tiny_models import save_tiny
+from gpu_stand_in import StandIn
+from live_models import close_all, ids, least, load
 
 from moepack.pack.spec import PAGE
-from moepack.pipeline.build import build
-from moepack.pipeline.recipe import parse_recipe
 from moepack.runtime.devices.cuda import RegisteredMemory
 from moepack.runtime.experts import host_tier
 from moepack.runtime.planning.budget import BudgetTracker
@@ -26,41 +22,12 @@ from moepack.runtime.residency import manager
 from moepack.runtime.residency.pools import Pool
 from moepack.runtime.store.cudart import Cudart
 
-ROOT = Path(__file__).resolve().parents[3]
-RECIPE = """
-versions: [bf16, w4, w2]
-quantize: {method: rtn, group_size: 32, loss_tokens: 64}
-calibration: {samples: 4, length: 32, batch_size: 4}
-allocation: {average_bits: 4}
-"""
 ALL = {"prefill_tokens": 32}
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle of three layers of eight experts."""
-    path = tmp_path_factory.mktemp("gpu")
-    model = save_tiny("qwen3_moe", path / "model", ROOT / "examples" / "mini-qwen3-moe", num_hidden_layers=3)
-    text = ROOT / "examples" / "text" / "calibration.jsonl"
-    build(model, path / "bundle", parse_recipe(RECIPE, "small"), [text])
-    return path / "bundle"
-
-
-@pytest.fixture
-def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    made = install(monkeypatch, computes=getattr(request, "param", True))
-    yield made
-    assert made.wrong() == [] and made.leaks() == []
 
 
 def logits(model: Any, n: int, seed: int) -> torch.Tensor:
     with torch.inference_mode():
         return model(ids(seed, n), use_cache=False).logits
-
-
-def close(model: Any) -> None:
-    model.moepack.close()
-    gc.collect()
 
 
 def test_blocks_on_the_host_are_pinned_while_they_are_taken(caplog: pytest.LogCaptureFixture) -> None:
@@ -103,7 +70,8 @@ def test_a_host_tier_beside_a_gpu(small: Path, gpu: StandIn, monkeypatch: pytest
         assert on_host and (pinned >= on_host * PAGE) == (not refused)
         assert pinned == model.moepack.manager.host.reserved * (not refused)
         seen.append(logits(model, 5, 1))
-        close(model)
+        close_all()
+        gc.collect()
         assert not gpu.cudart.registered
     assert torch.equal(*seen)
 
@@ -123,4 +91,4 @@ def test_caches_on_demand_keep_within_their_blocks(
             logits(model, n, seed)
             names = [name for row in model.moepack.versions for name in row]
             assert names.count("w4") <= most[0] and names.count("w2") <= (most[1] if len(most) == 3 else 0)
-        close(model)
+        close_all()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,14 +12,6 @@ from residency_machine import LIMITS, Machine, Plant
 from residency_simulation import Simulation, Violation
 
 from moepack.runtime.residency.entries import Outcome
-
-
-@pytest.fixture
-def silent() -> Iterator[None]:
-    """Failures are a part of it: thousands of lines would be kept."""
-    logging.getLogger("moepack.runtime").disabled = True
-    yield
-    logging.getLogger("moepack.runtime").disabled = False
 
 
 def test_invariants_hold_in_every_order(silent: None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import pytest
 from residency_machine import KEYS
@@ -84,6 +85,14 @@ def promoted(kind: Kind, wanted: dict[tuple[int, int], int]) -> Simulation:
     return sim
 
 
+def high(wanted: Iterable[tuple[int, int]]) -> Simulation:
+    """These at the best version, and no spare one of any."""
+    sim = promoted(DROPS, dict.fromkeys(wanted, 0))
+    while sim.residency.drop_spare():
+        pass
+    return sim
+
+
 def test_low_versions_leave_when_their_bytes_are_needed() -> None:
     """Four high experts in eight pages more than all-low: with their low versions they would be three."""
     sim = promoted(DROPS, dict.fromkeys(KEYS[:5], 0))
@@ -112,9 +121,7 @@ def test_the_least_worth_is_evicted_first() -> None:
 
 
 def test_a_demotion_is_cancelled_without_loss_when_its_expert_is_hot_again() -> None:
-    sim = promoted(DROPS, dict.fromkeys(KEYS[:4], 0))
-    while sim.residency.drop_spare():
-        pass
+    sim = high(KEYS[:4])
     sim.transitions.want({(1, 0): 0})
     sim.transitions.tick()
     leaving = [key for _, key, _, _ in sim.jobs]
@@ -126,9 +133,7 @@ def test_a_demotion_is_cancelled_without_loss_when_its_expert_is_hot_again() -> 
 
 
 def test_a_low_version_that_cannot_be_fetched_leaves_its_expert_high(caplog: pytest.LogCaptureFixture) -> None:
-    sim = promoted(DROPS, dict.fromkeys(KEYS[:4], 0))
-    while sim.residency.drop_spare():
-        pass
+    sim = high(KEYS[:4])
     sim.transitions.want({(1, 0): 0, (0, 0): 0, (0, 1): 0, (0, 2): 0})
     for _ in range(3):
         sim.transitions.tick()
@@ -172,9 +177,7 @@ def test_a_failed_copy_is_counted_logged_once_and_tried_again_later(caplog: pyte
 
 def test_the_kv_cache_pushes_the_least_wanted_experts_out() -> None:
     wanted = {(0, 0): 0, (1, 1): 0, (0, 2): 0, (0, 3): 0}
-    sim = promoted(DROPS, wanted)
-    while sim.residency.drop_spare():
-        pass
+    sim = high(wanted)
     assert not sim.transitions.grow_kv(3 * PAGE) and {key for _, key, _, _ in sim.jobs} == {(0, 2), (0, 3)}
     settled(sim)
     assert sim.transitions.kv_bytes == 3 * PAGE
@@ -191,9 +194,7 @@ def test_the_kv_cache_pushes_the_least_wanted_experts_out() -> None:
 
 
 def test_the_kv_cache_picks_another_expert_where_one_cannot_leave() -> None:
-    sim = promoted(DROPS, dict.fromkeys(KEYS[:4], 0))
-    while sim.residency.drop_spare():
-        pass
+    sim = high(KEYS[:4])
     assert not sim.transitions.grow_kv(2 * PAGE)
     sim.finish(0, failed=True)
     settled(sim, 3)

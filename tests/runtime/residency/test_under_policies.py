@@ -7,20 +7,18 @@ chance. Those that block load on demand, one step at a time, while the KV cache 
 from __future__ import annotations
 
 import itertools
-import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 from residency_machine import LIMITS, Machine
-from residency_simulation import EXPERTS, Kind, SimEvent, Simulation
+from residency_simulation import EXPERTS, Kind, Simulation, WaitingSimulation
 
 from moepack.pack.errors import InputError, MoepackError
 from moepack.pack.spec import PAGE, Version
@@ -122,35 +120,17 @@ class UnderPolicy(Machine):
         self.tell(SequenceEnded(self.clock, self.capacity(), number))
 
 
-@pytest.fixture
-def silent() -> Iterator[None]:
-    logging.getLogger("moepack.runtime").disabled = True
-    yield
-    logging.getLogger("moepack.runtime").disabled = False
-
-
 @pytest.mark.parametrize("text", SHARED)
 def test_invariants_hold_under_policies_that_do_not_block(text: str, silent: None) -> None:
     machine = type("Under", (UnderPolicy,), {"text": text})
     run_state_machine_as_test(machine, settings=settings(LIMITS, max_examples=12, stateful_step_count=60))
 
 
-class Waited(Simulation):
-    """A wait ends the copies before it and its own."""
+class Waited(WaitingSimulation):
+    failing, rng = 0.0, random.Random(0)
 
-    failing = 0.0
-
-    def fetch(self, key: Any, version: int, target: torch.Tensor) -> SimEvent:
-        event = super().fetch(key, version, target)
-
-        def wait() -> None:
-            while not event.ended:
-                self.finish(0, failed=self.rng.random() < self.failing)
-
-        event.wait = wait  # type: ignore[method-assign]
-        return event
-
-    rng = random.Random(0)
+    def fails(self, key: Any) -> bool:
+        return self.rng.random() < self.failing
 
 
 @pytest.mark.parametrize("text", BLOCKING)

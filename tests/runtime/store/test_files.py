@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import os
@@ -15,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from live_models import wait_for
 from small_bundle import write_small_bundle
+from support import damage, flip, open_files
 
 from moepack.pack.errors import BundleError
 from moepack.pack.reader import open_bundle
@@ -71,16 +72,13 @@ def test_threads_do_read_ahead_and_stay_in_bounds(store: BackingStore, monkeypat
         return store.stored(*place).load()
 
     ahead = ReadAhead(sizes, load, threads=3)
-    end = time.monotonic() + 10
-    while len(read) < 5 and time.monotonic() < end:
-        time.sleep(0.002)
+    wait_for(lambda: len(read) == 5)
     time.sleep(0.1)
     assert len(read) == 5 and set(read) == {"moepack-ahead"}, "what nobody takes is not read on and on"
     for place, _ in sizes[:2]:
         assert ahead.take(place) is not None
-    while len(read) < 7 and time.monotonic() < end:
-        time.sleep(0.002)
-    assert len(read) == 7 and ahead.take(PLACES[-1]) is None and ahead.take(("w4", 9, 9)) is None
+    wait_for(lambda: len(read) == 7)
+    assert ahead.take(PLACES[-1]) is None and ahead.take(("w4", 9, 9)) is None
     ahead.close()
     assert len(read) == 7
 
@@ -107,10 +105,7 @@ def test_each_digest_is_checked_once(store: BackingStore, monkeypatch: pytest.Mo
 
 def test_damage_found_ahead_is_an_error_where_it_is_asked_for(damaged: Path) -> None:
     store = BackingStore(open_bundle(damaged))
-    file = damaged / "experts" / "w4" / "layer-002.safetensors"
-    data = bytearray(file.read_bytes())
-    data[store.bundle.layer_file("w4", 2).offset(5) + 70] ^= 1
-    file.write_bytes(data)
+    damage(damaged, "w4", 2, [5])
     (damaged / "experts" / "w4" / "layer-003.safetensors").unlink()
     with store.reading_ahead(PLACES):
         for place in PLACES:
@@ -144,21 +139,13 @@ def test_chunks_short_reads_and_an_extent_that_is_only_checked(
 
 
 def test_files_are_closed_with_the_store(bundle: Path) -> None:
-    def held() -> set[tuple[str, str]]:
-        """Descriptors of this process; what other tests left may go at any time."""
-        found = set()
-        for entry in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):  # the descriptor of this listing
-                found.add((entry.name, str(entry.readlink())))
-        return found
-
-    before = held()
+    before = open_files()
     store = BackingStore(open_bundle(bundle))
     store.stored("w4", 0, 0).load()
-    assert held() - before
+    assert open_files() - before
     del store
     gc.collect()
-    assert not held() - before
+    assert not open_files() - before
 
 
 def test_dense_matrices_are_read_as_experts_are(tmp_path: Path) -> None:
@@ -172,10 +159,7 @@ def test_dense_matrices_are_read_as_experts_are(tmp_path: Path) -> None:
             want = opened.dense_matrix(version, opened.manifest.dense[number].module)
             assert np.array_equal(stored.load().numpy(), want.extent) and stored.place == (version, DENSE, number)
             assert stored.where == want.where
-    file = tmp_path / "bundle" / "dense" / "w8" / "head.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(tmp_path / "bundle" / "dense" / "w8" / "head.safetensors", -1)
     with pytest.raises(BundleError, match="lm_head, version w8: its bytes do not match"):
         store.stored("w8", DENSE, 3).load()
     store.stored("w8", DENSE, 2).load()

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_cuda import READS_ONLY, REGISTERS, FakeCudart
+from support import damage, open_files
 
 from moepack.pack.reader import open_bundle
 from moepack.runtime.store import files as store_module
@@ -170,51 +171,46 @@ def test_the_real_library_has_these_symbols() -> None:
 # --- reading
 
 
-def test_short_reads_and_refused_direct_reads(opened: BackingStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, real_open, real_read = set(PLACES), os.open, os.preadv
+@pytest.mark.parametrize(
+    ("how", "kinds"),
+    [
+        ("whole pages", {True}),
+        ("parts of pages", {True, False}),
+        ("reads are refused", {True, False}),
+        ("opening is refused", {False}),
+    ],
+)
+def test_short_reads_and_refused_direct_reads(
+    opened: BackingStore, how: str, kinds: set[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_open, real_read = os.open, os.preadv
     direct: set[int] = set()
     asked: list[bool] = []
 
     def opening(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if how == "opening is refused" and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "refused")
         fd = real_open(path, flags, *rest, **more)
         (direct.add if flags & os.O_DIRECT else direct.discard)(fd)
         return fd
 
-    def short(fd: int, parts: Any, at: int) -> int:
-        asked.append(fd in direct)
-        if fd in direct:
+    def reading(fd: int, parts: Any, at: int) -> int:
+        is_direct = fd in direct
+        asked.append(is_direct)
+        if is_direct:
             assert at % 4096 == len(parts[0]) % 4096 == 0, "a direct read of parts of pages"
-        return real_read(fd, [parts[0][: random.choice((4096, 8192) if fd in direct else (1000, 4096, 5000))]], at)
+            if how == "reads are refused":
+                raise OSError(errno.EINVAL, "refused")
+        if how == "parts of pages":
+            return min(1000, real_read(fd, parts, at))
+        return real_read(fd, [parts[0][: random.choice((4096, 8192) if is_direct else (1000, 4096, 5000))]], at)
 
-    def shorter(fd: int, parts: Any, at: int) -> int:
-        asked.append(fd in direct)
-        return min(1000, real_read(fd, parts, at))
-
-    def refused(fd: int, parts: Any, at: int) -> int:
-        asked.append(fd in direct)
-        if fd in direct:
-            raise OSError(errno.EINVAL, "refused")
-        return real_read(fd, parts, at)
-
-    def nothing_direct(path: Any, flags: int, *rest: Any, **more: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "refused")
-        return real_open(path, flags, *rest, **more)
-
-    for open_, read, kinds in (
-        (opening, short, {True}),
-        (opening, shorter, {True, False}),
-        (opening, refused, {True, False}),
-        (nothing_direct, short, {False}),
-    ):
-        asked.clear()
-        direct.clear()
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "open", open_)
-            patch.setattr(os, "preadv", read)
-            host = filled(opened, FakeCudart(NO_MAPPINGS))
-        assert check(host, opened) == whole and set(asked) == kinds
-        host.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", opening)
+        patch.setattr(os, "preadv", reading)
+        host = filled(opened, FakeCudart(NO_MAPPINGS))
+    assert check(host, opened) == set(PLACES) and set(asked) == kinds
+    host.close()
 
 
 def test_every_digest_is_checked_once(opened: BackingStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,22 +233,20 @@ def test_every_digest_is_checked_once(opened: BackingStore, monkeypatch: pytest.
 def test_damage_is_named_and_never_served(damaged: Path, attributes: dict[int, int] | None) -> None:
     """One extent is damaged, one file is cut short and one has gone since they were opened: the others are pinned."""
     store = of(damaged)
-    files = [damaged / "experts" / "bf16" / f"layer-00{p}.safetensors" for p in range(4)]
+    files = [damaged / "experts" / "bf16" / f"layer-00{p}.safetensors" for p in range(3)]
     for p in range(2):
         store.stored("bf16", p, 0)
-    data = bytearray(files[0].read_bytes())
-    data[store.bundle.layer_file("bf16", 0).offset(3) + 100] ^= 1
-    files[0].write_bytes(data)
+    damage(damaged, "bf16", 0, [3])
     cut = store.bundle.layer_file("bf16", 1).offset(9)
     os.truncate(files[1], cut)
     files[2].unlink()
     host = filled(store, FakeCudart(attributes))
-    damage = host.state()["damaged"]
+    found = host.state()["damaged"]
     pinned = check(host, store)
     assert pinned >= {x for x in PLACES if x[1] == 3 or (x[1] == 0 and x[2] != 3)}
     assert not pinned & {("bf16", 0, 3), *(("bf16", 1, e) for e in range(9, 16)), *(("bf16", 2, e) for e in range(16))}
-    assert any("layer 0, expert 3, version bf16" in x for x in damage)
-    assert sum("layer 1, expert" in x for x in damage) == 7 and any("layer-002" in x for x in damage)
+    assert any("layer 0, expert 3, version bf16" in x for x in found)
+    assert sum("layer 1, expert" in x for x in found) == 7 and any("layer-002" in x for x in found)
     assert host.state()["fallbacks"] == ([] if attributes is None else host.state()["fallbacks"])
     host.close()
     store.close()
@@ -324,33 +318,26 @@ def test_host_limits(tmp_path: Path) -> None:
 
 
 def test_closing_ends_the_filling(opened: BackingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two extents: so many as are being read when it closes are read, and no more."""
+    reached, real = threading.Event(), filling.read_extents
+
+    def slowly(extents: Any, rooms: Any, threads: int, before: Any, *more: Any) -> Any:
+        def wait(size: int) -> None:
+            reached.set()
+            time.sleep(0.02)
+            before(size)
+
+        return real(extents, rooms, threads, wait, *more)
+
+    monkeypatch.setattr(filling, "read_extents", slowly)
     for attributes in (None, NO_MAPPINGS, {REGISTERS: 0, READS_ONLY: 0}):
-        cuda, reached = FakeCudart(attributes), threading.Event()
-
-        def slowly(
-            e: Any,
-            r: Any,
-            t: int,
-            before: Any,
-            *more: Any,
-            reached: Any = reached,
-            real_read: Any = filling.read_extents,
-        ) -> Any:
-            def wait(size: int) -> None:
-                reached.set()
-                time.sleep(0.02)
-                before(size)
-
-            return real_read(e, r, t, wait, *more)
-
-        with monkeypatch.context() as patch:
-            patch.setattr("moepack.runtime.store.filling.read_extents", slowly)
-            host = HostStore(opened, ["bf16"], Cudart(0, cuda), GIB)
-            host.start()
-            assert reached.wait(10)
-            began = time.monotonic()
-            host.close()
-        assert time.monotonic() - began < 1 and host.filled.wait(0)
+        cuda = FakeCudart(attributes)
+        reached.clear()
+        host = HostStore(opened, ["bf16"], Cudart(0, cuda), GIB)
+        host.start()
+        assert reached.wait(10)
+        host.close()
+        assert host.filled.wait(0)
         assert host.state()["read_bytes"] < size_of(opened), "it had not ended by itself"
         assert not cuda.registered and not cuda.allocated
         assert not [t for t in threading.enumerate() if t.name in ("moepack-host", "moepack-fill")]
@@ -359,12 +346,9 @@ def test_closing_ends_the_filling(opened: BackingStore, monkeypatch: pytest.Monk
 
 def test_nothing_leaks(bundle: Path) -> None:
     def held() -> set[tuple[str, str]]:
-        """Descriptors and mappings of files in this process; what other tests left may go at any time."""
-        found = {("map", line) for line in Path("/proc/self/maps").read_text().splitlines() if "layer-00" in line}
-        for entry in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):  # the descriptor of this listing
-                found.add((entry.name, str(entry.readlink())))
-        return found
+        """Descriptors and mappings of files in this process."""
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        return open_files() | {("map", line) for line in maps if "layer-00" in line}
 
     before = held()
     for attributes in (None, NO_MAPPINGS):
@@ -376,13 +360,6 @@ def test_nothing_leaks(bundle: Path) -> None:
         del host, store
     gc.collect()
     assert not held() - before
-
-
-def resident(address: int, size: int) -> int:
-    """Bytes of a range that are in memory, by the system's account."""
-    with Path("/proc/self/pagemap").open("rb") as f:
-        f.seek(address // 4096 * 8)
-        return 4096 * int((np.frombuffer(f.read(size // 4096 * 8), np.uint64) >> np.uint64(63)).sum())
 
 
 def test_limits_of_probing() -> None:

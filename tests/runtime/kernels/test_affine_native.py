@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from expert_layers import TOLERANCE, VERSIONS, activations, expected, make_layer, native, relative
+from expert_layers import TOLERANCE, VERSIONS, activations, expected, make_layer, native, product, relative
 from support import HELPERS, at_once
 
 from moepack.pack.spec import Matrix, Version
@@ -31,6 +33,10 @@ TILES = range(native.LEVELS.index("avx512-bf16"), len(native.LEVELS))
 ALL_IN_TILES = np.zeros(8, np.int64)  # limits
 
 
+def version_of(bits: int, group_size: int) -> Version:
+    return Version.of("bf16") if bits == 16 else Version.of(f"w{bits}", group_size)
+
+
 @pytest.fixture(autouse=True)
 def best_level() -> object:
     yield
@@ -38,12 +44,11 @@ def best_level() -> object:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
-@pytest.mark.parametrize("group_size", [128, 64, 32])
+@pytest.mark.parametrize(("bits", "group_size"), [(16, 0), *itertools.product([8, 4, 3, 2, 1], [128, 64, 32])])
 def test_products_against_float64(bits: int, group_size: int, level: int) -> None:
     """Every shape; one token, and as many as take all tile sizes (4 + 2 + 1)."""
     assert native.use_level(level) == level
-    version = Version.of(f"w{bits}", group_size)
+    version = version_of(bits, group_size)
     for k, (rows, cols) in enumerate(SHAPES):
         m = Matrix("m", rows, cols, bias=bool(k % 2))
         layer = make_layer(m, [version], [0, 0], seed=k)
@@ -52,29 +57,15 @@ def test_products_against_float64(bits: int, group_size: int, level: int) -> Non
             x = activations(len(index), cols, dtype)
             want = expected(layer, x, index)
             for out_dtype in TOLERANCE:
-                out = torch.full((len(index), rows), torch.nan, dtype=out_dtype)
-                native.product(layer.forms, 0, layer.table, x, index, out, threads=1)
+                out = product(layer, x, index, dtype=out_dtype, threads=1)
                 for row in (slice(0, 1), slice(1, None)):
                     assert relative(out[row], want[row]) <= TOLERANCE[out_dtype], (rows, cols, dtype, out_dtype)
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_plain_bf16_experts(level: int, dtype: torch.dtype) -> None:
-    native.use_level(level)
-    for k, (rows, cols) in enumerate(SHAPES):
-        layer = make_layer(Matrix("m", rows, cols, bias=bool(k % 2)), [Version.of("bf16")], [0, 0], seed=k)
-        index = torch.tensor([[0], [1], [1], [1], [1], [1], [1], [1]])
-        x = activations(len(index), cols, dtype)
-        out = torch.full((len(index), rows), torch.nan)
-        native.product(layer.forms, 0, layer.table, x, index, out)
-        assert relative(out, expected(layer, x, index)) <= 1e-5, (rows, cols)
-
-
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
 @pytest.mark.parametrize("group_size", [128, 64, 32])
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_unpacked_weights_are_packs(bits: int, group_size: int, level: int, dtype: torch.dtype) -> None:
     """The same numbers: exact in float32, rounded once in BF16."""
     native.use_level(level)
@@ -96,26 +87,24 @@ def use_tiles(level: int) -> None:
 
 
 @pytest.mark.parametrize("level", TILES)
-@pytest.mark.parametrize("bits", [16, 8, 4, 3, 2, 1])
-@pytest.mark.parametrize("group_size", [128, 64, 32])
+@pytest.mark.parametrize(("bits", "group_size"), [(16, 0), *itertools.product([8, 4, 3, 2, 1], [128, 64, 32])])
 def test_tiles_against_float64(bits: int, group_size: int, level: int) -> None:
     """Every shape, with slots that leave tiles and batches of 512 unfilled.
 
     Of many tokens weights are rounded to BF16: float32 results hold to the one or the other.
     """
     use_tiles(level)
-    version = Version.of("bf16") if bits == 16 else Version.of(f"w{bits}", group_size)
+    version = version_of(bits, group_size)
     for k, (rows, cols) in enumerate(SHAPES):
         layer = make_layer(Matrix("m", rows, cols, bias=bool(k % 2)), [version], [0, 0, 0, 0], seed=k)
         index = torch.cat([torch.zeros(1), torch.ones(33), torch.full((17,), 2), torch.full((530 * (k == 0),), 3)])
         index = index[torch.randperm(len(index), generator=torch.Generator().manual_seed(k))].long()[:, None]
         x = activations(len(index), cols, torch.bfloat16)
         exact = expected(layer, x, index)
-        layer.weights = [torch.from_numpy(w).bfloat16().double().numpy() for w in layer.weights]
-        rounded = expected(layer, x, index)
-        out, short = torch.full((len(index), rows), torch.nan), torch.empty(len(index), rows, dtype=torch.bfloat16)
-        native.product(layer.forms, 0, layer.table, x, index, out, ALL_IN_TILES)
-        native.product(layer.forms, 0, layer.table, x, index, short, ALL_IN_TILES)
+        as_bf16 = [torch.from_numpy(w).bfloat16().double().numpy() for w in layer.weights]
+        rounded = expected(replace(layer, weights=as_bf16), x, index)
+        out = product(layer, x, index, ALL_IN_TILES)
+        short = product(layer, x, index, ALL_IN_TILES, dtype=torch.bfloat16)
         for e in range(int(index.max()) + 1):
             mine = np.flatnonzero((index[:, 0] == e).numpy())
             for batch in (mine[:512], mine[512:]):
@@ -134,11 +123,7 @@ def test_tiles_beside_packed_bytes_and_whatever_the_threads(level: int) -> None:
     index[0], index[4, 1] = 7, 10
     x = activations(len(index), 14336, torch.bfloat16)
     want, absent = expected(layer, x, index), (index.reshape(-1) == 10).numpy()
-    outs = []
-    for threads in (1, 2, 5):
-        out = torch.full((index.numel(), 40), 7.0)
-        native.product(layer.forms, 0, layer.table, x, index, out, np.full(5, 3), threads=threads)
-        outs.append(out)
+    outs = [product(layer, x, index, np.full(5, 3), fill=7.0, threads=threads) for threads in (1, 2, 5)]
     assert (outs[0][absent] == 7).all() and relative(outs[0][~absent], want[~absent]) <= 4e-3
     few = (index.reshape(-1) == 7).numpy()
     assert few.sum() == 2 and relative(outs[0][few], want[few]) <= 1e-5
@@ -155,8 +140,7 @@ def test_five_versions_in_one_call(level: int) -> None:
     index[2, 1] = index[7, 0] = 12
     for share in (3, 1):
         x = activations(index.numel() // share, 200, torch.float32)
-        out = torch.full((index.numel(), 70), 7.0)
-        native.product(layer.forms, 0, layer.table, x, index, out)
+        out = product(layer, x, index, fill=7.0)
         want = expected(layer, x, index)
         absent = (index.reshape(-1) == 12).numpy()
         assert (out[absent] == 7).all() and relative(out[~absent], want[~absent]) <= 1e-5
@@ -167,23 +151,17 @@ def test_neither_threads_nor_company_change_a_bit() -> None:
     index = torch.randint(0, 20, (9, 4), generator=torch.Generator().manual_seed(1))
     x = activations(9, 300, torch.bfloat16)
 
-    def run(threads: int) -> torch.Tensor:
-        out = torch.empty(36, 200)
-        native.product(layer.forms, 0, layer.table, x, index, out, threads=threads)
-        return out
-
-    one = run(1)
+    one = product(layer, x, index, threads=1)
     try:
         for borrowed in (True, False):
             native.use_openmp(borrowed)
             for threads in (2, 3, 7):
-                assert all(torch.equal(run(threads), one) for _ in range(5))
+                assert all(torch.equal(product(layer, x, index, threads=threads), one) for _ in range(5))
     finally:
         native.use_openmp()
-    alone = torch.empty(1, 200)
     for s, e in enumerate(index.reshape(-1).tolist()):
         if (index == e).sum() == 1:
-            native.product(layer.forms, 0, layer.table, x[s // 4 : s // 4 + 1], index.reshape(-1)[s : s + 1], alone)
+            alone = product(layer, x[s // 4 : s // 4 + 1], index.reshape(-1)[s : s + 1])
             assert torch.equal(alone[0], one[s])
 
 
@@ -195,13 +173,9 @@ def test_neither_rounds_nor_batches_change_a_bit(level: int) -> None:
     index = torch.randint(0, 6, (45, 1), generator=torch.Generator().manual_seed(2))
     index[:20] = 0  # more slots than an expert batch or a round has room for
     x = activations(45, 14336, torch.bfloat16)
-    alone = torch.empty(45, 40)
-    for s in range(45):
-        native.product(layer.forms, 0, layer.table, x[s : s + 1], index[s : s + 1], alone[s : s + 1], threads=1)
+    alone = torch.cat([product(layer, x[s : s + 1], index[s : s + 1], threads=1) for s in range(45)])
     for threads in (1, 3, 20):  # 0.7 MB an activation: 20 threads cannot have four each
-        out = torch.full((45, 40), 7.0)
-        native.product(layer.forms, 0, layer.table, x, index, out, threads=threads)
-        assert torch.equal(out, alone), threads
+        assert torch.equal(product(layer, x, index, threads=threads), alone), threads
 
 
 @pytest.mark.parametrize("tiles", [False, True])
@@ -213,15 +187,12 @@ def test_calls_from_several_threads_at_once(borrowed: bool, tiles: bool) -> None
     if tiles and not native.has_tiles(x.dtype):
         pytest.skip("this processor does not multiply BF16")
     limits = ALL_IN_TILES if tiles else None
-    want = torch.empty(index.numel(), 128)
-    native.product(layer.forms, 0, layer.table, x, index, want, limits, threads=1)
+    want = product(layer, x, index, limits, threads=1)
     wrong = []
 
     def work() -> None:
-        out = torch.empty_like(want)
         for _ in range(100):
-            native.product(layer.forms, 0, layer.table, x, index, out.fill_(0), limits, threads=2)
-            if not torch.equal(out, want):
+            if not torch.equal(product(layer, x, index, limits, fill=0, threads=2), want):
                 wrong.append(1)
 
     try:
@@ -240,10 +211,7 @@ def test_after_a_fork_the_child_has_threads_of_its_own() -> None:
         "t.native.use_openmp(False)\n"
         "layer = t.make_layer(t.Matrix('m', 300, 256), t.VERSIONS, [0, 1, 2, 3, 4])\n"
         "x, index = t.activations(1, 256, torch.float32), torch.arange(5)[None]\n"
-        "def run():\n"
-        "    out = torch.empty(5, 300)\n"
-        "    t.native.product(layer.forms, 0, layer.table, x, index, out, threads=2)\n"
-        "    return out\n"
+        "def run(): return t.product(layer, x, index, threads=2)\n"
         "first = run()\n"
         "child = os.fork()\n"
         "if not child: os._exit(0 if all(torch.equal(run(), first) for _ in range(20)) else 1)\n"
@@ -256,11 +224,11 @@ def test_a_fork_while_another_thread_has_the_arena() -> None:
     """Its lock is then held in the child by nobody: what waits for it would wait for ever."""
     layer = make_layer(Matrix("m", 256, 2048), VERSIONS, [e % 5 for e in range(8)])
     index = torch.randint(0, 8, (256, 2), generator=torch.Generator().manual_seed(0))
-    x, out, stop = torch.randn(256, 2048), torch.empty(512, 256), threading.Event()
+    x, stop = torch.randn(256, 2048), threading.Event()
 
     def busy() -> None:
         while not stop.is_set():
-            native.product(layer.forms, 0, layer.table, x, index, out)
+            product(layer, x, index)
 
     thread = threading.Thread(target=busy)
     thread.start()
@@ -281,8 +249,7 @@ def test_a_limit_leaves_busy_experts_out() -> None:
     layer = make_layer(Matrix("m", 20, 64), VERSIONS, [1, 2])
     index = torch.tensor([[0], [1], [1], [1]])
     x = activations(4, 64, torch.float32)
-    out = torch.full((4, 20), 7.0)
-    native.product(layer.forms, 0, layer.table, x, index, out, np.full(len(VERSIONS), 2))
+    out = product(layer, x, index, np.full(len(VERSIONS), 2), fill=7.0)
     assert (out[1:] == 7).all() and relative(out[:1], expected(layer, x, index)[:1]) <= 1e-5
 
 
@@ -369,18 +336,21 @@ def test_the_forward_is_the_fallbacks(bundle: Path, dtype: torch.dtype, tokens: 
     index = torch.stack([torch.randperm(17, generator=generator)[:4] for _ in range(tokens)])
     index[: tokens // 2, 0] = 3  # one busy expert
     gates = torch.rand(tokens, 4, generator=generator).to(dtype)
+
+    def compare() -> None:
+        call = LayerCall(module, experts.current, x, index, gates)
+        want = reference_forward(call).double().numpy()
+        assert relative(cpu.forward(call), want) <= (1e-5 if dtype == torch.float32 else 1e-2)
+
     with torch.inference_mode():
-        want = reference_forward(LayerCall(module, experts.current, x, index, gates))
-        got = cpu.forward(LayerCall(module, experts.current, x, index, gates))
-        assert torch.equal(got, cpu.forward(LayerCall(module, experts.current, x, index, gates)))
-        assert relative(got, want.double().numpy()) <= (1e-5 if dtype == torch.float32 else 1e-2)
+        compare()
+        call = LayerCall(module, experts.current, x, index, gates)
+        assert torch.equal(cpu.forward(call), cpu.forward(call))
         before, other = experts.current.table.copy(), model.model.layers[1].mlp.experts._moepack.current.handles[0]
         experts.publish(0, other)
         changed = experts.current.table != before
         assert changed.tolist() == [True] + [False] * 15
-        want = reference_forward(LayerCall(module, experts.current, x, index, gates))
-        got = cpu.forward(LayerCall(module, experts.current, x, index, gates))
-        assert relative(got, want.double().numpy()) <= (1e-5 if dtype == torch.float32 else 1e-2)
+        compare()
 
 
 def test_without_the_extension_the_fallback_serves(bundle: Path) -> None:

@@ -99,11 +99,8 @@ def test_limits_are_each_matrixs(monkeypatch: pytest.MonkeyPatch) -> None:
         return tuple(o.view(torch.int16) for o in beside.dense(beside.MatrixGroup([plain, packed], given), x))
 
     default, few, many = outs(None), outs([99, 99]), outs([5, 5])
-    assert (
-        beside.MatrixGroup([plain, packed]).limits[torch.bfloat16][0]
-        < 6
-        <= beside.MatrixGroup([packed]).limits[torch.bfloat16][0]
-    )
+    of_plain, of_packed = (beside.MatrixGroup([m]).limits[torch.bfloat16][0] for m in (plain, packed))
+    assert of_plain < 6 <= of_packed
     assert torch.equal(default[0], many[0]) and torch.equal(default[1], few[1])
     assert not torch.equal(few[1], many[1])
 
@@ -140,7 +137,7 @@ def test_from_several_threads_at_once() -> None:
 
     def work(k: int) -> None:
         for _ in range(60):
-            if not all(torch.equal(a, b) for a, b in zip(beside.dense(of, inputs[k], threads=2), want[k], strict=True)):
+            if not all(map(torch.equal, beside.dense(of, inputs[k], threads=2), want[k])):
                 wrong.append(k)
 
     at_once(work, 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from expert_layers import Layer, activations, make_layer, native
+from expert_layers import Layer, activations, make_layer, native, product
 
 from moepack.pack.spec import Matrix, Version
 
@@ -19,11 +19,8 @@ def best_level() -> object:
     native.use_level()
 
 
-def run(layer: Layer, x: torch.Tensor, threads: int = 1) -> torch.Tensor:
-    index = torch.zeros(len(x), 1, dtype=torch.int64)
-    out = torch.full((len(x), len(layer.weights[0])), torch.nan)
-    native.product(layer.forms, 0, layer.table, x, index, out, threads=threads)
-    return out
+def run(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return product(layer, x, torch.zeros(len(x), 1, dtype=torch.int64), threads=1)
 
 
 def hard(n: int, cols: int) -> torch.Tensor:

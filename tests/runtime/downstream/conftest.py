@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from support import ROOT, ids
+from support import HOT, ROOT, ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import moepack
 
 PAGE = ROOT / "docs" / "in-other-programs.md"
-HOT = {"policy": "hotness:hi=bf16,lo=w2", "device_memory": "30MB"}  # room for every expert at bf16
 QUOTED = re.compile(r"refused[^:`]*: (`+) ?(.+?) ?\1(?!`)")
 
 
@@ -39,9 +38,9 @@ class Row:
         self.seen: set[str] = set()
         self._bundle = str(bundle)
 
-    def refuses(self, call: Callable[[], Any]) -> None:
+    def refuses(self, call: Callable[..., Any], *args: Any, **options: Any) -> None:
         with pytest.raises(Exception) as raised:
-            call()
+            call(*args, **options)
         line = str(raised.value).splitlines()[0].replace(self._bundle, "BUNDLE")
         if type(raised.value).__module__.startswith("torch._dynamo"):  # what was raised is inside its report
             line = next((q for q in self.quoted if q in str(raised.value)), line)

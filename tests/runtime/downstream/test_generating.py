@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from support import at_once, ids
+from support import HOT, at_once, ids
 from transformers import ContinuousBatchingConfig, TextIteratorStreamer, pipeline
 
-HOT = {"policy": "hotness:hi=bf16,lo=w2", "device_memory": "30MB"}
 PROMPT = "The history of"
+SAMPLED = {"do_sample": True, "temperature": 0.8}
+STATIC = {"cache_implementation": "static", "disable_compile": True}
+LOOKUP = {"prompt_lookup_num_tokens": 3}
+GROUPS = {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}
 
 
 @pytest.fixture(scope="session")
@@ -38,32 +41,36 @@ def agree(plain: Any, free: Any, hot: Any) -> Callable[..., None]:
 Agree = Callable[..., None]
 
 
-@pytest.mark.row("`generate`: greedy")
-def test_greedy(row: Any, agree: Agree) -> None:
-    agree()
+def asking(row: str, *asked: dict[str, Any]) -> Any:
+    return pytest.param(asked, marks=pytest.mark.row(row))
 
 
-@pytest.mark.row("`generate`: sampling, several sequences")
-def test_sampling(row: Any, agree: Agree) -> None:
-    agree(do_sample=True, temperature=0.8, top_k=20, num_return_sequences=3)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        asking("`generate`: greedy", {}),
+        asking("`generate`: sampling, several sequences", {**SAMPLED, "top_k": 20, "num_return_sequences": 3}),
+        asking("`generate`: beams, sampled beams", {"num_beams": 3}, {"num_beams": 3, "do_sample": True}),
+        asking("`generate`: a static cache; no cache", STATIC, {"use_cache": False}),
+        asking("`generate`: `prompt_lookup_num_tokens`, `assistant_early_exit`", LOOKUP, {"assistant_early_exit": 2}),
+    ],
+)
+def test_generate(row: Any, agree: Agree, asked: tuple[dict[str, Any], ...]) -> None:
+    for options in asked:
+        agree(**options)
 
 
-@pytest.mark.row("`generate`: beams, sampled beams")
-def test_beams(row: Any, agree: Agree) -> None:
-    agree(num_beams=3)
-    agree(num_beams=3, do_sample=True)
-
-
-@pytest.mark.row("`generate`: a static cache; no cache")
-def test_caches(row: Any, agree: Agree) -> None:
-    agree(cache_implementation="static", disable_compile=True)
-    agree(use_cache=False)
-
-
-@pytest.mark.row("`generate`: `prompt_lookup_num_tokens`, `assistant_early_exit`")
-def test_own_candidates(row: Any, agree: Agree) -> None:
-    agree(prompt_lookup_num_tokens=3)
-    agree(assistant_early_exit=2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        asking("`generate`: contrastive search", {"penalty_alpha": 0.6, "top_k": 4}),
+        asking("`generate`: DoLa", {"dola_layers": "low"}),
+        asking("`generate`: groups of beams", GROUPS),
+    ],
+)
+def test_what_is_no_longer_in_transformers(row: Any, free: Any, hot: Any, options: tuple[dict[str, Any]]) -> None:
+    for model in (free, hot):
+        row.refuses(model.generate, ids(4), **options[0])
 
 
 @pytest.mark.row("`generate`: an assistant, plain or the same bundle at `w1`")
@@ -100,22 +107,6 @@ def test_embeddings_and_chunks(row: Any, agree: Agree, plain: Any, free: Any, ho
     assert torch.equal(made[0], made[1]) and torch.equal(made[0], made[2])
 
 
-@pytest.mark.row("`generate`: contrastive search")
-def test_contrastive(row: Any, free: Any, hot: Any) -> None:
-    for model in (free, hot):
-        row.refuses(lambda model=model: model.generate(ids(4), penalty_alpha=0.6, top_k=4))
-
-
-@pytest.mark.row("`generate`: DoLa")
-def test_dola(row: Any, free: Any) -> None:
-    row.refuses(lambda: free.generate(ids(4), dola_layers="low"))
-
-
-@pytest.mark.row("`generate`: groups of beams")
-def test_groups(row: Any, free: Any) -> None:
-    row.refuses(lambda: free.generate(ids(4), num_beams=4, num_beam_groups=2, diversity_penalty=0.5))
-
-
 @pytest.mark.row("`generate` in several threads")
 def test_threads(row: Any, plain: Any, free: Any, hot: Any) -> None:
     options = {"max_new_tokens": 8, "do_sample": False, "use_cache": True}
@@ -140,7 +131,7 @@ def test_continuous_batching(row: Any, plain: Any, another: Any, hot: Any) -> No
         return [made[name].generated_tokens for name in sorted(made)]
 
     assert run(another()) == run(plain)
-    row.refuses(lambda: run(hot))
+    row.refuses(run, hot)
 
 
 @pytest.mark.row('`pipeline("text-generation")`, by model and by path')
@@ -152,7 +143,7 @@ def test_pipeline(row: Any, bundle: Path, plain: Any, free: Any, hot: Any, token
 
     want = text(plain)
     assert text(free) == text(hot) == text(str(bundle)) == want
-    assert text(str(bundle), model_kwargs=HOT) == want
+    assert text(str(bundle), model_kwargs=dict(HOT)) == want
 
 
 @pytest.mark.row("chat and completions through `transformers serve`", needs=["fastapi", "uvicorn", "openai"])

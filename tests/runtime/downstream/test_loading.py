@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import HOT
 from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeForCausalLM
 from transformers.quantizers import auto
 
@@ -17,7 +18,6 @@ from moepack.runtime.planning.options import METHOD
 from moepack.runtime.plugin import MoepackConfig
 
 from_path = AutoModelForCausalLM.from_pretrained
-HOT = {"policy": "hotness:hi=bf16,lo=w2", "device_memory": "30MB"}
 Same = Callable[..., bool]
 
 
@@ -60,7 +60,7 @@ def test_without_the_import(row: Any, bundle: Path, monkeypatch: pytest.MonkeyPa
     """As transformers is where nobody has registered a quantiser; test_load.py has a process that really has not."""
     monkeypatch.delitem(auto.AUTO_QUANTIZER_MAPPING, METHOD)
     monkeypatch.delitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, METHOD)
-    row.refuses(lambda: from_path(bundle))
+    row.refuses(from_path, bundle)
 
 
 @pytest.mark.row('`device_map="auto"`, `"cpu"`, `"balanced"`')
@@ -79,9 +79,7 @@ def test_offloading_device_map(row: Any, bundle: Path, tmp_path: Path) -> None:
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     layers = {f"model.layers.{n}": "disk" if n else "cpu" for n in range(4)}
     for options in ({}, HOT):
-        row.refuses(
-            lambda options=options: from_path(bundle, device_map=places | layers, offload_folder=tmp_path, **options)
-        )
+        row.refuses(from_path, bundle, device_map=places | layers, offload_folder=tmp_path, **options)
 
 
 @pytest.mark.row('inside `with torch.device("cpu")`')
@@ -93,18 +91,18 @@ def test_inside_a_device(row: Any, bundle: Path, hot: Any, same: Same) -> None:
 @pytest.mark.row('inside `with torch.device("meta")`')
 def test_inside_meta(row: Any, bundle: Path) -> None:
     with torch.device("meta"):
-        row.refuses(lambda: moepack.load(bundle))
-        row.refuses(lambda: moepack.load(bundle, **HOT))
+        row.refuses(moepack.load, bundle)
+        row.refuses(moepack.load, bundle, **HOT)
 
 
 @pytest.mark.row("another quantiser's config")
 def test_another_quantiser(row: Any, bundle: Path) -> None:
-    row.refuses(lambda: from_path(bundle, quantization_config=BitsAndBytesConfig(load_in_4bit=True)))
+    row.refuses(from_path, bundle, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
 
 
 @pytest.mark.row('`from_pretrained(bundle, experts_implementation="eager")`')
 def test_another_implementation(row: Any, bundle: Path) -> None:
-    row.refuses(lambda: from_path(bundle, experts_implementation="eager"))
+    row.refuses(from_path, bundle, experts_implementation="eager")
     for named in ("grouped_mm", {"": "eager"}):
         for kind in (AutoModelForCausalLM, Qwen3MoeForCausalLM):
             with pytest.raises(InputError, match="a bundle's experts are run by moepack's own"):
@@ -114,10 +112,10 @@ def test_another_implementation(row: Any, bundle: Path) -> None:
 
 @pytest.mark.row("`AutoModel.from_pretrained(bundle)`, the decoder alone")
 def test_the_decoder_alone(row: Any, bundle: Path) -> None:
-    row.refuses(lambda: AutoModel.from_pretrained(bundle))
+    row.refuses(AutoModel.from_pretrained, bundle)
 
 
 @pytest.mark.row("`from_config(model.config)`, then a pass")
 def test_from_config(row: Any, free: Any) -> None:
     made = AutoModelForCausalLM.from_config(free.config)
-    row.refuses(lambda: made(torch.ones(1, 4, dtype=torch.long)))
+    row.refuses(made, torch.ones(1, 4, dtype=torch.long))

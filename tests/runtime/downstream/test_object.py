@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from support import ids
+from support import HOT, ids
 from transformers import AutoModelForCausalLM
 
 from moepack.pack.errors import InputError
 
-HOT = {"policy": "hotness:hi=bf16,lo=w2", "device_memory": "30MB"}
 Same = Callable[..., bool]
 
 
@@ -27,16 +26,16 @@ def test_copies(row: Any, free: Any, hot: Any, same: Same) -> None:
         layer = model.model.layers[0]
         for part in (model, model.model, layer, layer.mlp.experts, model.moepack):
             for call in (copy.deepcopy, pickle.dumps, lambda part: torch.save(part, io.BytesIO())):
-                row.refuses(lambda call=call, part=part: call(part))
-        row.refuses(lambda model=model: copy.copy(model))
+                row.refuses(call, part)
+        row.refuses(copy.copy, model)
         assert same(model)
 
 
 @pytest.mark.row("`save_pretrained`, `push_to_hub`, of the model or its decoder")
 def test_saving(row: Any, free: Any, hot: Any, tmp_path: Path) -> None:
     for model in (free, free.model, hot, hot.model):
-        row.refuses(lambda model=model: model.save_pretrained(tmp_path / "saved"))
-        row.refuses(lambda model=model: model.push_to_hub("me/saved"))
+        row.refuses(model.save_pretrained, tmp_path / "saved")
+        row.refuses(model.push_to_hub, "me/saved")
     assert not (tmp_path / "saved").exists()
 
 
@@ -58,7 +57,7 @@ def test_state(row: Any, another: Any, plain: Any, same: Same) -> None:
 @pytest.mark.row("`load_state_dict` of the plain model's state")
 def test_plain_state(row: Any, free: Any, hot: Any, plain: Any) -> None:
     for model in (free, hot):
-        row.refuses(lambda model=model: model.load_state_dict(plain.state_dict()))
+        row.refuses(model.load_state_dict, plain.state_dict())
 
 
 @pytest.mark.row("`.to`, `.cpu` where it is already")
@@ -72,7 +71,7 @@ def test_staying(row: Any, another: Any, same: Same) -> None:
 def test_moving(row: Any, another: Any, same: Same) -> None:
     for model in (another(), another(**HOT)):
         for part in (model, model.model, torch.nn.ModuleList([model])):
-            row.refuses(lambda part=part: part.to("meta"))
+            row.refuses(part.to, "meta")
         if torch.cuda.is_available():
             with pytest.raises(InputError, match="does not move"):
                 model.cuda()
@@ -92,34 +91,29 @@ def test_casting(row: Any, another: Any, demo_model: Path) -> None:
             assert (ours(ids(24)).logits - want).abs().max() < near
             assert (another().double()(ids(24)).logits - want).abs().max() < near
     hot = another(**HOT)
-    row.refuses(lambda: hot.to(torch.float32))
+    row.refuses(hot.to, torch.float32)
     row.refuses(hot.double)
     assert hot.to(torch.bfloat16).dtype == torch.bfloat16
 
 
-@pytest.mark.row("`.half()`")
-def test_half(row: Any, free: Any, hot: Any) -> None:
-    row.refuses(free.half)
-    row.refuses(hot.half)
-
-
-@pytest.mark.row("`.float()`")
-def test_float(row: Any, free: Any, hot: Any) -> None:
-    row.refuses(free.float)
-    row.refuses(hot.float)
-
-
-@pytest.mark.row("`dequantize()`")
-def test_dequantize(row: Any, free: Any, hot: Any) -> None:
-    row.refuses(free.dequantize)
-    row.refuses(hot.dequantize)
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param("half", marks=pytest.mark.row("`.half()`")),
+        pytest.param("float", marks=pytest.mark.row("`.float()`")),
+        pytest.param("dequantize", marks=pytest.mark.row("`dequantize()`")),
+    ],
+)
+def test_conversions(row: Any, free: Any, hot: Any, call: str) -> None:
+    for model in (free, hot):
+        row.refuses(getattr(model, call))
 
 
 @pytest.mark.row('`set_experts_implementation("eager")`')
 def test_implementations(row: Any, free: Any, hot: Any, same: Same) -> None:
     for model in (free, hot, free.model):
-        row.refuses(lambda model=model: model.set_experts_implementation("eager"))
-        row.refuses(lambda model=model: model.set_experts_implementation({"": "batched_mm"}))
+        row.refuses(model.set_experts_implementation, "eager")
+        row.refuses(model.set_experts_implementation, {"": "batched_mm"})
         model.set_experts_implementation(model.get_experts_implementation())
     assert same(free) and same(hot)
 
@@ -133,7 +127,7 @@ def test_resizing(row: Any, another: Any, demo_model: Path) -> None:
     with torch.inference_mode():
         assert torch.equal(ours(ids(8)).logits[..., :4096], theirs(ids(8)).logits[..., :4096])
     hot = another(**HOT)
-    row.refuses(lambda: hot.resize_token_embeddings(4100))
+    row.refuses(hot.resize_token_embeddings, 4100)
     assert hot.resize_token_embeddings(4096).weight.shape[0] == 4096, "nothing to do"
 
 
@@ -174,7 +168,7 @@ def test_forks(row: Any, free: Any, hot: Any, same: Same) -> None:
     assert exit_code(lambda: 0 if same(free) else 1) == 0
 
     def refused() -> int:
-        row.refuses(lambda: hot(ids(8)))
+        row.refuses(hot, ids(8))
         return 7
 
     assert exit_code(refused) == 7
@@ -201,7 +195,7 @@ def test_workers(row: Any, free: Any, hot: Any, plain: Any) -> None:
 @pytest.mark.row("`torch.export`")
 def test_export(row: Any, free: Any, hot: Any, same: Same) -> None:
     for model in (free, hot):
-        row.refuses(lambda model=model: torch.export.export(model, (ids(8),), kwargs={"use_cache": False}))
+        row.refuses(torch.export.export, model, (ids(8),), kwargs={"use_cache": False})
         assert same(model)
 
 
@@ -217,5 +211,5 @@ def test_compile(row: Any, another: Any) -> None:
                 got, want = (m(ids(8), use_cache=False).logits for m in (compiled, model))
             torch.testing.assert_close(got, want, rtol=0, atol=2e-3)
     with torch.no_grad():
-        row.refuses(lambda: compiled(ids(8)))
+        row.refuses(compiled, ids(8))
     torch._dynamo.reset()

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from support import ids
+from support import HOT, ids
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-HOT = {"policy": "hotness:hi=bf16,lo=w2", "device_memory": "30MB"}
 NEAR = 2e-3  # of losses: experts' weights are the same, their sums may be in another order
 Same = Callable[..., bool]
 
@@ -71,7 +70,7 @@ def test_lora(row: Any, another: Any, checkpoint: Any) -> None:
     ours, theirs = (train(lora(model), 40) for model in (another(dtype=torch.float32), checkpoint))
     assert theirs[-2] < theirs[0] - 0.5, "it learns"
     assert near(ours, theirs)
-    row.refuses(lambda: train(lora(another(**HOT)), 1))
+    row.refuses(train, lora(another(**HOT)), 1)
 
 
 @pytest.mark.row("PEFT: adapters saved, loaded, merged; `add_adapter`", needs=["peft"])
@@ -134,10 +133,8 @@ def test_lora_on_experts(row: Any, another: Any) -> None:
     from peft import LoraConfig, get_peft_model
 
     for options in ({}, HOT):
-        model = another(**options)
-        row.refuses(
-            lambda model=model: get_peft_model(model, LoraConfig(target_parameters=["mlp.experts.gate_up_proj"]))
-        )
+        experts = LoraConfig(target_parameters=["mlp.experts.gate_up_proj"])
+        row.refuses(get_peft_model, another(**options), experts)
 
 
 def arguments(at: Path, **options: Any) -> Any:
@@ -172,9 +169,8 @@ def test_trainer(row: Any, another: Any, checkpoint: Any, tmp_path: Path) -> Non
 @pytest.mark.row("`Trainer` of the model itself")
 def test_trainer_alone(row: Any, another: Any, tmp_path: Path) -> None:
     for options in ({}, HOT):
-        row.refuses(
-            lambda options=options: Trainer(another(**options), arguments(tmp_path), train_dataset=ROWS).train()
-        )
+        model = another(**options)
+        row.refuses(lambda model=model: Trainer(model, arguments(tmp_path), train_dataset=ROWS).train())
 
 
 @pytest.mark.row("gradient checkpointing")

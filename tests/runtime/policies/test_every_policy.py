@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
 from live_models import least
+from tiny_models import build_tiny
 
 import moepack
 from moepack.pack.errors import InputError
-from moepack.pipeline.build import build
-from moepack.pipeline.recipe import parse_recipe
 from moepack.runtime.policies.registry import ENTRIES
 
 RECIPE = "quantize: {method: rtn, group_size: 32, loss_tokens: 64}\n"
@@ -37,10 +35,7 @@ def made(
     request: pytest.FixtureRequest, demo_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, Path]]:
     family, more = MODELS[request.param]
-    folder = tmp_path_factory.mktemp("every")
-    checkpoint = tiny_models.save_tiny(family, folder / "checkpoint", demo_model, **more)
-    build(checkpoint, folder / "bundle", parse_recipe(RECIPE, "test"), [text])
-    yield request.param, folder / "bundle"
+    yield request.param, build_tiny(family, tmp_path_factory.mktemp("every"), RECIPE, demo_model, text, **more)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -172,16 +172,6 @@ def test_ladders_and_options() -> None:
     ):
         with pytest.raises(InputError, match=word):
             ladder(text)
-    for text, word in (
-        ("importance:r=0.4", "r is from 0.5 to 1"),
-        ("importance:r=1.1", "r is from 0.5 to 1"),
-        ("importance:heavy=0", "heavy is above 0"),
-        ("importance:by=luck", "by is importance or counts or random"),
-        ("importance:rate=-1", "from 0"),
-        ("lru:rate=-1", "from 0"),
-    ):
-        with pytest.raises(InputError, match=word):
-            parse_policy(text)
     options = parse_policy("importance:rate=16000").options
     assert options.bytes_per_second == 16e9 and options.on_demand and options.keeps_low
     assert parse_policy("importance:by=counts").options.workspace == (0, 0) and options.workspace[0] > 0
@@ -196,15 +186,6 @@ ALIKE = [[4, 2, 0], [4, 2, 0]]
 HIGH, LOW, NONE = range(3)
 
 
-def test_conservative_reuse() -> None:
-    cache = MixedCache(SIZES)
-    cache.serve(0, {0: HIGH}, 100)
-    assert cache.serve(0, {0: LOW}, 100) == {(0, 0): HIGH} and cache.bytes == 4
-    strict = MixedCache(SIZES, reuse=False)
-    strict.serve(0, {0: HIGH}, 100)
-    assert strict.serve(0, {0: LOW}, 100) == {(0, 0): LOW} and strict.bytes == 2
-
-
 def test_the_least_recently_used_leave_and_never_for_their_own_layer() -> None:
     cache = MixedCache(SIZES)
     cache.serve(0, {0: HIGH, 1: HIGH}, 16)
@@ -216,15 +197,6 @@ def test_the_least_recently_used_leave_and_never_for_their_own_layer() -> None:
     some = MixedCache(SIZES)
     got = some.serve(0, dict.fromkeys((3, 2, 1, 0), HIGH), 9, all_of_them=False)
     assert got == {(0, 3): HIGH, (0, 2): HIGH, (0, 1): NONE, (0, 0): NONE}, "the most important are had"
-
-
-def test_what_was_foreseen_in_vain_leaves_first() -> None:
-    cache = MixedCache(SIZES)
-    cache.serve(0, {0: HIGH}, 16)
-    cache.foresee(1, {0: HIGH, 1: HIGH}, 16, {(0, 0): HIGH})
-    cache.serve(1, {0: HIGH}, 16)
-    assert list(cache.held) == [(1, 1), (0, 0), (1, 0)]
-    assert cache.serve(0, {1: HIGH}, 14) == {(0, 1): HIGH, (1, 1): NONE}
 
 
 def test_what_is_not_there_is_not_held() -> None:

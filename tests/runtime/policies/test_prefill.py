@@ -42,9 +42,7 @@ def policy(
 
 def read(sequence: int, counts: list[list[int]], gates: list[list[float]] | None = None) -> PrefillEnded:
     sums = counts if gates is None else gates
-    return PrefillEnded(
-        0.0, [], [np.array(row) for row in counts], [np.array(row, float) for row in sums], sequence
-    )  # fmt: skip
+    return PrefillEnded(0.0, [], [np.array(row) for row in counts], [np.array(row, float) for row in sums], sequence)
 
 
 def begins(sequence: int, capacity: list[int]) -> DecodingBegan:
@@ -166,12 +164,8 @@ def test_widths_that_are_not_here_are_refused() -> None:
     few = VERSIONS[:2] + VERSIONS[3:4]  # bf16, w4, w2
     (ladder,) = PrefillOptions().ladders(few)
     assert [str(p) for p in ladder] == ["bf16", "w4@host", "w2@host"]
-    assert [str(p) for p in PrefillOptions(hi="w3", bits=2).ladders(VERSIONS)[0]] == [
-        "w3",
-        "w3@host",
-        "w2@host",
-        "w1@host",
-    ]
+    (ladder,) = PrefillOptions(hi="w3", bits=2).ladders(VERSIONS)
+    assert [str(p) for p in ladder] == ["w3", "w3@host", "w2@host", "w1@host"]
     for versions, options, message in (
         (few, {"bits": 1.5}, "bits=1.5: an average is from 2 to 4"),
         (few, {"bits": 4.1}, "bits=4.1: an average is from 2 to 4"),
@@ -181,13 +175,6 @@ def test_widths_that_are_not_here_are_refused() -> None:
     ):
         with pytest.raises(InputError, match=message):
             PrefillOptions(**options).ladders(versions)
-    for text, message in (
-        ("alpha=2", "alpha is from 0 to 1"),
-        ("k=-2", "k is from 0"),
-        ("selector=maybe", "yes or no"),
-    ):
-        with pytest.raises(InputError, match=message):
-            parse_policy(f"prefill:{text}")
     assert str(parse_policy("prefill:bits=2,k=4")) == "prefill:bits=2,k=4"
 
 
@@ -211,6 +198,3 @@ def test_random_has_the_bytes_of_uniform(bundle: Path) -> None:
 
 def test_random_takes_a_seed_alone() -> None:
     assert parse_policy("random").options == 0 and parse_policy("random:seed=7").options == 7
-    for text in ("random:seed=x", "random:7", "random:seed=-1"):
-        with pytest.raises(InputError, match="seed=NUMBER"):
-            parse_policy(text)

@@ -233,7 +233,7 @@ def test_copies_keep_to_the_rate_and_are_cancelled(bundle: Path) -> None:
     live.transitions.want(dict.fromkeys([(1, e) for e in range(10)], 0))
     wait_for(lambda: len(live.residency.flying) == 2)
     live.transitions.want(dict.fromkeys(keys, 0))
-    wait_for(lambda: len(live.residency.flying) == 0, seconds=2)
+    wait_for(lambda: len(live.residency.flying) == 0)  # hours, by the rate
     assert live.residency.counts.promotions == 10 and live.residency.counts.cancelled == 2
     model.moepack.close()
     assert live.residency.counts.failures == 0

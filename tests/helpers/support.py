@@ -132,13 +132,6 @@ def running(patch: pytest.MonkeyPatch, owner: object, name: str) -> list[int]:
     return seen
 
 
-def flip(path: Path, at: int, bit: int = 1) -> None:
-    """Flip bits of one byte of a file; `at` may count from its end."""
-    data = bytearray(path.read_bytes())
-    data[at] ^= bit
-    path.write_bytes(data)
-
-
 def edit_tensors(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change the tensors of a checkpoint of one file."""
     from safetensors.torch import load_file, save_file
@@ -181,7 +174,7 @@ def smaps(first: int, last: int, what: str = "Rss") -> tuple[int, int]:
 
 
 def flip(file: Path, *offsets: int) -> None:
-    """Change a bit of the bytes at these offsets."""
+    """Change a bit of the bytes at these offsets, which may count from the file's end."""
     data = bytearray(file.read_bytes())
     for at in offsets:
         data[at] ^= 1

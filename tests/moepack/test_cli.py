@@ -305,7 +305,7 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(
 def test_a_bad_bundle(damaged: Path) -> None:
     """As programs read it. tests/pack/test_rules.py runs `verify` on a bundle for each rule of the format."""
     at = open_bundle(damaged).layer_file("w4", 2).offset(9) + 7
-    flip(damaged / "experts/w4/layer-002.safetensors", at, 4)
+    flip(damaged / "experts/w4/layer-002.safetensors", at)
     code, out, err = cli("verify", damaged, "-q", "--json")
     listed = json.loads(out)
     assert code == 2 and listed["ok"] is False and err == f"moepack: {damaged}: 1 problem\n"

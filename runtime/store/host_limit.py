@@ -20,7 +20,6 @@ def host_limits(root: Path = CGROUPS, process: Path = PROCESS) -> dict[str, Any]
     import psutil
 
     memory, cgroup = psutil.virtual_memory(), cgroup_room(root, process)
-    room = memory.available if cgroup is None else min(memory.available, cgroup)
     margin = max(1 << 30, memory.total // MARGIN)
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return {
@@ -28,15 +27,19 @@ def host_limits(root: Path = CGROUPS, process: Path = PROCESS) -> dict[str, Any]
         "cgroup_bytes": cgroup,
         "memlock_bytes": None if memlock == resource.RLIM_INFINITY else memlock,
         "margin_bytes": margin,
-        "pinnable_bytes": max(0, room - margin),
+        "pinnable_bytes": max(0, _room(memory.available, cgroup) - margin),
     }
 
 
 def available_memory() -> int:
     """Return the bytes that a process may still take, by the system and its control group."""
-    limits = host_limits()
-    room: int = min(n for n in (limits["available_bytes"], limits["cgroup_bytes"]) if n is not None)
-    return room
+    import psutil
+
+    return _room(psutil.virtual_memory().available, cgroup_room(CGROUPS, PROCESS))
+
+
+def _room(available: int, cgroup: int | None) -> int:
+    return available if cgroup is None else min(available, cgroup)
 
 
 def cgroup_room(root: Path, process: Path) -> int | None:

@@ -314,7 +314,7 @@ def test_on_the_command_line(short_model: Path, text: Path, tmp_path: Path) -> N
     said = ok(cli(*common, *work, "--add", "w3,w2", "--group-size", "w2=32"))
     assert groups(moepack.open(tmp_path / "b").versions) == ["bf16 0", "w4 64", "w3 64", "w2 32"]
     assert "w3: 32 experts by rtn" in said
-    before, out = tree(tmp_path / "b"), "leave --recipe, --calibration and --keep out"
+    before, out = tree(tmp_path / "b"), "leave out --recipe, --calibration and --keep"
     for more, word in (
         (("--add", "w1"), "name its --work"),
         ((*work, "--add", "w1", "--dry-run"), "leave one of them out"),

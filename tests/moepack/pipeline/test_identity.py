@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,12 @@ def test_a_digest_is_of_the_whole_file_and_is_not_taken_twice(checkpoint: Path) 
 
 
 def test_a_file_that_changes_meanwhile_is_refused(checkpoint: Path) -> None:
+    def change(size: int) -> None:
+        time.sleep(0.02)  # the system's time of a file's change advances in steps of milliseconds
+        tuned(checkpoint)
+
     with pytest.raises(InputError, match=r"changed while it was read"):
-        identity(open_checkpoint(checkpoint), None, lambda size: tuned(checkpoint))
+        identity(open_checkpoint(checkpoint), None, change)
 
 
 def test_two_fine_tunes_do_not_mix(checkpoint: Path, text: Path, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_budget_chooses_what_the_plan_serves(bundle: Path, tmp_path: Path) -> 
         moving = LoadOptions(device_memory=1 << 30, policy=policy)
         assert fitting(opened, moving).versions == names, f"{policy}: what it may need, whatever it begins with"
         if policy == "paged":
-            with pytest.raises(InputError, match="measured on weights: fetch bf16 by name"):
+            with pytest.raises(InputError, match="measures rates on weights: fetch bf16 by name"):
                 fitting(described, moving)
         else:
             assert fitting(described, moving).versions == names

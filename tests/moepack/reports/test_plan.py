@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny_models
 from live_models import wait_for
-from support import cli, ok, refused
+from support import cli, ok
 
 import moepack
 from moepack.generation import NEW_TOKENS, PROMPT, generate

@@ -75,6 +75,8 @@ def _session(model: Any, texts: list[Any], threads: int, seconds: float, warm: f
                 at = int(rng.integers(len(text)))
                 model(text[at : at + 1].roll(int(rng.integers(length)), 1), use_cache=False)
                 passes[number] += 1
+        if not before:  # one pass took all of it
+            before, passes[number] = time.thread_time(), 0
         processor[number] = time.thread_time() - before
 
     running = [threading.Thread(target=work, args=(i,)) for i in range(threads)]

@@ -138,7 +138,7 @@ class Needs:
     # intervals. For experts without a resident version, and for baselines
     layers: bool = False
     gates: bool = False  # whether gate weights are summed
-    # Whether an expert that is wanted on the host or absent leaves the device at once, or when its bytes are needed
+    # Whether an expert that is wanted on the host or absent leaves the device at once; else when its bytes are needed
     exact: bool = False
     # With `layers`, the share of a prompt's tokens that count as heavy hitters, those that receive the most attention;
     # 0 turns it off. A model whose attention weights cannot be read is refused

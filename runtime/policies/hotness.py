@@ -28,7 +28,7 @@ class HotnessOptions(DeviceOptions):
     }  # fmt: skip
 
     prior: str = "calibration"  # "calibration": experts that were busy in calibration start high; "none": all start low
-    score: str = "loss"  # "loss": upgrades are ranked by traffic times the loss saved per token; "counts": by traffic
+    score: str = "loss"  # upgrades are ranked per byte by traffic times loss saved a token ("loss"), or by traffic
     keep: str = "no"  # "yes": a promoted expert keeps its base version; "no": the version's memory is freed
     reserve: int = 6  # base blocks of each size for demotions without `keep`, from 1; limits the demotions at once
     rate: float = RATE  # megabytes a second that promotions may copy; 0 for no limit

@@ -63,7 +63,7 @@ class Transitions:
         self.headroom = Headroom(residency, tracker, pools, reserve, on_host, kept)
         self._limit, self._retry, self._clock = in_flight, retry_after, clock
         sizes = sorted({residency.size(p, v) for p in range(len(residency.experts)) for v in range(residency.base + 1)})
-        self._least = min([b - a for a, b in itertools.pairwise(sizes)], default=0)  # bytes of a promotion
+        self._least = min([b - a for a, b in itertools.pairwise(sizes)], default=0)  # the least of a promotion
         self.lock = threading.RLock()  # stops other threads' transitions
         self._wanted: dict[Key, int] = {}
         self._worth: Callable[[Key], float] = lambda key: 0.0

@@ -130,14 +130,15 @@ class Scheduler:
         Raises:
             ApiError: if the queue is full, or the server is stopping.
         """
+        arrived = [
+            _Sequence(job, list(job.prompt), Pieces(self._tokens.decode, job.prompt), Stops(job.stops)) for job in jobs
+        ]
         with self._condition:
             if self._closing or not self._thread.is_alive():
                 raise stopping()
             if self.waiting + len(jobs) > max(self.limits.waiting, len(jobs) * (not self.waiting)):
                 raise ApiError(429, f"{self.waiting} sequences wait already: try again later", None, "queue_full")
-            for job in jobs:
-                pieces = Pieces(self._tokens.decode, job.prompt)
-                self._arrived.append(_Sequence(job, list(job.prompt), pieces, Stops(job.stops)))
+            self._arrived += arrived
             self._condition.notify()
 
     def stop(self) -> None:

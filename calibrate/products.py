@@ -24,12 +24,12 @@ from moepack.pack.isa import emulated
 from .held import expect, is_mapped, release
 
 MOST = 1 << 23  # values that are converted at once, of tokens and of weights
-FEWEST = 128  # tokens; below, converting the weights takes what the product gains
+FEWEST = 128  # tokens; with fewer, converting the weights costs what it gains
 _PRODUCTS = (torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tensor.mm, Tensor.__matmul__)
 
 
 def widened(device: torch.device, dtype: torch.dtype, mapped: bool = False) -> AbstractContextManager[Any]:
-    """Multiply as described above inside the context, where that is faster, and with `mapped` also from files."""
+    """Multiply as described above inside the context where that is faster; with `mapped` also from files."""
     wide = emulated(device, dtype)
     return CalibrationProducts(wide, mapped) if wide or mapped else nullcontext()
 
@@ -72,7 +72,7 @@ def _is_grouped(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _are_alike(x: Tensor, y: Tensor) -> bool:
-    """Whether each matrix of one tensor is multiplied by one of the other."""
+    """Whether x @ y multiplies matrices one to one, without broadcasting."""
     return x.ndim == y.ndim >= 2 and x.shape[-1] == y.shape[-2] and x.shape[:-2] == y.shape[:-2]
 
 

@@ -148,7 +148,7 @@ class Skeleton:
         return self._compute_dtype[parameter] == torch.bfloat16
 
     def layer_of(self, name: str) -> int | None:
-        """The part of the module or parameter of this name."""
+        """Layer index in a tensor's name; None outside."""
         match = re.match(re.escape(self.prefix) + r"\.(\d+)\.", name)
         return int(match[1]) if match else None
 

@@ -206,7 +206,7 @@ class StreamedModel(Skeleton):
             set_tensor(self.model, name, ready)
 
     def _filed(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Convert a mapped tensor of experts to a dtype, in a file."""
+        """Convert a mapped tensor to `dtype`, in another file."""
         if tensor.dtype == dtype:
             return tensor
         out = empty(tensor.shape, dtype, self.experts_in)

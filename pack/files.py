@@ -93,7 +93,7 @@ def _refusal(location: str, error: OSError) -> BundleError:
 
 @contextlib.contextmanager
 def opened(root: Path, name: str) -> Iterator[BufferedReader]:
-    """A file of the bundle, open for reading; raises BundleError as `open_file`, and for what fails in the context."""
+    """Open a file of the bundle for reading. Errors here and in the context raise BundleError, as in `open_file`."""
     with os.fdopen(open_file(root, name), "rb") as file:
         try:
             yield file
@@ -108,7 +108,7 @@ def size_of(root: Path, name: str) -> int:
 
 
 def read_file(root: Path, name: str, most: int) -> bytes:
-    """All of a file of at most `most` bytes; raises BundleError as `open_file`, and of kind "size" for a larger one."""
+    """Read a file of at most `most` bytes; raises BundleError as `open_file`, and of kind "size" if it is larger."""
     with opened(root, name) as file:
         data = file.read(most + 1)
     if len(data) > most:

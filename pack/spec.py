@@ -46,7 +46,7 @@ class ExpertLayer:
     kind = "experts"  # the folder of its files, and the format that their metadata name
 
     def file(self, version: str) -> str:
-        """The path of its file in a version."""
+        """The layer file's path in a bundle."""
         return expert_file(version, self.index)
 
     @property
@@ -101,7 +101,7 @@ class DenseLayer:
     kind = "dense"
 
     def file(self, version: str) -> str:
-        """The path of its file in a version."""
+        """The layer file's path in a bundle."""
         return dense_file(version, self.index)
 
     @property
@@ -128,7 +128,7 @@ class DenseLayer:
 
 
 def dense_layers(matrices: tuple[DenseMatrix, ...]) -> tuple[DenseLayer, ...]:
-    """The manifest's list by layer, in its order."""
+    """Group dense matrices by layer, in order."""
     out: list[DenseLayer] = []
     for index, group in itertools.groupby(matrices, key=lambda m: m.layer):
         first = out[-1].first + out[-1].extents if out else 0

@@ -89,12 +89,12 @@ class CalibrationTables:
         return [self.versions.index(name) for name in versions]
 
     def few(self) -> dict[int, int]:
-        """Layer index -> experts that fewer than FEW_TOKENS calibration tokens reached, of layers with any."""
+        """Layer index -> number of experts below FEW_TOKENS calibration tokens, of layers with any."""
         counts = {layer.index: int((layer.tokens < FEW_TOKENS).sum()) for layer in self.layers}
         return {index: n for index, n in counts.items() if n}
 
     def made_by(self, version: str) -> dict[str, int]:
-        """Method -> experts that it made at a version; the method of a version stored as it is is "none"."""
+        """Method -> number of experts that it made at a version; "none" where nothing was quantised."""
         column = self.versions.index(version)
         numbers = (number for layer in self.layers for number in layer.method[:, column].tolist())
         return dict(Counter(self.methods[number] for number in numbers))
@@ -112,7 +112,7 @@ class CalibrationTables:
         return mean, math.sqrt(sum(float(np.square(e[:, column], dtype=np.float64).sum()) for e in errors)) / experts
 
     def statistic(self, position: int, name: str) -> Array:
-        """A table that is read on request: calibration's windows in the layer at `position`.
+        """Read a table that `read_tables` leaves unread, for the layer at `position`.
 
         Raises BundleError when it breaks FORMAT.md.
         """
@@ -195,9 +195,9 @@ def read_tables(
 ) -> CalibrationTables:
     """Read the tables of these layers.
 
-    All names, dtypes and shapes are checked, and every number that is read here; other tables' numbers are checked when
-    they are asked for. `matrices` counts the dense matrices that have versions. Raises BundleError when the file is not
-    whole, or breaks FORMAT.md.
+    It checks all names, dtypes and shapes, and every number that it reads; `statistic` checks those of other tables.
+    `matrices` counts the dense matrices that have versions. Raises BundleError when the file is not whole, or breaks
+    FORMAT.md.
     """
     with opened(path.parent, path.name) as f:
         file = _File(path, f, sha256)
@@ -229,9 +229,9 @@ def write_tables(
 ) -> None:
     """Merge the tables into one file.
 
-    `layers` maps a layer's index to the safetensors files of its routing statistics and of its losses, tables by their
-    names in FORMAT.md. Losses have `metadata`, the same in all layers. `dense` is a file of the dense matrices' tables,
-    and the versions of its columns.
+    `layers` maps a layer's index to two safetensors files, its routing statistics and its losses. Tables have their
+    names in FORMAT.md. The losses of all layers carry the same `metadata`. `dense` is the file of the dense matrices'
+    tables, with its columns' versions.
     """
     parts = [(part, f"layers.{index}.") for index, pair in layers.items() for part in pair]
     columns = dict(read_header(next(iter(layers.values()))[1]).metadata)

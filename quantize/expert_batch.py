@@ -51,8 +51,8 @@ class Settings:
 class ExpertTokens:
     """One expert's tokens: int64 indexes of the layer's inputs."""
 
-    # Tokens of its second moments: all that were routed to it, except held-out ones if `starved`, and those it is
-    # measured on if `rich`.
+    # Tokens of its second moments: all that were routed to it, less the held-out ones if `starved`, and less `measure`
+    # if `rich`.
     learn: Tensor
     learn_gates: Tensor  # gate weights of `learn`, float32
     compare: Tensor  # for a starved expert, the tokens its methods are compared on; none is in `learn`
@@ -139,9 +139,9 @@ class ExpertVersion:
 def expert_batches(layer: ExpertLayer, settings: Settings) -> list[range]:
     """The batches of a layer: as many experts as `batch_bytes` holds, at most MOST.
 
-    Batches affect how products round and so a bundle's bytes: they depend on the settings, not on the machine.
-    An expert takes its moments, whole and by fold, its weights in float32, and the codes of all widths that exist, so
-    that a version's bytes do not depend on the others.
+    Batches affect how products round, and so a bundle's bytes. So they depend on the settings, not on the machine or
+    the chosen versions: an expert counts its moments, whole and by fold, its weights in float32, and codes of all
+    widths that exist.
     """
     widths = len(version_names()) - 1
     each = sum(4 * (1 + FOLDS) * m.cols * m.cols + (4 * 3 + widths) * m.weights for m in layer.matrices)
@@ -208,7 +208,7 @@ def batch_moments(batch: ExpertBatch, kind: str) -> tuple[list[ExpertMoments], l
 def _sums(
     batch: ExpertBatch, expert: int | None, tokens: Tensor, gates: Tensor | None, folds: int, first: bool
 ) -> list[FoldSums]:
-    """Sums over tokens, in parts: of the inputs if `first`, then of an expert's activations if one is given."""
+    """Sum moments over tokens: of the inputs if `first`, then of an expert's activations if one is given."""
     cols = [w.shape[-1] for w in batch.weights]
     wanted = ([0] if first else []) + ([1] if expert is not None else [])
     sums = {m: FoldSums.empty(cols[m], folds, batch.device) for m in wanted}
@@ -299,7 +299,7 @@ def replace_starved(
 def _errors(
     batch: ExpertBatch, made: Pair, exact: dict[int, Tensor], at: dict[int, int], version: Version
 ) -> dict[int, float]:
-    """Relative error of each expert of `exact`, whose matrices are at position at[expert] of `made`."""
+    """Relative error of each expert in `exact`; its matrices are `made` at position at[expert]."""
     values = [dequantise(q, version) for q in made]
     out = {}
     for i, want in exact.items():

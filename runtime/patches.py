@@ -144,7 +144,7 @@ class _Finder(MetaPathFinder):
         return spec
 
     def ran(self, name: str) -> None:
-        """Call the function that follows a module, once."""
+        """Call a module's function of `_AFTER`, once."""
         if (after := self._left.pop(name, None)) is not None:
             after()
 

@@ -75,7 +75,7 @@ def documents(source: str) -> Iterator[Document]:
 
 
 def split_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Join the lines of a text, with their ends, to documents.
+    """Group lines, which keep their ends, into documents.
 
     A line of only <|endoftext|> or a form feed ends a document and is dropped. An article's title in WikiText
     (" = Title = " between blank lines) begins one. Documents of only white space are dropped.

@@ -242,7 +242,7 @@ def _check_recipe(directory: WorkDirectory, target: Path, asked: Mapping[str, An
 
 
 def _check_same(directory: WorkDirectory, old: Bundle, stages: Mapping[str, Stages]) -> None:
-    """Refuse a work directory whose layer files are not the bundle's, by their digests."""
+    """Refuse a work directory whose layer files differ from the bundle's, by digest."""
     manifest = old.manifest
     found = [
         (expert_file(v.name, layer.index), v.name, directory.done(stage, layer.index) or {})

@@ -1,4 +1,4 @@
-"""Allocation: measured losses and bytes to a version for every expert, by `moepack.runtime.allocation`."""
+"""Allocation: choose each expert's version by measured losses and bytes (moepack.runtime.allocation)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LayerCosts:
 
     @staticmethod
     def of(layer: LayerTables, columns: Sequence[int], sizes: Rows) -> LayerCosts:
-        """From a layer's tables, at the versions in these columns."""
+        """Read a layer's tables, at the versions in these columns."""
         error = 0 * layer.gated if layer.gated_error is None else layer.gated_error
         losses = (table[:, columns].tolist() for table in (layer.mse, layer.gated, layer.relative, error))
         return LayerCosts(layer.tokens.tolist(), layer.gate_sum.tolist(), sizes, *losses)
@@ -55,11 +55,11 @@ class DenseCosts:
 
     @staticmethod
     def of(weights: Sequence[int], versions: Sequence[str], tables: DenseTables, sizes: Rows) -> DenseCosts:
-        """From their tables.
+        """Read their tables.
 
-        A matrix' loss is expected to reach the hidden state in proportion: its relative error, times what an error of 1
-        would add there (`signal`), times the tokens. `expected_losses` has the same unit. The rule is exact for a
-        matrix whose output its block adds unchanged; docs/design/allocation.md says how the others were measured.
+        The expected loss of a matrix is its relative error, times what an error of 1 would add to the hidden state
+        (`signal`), times the tokens. `expected_losses` has the same unit. The rule is exact for a matrix whose output
+        its block adds unchanged; docs/design/allocation.md says how the others were measured.
         """
         columns = [tables.versions.index(name) for name in versions]
         scale = (tables.signal.astype(float) * tables.tokens)[:, None]

@@ -27,7 +27,7 @@ _LINKED = (".safetensors",)  # other files are small, and people edit them: a li
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """The new bundle."""
+    """A shrunk bundle."""
 
     bundle: Path  # the directory
     versions: tuple[str, ...]  # names, the most precise first
@@ -152,7 +152,7 @@ def _check(bundle: Bundle, names: set[str], reporter: Reporter) -> None:
 def _history(
     bundle: Bundle, versions: Sequence[str], fit: LoadOptions | None, chosen: Sequence[str], dense: Sequence[str]
 ) -> list[object]:
-    """The manifest's earlier notes on shrinking, and this one."""
+    """The manifest's notes on shrinking, with a new one."""
     earlier = bundle.manifest.provenance.get("shrunk")
     digest = hashlib.sha256((bundle.path / MANIFEST).read_bytes()).hexdigest()
     why = "versions" if versions else f"fit {fit.budget}" if fit else "allocation"

@@ -159,7 +159,7 @@ def _unchanged(x: Tensor, state: Tensor | int) -> bool:
 
 
 class Place:
-    """The kernels' place for a linear map's weights. A copy of the module has no place, so torch multiplies by it."""
+    """Where the kernels find a linear map's weights. A copy of the module has no place: torch multiplies by it."""
 
     def __init__(self, module: nn.Linear, group: Group, which: int, most: int) -> None:
         self.group, self.which, self.most, self._at = group, which, most, _addresses(module)
@@ -235,7 +235,7 @@ def serve(model: nn.Module, bundle: Bundle, versions: Sequence[Version], compile
     """Load a model's dense matrices after its other weights, and let the kernels multiply by them.
 
     Args:
-        versions: of each of its dense matrices; none where these have no versions: then the model's own are moved.
+        versions: one for each dense matrix of the bundle; if empty, the model's own matrices are moved.
         compiled: whether the model is on a CPU, and there are compiled kernels.
         plain: whether the kernels multiply by BF16 matrices too.
 
@@ -262,7 +262,7 @@ def serve(model: nn.Module, bundle: Bundle, versions: Sequence[Version], compile
 
 
 def _room(shapes: Mapping[str, tuple[Matrix, Version]]) -> dict[str, Tensor]:
-    """Memory for extents, in one piece of huge pages."""
+    """One range of huge pages, split into extents."""
     sizes = {name: align(v.resident_size((m,)), SECTION) for name, (m, v) in shapes.items()}
     memory = CpuMemory(sum(sizes.values()))
     memory.take(0, sum(sizes.values()))

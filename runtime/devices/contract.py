@@ -20,7 +20,7 @@ class Memory:
         self.tensor = tensor  # all of it, uint8 [bytes], beginning on a page
 
     def cost(self, start: int, size: int) -> int:
-        """Return the bytes of the device that `take` would take; memory in large pieces may differ from `size`."""
+        """Return the device's bytes that `take` would take: not `size` where memory comes in large pieces."""
         return size
 
     def take(self, start: int, size: int) -> None:
@@ -73,7 +73,7 @@ class Device(Protocol):
         """Return an event that ends with the compute issued so far."""
 
     def limit(self, bytes_per_second: float | None, least: int = ...) -> None:
-        """Limit the migration stream to a rate, at which a copy counts as at least `least` bytes; None for no limit."""
+        """Limit the migration stream's rate; None: no limit. A copy counts as at least `least` bytes."""
 
     def serve(self) -> None:
         """Begin background work: loading has ended."""

@@ -139,5 +139,5 @@ class CpuDevice(Migration):
         """Do nothing: the page cache is the host's store."""
 
     def host(self) -> dict[str, Any]:
-        """Say that extents stay in files."""
+        """Return the mode: files alone."""
         return {"mode": "files"}

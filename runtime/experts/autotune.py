@@ -1,4 +1,4 @@
-"""Measures the number of tokens up to which an expert runs faster from its packed bytes than unpacked.
+"""Measure up to how many tokens an expert runs faster from packed bytes than from unpacked ones.
 
 A search over a few numbers of tokens, on four experts at a time, takes 0.05 to 0.25 seconds an encoding and dtype.
 """
@@ -41,7 +41,7 @@ def measure_limit(dtype: torch.dtype, name: str, candidates: Sequence[int], thre
 def _ways(
     dtype: torch.dtype, name: str, threads: int, clock: Callable[[], float]
 ) -> tuple[Callable[[int], float], Callable[[int], float]]:
-    """Return two functions of the tokens an expert: the seconds that packed bytes take, and unpacked ones."""
+    """Return two functions from tokens an expert to seconds: of packed bytes, and of unpacked ones."""
     m, version = Matrix("m", ROWS, COLS), Version.of(name)
     extents = torch.zeros(EXPERTS, version.resident_size((m,)), dtype=torch.uint8)
     extents.random_(0, 256, generator=torch.Generator().manual_seed(0))

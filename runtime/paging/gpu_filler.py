@@ -222,7 +222,7 @@ class GpuFiller(PageFiller):
                 self.gpu.wait(event.event)
 
     def rest(self, loader: int) -> None:
-        """Wait until its buffers are free."""
+        """Wait for this loader's buffers."""
         self._slots[loader].wait()
 
     def close(self) -> None:

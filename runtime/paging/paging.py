@@ -1,9 +1,9 @@
 """Expert paging: each layer's run binds its pages, loads their bytes, and lets them go (fluxmoe, Algorithm 1).
 
-When few experts are active, only those are loaded, when their layer is reached: on a CPU by the threads of the product,
-on a GPU by its stream. When a step needs most of a layer's experts (a prompt), two threads load the next layer's while
-this one runs, gate and up projections before down projections. These threads also read experts that are not in device
-memory.
+When few of a layer's experts are active, the step loads them when it reaches the layer: on a CPU in the threads that
+multiply, on a GPU in its stream. When a step needs most of a layer's experts (a prompt), two threads load the next
+layer's while this one runs, gate and up projections before down projections. These threads also read experts that are
+not in device memory.
 The fillers bring bytes to their places; window.py says which pages have memory; the policy places experts.
 """
 
@@ -80,7 +80,7 @@ class Paging:
 
     @contextlib.contextmanager
     def run(self, position: int, snapshot: Snapshot, index: Tensor, step: Any) -> Iterator[RunPages]:
-        """Around one layer's experts of one step: hold their pages, and let them go however it ends.
+        """Hold the pages of one layer's experts for one step, and let them go however it ends.
 
         `snapshot` is the layer's, `index` [tokens, top_k] the router's choice. `step` holds the run that was taken
         ahead for it, and gets the counts. Raises BundleError for damaged bytes; on a GPU also for those of the layer
@@ -120,7 +120,7 @@ class Paging:
             self._settle(step)
 
     def _settle(self, step: Any) -> None:
-        """Check what was issued to a device for a step's layers, and add the seconds that it waited there.
+        """Check the loads that a step issued to a device, and add the seconds that it waited for them.
 
         Raises BundleError when a load went wrong. Other steps that read the page check it themselves.
         """
@@ -233,9 +233,9 @@ class Paging:
             self._change.notify_all()
 
     def finished_or_mine(self, mapped: Mapped, snapshot: Snapshot, step: Any) -> bool:
-        """Wait until a page is complete; or return True where its load is now the caller's, as none has begun.
+        """Wait until a page is complete; return True if the caller must load it, because no load has begun.
 
-        Raises the error of its load.
+        Raises the load's error.
         """
         packed = snapshot.handles[mapped.page[2]].packed
         with self._lock:
@@ -297,7 +297,7 @@ class Paging:
                 self._change.notify_all()
 
     def place(self, mapped: Mapped) -> None:
-        """Bind a page's block to it, once nothing reads the block's page before (WAR). The load is the caller's."""
+        """Bind a block to its page once nothing reads the block's old page (WAR). The caller holds the load."""
         if mapped.at == mapped.page and not mapped.after:
             return
         for event in mapped.after:
@@ -309,7 +309,7 @@ class Paging:
             self.window.moved(mapped)
 
     def place_all(self, pages: Sequence[dict[int, Mapped]]) -> None:
-        """Place pages of experts, by matrix: both of an expert by one move where their blocks were one expert's."""
+        """Place pages, given by matrix; one move places both of an expert whose blocks were one expert's."""
         pairs = []
         for expert, first in pages[0].items() if len(pages) == 2 else ():
             second = pages[1].get(expert)
@@ -330,7 +330,7 @@ class Paging:
                 self.place(mapped)
 
     def gave_up(self, mapped: Mapped, error: BaseException | None = None, after: Sequence[Completion] = ()) -> None:
-        """Note a load that failed; `after`: events behind its work. An interrupted move drops the block."""
+        """Note a failed load; `after`: events that follow its work. An interrupted move drops the block."""
         with self._lock:
             if mapped.state is State.RESIDENT:  # interrupted after it was complete
                 return

@@ -9,8 +9,8 @@ evicting (its block was promised to another page and has not been moved yet). Tw
 A run is one layer's experts of one step. It takes all its pages or none, so that two runs never wait for each other,
 and holds them until its computation was issued. The caller locks. Nothing here waits or copies.
 
-A page that no run of the last few passes has used gives its block up first, the longest unused before others; then the
-page used last. Layers run in turns: the page used last is needed again the latest, and its memory may still be in a
+Pages that no run of the last few passes used give their blocks up first, the longest unused before others. After them
+the page used last does: layers run in turns, so it is needed again the latest, and its memory may still be in a
 cache. Least-recently-used would never hit in a model with more layers than the window holds.
 """
 
@@ -60,7 +60,7 @@ class Mapped:
 class LayerRun:
     """The pages that one layer's computation of one step needs, by matrix.
 
-    `loads` are those that the run is to load: each is `moved`, filled, and then `loaded`, or `gave_up`.
+    The run must load the pages in `loads`: each is `moved`, filled, and then `loaded` or `gave_up`.
     """
 
     pages: tuple[list[Mapped], ...]
@@ -94,7 +94,7 @@ class Window:
         self.hits = self.misses = 0  # pages that were there when a run needed them, or not
 
     def acquire(self, pages: Sequence[Sequence[Page]]) -> LayerRun | None:
-        """Take pages for a run, by type without repeats: all of them, or None where there are not enough blocks now."""
+        """Take all pages for a run, given by type without repeats; return None where too few blocks can be had."""
         if not all(self._obtainable(d, wanted) for d, wanted in enumerate(pages)):
             return None
         self.taken += 1
@@ -143,7 +143,7 @@ class Window:
         return made
 
     def moved(self, mapped: Mapped) -> None:
-        """Note that a block was bound to its page, and that `after` has ended: the page before is unmapped."""
+        """Note that a block was bound to its page and `after` has ended; its old page is now unmapped."""
         if mapped.at is not None:
             self._of[mapped.page[0]].evicting.pop(mapped.at, None)
         mapped.at, mapped.after, mapped.is_moving = mapped.page, (), False

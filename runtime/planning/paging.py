@@ -32,7 +32,7 @@ BRIEFLY = 0.08  # seconds of measuring one source
 
 @dataclass(frozen=True, slots=True)
 class WindowSize:
-    """The window's blocks."""
+    """The window's size."""
 
     blocks: int  # of each matrix type: the most experts of two consecutive layers (the first follows the last)
     # Bytes of a block of each type, in whole pages: the largest matrix with its bias; on a GPU the largest expert

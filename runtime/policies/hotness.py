@@ -48,12 +48,12 @@ class HotnessOptions(DeviceOptions):
 
     @property
     def keeps_low(self) -> bool:
-        """Whether `keep` is "yes"."""
+        """See `LiveOptions`."""
         return self.keep == "yes"
 
     @property
     def spare_blocks(self) -> int:
-        """Blocks of `reserve`."""
+        """See `LiveOptions`."""
         return self.reserve
 
 

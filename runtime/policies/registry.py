@@ -63,5 +63,5 @@ def parse_policy(text: str | None, in_budget: bool | None = None) -> Policy:
 
 
 def usages(in_budget: bool | None = None) -> str:
-    """Say how policies are written: all of them, those that need a memory budget, or those that do not."""
+    """List the forms of --policy: all, or only those that need a memory budget, or only the others."""
     return ", ".join(e.usage for e in ENTRIES if in_budget is None or e.needs_budget == in_budget)

@@ -54,7 +54,7 @@ class Held:
     _let_go: Callable[[], None]
 
     def release(self) -> None:
-        """End the use, once."""
+        """Let go; call once."""
         self.bytes = torch.empty(0)  # a view would keep the memory
         self._let_go()
 
@@ -162,7 +162,7 @@ class HostStore:
         return out
 
     def _fill(self, piece: Piece) -> None:
-        """Pin one region, and go down the chain on failure."""
+        """Pin a region, or go on to the chain's next mode."""
         try:
             extents = [self._store.stored(*piece.file, e) for e in piece.experts]
         except BundleError as error:
@@ -206,7 +206,7 @@ class HostStore:
     def state(self) -> dict[str, Any]:
         """Return the state of the store, ready for JSON.
 
-        `mode` is the present way. `pinned_bytes` are usable, `bytes_to_go` will be read, and `file_bytes` stay in files
+        `mode` is the way in use. `pinned_bytes` are usable, `bytes_to_go` will be read, and `file_bytes` stay in files
         because they do not fit or are damaged. `fallbacks` are the ways given up, with reasons. `damaged` lists places.
         """
         with self._lock:

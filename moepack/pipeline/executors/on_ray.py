@@ -50,7 +50,7 @@ class Traffic:
 
 @dataclass
 class _LayerInFlight:
-    """A submitted part that is not finished."""
+    """An unfinished part of the model."""
 
     work: LayerWork
     advance: Advance
@@ -65,7 +65,7 @@ class _LayerInFlight:
 class OnRay:
     """Runs tasks on a Ray cluster; see `Local`.
 
-    Calibration goes ahead while fewer than AHEAD tasks a slot are out, or the tasks of one layer alone. The tokens and
+    Calibration goes ahead while fewer than AHEAD tasks a slot are unfinished, or only one layer's. The tokens and
     moments of unfinished layers and the next one take at most SHARE of this node's object store.
     """
 

@@ -56,7 +56,7 @@ class DenseWork:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """A part's tasks and their result files; `LayerInputs` holds the tensors. Travels to other machines."""
+    """A part's tasks and result files, sent to other machines. `LayerInputs` holds the tensors."""
 
     part: int | None  # the decoder layer's index; None for the part outside the layers
     tasks: tuple[RowShardTask | ExpertBatchTask, ...]  # row shards, then expert batches, both in order

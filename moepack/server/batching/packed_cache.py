@@ -97,7 +97,7 @@ class PackedKvCache(Cache, PackedCache):
     """
 
     def __init__(self, windows: Sequence[int | None], shape: CacheShape | None, step: int) -> None:
-        """`windows`: by layer, how many tokens a query sees, None for all; `step`: tokens of the largest pass."""
+        """`windows`: each layer's attention window in tokens, None for full; `step`: tokens of the largest pass."""
         layers: list[Any] = [_Layer(self, n) for n in range(len(windows))]
         super().__init__(layers=layers)
         self.windows, self.shape, self.step = tuple(windows), shape, step
@@ -125,7 +125,7 @@ class PackedKvCache(Cache, PackedCache):
         return sum(self._bytes(row.room) for row in self.rows)
 
     def after(self, parts: Sequence[tuple[SequenceCache, int]]) -> int:
-        """Peak bytes of all rows while a pass reads so many tokens of each of these."""
+        """Peak bytes of all rows during a pass that reads these numbers of tokens."""
         grown = [(row.room, row.room_for(row.length + count)) for row, count in parts]
         more = sum(self._bytes(room) - self._bytes(before) for before, room in grown)
         copied = max((self._bytes(before) for before, room in grown if room > before), default=0)
@@ -135,17 +135,17 @@ class PackedKvCache(Cache, PackedCache):
         return self.shape.bytes(room, self.step) if self.shape else 0
 
     def needed(self) -> tuple[int, int]:
-        """Peak bytes of the coming pass, and tokens of its longest row after it."""
+        """Peak bytes of all rows in this pass, and the longest one's final length."""
         parts = [(part.row, part.count) for part in self._parts]
         return self.after(parts), max((row.length + count for row, count in parts), default=0)
 
     def sequences(self) -> list[tuple[SequenceCache, int, bool]]:
-        """The rows of the coming pass, each with its tokens and whether they belong to a prompt."""
+        """The rows of this pass, each with its number of tokens and whether they are a prompt's."""
         return [(part.row, part.count, part.is_prompt) for part in self._parts]
 
     @contextmanager
     def passing(self, parts: Sequence[tuple[SequenceCache, int, bool]]) -> Iterator[None]:
-        """Open a pass that reads so many tokens of each of these rows, of a prompt or not, in this order.
+        """Open a pass over these parts in order: a row, its number of tokens, whether they are a prompt's.
 
         If the pass fails once `began` is set, its rows are invalid.
         """
@@ -295,7 +295,7 @@ AttentionMaskInterface.register(NAME, _no_mask)
 
 
 def windows_of(config: Any) -> list[int | None]:
-    """How many tokens a query sees in each layer; None for all.
+    """Each layer's attention window in tokens; None for full.
 
     Raises:
         NotPackable: if layers keep other state than keys and values, or positions depend on the pass.

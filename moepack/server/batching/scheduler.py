@@ -56,9 +56,8 @@ class _Sequence:
     sampler: Sampler | None = None  # made when it first runs
     slot: CacheSlot | None = None  # its cache; None while it waits
     made: int = 0  # tokens generated
-    # `shown`, `decoded`: characters of the answer that were posted, and that exist.
-    shown: int = 0
-    decoded: int = 0
+    shown: int = 0  # characters of the answer that were posted
+    decoded: int = 0  # characters of the answer so far
     # Scored tokens not posted yet, each with the position where its text begins.
     untold: list[tuple[Scored, int]] = field(default_factory=list)
     prompt: list[Scored] = field(default_factory=list)  # scored tokens of the prompt, as far as it was read
@@ -106,7 +105,7 @@ class Scheduler:
         return len(self._waiting) + len(self._arrived)
 
     def health(self) -> dict[str, object]:
-        """`ok`, whether the scheduler works, and `error`, that of the last pass if it failed."""
+        """`ok`: whether the scheduler works; `error`: the last pass's error, if it failed."""
         return {"ok": self._thread.is_alive() and self._error is None, "error": self._error}
 
     def most_answer(self, prompt: int) -> int:
@@ -232,7 +231,7 @@ class Scheduler:
         return sum(len(s.tokens) for s in self._running)
 
     def _plan(self) -> list[tuple[_Sequence, StepInput]]:
-        """The inputs of the next pass. Preempts the youngest sequences until the budget has room."""
+        """Choose the next pass's inputs; preempt the youngest sequences until they fit the budget."""
         while True:
             planned = self._next_inputs()
             room = self._cached_tokens() <= self.limits.kv_tokens and self._engine.fits([item for _, item in planned])
@@ -298,7 +297,7 @@ class Scheduler:
                 self._drop([one], error)
 
     def _refused(self, planned: list[tuple[_Sequence, StepInput]], error: BudgetExceeded) -> None:
-        """After the budget refused a pass: read fewer tokens, then fewer sequences."""
+        """Read fewer tokens, then fewer sequences, after the budget refused a pass."""
         read = sum(len(item.tokens) for _, item in planned)
         if read > len(planned):
             self._token_limit = max(len(planned), read // 2)
@@ -354,7 +353,7 @@ class Scheduler:
             self._events.append((job, JobEvent(text, self._released(one, one.shown), prompt, generated=one.made)))
 
     def _released(self, one: _Sequence, until: int) -> tuple[Scored, ...]:
-        """Tokens whose text begins before `until` and that were not posted yet."""
+        """Take the unposted tokens whose text begins before `until`."""
         out = tuple(scored for scored, begins in one.untold if begins < until)
         one.untold = [pair for pair in one.untold if pair[1] >= until]
         return out

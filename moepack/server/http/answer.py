@@ -71,7 +71,7 @@ class Streamed(Response):
     media_type = "text/event-stream"
 
     def __init__(self, pieces: AsyncIterator[list[Any]]) -> None:
-        """Each item of `pieces` is sent at once: a list of values, as JSON."""
+        """Send each list of values in `pieces` as soon as it comes, as JSON."""
         super().__init__(None, headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         self._pieces = pieces
 

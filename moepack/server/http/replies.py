@@ -90,7 +90,7 @@ class Reply:
         raise NotImplementedError
 
     def _pieces(self, index: int, choice: Choice, event: JobEvent) -> list[dict[str, Any]]:
-        """The choices of the chunks that an event makes."""
+        """Append an event; return the choices to send."""
         raise NotImplementedError
 
 

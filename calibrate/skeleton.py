@@ -269,7 +269,7 @@ def sources_of(
 
 
 def _numbered(experts: range, total: int, keys: Sequence[str]) -> Parts | None:
-    """The keys of these experts, if one place of the names counts all numbers below `total`; else None."""
+    """The keys of these experts; None unless one place in the names counts from 0 to `total` - 1."""
     split = [re.split(r"(?<=\.)(\d+)(?=\.)", key) for key in keys]  # every second part is a number
     if not split or len({len(parts) for parts in split}) != 1:
         return None

@@ -255,7 +255,7 @@ class LazyWeights:
         self._handles: dict[str, Any] = {}
 
     def weight(self, name: str, part: range | None = None) -> Any:
-        """A weight that indexing reads, decoded to BF16 if it is encoded; `part` selects of its first axis."""
+        """A weight that indexing reads, decoded to BF16 if it is encoded; `part` cuts its first axis."""
         pair = self._checkpoint.encoded.get(name)
         if pair is None and part is None:
             return self._slice(name)

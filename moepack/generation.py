@@ -145,7 +145,7 @@ class Session:
         return "".join(told)
 
     def _reuse(self, ids: list[int]) -> tuple[Any, int]:
-        """The last text's cache, cut to the common beginning with a prompt, and that beginning's tokens."""
+        """The last text's cache, cut to the prefix it shares with a prompt, and the prefix's length."""
         from transformers.cache_utils import DynamicLayer
 
         cache, self._cache = self._cache, None  # an interrupted pass leaves the cache between two states

@@ -56,9 +56,10 @@ class Expert:
         return {n: bf16_to_float32(p) if p.dtype == np.uint16 else p for n, p in self._parts()}  # type: ignore[arg-type, misc]
 
     def torch(self) -> dict[str, Tensor]:
-        """The same on the CPU: bfloat16 of the lossless version and of biases, to the bit.
+        """Weights and biases as CPU tensors.
 
-        Other weights are float32, because BF16 does not hold their values. Raises BundleError as `decode`.
+        Lossless weights and all biases are bfloat16, to the bit. Others are float32: BF16 does not hold their values.
+        Raises BundleError as `decode`.
         """
         import torch
 

@@ -86,7 +86,7 @@ def measure(
     """Estimate the loss on tokens like these, and its variance.
 
     `exact` and `got` are outputs [tokens, hidden], `gates` gate weights [tokens], `groups` int64 [tokens] below GROUPS.
-    The correction, if any, applies to tokens that were learnt from, bool [tokens].
+    The correction, if any, applies to the tokens in `learnt`, bool [tokens].
     """
     hidden = exact.shape[1]
     error, output = (exact - got).square().sum(1).cpu(), exact.square().sum(1).cpu()
@@ -138,7 +138,7 @@ def _and_without_each(sums: Tensor) -> Tensor:
 def _factors(
     fitted: Tensor, outputs: Tensor, own: Tensor, other: Tensor, correction: Correction | None
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """The factor of the loss at every column, and the matrices' shares of the loss at the first."""
+    """The factor of the loss in every column, and each matrix's share of the loss in the first."""
     if correction is None:
         return torch.ones_like(fitted), (torch.zeros(()), torch.zeros(()))
     ratio = torch.where(own > 0, other / own.clamp(min=1e-300), torch.ones_like(own))

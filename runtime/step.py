@@ -28,7 +28,7 @@ class Prompt:
     decodes: bool = False  # whether decoding begins with this step
     several: bool = False  # whether the step reads several tokens of a prompt of each sequence in the batch
     length: int = 0  # tokens of this sequence in the step, over the batch
-    # The prompt of each sequence in a packed step. The other fields are then sums, or whether they hold for any part
+    # The prompt of each sequence in a packed step. The other fields are then sums, or true if any part's is
     parts: tuple[Prompt, ...] = ()
 
     @property
@@ -114,7 +114,7 @@ class StepOpener(Protocol):
 
 
 class _Context(threading.local):
-    """The context of a thread: its innermost step, and by model what ends a compiled pass."""
+    """A thread's context: its innermost step, and each model's open compiled pass."""
 
     def __init__(self) -> None:
         self.step: Step | None = None

@@ -99,7 +99,7 @@ def split_lines(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _articles(rows: Iterable[Document]) -> Iterator[Document]:
-    """Rows as they are, unless the first that is not blank is an article's title: they are lines of articles then."""
+    """Yield rows as they are; if the first that is not blank is an article's title, join them as lines."""
     rows, blank = iter(rows), list[Document]()
     for row in rows:
         if row == "":

@@ -58,7 +58,7 @@ def add(
     """Add versions of experts or dense matrices to a bundle, or replace versions with other group sizes.
 
     The result equals, byte for byte, a build of all these versions from the same statistics, with the same libraries
-    and threads. Stopped at any moment, the bundle is the old or the new one. Other files and an edited card stay.
+    and threads. A stop at any moment leaves the old bundle or the new one. Other files and an edited card stay.
 
     Args:
         output: the bundle; without one, it is made of the work directory's versions and these.

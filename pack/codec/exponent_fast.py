@@ -146,7 +146,7 @@ def decode_into(data: Buffer, out: Bf16Bits, threads: int | None = None) -> None
 
 
 def _map(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """`function` of every item, on threads where there are several items."""
+    """Apply `function` to every item, on threads if there are several."""
     return [function(items[0])] if len(items) == 1 else list(_pool().map(function, items))
 
 

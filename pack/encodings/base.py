@@ -42,7 +42,7 @@ class Version(ABC):
     holds: ClassVar[
         Mapping[str, str]
     ] = {}  # a lossless version's contents, by the checkpoint's dtype; empty for others
-    # Whether the stored bytes depend on the values. Such a version is decoded on its device, or stays as it is stored.
+    # Whether the stored size depends on the values. Such a version is decoded on its device, or stays as it is stored.
     entropy_coded: ClassVar[bool] = False
     plain: ClassVar[bool] = False  # whether it is in memory as BF16 matrices, section "weight", ready for torch
     transform: ClassVar[str | None] = None  # of activations before a product; no kernel takes a version that has one
@@ -51,9 +51,9 @@ class Version(ABC):
 
     @staticmethod
     def of(name: str, group_size: int = GROUPS[0]) -> Version:
-        """The version of a name. Without groups, `group_size` is ignored.
+        """Find a version by name. Encodings without groups ignore the size.
 
-        Raises ValueError for an unknown name, or a size of groups that the encoding does not have.
+        Raises ValueError for an unknown name, or a group size that the encoding does not have.
         """
         e = encoding_of(name)
         if not e.group_sizes:
@@ -147,7 +147,7 @@ class Version(ABC):
 
     @abstractmethod
     def check(self, matrices: Sequence[Matrix], extent: Buffer) -> Iterator[tuple[Kind, str]]:
-        """Every rule of the format that a stored extent of the right size breaks.
+        """Yield the format's rules that a stored extent of the right size breaks.
 
         Raises CodecError where the extent is not well formed.
         """
@@ -173,7 +173,7 @@ def version_names(format_version: int | None = None) -> tuple[str, ...]:
 
 
 def encoding_of(name: str) -> Version:
-    """The entry of KNOWN of a name; raises ValueError, listing the known names, for another."""
+    """A name's entry in KNOWN; raises ValueError, which lists the known names, for another."""
     for entry in KNOWN:
         if entry.name == name:
             return entry

@@ -1,9 +1,9 @@
 """The kernel for each device, version and number of tokens an expert, by a short autotune.
 
-A CPU multiplies an expert straight from its packed bytes up to some number of tokens, and beyond in tiles of unpacked
-weights: the library's for BF16 activations on a processor that multiplies BF16, else torch's. That limit depends on the
-machine and the number of threads. It is measured when it is first needed, in up to a quarter of a second an encoding,
-and kept in a file of the user's cache.
+Up to a limit of tokens, a CPU multiplies an expert straight from its packed bytes. Beyond, it unpacks tiles of weights
+and multiplies them in the compiled library (BF16 activations on a processor that multiplies BF16) or in torch. The
+limit depends on the machine and the number of threads. It is measured when first needed, in up to a quarter of a second
+an encoding, and kept in the user's cache.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def forward(call: LayerCall) -> Tensor:
 
 
 def _fuses(module: Any) -> bool:
-    """Whether the family's activation is silu(gate) * up on halves."""
+    """Whether the family computes silu(gate) * up on two halves."""
     gate, act = getattr(type(module), "_apply_gate", None), getattr(module, "act_fn", None)
     name = str(getattr(act, "__name__", type(act).__name__)).lower().removesuffix("activation")
     silu = isinstance(act, torch.nn.SiLU) or name == "silu"

@@ -119,7 +119,7 @@ class CodedExperts:
 
 
 class BadCodes(CodecError):
-    """The matrix of `expert` that was to be decoded is not well formed."""
+    """The codes of a matrix of `expert` are not well formed."""
 
     def __init__(self, expert: int, status: int) -> None:
         self.expert = expert
@@ -214,7 +214,7 @@ def product(
 
 
 def kept_bytes(m: Matrix, experts: int, slots: int, activations: int, most: int, threads: int) -> int:
-    """The most bytes that products of these sizes keep between calls; the same for all versions, limits and levels.
+    """The most bytes that products of these sizes keep between calls, at any versions, limits and levels.
 
     `most` is the greatest number of slots of one expert.
     """

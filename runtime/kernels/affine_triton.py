@@ -20,12 +20,12 @@ from moepack.pack.spec import Matrix
 
 from .forms import Form, kernel_of
 
-_BLOCK: tl.constexpr = tl.constexpr(16)  # rows that stand side by side
+_BLOCK: tl.constexpr = tl.constexpr(16)  # rows stored side by side
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """One program's work: `tokens` slots of one expert times `rows` rows; `columns` at a time of a BF16 matrix."""
+    """One program's tile: `tokens` slots of one expert by `rows` rows; BF16 matrices take `columns` at a time."""
 
     tokens: int
     rows: int

@@ -17,7 +17,7 @@ VERSION_BITS = 6  # extents begin on a multiple of 64, so the address leaves the
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """How an encoding runs: on a CPU, the tokens up to which an expert runs straight from its bytes."""
+    """An encoding's limits on a CPU: the most tokens an expert runs straight from its bytes."""
 
     float32: int = 0  # with activations in float32
     bfloat16: int = 0
@@ -38,7 +38,7 @@ KERNELS = {
 
 
 def kernel_of(name: str) -> Kernel:
-    """How the encoding of a name runs.
+    """The entry of an encoding's name.
 
     Raises InputError for an encoding without an entry, or with a transform that no kernel applies.
     """
@@ -101,7 +101,7 @@ def make_forms(matrices: Sequence[Matrix], version: Version) -> tuple[Form, ...]
 
 
 def handle(address: int, version: int) -> int:
-    """The entry of a handle table for an extent at `address` in the layer's version number `version`.
+    """The handle of an extent at `address`, in the layer's version number `version`.
 
     Raises ValueError when the address does not leave the low bits free, or the number does not fit them.
     """

@@ -58,7 +58,7 @@ class GpuWork:
     def ended(self) -> BaseException | None:
         """Wait for the end; return what went wrong.
 
-        A load's events lie before products that have ended, so that waiting costs nothing but after the last layer.
+        Products that have ended follow a load's events, so waiting takes time after the last layer alone.
         """
         if self.between is not None:
             first, last = self.between
@@ -81,7 +81,7 @@ class _Slot:
     held: Held | None = None
 
     def wait(self) -> None:
-        """Wait until both may be written again."""
+        """Wait until both may be overwritten."""
         for event in self.busy:
             event.wait()
         self.busy = ()
@@ -190,7 +190,7 @@ class GpuFiller(PageFiller):
         return self.over(position, expert, slot.device[: stored.size], stored.where, parts), stored.size
 
     def fill(self, loader: int, packed: GpuPackedExtent, page: Page) -> GpuFilled:
-        """Decode each matrix on its stream, behind the copy of its bytes."""
+        """Decode each matrix on its stream, after the copy of its bytes."""
         slot, gpu = self._slots[loader], self.gpu
         is_read = packed.extent.data_ptr() == slot.device.data_ptr()
         copied, events, reports = slot.busy if is_read else (), [], []
@@ -215,7 +215,7 @@ class GpuFiller(PageFiller):
         return tuple(events)
 
     def follow(self) -> None:
-        """Order this thread's marks behind the loaders' reads of packed extents."""
+        """Make the compute stream wait for the loaders' reads of packed extents."""
         events = self.issued()
         with self.gpu.computing():
             for event in events:

@@ -180,7 +180,7 @@ class Prefill:
         return {key: to for *_, key, to in sorted(rows)}
 
     def _split(self, position: int, s: Floats, experts: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-        """Pair a layer's experts on the host with their placements, the most important first."""
+        """Pair the host's experts, given most important first, with their placements."""
         bits, losses = self.options.bits, self._setting.losses[position][experts, :0:-1]
         if self.options.selector == "no" or not len(experts):
             widths = [int(bits)] * len(experts)

@@ -42,12 +42,9 @@ class KvBudget:
     def __init__(
         self, config: Any, needs: MeasuredNeeds, reserve: Reserve, budget: int, outputs: Outputs | None = None
     ) -> None:
-        """Args:
-        config: the model's.
-        needs: measured for the workload.
-        reserve: bytes beyond those.
-        budget: bytes in all, for messages.
-        outputs: a pass's outputs beyond what was measured.
+        """Start from `needs`, measured for the workload; `reserve` holds the bytes beyond those.
+
+        `config` is the model's. Messages name `budget`. `outputs` sizes a pass's outputs that were not measured.
         """
         self.waits, self.waited = 0, 0.0  # passes that waited for room, and the seconds
         self._config, self.needs, self._reserve, self._budget = config, needs, reserve, budget

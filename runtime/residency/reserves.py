@@ -8,7 +8,7 @@ from .manager import ResidencyManager
 
 
 class FreeReserve:
-    """The bytes that a map that never changes leaves free."""
+    """The bytes that a fixed map of placements leaves free."""
 
     one_at_a_time = False  # whether one pass runs at a time, and no other while it waits for room
     coming = 0  # bytes that were asked for and are not reserved yet
@@ -29,7 +29,7 @@ class FreeReserve:
         return True
 
     def shrink(self, size: int) -> None:
-        """Give bytes back, first those that are not reserved yet."""
+        """Give bytes back, first those asked for but not reserved."""
         self._tracker.release("kv", size)
 
     def advance(self) -> None:
@@ -46,7 +46,7 @@ class EvictionReserve:
 
     @property
     def most(self) -> int:
-        """Bytes that the experts leave at their least."""
+        """Bytes left with every expert at its least."""
         return self._transitions.headroom.most_kv()
 
     @property

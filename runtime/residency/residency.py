@@ -164,7 +164,7 @@ class Residency:
             self.leaving[key, version] = self.steps.begun
 
     def _left(self, key: Key, version: int) -> None:
-        """Make a version spare that no step can read any more."""
+        """Mark a version spare: no step can read it any more."""
         del self.leaving[key, version]
         self.entries[key].leaving.discard(version)
         self._set_aside(key, version)
@@ -234,7 +234,7 @@ class Residency:
                 self._drop_ready(key)
 
     def _drop_ready(self, key: Key) -> None:
-        """Do not publish the ready version, if there is one. A step may read it, if it was leaving before."""
+        """Withdraw the ready version, if there is one. A step may still read it, if it was leaving before."""
         entry = self.entries[key]
         version, entry.ready = entry.ready, None
         if version is not None:
@@ -276,7 +276,7 @@ class Residency:
         return failed
 
     def reclaim(self) -> None:
-        """Make versions spare that no step can read any more."""
+        """Mark the versions spare that no step can read now."""
         with self.lock:
             oldest = self.steps.oldest()
             for (key, version), last in list(self.leaving.items()):
@@ -310,7 +310,7 @@ class Residency:
         return 0 if pool is None else pool.budget_bytes
 
     def growth(self, key: Key, version: int) -> int:
-        """Return the bytes that an expert takes more at `version` than at its active version."""
+        """Return how many more bytes an expert takes at `version` than at its active one."""
         with self.lock:
             return self._size(key, version) - self._size(key, self.entries[key].active)
 

@@ -93,7 +93,7 @@ def _refusal(location: str, error: OSError) -> BundleError:
 
 @contextlib.contextmanager
 def opened(root: Path, name: str) -> Iterator[BufferedReader]:
-    """Open a file of the bundle for reading. Errors here and in the context raise BundleError, as in `open_file`."""
+    """Open a file of the bundle to read. OSErrors here and in the context become BundleErrors, as in `open_file`."""
     with os.fdopen(open_file(root, name), "rb") as file:
         try:
             yield file

@@ -299,7 +299,7 @@ def replace_starved(
 def _errors(
     batch: ExpertBatch, made: Pair, exact: dict[int, Tensor], at: dict[int, int], version: Version
 ) -> dict[int, float]:
-    """Relative error of each expert in `exact`; its matrices are `made` at position at[expert]."""
+    """Relative error of each expert in `exact`; its matrices are at position at[expert] of `made`."""
     values = [dequantise(q, version) for q in made]
     out = {}
     for i, want in exact.items():

@@ -55,7 +55,7 @@ class DenseCosts:
 
     @staticmethod
     def of(weights: Sequence[int], versions: Sequence[str], tables: DenseTables, sizes: Rows) -> DenseCosts:
-        """Read their tables.
+        """Costs from tables.
 
         The expected loss of a matrix is its relative error, times what an error of 1 would add to the hidden state
         (`signal`), times the tokens. `expected_losses` has the same unit. The rule is exact for a matrix whose output

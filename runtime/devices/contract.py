@@ -20,7 +20,7 @@ class Memory:
         self.tensor = tensor  # all of it, uint8 [bytes], beginning on a page
 
     def cost(self, start: int, size: int) -> int:
-        """Return the device's bytes that `take` would take: not `size` where memory comes in large pieces."""
+        """Return the device's bytes that `take` would take; in memory of large pieces they may not be `size`."""
         return size
 
     def take(self, start: int, size: int) -> None:

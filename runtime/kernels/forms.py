@@ -17,7 +17,7 @@ VERSION_BITS = 6  # extents begin on a multiple of 64, so the address leaves the
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """An encoding's limits on a CPU: the most tokens an expert runs straight from its bytes."""
+    """An encoding's CPU limits: the most tokens for which an expert runs straight from its bytes."""
 
     float32: int = 0  # with activations in float32
     bfloat16: int = 0

@@ -58,7 +58,7 @@ class GpuWork:
     def ended(self) -> BaseException | None:
         """Wait for the end; return what went wrong.
 
-        Products that have ended follow a load's events, so waiting takes time after the last layer alone.
+        Products that follow a load's events have ended, so waiting takes time after the last layer alone.
         """
         if self.between is not None:
             first, last = self.between

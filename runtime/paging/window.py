@@ -94,7 +94,7 @@ class Window:
         self.hits = self.misses = 0  # pages that were there when a run needed them, or not
 
     def acquire(self, pages: Sequence[Sequence[Page]]) -> LayerRun | None:
-        """Take all pages for a run, given by type without repeats; return None where too few blocks can be had."""
+        """Take a run's pages, given by type without repeats: all of them, or None with too few blocks available."""
         if not all(self._obtainable(d, wanted) for d, wanted in enumerate(pages)):
             return None
         self.taken += 1

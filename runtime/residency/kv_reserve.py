@@ -44,7 +44,7 @@ class KvBudget:
     ) -> None:
         """Start from `needs`, measured for the workload; `reserve` holds the bytes beyond those.
 
-        `config` is the model's. Messages name `budget`. `outputs` sizes a pass's outputs that were not measured.
+        `config` is the model's. Messages name `budget`. `outputs` sizes a pass's unmeasured outputs.
         """
         self.waits, self.waited = 0, 0.0  # passes that waited for room, and the seconds
         self._config, self.needs, self._reserve, self._budget = config, needs, reserve, budget

@@ -1,11 +1,11 @@
 """The sequence of a forward pass: the batch behind one KV cache, from its first pass until the cache dies.
 
 A new or emptied cache begins a sequence. A pass without a cache is a sequence by itself. A pass reads a prompt, or a
-chunk of one, if the cache is empty or it adds several tokens to each sequence. The next pass of one token begins
+chunk of one, if the cache is empty or the pass adds several tokens to each sequence. The next pass of one token begins
 decoding, until another prompt (a later turn). Two kinds of pass with several tokens are decoding all the same. Up to
 GUESSES tokens, all with their logits, are guesses to verify (prompt lookup, a draft model: transformers'
 `_assisted_decoding`). Two tokens are those that a draft model reads once they are accepted. A `PackedCache` names the
-sequences of a pass, each with a cache of its own. Caches are held by weak references, whose callbacks take no lock.
+sequences of a pass, each with a cache of its own. Caches are tracked by weak references, whose callbacks take no lock.
 """
 
 from __future__ import annotations

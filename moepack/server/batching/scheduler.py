@@ -231,7 +231,7 @@ class Scheduler:
         return sum(len(s.tokens) for s in self._running)
 
     def _plan(self) -> list[tuple[_Sequence, StepInput]]:
-        """Choose the next pass's inputs; preempt the youngest sequences until they fit the budget."""
+        """Choose the next inputs; preempt the youngest sequences until the rest fit the budget."""
         while True:
             planned = self._next_inputs()
             room = self._cached_tokens() <= self.limits.kv_tokens and self._engine.fits([item for _, item in planned])

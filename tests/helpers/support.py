@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import os
 import re
@@ -12,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -90,6 +92,18 @@ def python(*words: str | Path, **how: Any) -> str:
     return run.stdout
 
 
+def documented(page: str, name: str, where: Path, block: int = 0) -> ModuleType:
+    """A Python block of a page of docs/extending, word by word, as a module of this name."""
+    file = where / f"{name.rpartition('.')[2]}.py"
+    text = (ROOT / "docs" / "extending" / f"{page}.md").read_text()
+    file.write_text(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[block])
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
 def forked(work: Callable[[], object]) -> int:
     """Begin some work in a forked child; its process number."""
     child = os.fork()
@@ -142,13 +156,23 @@ def edit_tensors(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -
 
 
 def at_once(work: Callable[[int], object], count: int, seconds: float = 120) -> None:
-    """Call `work(0)`, `work(1)`, ... each on a thread of its own, and wait until all have ended."""
-    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(count)]
+    """Call `work(0)`, `work(1)`, ... each on a thread of its own, wait for all, and raise what the first error was."""
+    errors: list[BaseException] = []
+
+    def guarded(n: int) -> None:
+        try:
+            work(n)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(n,), daemon=True) for n in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(seconds)
     assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    if errors:
+        raise errors[0]
 
 
 def open_files() -> set[tuple[str, str]]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import torch
-from support import ROOT
+from support import ROOT, documented, python
 
 from moepack.pack.spec import Version
 from moepack.pipeline.build import build
@@ -23,30 +20,22 @@ from moepack.reports.doctor import quantisers
 from moepack.reports.inspect import inspect
 from moepack.reports.verify import verify
 
-DOCUMENT = ROOT / "docs" / "extending" / "quantiser.md"
+DOCUMENT = (ROOT / "docs" / "extending" / "quantiser.md").read_text()
 
 
 @pytest.fixture
 def absmax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The documented file, as a module beside the others, and the documented line."""
-    document = DOCUMENT.read_text()
-    file = tmp_path / "absmax.py"
-    file.write_text(re.findall(r"```python\n(.*?)```", document, re.DOTALL)[0])
-    spec = importlib.util.spec_from_file_location("moepack.quantize.absmax", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setitem(sys.modules, "moepack.quantize.absmax", module)
-    line = next(x for x in document.splitlines() if x.startswith("Method("))
+    documented("quantiser", "moepack.quantize.absmax", tmp_path)
+    line = next(x for x in DOCUMENT.splitlines() if x.startswith("Method("))
     entry = eval(line.rstrip(","), {"Method": methods.Method, "in_file": methods.in_file})  # the documentation's own
     monkeypatch.setattr(methods, "METHODS", (*methods.METHODS, entry))
 
 
 def test_a_new_quantiser_is_one_file_and_one_line(demo_model: Path, text: Path, tmp_path: Path, absmax: None) -> None:
     """Word by word as docs/extending/quantiser.md has it."""
-    recipe = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[0].replace(
-        "[bf16, w4, w2]", "[bf16, w4, w1]"
-    )
+    (recipe,) = re.findall(r"```yaml\n(.*?)```", DOCUMENT, re.DOTALL)
+    recipe = recipe.replace("[bf16, w4, w2]", "[bf16, w4, w1]")
     build(demo_model, tmp_path / "bundle", parse_recipe(recipe, "test"), [text])
     assert verify(tmp_path / "bundle", demo_model) == []
     facts = inspect(tmp_path / "bundle")
@@ -88,8 +77,7 @@ def test_the_table_imports_nothing_heavy() -> None:
         "import sys, moepack.pipeline.recipe, moepack.quantize.methods\n"
         "print(sorted({'torch', 'numpy', 'gptqmodel', 'hqq', 'moepack.quantize.gptq'} & set(sys.modules)))"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"
+    assert python("-c", code).strip() == "[]"
 
 
 def test_libraries_come_with_the_build_extra() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
+from support import python
 from torch import Tensor
 
 from moepack.pack.spec import Version
@@ -298,9 +298,7 @@ def test_importing_gptqmodel_leaves_the_environment() -> None:
         "from moepack.quantize import gptqmodel_reference as m; m._library()\n"
         "assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert out.returncode == 0, out.stderr
-    assert out.stdout == ""
+    assert python("-c", code) == ""
 
 
 @pytest.mark.parametrize(("experts", "rows", "cols"), [(6, 768, 256), (3, 33, 128)])

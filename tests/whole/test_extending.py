@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
-from support import ROOT
+from support import ROOT, documented
 from tiny_models import copy_tokenizer
 
 import moepack
@@ -34,21 +31,9 @@ calibration: {samples: 2, length: 64, batch_size: 2}
 ON_ITS_TYPE = re.compile(r"\.type (?:==|!=|in) |is_gpu\(|isinstance\([a-z_.]*device|\.is_cuda")
 
 
-def module(page: str, block: int, name: str, where: Path) -> ModuleType:
-    """A page's Python block as a module of this name."""
-    file = where / f"{name.rpartition('.')[2]}.py"
-    file.write_text(re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL)[block])
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    sys.modules[name] = made
-    spec.loader.exec_module(made)
-    return made
-
-
 def test_a_family(demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused without its line; with it built, loaded, and the same as the plain model, which runs its own loop."""
-    family = module("family", 0, "looped_model", tmp_path)
+    family = documented("family", "looped_model", tmp_path)
     config = family.LoopedConfig(
         hidden_size=64, moe_intermediate_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, head_dim=32, vocab_size=4096, num_experts=4, num_experts_per_tok=2,
@@ -63,7 +48,7 @@ def test_a_family(demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pyt
     refused = "looped has experts .LoopedExperts. that transformers' experts interface does not run"
     with pytest.raises(InputError, match=refused):
         build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(RECIPE, "test"), [text])
-    module("family", 1, "moepack.families.looped", tmp_path)
+    documented("family", "moepack.families.looped", tmp_path, 1)
     line = next(x for x in PAGES["family"].splitlines() if x.startswith('"looped_model.'))
     monkeypatch.setattr(layouts, "LAYOUTS", {**layouts.LAYOUTS, **eval(f"{{{line}}}")})  # the page's own line
     build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(RECIPE, "test"), [text])
@@ -80,7 +65,7 @@ def test_a_family(demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pyt
 
 def test_a_device(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Versions change over the slow link, and no pass waits for it."""
-    slow = module("device", 0, "moepack.runtime.devices.slow", tmp_path).SlowLink
+    slow = documented("device", "moepack.runtime.devices.slow", tmp_path).SlowLink
     assert {n for n in vars(Device) if not n.startswith("_")} <= set(vars(slow)), "a method of the contract"
     line = next(x for x in PAGES["device"].splitlines() if "return SlowLink" in x)
     replaced = line.replace("SlowLink", "CpuDevice")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
 import time
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from live_models import load, run, wait_for
-from support import ROOT
+from support import ROOT, documented
 
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
@@ -30,13 +28,8 @@ VERSIONS = tuple(Version.of(name, 64) for name in ("w4", "w3", "w2"))
 @pytest.fixture
 def tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The documented file, as a module beside the others, and the documented line."""
+    module = documented("policy", "moepack.runtime.policies.tiers", tmp_path)
     document = (ROOT / "docs" / "extending" / "policy.md").read_text()
-    file = tmp_path / "tiers.py"
-    file.write_text(re.findall(r"```python\n(.*?)```", document, re.DOTALL)[0])
-    spec = importlib.util.spec_from_file_location("moepack.runtime.policies.tiers", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     line = next(x for x in document.splitlines() if x.startswith("    tiers."))
     entries = (*registry.ENTRIES, *eval(f"({line})", {"tiers": module}))  # the documentation's own line
     monkeypatch.setattr(registry, "ENTRIES", entries)

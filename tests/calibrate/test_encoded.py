@@ -12,7 +12,7 @@ import tiny_models
 import torch
 from expert_reading import compare
 from safetensors.torch import load_file, save_file
-from support import Notes
+from support import Notes, edit_tensors
 from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -184,9 +184,7 @@ BROKEN = {
 def test_incomplete_fp8_is_refused(case: str, demo_model: Path, tmp_path: Path) -> None:
     change, word = BROKEN[case]
     coded, _ = fp8_checkpoint(tmp_path, demo_model)
-    tensors = load_file(coded / "model.safetensors")
-    change(tensors, "model.layers.1.mlp.experts.3.up_proj.weight")
-    save_file(tensors, coded / "model.safetensors")
+    edit_tensors(coded, lambda tensors: change(tensors, "model.layers.1.mlp.experts.3.up_proj.weight"))
     with pytest.raises(InputError, match=word) as error:
         open_checkpoint(coded)
     assert "experts.3.up_proj.weight" in str(error.value) and "\n" not in str(error.value)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
+from support import spy
 from torch import Tensor
 
 from moepack.calibrate import products as room
@@ -15,25 +13,18 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def another_processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def another_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on one without the instructions; a few hundred values are converted at once."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     monkeypatch.setattr(room, "MOST", 40_000)
     torch.manual_seed(0)
-    return iter([None])
 
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of every replaced product."""
     tokens: list[int] = []
-    real = room.product
-
-    def seen(x: Tensor, *rest: Any) -> Tensor:
-        tokens.append(x.shape[:-1].numel())
-        return real(x, *rest)
-
-    monkeypatch.setattr(room, "product", seen)
+    spy(monkeypatch, room, "product", lambda x, *_: tokens.append(x.shape[:-1].numel()))
     return tokens
 
 
@@ -119,15 +110,8 @@ def test_taken_over_only_where_torch_would_emulate(
 
 def test_no_more_is_converted_at_once_than_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    real = Tensor.float
-
-    def seen(tensor: Tensor) -> Tensor:
-        sizes.append(tensor.numel())
-        return real(tensor)
-
-    monkeypatch.setattr(Tensor, "float", seen)
-    for shape in ((1000, 30, 4000), (1000, 300, 20), (130, 310, 900)):
-        tokens, columns, rows = shape
+    spy(monkeypatch, Tensor, "float", lambda tensor: sizes.append(tensor.numel()))
+    for tokens, columns, rows in ((1000, 30, 4000), (1000, 300, 20), (130, 310, 900)):
         room.product(drawn(tokens, columns), drawn(rows, columns))
     assert max(sizes) <= room.MOST and len(sizes) > 20
 

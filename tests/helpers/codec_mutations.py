@@ -14,6 +14,7 @@ import tracemalloc
 from typing import Any
 
 import numpy as np
+from exponent_inputs import draw
 
 from moepack.pack.codec import exponent_fast
 from moepack.pack.codec.exponent import HEADER, TILE
@@ -74,12 +75,8 @@ def mutate(coded: np.ndarray[Any, Any], others: list[np.ndarray[Any, Any]], rng:
 def attack(count: int, overrun: int = 0) -> None:
     """Decode `count` mutated streams. `overrun` plants a fault."""
     rng = np.random.default_rng(0)
-    whole: list[tuple[int, np.ndarray[Any, Any]]] = []
-    for n in SIZES:
-        gaussian = (rng.normal(0, 0.02, n).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-        heavy = (rng.standard_cauchy(n).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-        for bits in (gaussian, heavy, rng.integers(0, 1 << 16, n).astype(np.uint16), np.full(n, 0x3F80, np.uint16)):
-            whole.append((n, exponent_fast.encode(bits)))
+    kinds = ("gaussian", "cauchy", "uniform", "constant")
+    whole = [(n, exponent_fast.encode(draw(kind, n, n))) for n in SIZES for kind in kinds]
     room_in, room_out = Fenced(max(len(c) for _, c in whole)), Fenced(2 * max(SIZES))
     others = [c for _, c in whole]
     tracemalloc.start()

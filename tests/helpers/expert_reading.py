@@ -5,18 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from support import spy
 
 from moepack.calibrate.checkpoint import open_checkpoint
-from moepack.calibrate.experts import ExpertWeights
 from moepack.calibrate.stream import StreamedModel
-
-
-def assert_same(got: ExpertWeights, want: ExpertWeights) -> None:
-    assert got.layer == want.layer and got.transposed == want.transposed
-    for a, b in zip((*got.weights, *got.biases), (*want.weights, *want.biases), strict=True):
-        assert (a is None) == (b is None)
-        assert a is None or (a.dtype == b.dtype and torch.equal(a, b))
 
 
 def compare_parts(stream: StreamedModel, layer: int) -> None:
@@ -28,17 +22,15 @@ def compare_parts(stream: StreamedModel, layer: int) -> None:
     stream.free(layer)
     names = stream._expert_parameters(layer)
     each = sum(stream._bytes[layer][name] for name in names) // stream.expert_layers[layer].experts
-    before, module.AT_ONCE = module.AT_ONCE, 3 * each
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "AT_ONCE", 3 * each)
         told = stream._expert_parts(layer, range(1)) is not None
         ranges = stream.expert_ranges(layer)
         assert [e for r in ranges for e in r] == list(range(stream.expert_layers[layer].experts if told else 0))
         assert not told or (len(ranges) > 1 and len(ranges[0]) == 3)
         parts = stream.load(layer)
-        module.AT_ONCE = each
+        patch.setattr(module, "AT_ONCE", each)
         assert stream.loading_bytes(layer) < at_once or not told
-    finally:
-        module.AT_ONCE = before
     assert parts.keys() == whole.keys()
     assert all(torch.equal(parts[n], t) and parts[n].dtype == t.dtype for n, t in whole.items())
 
@@ -49,19 +41,17 @@ def compare(checkpoint: Path, every: bool = True) -> None:
     layer = max(stream.expert_layers)
     some = range(1, 3)
     read: dict[str, Any] = {}
-    original = stream._read
-
-    def watched(parts: dict[str, range | None]) -> Any:
-        read.update(parts)
-        return original(parts)
-
-    stream._read = watched  # type: ignore[method-assign]
-    got = stream.experts(layer, some)
+    with pytest.MonkeyPatch.context() as patch:
+        spy(patch, stream, "_read", read.update)
+        got = stream.experts(layer, some)
     assert all(p.is_meta for p in stream.experts_module(layer).parameters()), "nothing is left in the model"
-    stream._read = original  # type: ignore[method-assign]
     _, want = stream.split(layer, stream.load(layer))
     assert want is not None
-    assert_same(got, want.select(some))
+    want = want.select(some)
+    assert got.layer == want.layer and got.transposed == want.transposed
+    for a, b in zip((*got.weights, *got.biases), (*want.weights, *want.biases), strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (a.dtype == b.dtype and torch.equal(a, b))
     compare_parts(stream, layer)
     sizes = [stream.checkpoint.shape(key) for key in read]
     elements = sum(

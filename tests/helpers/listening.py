@@ -43,10 +43,8 @@ def listened_to(bundle: Path) -> Iterator[Any]:
         patch.setattr(registry, "ENTRIES", (*registry.ENTRIES, entry))
         budget = least(bundle, "listener") + 1_000_000
         made = moepack.load(bundle, policy="listener", device_memory=budget, kv_tokens=128)
-        try:
+        with made.moepack:
             yield made
-        finally:
-            made.moepack.close()
 
 
 def heard(model: Any, until: Callable[[list[contract.Event]], bool] = lambda events: True) -> list[contract.Event]:

@@ -15,7 +15,7 @@ from moepack.pack.codec.lossless import LosslessMatrix
 from moepack.pack.layer_file import LayerFileWriter
 from moepack.pack.manifest import Allocation, Manifest
 from moepack.pack.safetensors_file import make_header
-from moepack.pack.spec import DenseMatrix, ExpertLayer, Matrix, Version, dense_file, dense_layers, expert_file
+from moepack.pack.spec import DenseMatrix, ExpertLayer, Matrix, Version, dense_layers
 from moepack.pack.tables import TABLES, metadata
 from moepack.pack.writer import BundleWriter
 
@@ -90,22 +90,16 @@ def dense_losses() -> dict[str, np.ndarray]:
 def write_small_bundle(path: Path) -> Path:
     """Write it; leaves the layer files beside it in `made`."""
     with BundleWriter(path) as writer:
-        for version in VERSIONS:
-            for layer in LAYERS:
-                name = expert_file(version.name, layer.index)
-                with LayerFileWriter(path.with_name("made") / name, version.name, layer) as file:
-                    for e in range(EXPERTS):
-                        file.add(*extent(version, 100 * layer.index + e))
-                assert file.entry is not None
-                writer.adopt(name, path.with_name("made") / name, file.entry)
-        for version in DENSE_VERSIONS:
-            for dense in dense_layers(DENSE):
-                name = dense_file(version.name, dense.index)
-                with LayerFileWriter(path.with_name("made") / name, version.name, dense) as file:
-                    for e, m in enumerate(dense.matrices):
-                        file.add(*extent(version, 1000 + dense.first + e, (m.matrix,)))
-                assert file.entry is not None
-                writer.adopt(name, path.with_name("made") / name, file.entry)
+        experts = [(v, x, 100 * x.index, [MATRICES] * EXPERTS) for v in VERSIONS for x in LAYERS]
+        layers = dense_layers(DENSE)
+        dense = [(v, x, 1000 + x.first, [(m.matrix,) for m in x.matrices]) for v in DENSE_VERSIONS for x in layers]
+        for version, layer, seed, shapes in (*experts, *dense):
+            name = layer.file(version.name)
+            with LayerFileWriter(path.with_name("made") / name, version.name, layer) as file:
+                for e, matrices in enumerate(shapes):
+                    file.add(*extent(version, seed + e, matrices))
+            assert file.entry is not None
+            writer.adopt(name, path.with_name("made") / name, file.entry)
         tables = {f"layers.{x.index}.{k}": v for x in LAYERS for k, v in statistics(x.index).items()}
         tables |= dense_losses()
         columns = {"dense_versions": ",".join(v.name for v in DENSE_VERSIONS)}

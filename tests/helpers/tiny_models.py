@@ -65,13 +65,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+def _config(family: str, extra: dict[str, Any]) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    torch.manual_seed(0)
+    return CONFIG_MAPPING[family](**{**_BASE, **FAMILIES.get(family, {}), **extra})
+
+
 def random_model(family: str, dtype: torch.dtype, attention: str | None = None, **extra: Any) -> tuple[Any, list[Any]]:
     """A random model of `family` in memory, and its layers of experts."""
     from transformers import AutoModelForCausalLM
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    config = CONFIG_MAPPING[family](**{**_BASE, **FAMILIES.get(family, {}), **extra})
-    torch.manual_seed(0)
+    config = _config(family, extra)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
     layers = []
     for name, module in model.named_modules():
@@ -97,11 +102,8 @@ def save_tiny(
 ) -> Path:
     """Save a random model of `family` at `path`, with a tokenizer copied from another checkpoint."""
     from transformers import AutoModelForCausalLM
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    config = CONFIG_MAPPING[family](**{**_BASE, **FAMILIES.get(family, {}), **extra})
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(_config(family, extra), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 and "bias" in name:  # random, so that a lost bias shows

@@ -5,10 +5,7 @@ The edits are in helpers/broken_rules; those here are allowed. Random ones are i
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -18,24 +15,10 @@ from broken_rules.manifest import all_without_dense, put, signs
 from broken_rules.names import BF16, DENSE, Q8, TABLES, W4, Do
 from broken_rules.tables import without_errors
 from hostile_edits import Victim, one_line, problems_of, read_all, refusal
-from support import ROOT
+from support import ROOT, cli, ok
 
-from moepack.cli import main
 from moepack.pack.errors import KINDS, Problem, printable
 from moepack.pack.reader import open_bundle, unlisted
-
-
-def command(*words: object) -> tuple[int, str, str]:
-    """Run moepack in this process."""
-    out, err, before = io.StringIO(), io.StringIO(), sys.argv
-    sys.argv = ["moepack", *map(str, words)]
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as stop:
-            main()
-            sys.exit(0)
-    finally:
-        sys.argv = before
-    return int(stop.value.code or 0), out.getvalue(), err.getvalue()
 
 
 @pytest.mark.parametrize("name", EDITS)
@@ -49,14 +32,14 @@ def test_every_rule_is_kept(name: str, victim: Victim) -> None:
         one_line(str(problem))
         assert problem.location.startswith(str(victim.path))
     assert refusal(victim.path) is not None
-    code, out, err = command("verify", victim.path, "-q")
+    code, out, err = cli("verify", victim.path, "-q")
     assert code == 2 and printable(out + err, keep="\n") == out + err and err.count("\n") == 1
     assert len(out.splitlines()) == len(found) or "and" in err
 
 
 def test_the_bundle_itself_is_good(victim: Victim) -> None:
     assert problems_of(victim.path) == [] and refusal(victim.path) is None
-    assert command("verify", victim.path, "-q")[0] == 0
+    ok(cli("verify", victim.path, "-q"))
 
 
 def test_there_is_an_edit_of_every_kind() -> None:
@@ -114,7 +97,7 @@ def test_unlisted_files_are_named_by_verify(victim: Victim, capsys: pytest.Captu
     for name in ("b\x1b.txt", "README.md", ".hidden", "experts/w4/more"):
         victim.write(name, b"")
     assert unlisted(open_bundle(victim.path)) == ["b\x1b.txt", "experts/w4/more"]
-    code, _, err = command("verify", victim.path)
+    code, _, err = cli("verify", victim.path)
     assert code == 0 and "b\\x1b.txt, experts/w4/more" in err.replace("\n", " ") and "\x1b." not in err
 
 

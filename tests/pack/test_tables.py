@@ -6,30 +6,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import small_bundle
 from safetensors.numpy import load_file, save_file
+from small_bundle import LAYERS
 
 from moepack.pack.errors import BundleError
-from moepack.pack.spec import ExpertLayer, Matrix
 from moepack.pack.tables import TABLES, metadata, read_tables, write_tables
 
-EXPERTS, VERSIONS, WINDOWS = 3, ("bf16", "w2"), 4
-LAYERS = tuple(ExpertLayer(i, f"layers.{i}", EXPERTS, (Matrix("up", 8, 8), Matrix("down", 8, 8))) for i in (1, 3))
+VERSIONS = tuple(v.name for v in small_bundle.VERSIONS)
 
 
 def arrays(seed: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Routing statistics and losses of one layer."""
-    rng = np.random.default_rng(seed)
-    statistics = {
-        "tokens": rng.integers(0, 99, EXPERTS),
-        "gate_sum": rng.random(EXPERTS, np.float32),
-        "prefill_counts": rng.integers(0, 9, (WINDOWS, EXPERTS)).astype(np.int32),
-        "decode_counts": rng.integers(0, 9, (WINDOWS, EXPERTS)).astype(np.int32),
-        "prefill_gates": rng.random((WINDOWS, EXPERTS), np.float32),
-        "coactivation": rng.integers(0, 99, (EXPERTS, EXPERTS)),
-        "reuse": np.full((), 0.25, np.float32),
-    }
-    losses = {k: rng.random((EXPERTS, 2), np.float32) for k in ("mse", "relative", "gated")}
-    return statistics, losses | {"method": np.array([[0, 1], [0, 2], [0, 1]], np.uint8)}
+    """Routing statistics and losses of one layer, without standard errors; one w2 is of another method."""
+    both = small_bundle.statistics(seed)
+    losses = {k: both.pop(k) for k in ("mse", "relative", "gated", "method")}
+    losses["method"][1, VERSIONS.index("w2")] = 2
+    return {k: v for k, v in both.items() if not k.endswith("_error")}, losses
 
 
 def write(root: Path) -> Path:
@@ -46,7 +38,7 @@ def write(root: Path) -> Path:
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     tables = read_tables(write(tmp_path), LAYERS)
     assert (tables.versions, tables.methods) == (VERSIONS, ("none", "a", "b"))
-    assert tables.columns(["w2", "bf16"]) == [1, 0]
+    assert tables.columns(["w2", "bf16"]) == [4, 0]
     assert tables.made_by("w2") == {"a": 4, "b": 2} and tables.made_by("bf16") == {"none": 6}
     for position, layer in enumerate(LAYERS):
         statistics, losses = arrays(layer.index)
@@ -73,7 +65,7 @@ def test_the_first_layer_is_checked_before_the_next_is_read(tmp_path: Path) -> N
     path = write(tmp_path)
     tensors = load_file(path)
     tensors["layers.1.method"][0] = 9
-    del tensors["layers.3.mse"]
+    del tensors["layers.4.mse"]
     save_file(tensors, path, metadata(VERSIONS, ("none", "a", "b")))
     with pytest.raises(BundleError, match="layer 1 has a method"):
         read_tables(path, LAYERS)

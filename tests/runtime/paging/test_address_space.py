@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
-from support import smaps
+from support import python, smaps
 
 from moepack.pack.spec import PAGE, Matrix, Version
 from moepack.runtime.kernels.forms import make_forms
@@ -129,8 +127,7 @@ def test_whoever_touches_a_page_without_memory_is_stopped() -> None:
         "        os._exit(int(space.extent(0, expert)[0]))\n"
         "    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["1", "-11", "-11"]
+    assert python("-c", code).split() == ["1", "-11", "-11"]
 
 
 def test_the_system_may_refuse(monkeypatch: Any) -> None:

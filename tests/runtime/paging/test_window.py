@@ -8,15 +8,12 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import run_state_machine_as_test as run_machine
+from residency_machine import LIMITS
+from residency_simulation import SimEvent as Ended
+from residency_simulation import Violation
 
 from moepack.runtime.paging.address_space import Page
 from moepack.runtime.paging.window import STALE, LayerRun, Mapped, State, Window
@@ -37,23 +34,6 @@ def state(window: Window, page: Page) -> State:
 
 def taken(window: Window, d: int) -> int:
     return sum(m.page[0] == d for m in window.mapped())
-
-
-class Violation(AssertionError):
-    """Something that must never happen."""
-
-
-class Ended:
-    """An event that ends when told to."""
-
-    def __init__(self) -> None:
-        self.ended = False
-
-    def done(self) -> bool:
-        return self.ended
-
-    def wait(self) -> None:
-        raise AssertionError("the simulation never waits")
 
 
 class Simulation:
@@ -251,13 +231,9 @@ class Machine(RuleBasedStateMachine):
         assert not self.sim.window._of[0].evicting and not self.sim.window._of[1].evicting
 
 
-LIMITS = settings(max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck),
-                  database=None, phases=[Phase.generate])  # fmt: skip
-
-
 def test_both_orders_and_the_bound_hold_whatever_happens() -> None:
     Machine.steps = 0
-    run_state_machine_as_test(Machine, settings=LIMITS)
+    run_machine(Machine, settings=settings(LIMITS, stateful_step_count=60))
     assert Machine.steps >= 4000
 
 

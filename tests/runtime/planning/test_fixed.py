@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,8 +12,8 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from live_models import wait_for
-from support import HELPERS, ids
+from live_models import least, wait_for
+from support import HELPERS, RTN, ids, python
 
 import moepack
 from moepack.generation import generate
@@ -134,18 +131,12 @@ def test_refusals_name_the_least_to_the_byte(bundle: Path, policy: str) -> None:
     def load(budget: int, **options: int) -> Any:
         return moepack.load(bundle, policy=policy, device_memory=budget, **options)
 
-    def least(**options: int) -> int:
-        with pytest.raises(InputError, match=r"\d+ bytes") as refused:
-            load(1000, **options)
-        return int(re.findall(r"(?:do is|needs) (\d+) bytes", str(refused.value))[0])
-
-    plain, cached = least(), least(kv_tokens=100, batch=3)
-    bare = least(prefill_tokens=0)
-    for size, options in ((plain, {}), (cached, {"kv_tokens": 100, "batch": 3}), (bare, {"prefill_tokens": 0})):
+    for options in ({}, {"kv_tokens": 100, "batch": 3}, {"prefill_tokens": 0}):
+        size = least(bundle, policy, **options)
         model = load(size, **options)
         fixed = model.moepack.fixed
         assert model.moepack.resident_bytes_peak <= size and fixed.kv == 300 * TOKEN * bool(options.get("kv_tokens"))
-        assert fixed.dense == dense_bytes(model) and (fixed.activations > 0) == (size != bare)
+        assert fixed.dense == dense_bytes(model) and (fixed.activations > 0) == ("prefill_tokens" not in options)
         model.moepack.close()
         with pytest.raises(InputError, match=f"{size} bytes"):
             load(size - 1, **options)
@@ -276,21 +267,17 @@ def test_eval_scores_in_the_budget(bundle: Path, evaluation: Path) -> None:
 @pytest.fixture(scope="module")
 def middle(demo_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle of 302 MB of experts in BF16, random weights."""
-    recipe = "versions: [bf16, w4, w2]\nquantize: {method: rtn, group_size: 64, loss_tokens: 64}\n"
-    recipe += "calibration: {samples: 4, length: 64, batch_size: 4}\n"
     return tiny_models.build_tiny(
-        "qwen3_moe", tmp_path_factory.mktemp("middle"), recipe, demo_model, text, hidden_size=512,
+        "qwen3_moe", tmp_path_factory.mktemp("middle"), f"versions: [bf16, w4, w2]\n{RTN}", demo_model, text,
+        hidden_size=512,
         intermediate_size=512, moe_intermediate_size=768, num_experts=32, num_hidden_layers=4,
         num_attention_heads=8, num_key_value_heads=4, head_dim=64, num_experts_per_tok=1, max_position_embeddings=8192,
     )  # fmt: skip
 
 
 def agree(bundle: Path, tiny: Path, budget: int, device: str) -> dict[str, Any]:
-    script = HELPERS / "memory_agreement.py"
-    command = [sys.executable, str(script), str(bundle), str(tiny), str(budget), device]
-    out = subprocess.run(command, capture_output=True, text=True)
-    assert out.returncode == 0, out.stderr[-2000:]
-    facts: dict[str, Any] = json.loads(out.stdout.splitlines()[-1])
+    out = python(HELPERS / "memory_agreement.py", bundle, tiny, str(budget), device)
+    facts: dict[str, Any] = json.loads(out.splitlines()[-1])
     assert facts["reserved"] <= budget and facts["counters"]["promotions"] > 40, facts
     return facts
 
@@ -356,11 +343,9 @@ def test_the_arena_is_what_the_kernels_keep(shape: tuple[int, ...], threads: int
 @pytest.fixture(scope="module")
 def shallow(demo_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle of one layer as wide as the demo model's, in every version: measured in a quarter of the time."""
-    recipe = "versions: [bf16, w4, w3, w2, w1]\nquantize: {method: rtn, group_size: 64, loss_tokens: 32}\n"
-    recipe += "calibration: {samples: 2, length: 32, batch_size: 2}\n"
     return tiny_models.build_tiny(
-        "qwen3_moe", tmp_path_factory.mktemp("shallow"), recipe, demo_model, text, hidden_size=128,
-        moe_intermediate_size=64, num_experts=16,
+        "qwen3_moe", tmp_path_factory.mktemp("shallow"), f"versions: [bf16, w4, w3, w2, w1]\n{RTN}", demo_model, text,
+        hidden_size=128, moe_intermediate_size=64, num_experts=16,
         num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts_per_tok=2,
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import weakref
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import at_once
 from transformers import AutoModelForCausalLM
 
 import moepack
@@ -46,10 +48,47 @@ def close_all() -> None:
             serving.close()
 
 
+def logits(model: Any, tokens: torch.Tensor, **given: Any) -> torch.Tensor:
+    """Of a pass, without a cache unless one is given."""
+    with torch.inference_mode():
+        return model(tokens, **{"use_cache": False, **given}).logits
+
+
 def run(model: Any, seed: int) -> torch.Tensor:
     """Logits of a pass of as many tokens as a budget has room for, without a cache."""
-    with torch.inference_mode():
-        return model(ids(seed, 512), use_cache=False).logits
+    return logits(model, ids(seed, 512))
+
+
+def same(model: Any, of: Any, *sizes: int) -> None:
+    """Check that passes of so many tokens give the bits of another model, or these logits by size."""
+    for n in sizes:
+        want = of[n] if isinstance(of, dict) else logits(of, ids(n, n))
+        assert torch.equal(logits(model, ids(n, n)), want), n
+
+
+def same_at_once(model: Any, of: Any, sizes: tuple[int, ...], threads: int, rounds: int) -> None:
+    """Check the same on threads, each of which begins at another size."""
+    at_once(lambda seed: same(model, of, *(sizes[(seed + i) % len(sizes)] for i in range(rounds))), threads)
+
+
+def at(model: Any, name: str) -> int:
+    """How many experts are in a placement."""
+    return sum(row.count(name) for row in model.moepack.versions)
+
+
+def stop_after(
+    patch: pytest.MonkeyPatch, owner: Any, name: str, calls: int, error: type[BaseException] = KeyboardInterrupt
+) -> None:
+    """Raise at the end of a function's call of this number."""
+    real, number = getattr(owner, name), itertools.count(1)
+
+    def stops(*args: Any) -> Any:
+        out = real(*args)
+        if next(number) == calls:
+            raise error("stopped")
+        return out
+
+    patch.setattr(owner, name, stops)
 
 
 def ids(seed: int, size: int = 64, batch: int = 1) -> torch.Tensor:

@@ -156,7 +156,7 @@ def edit_tensors(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -
 
 
 def at_once(work: Callable[[int], object], count: int, seconds: float = 120) -> None:
-    """Call `work(0)`, `work(1)`, ... each on a thread of its own, wait for all, and raise what the first error was."""
+    """Call `work(0)`, `work(1)`, ... each on a thread of its own; wait for all, and raise the first error."""
     errors: list[BaseException] = []
 
     def guarded(n: int) -> None:

@@ -31,24 +31,19 @@ def model(bundle: Path) -> Any:
 
 def busy(model: Any, threads: int, seconds: float) -> int:
     """Promotions while so many threads run passes that overlap all the time, and what is hot keeps changing."""
-    stop, wrong = time.monotonic() + seconds, []
+    stop = time.monotonic() + seconds
     live = model.moepack.manager
     before = live.residency.counts.promotions
 
     def work(number: int) -> None:
         seed = number
-        try:
-            with torch.inference_mode():
-                while time.monotonic() < stop:
-                    seed += threads
-                    tokens = 1 + (int(10 * time.monotonic()) % 2) * 2000 + ids(48, seed) % 1500
-                    if not torch.isfinite(model(tokens, use_cache=False).logits).all():
-                        wrong.append("not finite")
-        except BaseException as error:
-            wrong.append(repr(error))
+        with torch.inference_mode():
+            while time.monotonic() < stop:
+                seed += threads
+                tokens = 1 + (int(10 * time.monotonic()) % 2) * 2000 + ids(48, seed) % 1500
+                assert torch.isfinite(model(tokens, use_cache=False).logits).all()
 
     at_once(work, threads)
-    assert not wrong, wrong[:3]
     return int(live.residency.counts.promotions - before)
 
 
@@ -200,17 +195,8 @@ def test_passes_at_once_count_together(bundle: Path) -> None:
         time.sleep(0.05)
 
     tight.model.layers[0].register_forward_pre_hook(slow)
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            with torch.inference_mode():
-                tight(ids(256), use_cache=False)
-        except BaseException as error:
-            errors.append(error)
-
-    at_once(lambda _: work(), 3)
-    assert not errors and max(most) == 1 and watch.waits >= 2
+    at_once(lambda _: tight(ids(256), use_cache=False), 3)
+    assert max(most) == 1 and watch.waits >= 2
     wide = load(bundle, "static:w2", room=40_000_000, prefill_tokens=256)
     watch, most = wide.moepack.caches, []
     wide.model.layers[0].register_forward_pre_hook(slow)

@@ -188,19 +188,16 @@ def test_calls_from_several_threads_at_once(borrowed: bool, tiles: bool) -> None
         pytest.skip("this processor does not multiply BF16")
     limits = ALL_IN_TILES if tiles else None
     want = product(layer, x, index, limits, threads=1)
-    wrong = []
 
-    def work() -> None:
+    def work(_: int) -> None:
         for _ in range(100):
-            if not torch.equal(product(layer, x, index, limits, fill=0, threads=2), want):
-                wrong.append(1)
+            assert torch.equal(product(layer, x, index, limits, fill=0, threads=2), want)
 
     try:
         native.use_openmp(borrowed)
-        at_once(lambda _: work(), 3)
+        at_once(work, 3)
     finally:
         native.use_openmp()
-    assert not wrong
 
 
 def test_after_a_fork_the_child_has_threads_of_its_own() -> None:

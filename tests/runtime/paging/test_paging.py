@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from live_models import ids, least, load, ours, wait_for
+from live_models import at, ids, least, load, logits, ours, same, same_at_once, stop_after, wait_for
 from support import at_once, damage, smaps
 from tiny_models import build_tiny
 
@@ -33,15 +34,6 @@ ONLY = "versions: [bf16]\ncalibration: {samples: 4, length: 32, batch_size: 4}\n
 
 def paged(bundle: Path, options: str = "alpha=1", room: int = ROOM, **more: Any) -> Any:
     return load(bundle, f"paged:{options}" if options else "paged", room=room, **more)
-
-
-def logits(model: Any, tokens: torch.Tensor, **more: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(tokens, use_cache=False, **more).logits
-
-
-def at(model: Any, name: str) -> int:
-    return sum(row.count(name) for row in model.moepack.versions)
 
 
 def nothing_is_held(model: Any) -> None:
@@ -85,10 +77,9 @@ def test_other_kernels(bundle: Path, plain: Any, way: str, monkeypatch: pytest.M
         monkeypatch.setattr(packed, "_native", lambda: None)
     elif way == "small matrices":
         monkeypatch.setattr("moepack.pack.codec.exponent_native.open_coded", lambda *args: None)
-    same = moepack.load(bundle, policy="static:bf16", dtype=dtype) if way in ("reference", "float32") else plain
+    other = moepack.load(bundle, policy="static:bf16", dtype=dtype) if way in ("reference", "float32") else plain
     model = paged(bundle, "alpha=0.5", dtype=dtype)
-    for size in (1, 5, 300):
-        assert torch.equal(logits(model, ids(size, size)), logits(same, ids(size, size)))
+    same(model, other, 1, 5, 300)
     nothing_is_held(model)
 
 
@@ -97,10 +88,8 @@ def test_families(family: str, demo_model: Path, text: Path, tmp_path: Path) -> 
     """Biases; shared experts and a layer without experts; every expert chosen by every token. One version is enough."""
     more = {"num_experts_per_tok": 4} if family == "mixtral" else {}
     path = build_tiny(family, tmp_path, ONLY, demo_model, text, **more)
-    same = moepack.load(path, policy="static:bf16")
     model = paged(path, "alpha=0.5", 200_000)
-    for size in (1, 9, 64):
-        assert torch.equal(logits(model, ids(size, size)), logits(same, ids(size, size)))
+    same(model, moepack.load(path, policy="static:bf16"), 1, 9, 64)
     assert at(model, "bf16@packed") and at(model, "bf16@stored")
     nothing_is_held(model)
 
@@ -113,7 +102,7 @@ def test_the_least_budget_and_a_byte_more(bundle: Path, plain: Any) -> None:
     for budget in (smallest, smallest + 1):
         model = load(bundle, "paged", budget)
         assert at(model, "bf16@stored") == sum(x.experts for x in open_bundle(bundle).layers)
-        assert torch.equal(logits(model, ids(3, 40)), logits(plain, ids(3, 40)))
+        same(model, plain, 40)
         assert model.moepack.resident_bytes_peak <= budget
         model.moepack.close()
 
@@ -168,10 +157,7 @@ def test_the_kv_cache_takes_expert_memory_and_gives_it_back(
     size = live.tracker.held("bf16@packed/" + str(live.plan.sizes[0][1])) or live.tracker.free
     assert whole > 0 and live.policy.alpha > 0.9
 
-    def serve() -> None:
-        for n in (1, 30):
-            assert torch.equal(logits(model, ids(n, n)), logits(plain, ids(n, n)))
-
+    serve = functools.partial(same, model, plain, 1, 30)
     serve()
     grown = live.tracker.free + size // 2
     live.grow_kv(grown)
@@ -198,17 +184,8 @@ def test_real_caches_push_experts_out(bundle: Path, plain: Any) -> None:
 def test_threads_share_the_window(bundle: Path, plain: Any) -> None:
     """Steps at once, of prompts and of tokens, over pages that come and go: the same bits; all of them end."""
     model = paged(bundle, "alpha=0.5")
-    want = {n: logits(plain, ids(n, n)) for n in (1, 2, 60, 300)}
-    wrong: list[int] = []
-
-    def serve(seed: int) -> None:
-        for i in range(8):
-            n = (1, 60, 2, 300)[(seed + i) % 4]
-            if not torch.equal(logits(model, ids(n, n)), want[n]):
-                wrong.append(n)
-
-    at_once(serve, 3)
-    assert not wrong
+    want = {n: logits(plain, ids(n, n)) for n in (1, 60, 2, 300)}
+    same_at_once(model, want, tuple(want), threads=3, rounds=8)
     nothing_is_held(model)
 
 
@@ -221,46 +198,32 @@ def test_an_interrupted_pass_lets_go(
 ) -> None:
     """However far it had come with its pages: the next pass finds them whole, or loads them anew."""
     model = paged(bundle, "alpha=1")
-    paging, calls = model.moepack.manager.paging, 0
+    paging = model.moepack.manager.paging
     holder, name = {
         "place": (paging, "place"), "loaded": (paging, "loaded"), "bind": (paging.space, "bind"),
         "decode": (paging_module.RunPages, "_packed"),
     }[where]  # fmt: skip
-    original = getattr(holder, name)
-
-    def stops(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        out = original(*args)
-        if calls == 5:
-            raise error("stopped")
-        return out
-
-    monkeypatch.setattr(holder, name, stops)
+    stop_after(monkeypatch, holder, name, 5, error)
     with pytest.raises(error, match="stopped"):
         for n in (1, 2, 3, 4):
             logits(model, ids(n, n))
     monkeypatch.undo()
     nothing_is_held(model)
-    for n in (1, 40):
-        assert torch.equal(logits(model, ids(n, n)), logits(plain, ids(n, n)))
-    assert (
-        resident_bytes(paging.space)
-        <= window_size(open_bundle(bundle).layers, model.moepack.manager.plan.ladder[0].version).bytes
-    )
+    same(model, plain, 1, 40)
+    version = model.moepack.manager.plan.ladder[0].version
+    assert resident_bytes(paging.space) <= window_size(open_bundle(bundle).layers, version).bytes
 
 
 def test_an_interruption_while_another_pass_has_the_lock_does_not_keep_it(bundle: Path) -> None:
     """Ctrl-C is seen on the way out of waiting for the lock."""
     model = paged(bundle, "alpha=1")
     paging = model.moepack.manager.paging
-    stopped: list[type[BaseException]] = []
+    stopped: list[object] = []
 
     def serve() -> None:
-        try:
+        with pytest.raises(KeyboardInterrupt) as error:
             logits(model, ids(1, 8))
-        except KeyboardInterrupt as error:
-            stopped.append(type(error))
+        stopped.append(error.type)
 
     with paging._change:
         thread = threading.Thread(target=serve)
@@ -285,16 +248,8 @@ def test_a_pass_that_is_closed_between_taking_pages_and_loading_them_ends(
         begin(pages, loads)
 
     monkeypatch.setattr(paging_module.RunPages, "begin", closing)
-    seen: list[str] = []
-
-    def serve() -> None:
-        try:
-            logits(model, ids(1, 64))
-        except InputError as error:
-            seen.append(str(error))
-
-    at_once(lambda _: serve(), 1)
-    assert seen == ["this model was closed: load the bundle again"]
+    with pytest.raises(InputError, match=r"^this model was closed: load the bundle again$"):
+        at_once(lambda _: logits(model, ids(1, 64)), 1)
 
 
 def test_damage_is_named_and_not_served(damaged: Path, plain: Any) -> None:
@@ -339,7 +294,7 @@ def test_packed_bytes_that_are_no_code_are_refused(bundle: Path, plain: Any, tok
     for handle in snapshot.handles:
         handle.packed._opened = [None, None]
         vars(handle.packed).pop("_parts", None)
-    assert torch.equal(logits(model, ids(tokens, tokens)), logits(plain, ids(tokens, tokens)))
+    same(model, plain, tokens)
 
 
 def test_prompts_look_ahead_and_tokens_do_not(bundle: Path) -> None:
@@ -362,8 +317,8 @@ def test_traces_eval_and_threads_end(bundle: Path, evaluation: Path, tmp_path: P
     before = ours()
     given = LoadOptions(policy="paged:alpha=0.5", device_memory=least(bundle, "paged") + ROOM)
     out = evaluate(bundle, [str(evaluation)], given, samples=2, trace=tmp_path / "trace")
-    same = evaluate(bundle, [str(evaluation)], LoadOptions(policy="static:bf16", device_memory=1 << 30), samples=2)
-    assert out.perplexity == same.perplexity and out.forward_waits > 0
+    other = evaluate(bundle, [str(evaluation)], LoadOptions(policy="static:bf16", device_memory=1 << 30), samples=2)
+    assert out.perplexity == other.perplexity and out.forward_waits > 0
     trace = read_trace(tmp_path / "trace")
     assert all(n == 0 for record in trace.records for row in record.active for n in row), "bf16 is what is active"
     assert trace.records[-1].waits == out.forward_waits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import shutil
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from gpu_stand_in import GRANULE, RATES, StandIn, install, kernels
-from live_models import ids, least, load, wait_for
-from support import at_once, damage
+from live_models import at, ids, least, load, logits, same, same_at_once, stop_after, wait_for
+from support import damage
 
 import moepack
 from moepack.pack.errors import BundleError
@@ -32,28 +33,18 @@ def want(small: Path) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         kernels(patch)
         model = moepack.load(small, policy="static:bf16")
-        return {n: logits(model, n) for n in (1, 2, 9)}
-
-
-def logits(model: Any, n: int) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(ids(n, n), use_cache=False).logits
+        return {n: logits(model, ids(n, n)) for n in (1, 9, 2)}
 
 
 def paged(bundle: Path, options: str = "alpha=1", room: int = ROOM, **more: Any) -> Any:
     return load(bundle, f"paged:{options}", room=room, **{"prefill_tokens": 32, **more})
 
 
-def at(model: Any, name: str) -> int:
-    return sum(row.count(name) for row in model.moepack.versions)
-
-
 @pytest.mark.parametrize("options", ["alpha=0.5,resident=0.3", "alpha=0.01,ahead=no"])
 def test_the_same_bits_as_all_resident(small: Path, want: Any, gpu: StandIn, options: str) -> None:
     """Prompts, which load ahead, and tokens, which decode on demand: packed, stored, resident."""
     model = paged(small, options)
-    for n in (9, 1, 9):
-        assert torch.equal(logits(model, n), want[n]), n
+    same(model, want, 9, 1, 9)
     window = model.moepack.manager.paging.window
     assert not any(m.pins or m.state is not State.RESIDENT or m.at != m.page for m in window.mapped())
     counters, counts = model.moepack.counters(), model.moepack.manager.paging.counts
@@ -76,7 +67,8 @@ def test_the_decoder_of_gpus(small: Path, want: Any, monkeypatch: pytest.MonkeyP
 
     made = install(monkeypatch, decodes_by=by_triton)
     model = paged(small, "alpha=0.6,ahead=no")
-    assert torch.equal(logits(model, 1), want[1]) and decoded >= 4
+    same(model, want, 1)
+    assert decoded >= 4
     model.moepack.close()
     gc.collect()
     assert made.wrong() == [] and made.leaks() == []
@@ -94,10 +86,7 @@ def test_the_kv_cache_takes_expert_memory_and_gives_it_back(
     assert whole == 24 and live.policy.alpha == 1
     memory, window = gpu.bindings.held, live.plan.window
 
-    def serve() -> None:
-        for n in (1, 2):
-            assert torch.equal(logits(model, n), want[n])
-
+    serve = functools.partial(same, model, want, 1, 2)
     serve()
     packed = live.plan.sizes[0][1] * 24
     grown = live.tracker.free + packed // 2
@@ -130,16 +119,7 @@ def test_rates_are_measured_and_add_up_side_by_side(small: Path, monkeypatch: py
 
 def test_threads_share_the_window(small: Path, want: Any, gpu: StandIn) -> None:
     model = paged(small, "alpha=0.5")
-    wrong: list[int] = []
-
-    def serve(seed: int) -> None:
-        for i in range(2):
-            n = (1, 9, 2)[(seed + i) % 3]
-            if not torch.equal(logits(model, n), want[n]):
-                wrong.append(n)
-
-    at_once(serve, 2)
-    assert not wrong
+    same_at_once(model, want, tuple(want), threads=2, rounds=2)
 
 
 def test_what_only_decoding_shows_ends_the_pass_and_is_not_served(small: Path, want: Any, gpu: StandIn) -> None:
@@ -151,11 +131,10 @@ def test_what_only_decoding_shows_ends_the_pass_and_is_not_served(small: Path, w
         extent[600:16_000] = 0xFF
     for n in (1, 9):
         with pytest.raises(BundleError, match=r"layer 2, expert \d+, version bf16: "):
-            logits(model, n)
+            logits(model, ids(n, n))
     for extent, bytes_ in zip(extents, kept, strict=True):
         extent[:] = bytes_
-    for n in (1, 9):
-        assert torch.equal(logits(model, n), want[n])
+    same(model, want, 1, 9)
 
 
 def test_damage_in_a_file_is_named_and_not_served(small: Path, want: Any, gpu: StandIn, tmp_path: Path) -> None:
@@ -164,10 +143,9 @@ def test_damage_in_a_file_is_named_and_not_served(small: Path, want: Any, gpu: S
     model = load(path, "paged", least(path, "paged", prefill_tokens=32), prefill_tokens=32, host_memory=1)
     for n in (1, 9):
         with pytest.raises(BundleError, match=r"layer 1, expert \d+, version bf16: its bytes do not match"):
-            logits(model, n)
+            logits(model, ids(n, n))
     damage(path, "bf16", 1, range(8))
-    for n in (1, 9):
-        assert torch.equal(logits(model, n), want[n])
+    same(model, want, 1, 9)
 
 
 @pytest.mark.parametrize("where", ["loaded", "bind", "decode"])
@@ -175,23 +153,11 @@ def test_an_interrupted_pass_lets_go(
     small: Path, want: Any, gpu: StandIn, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = paged(small, "alpha=1,ahead=no")
-    paging, calls = model.moepack.manager.paging, 0
+    paging = model.moepack.manager.paging
     holder: Any = {"loaded": paging, "bind": paging.space, "decode": paging.filler.device}[where]
-    original = getattr(holder, where)
-
-    def stops(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        out = original(*args)
-        if calls == 2:
-            raise KeyboardInterrupt
-        return out
-
-    monkeypatch.setattr(holder, where, stops)
+    stop_after(monkeypatch, holder, where, 2)
     with pytest.raises(KeyboardInterrupt):
         for n in (1, 2):
-            logits(model, n)
-    monkeypatch.setattr(holder, where, original)
+            logits(model, ids(n, n))
     assert not any(m.pins for m in paging.window.mapped())
-    for n in (1, 9):
-        assert torch.equal(logits(model, n), want[n])
+    same(model, want, 1, 9)

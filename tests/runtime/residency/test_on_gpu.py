@@ -6,13 +6,12 @@ import gc
 import logging
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from fake_cuda import FakeCudart
 from gpu_stand_in import StandIn
-from live_models import close_all, ids, least, load
+from live_models import close_all, ids, least, load, logits
 
 from moepack.pack.spec import PAGE
 from moepack.runtime.devices.cuda import RegisteredMemory
@@ -23,11 +22,6 @@ from moepack.runtime.residency.pools import Pool
 from moepack.runtime.store.cudart import Cudart
 
 ALL = {"prefill_tokens": 32}
-
-
-def logits(model: Any, n: int, seed: int) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(ids(seed, n), use_cache=False).logits
 
 
 def test_blocks_on_the_host_are_pinned_while_they_are_taken(caplog: pytest.LogCaptureFixture) -> None:
@@ -69,7 +63,7 @@ def test_a_host_tier_beside_a_gpu(small: Path, gpu: StandIn, monkeypatch: pytest
         on_host = sum(name.endswith("@host") for name in names)
         assert on_host and (pinned >= on_host * PAGE) == (not refused)
         assert pinned == model.moepack.manager.host.reserved * (not refused)
-        seen.append(logits(model, 5, 1))
+        seen.append(logits(model, ids(1, 5)))
         close_all()
         gc.collect()
         assert not gpu.cudart.registered
@@ -88,7 +82,7 @@ def test_caches_on_demand_keep_within_their_blocks(
         most = [sum(column) for column in zip(*model.moepack.manager.plan.most, strict=True)]
         assert most[0] >= 8
         for seed, n in enumerate((9, 1, 5)):
-            logits(model, n, seed)
+            logits(model, ids(seed, n))
             names = [name for row in model.moepack.versions for name in row]
             assert names.count("w4") <= most[0] and names.count("w2") <= (most[1] if len(most) == 3 else 0)
         close_all()

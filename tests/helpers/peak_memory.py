@@ -87,14 +87,10 @@ def batch(method: str) -> dict[str, int]:
     layer = ExpertLayer(0, "m", experts, (Matrix("gate_up", 2 * size, hidden, False), Matrix("down", hidden, size)))
     versions = tuple(Version.of(name, 64) for name in ("w4", "w2"))
 
-    def run(experts: int) -> tuple[int, int]:
+    def run(experts: int) -> dict[str, int]:
         g = torch.Generator().manual_seed(0)
-        weights = ExpertWeights(
-            layer,
-            tuple(torch.randn(4, m.rows, m.cols, generator=g).bfloat16() for m in layer.matrices),
-            (None, None),
-            False,
-        )
+        drawn = tuple(torch.randn(4, m.rows, m.cols, generator=g).bfloat16() for m in layer.matrices)
+        weights = ExpertWeights(layer, drawn, (None, None), False)
         chosen = torch.arange(4, dtype=torch.int32).repeat(tokens, 1)
         inputs = torch.randn(tokens, hidden, generator=g).bfloat16()
         seen = Observation(inputs, chosen, torch.full((tokens, 4), 0.5), 64)
@@ -105,11 +101,10 @@ def batch(method: str) -> dict[str, int]:
         )
         for _ in quantise_batch(made, settings):
             pass
-        return peak_memory() - before, batch_memory(layer, settings, experts)
+        return {"took": peak_memory() - before, "said": batch_memory(layer, settings, experts)}
 
     run(1)  # loads what quantisers need
-    took, said = run(experts)
-    return {"took": took, "said": said}
+    return run(experts)
 
 
 def dense(method: str) -> dict[str, int]:
@@ -119,7 +114,7 @@ def dense(method: str) -> dict[str, int]:
 
     versions = (Version.of(LOSSLESS, 64), Version.of("w8", 64), Version.of("w4", 64))
 
-    def run(rows: int) -> tuple[int, int]:
+    def run(rows: int) -> dict[str, int]:
         g = torch.Generator().manual_seed(0)
         described = DenseMatrix(0, "m", Matrix("weight", rows, 1024))
         task = RowShardTask("c", described, range(rows), versions, method, "cpu")
@@ -127,11 +122,10 @@ def dense(method: str) -> dict[str, int]:
         moments = x.T @ x / 2048
         before = grown_from()
         make_row_shard(task, {"m.weight": weight}, moments, moments, torch.device("cpu"))
-        return peak_memory() - before, task.memory
+        return {"took": peak_memory() - before, "said": task.memory}
 
     run(2048)  # loads what quantisers need
-    took, said = run(8192)
-    return {"took": took, "said": said}
+    return run(8192)
 
 
 class Module:

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from live_models import least
+from support import RTN
 from tiny_models import build_tiny
 
 import moepack
 from moepack.pack.errors import InputError
 from moepack.runtime.policies.registry import ENTRIES
 
-RECIPE = "quantize: {method: rtn, group_size: 32, loss_tokens: 64}\n"
-RECIPE += "calibration: {samples: 4, length: 64, batch_size: 2}"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "all experts chosen, a dense layer between": (
         "qwen3_moe",
@@ -35,7 +34,7 @@ def made(
     request: pytest.FixtureRequest, demo_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, Path]]:
     family, more = MODELS[request.param]
-    yield request.param, build_tiny(family, tmp_path_factory.mktemp("every"), RECIPE, demo_model, text, **more)
+    yield request.param, build_tiny(family, tmp_path_factory.mktemp("every"), RTN, demo_model, text, **more)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -301,6 +301,7 @@ def test_options() -> None:
     assert (options.prior, options.score, options.keep) == ("calibration", "loss", "no")
     assert parse_policy("hotness:keep=yes,rate=0").options.keeps_low
     assert parse_policy("hotness:rate=0").options.bytes_per_second is None
+    assert parse_policy("random").options == 0 and parse_policy("random:seed=7").options == 7
     lru = parse_policy("lru:hi=bf16").options
     assert isinstance(lru, LiveOptions) and lru.between == "no" and lru.keeps_low and lru.hi == "bf16"
 

@@ -194,7 +194,3 @@ def test_random_has_the_bytes_of_uniform(bundle: Path) -> None:
         (p, e) for made in drawn for p, row in enumerate(made) for e, name in enumerate(row) if name == "w4"
     )
     assert len(often) == 64, "in 40 draws of 5 of 16 each expert comes up"
-
-
-def test_random_takes_a_seed_alone() -> None:
-    assert parse_policy("random").options == 0 and parse_policy("random:seed=7").options == 7

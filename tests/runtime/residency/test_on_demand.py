@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from live_models import ids, least, load
 from residency_simulation import Kind, WaitingSimulation
-from support import damage
+from support import damage, spy
 
 import moepack
 from moepack.pack.errors import BundleError, InputError
@@ -288,21 +289,14 @@ def test_copies_that_were_checked_are_not_digested_again_unless_their_file_chang
     room = np.empty(store.stored("w4", 0, 0).size, np.uint8)
     real = files.hashlib.sha256
 
-    class Counting:
-        def sha256(self) -> Any:
-            made = real()
-
-            class Digest:
-                def update(self, part: Any) -> None:
-                    digests.append(len(part))
-                    made.update(part)
-
-                hexdigest = made.hexdigest
-
-            return Digest()
+    def counting() -> Any:
+        made = real()
+        return SimpleNamespace(
+            update=lambda part: (digests.append(len(part)), made.update(part)), hexdigest=made.hexdigest
+        )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "hashlib", Counting())
+        patch.setattr(files, "hashlib", SimpleNamespace(sha256=counting))
         for _ in range(3):
             store.stored("w4", 0, 0).read_into(room)
         assert sum(digests) == len(room), "once"
@@ -336,17 +330,14 @@ def test_an_interruption_between_an_answer_and_its_end_costs_no_memory(bundle: P
     with model.moepack as served, torch.inference_mode():
         expected = model(tokens, use_cache=False).logits
         holder = served.manager.residency if where == "_fetch" else served.manager.on_demand
-        original = getattr(holder, where)
         for after in range(3):
             calls = iter(range(after))
 
-            def interrupted(*given: Any, calls: Any = calls) -> Any:
+            def interrupted(*_: Any, calls: Any = calls) -> None:
                 if next(calls, None) is None:
                     raise KeyboardInterrupt
-                return original(*given)
 
-            setattr(holder, where, interrupted)
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                spy(patch, holder, where, interrupted)
                 model(ids(after + 10), use_cache=False)
-            setattr(holder, where, original)
             assert torch.equal(model(tokens, use_cache=False).logits, expected)

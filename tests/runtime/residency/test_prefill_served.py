@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from live_models import ids, least, load, ours, wait_for
+from live_models import at, ids, least, load, logits, ours, wait_for
+from support import RTN, spy
 from tiny_models import build_tiny
 from transformers import DynamicCache
 
@@ -20,11 +22,6 @@ from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
 
 ROOM = 1_500_000
-
-
-def logits(model: Any, tokens: torch.Tensor, **given: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(tokens, **{"use_cache": False, **given}).logits
 
 
 def settle(model: Any) -> None:
@@ -107,18 +104,12 @@ def test_one_migration_a_sequence(bundle: Path) -> None:
     assert moved["promotions"] > 0 and moved["forward_waits"] == 0
 
 
-def test_the_prompts_experts_are_on_the_device(bundle: Path) -> None:
+def test_the_prompts_experts_are_on_the_device(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the placement is, recomputed from the routing of a prompt: the top K by tokens and weights."""
     model = load(bundle, "prefill:k=4,alpha=1", room=ROOM, kv_tokens=64)
     live, prompt = model.moepack.manager, ids(5, 60)
-    counts = []
-    add = live.statistics._add
-
-    def noted(step: Any, capacity: Any) -> Any:
-        counts.append([row.copy() for row in step.counters.take()[0]])
-        return add(step, capacity)
-
-    live.statistics._add = noted
+    counts: list[Any] = []
+    spy(monkeypatch, live.statistics, "_add", lambda step, _: counts.append([*map(np.copy, step.counters.take()[0])]))
     decoded(model, prompt, 1)
     settle(model)
     for row, versions, prior in zip(counts[0], model.moepack.versions, live.plan.traffic, strict=True):
@@ -130,7 +121,7 @@ def test_a_growing_cache_lessens_k(bundle: Path) -> None:
     """The budget's bytes go to the cache; the experts that leave get a width on the host, not the least there is."""
     model = load(bundle, "prefill:bits=3,selector=no", room=ROOM)
     live = model.moepack.manager
-    high = sum(row.count("bf16") for row in model.moepack.versions)
+    high = at(model, "bf16")
     live.each_round = lambda: None  # nobody gives back what no cache needs
     live.grow_kv(800_000)
     wait_for(lambda: live.transitions.kv_bytes == 800_000)
@@ -197,18 +188,12 @@ def test_threads_end_with_the_model(bundle: Path) -> None:
     wait_for(lambda: not ours() - before)
 
 
-RECIPE = """
-quantize: {method: rtn, group_size: 32, loss_tokens: 64}
-calibration: {samples: 4, length: 64, batch_size: 2}
-"""
-
-
 def test_shared_experts_dense_layers_and_all_experts_for_every_token(
     demo_model: Path, text: Path, tmp_path: Path
 ) -> None:
     """deepseek_v3 with top_k = experts, a dense layer first, a shared expert in each: the bits of the same versions."""
     more = {"num_experts_per_tok": 8, "topk_group": 2}
-    made = build_tiny("deepseek_v3", tmp_path, RECIPE, demo_model, text, **more)
+    made = build_tiny("deepseek_v3", tmp_path, RTN, demo_model, text, **more)
     assert len(open_bundle(made).layers) == 2
     model = load(made, "prefill:bits=2", room=4 * 64 * 1024, prefill_tokens=64, kv_tokens=64)
     decoded(model, ids(0, 12))

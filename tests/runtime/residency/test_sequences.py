@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,11 +43,6 @@ class Cache:
         return self.length
 
 
-class Result:
-    def __init__(self, cache: Any) -> None:
-        self.past_key_values = cache
-
-
 def one_pass(
     sequences: Sequences, tokens: int, cache: Any = None, makes: Any = None, batch: int = 1, keep: int = 0
 ) -> tuple[int, ...]:
@@ -57,7 +53,7 @@ def one_pass(
         left = cache if cache is not None else makes
         if isinstance(left, Cache):
             left.length += tokens
-        told(Result(left))
+        told(SimpleNamespace(past_key_values=left))
     return prompt.sequence, prompt.tokens, prompt.begins, prompt.decodes
 
 
@@ -104,7 +100,7 @@ def test_a_cache_that_dies_while_another_takes_its_address(monkeypatch: pytest.M
     one_pass(sequences, 5, None, caches[0])
     with sequences.reading({"input_ids": torch.zeros(1, 2)}) as (_, told):
         del caches[0]
-        told(Result(caches[0]))
+        told(SimpleNamespace(past_key_values=caches[0]))
     assert sequences.over() == [1]
     caches.clear()
     del told

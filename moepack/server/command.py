@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 KEY = "MOEPACK_API_KEY"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 CONNECTIONS = 1024
-HELD = 4096  # tokens of KV cache reserved if experts cannot make room for it
+HELD = 4096  # tokens of KV cache reserved at loading if the policy cannot evict experts for it later
 LEAST = 16  # tokens of prompt and answer that the budget must hold
 # torch and oneDNN each keep compiled products of up to 1,024 shapes, and passes have any number of tokens: 180 MB after
 # 900 passes of a small model, and still growing. With 128 each, memory stays constant.
@@ -87,7 +87,7 @@ def prepare() -> None:
 
 
 def options_of(asked: Serve) -> Options:
-    """The server's options.
+    """Turn the command's options into the server's.
 
     Raises:
         InputError: for an unreadable template or an invalid size.
@@ -153,7 +153,7 @@ def _load(asked: Serve) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Bind a socket before the model is loaded; it answers once it is served."""
+    """Bind a socket and yield it; call this before the model is loaded, so that an address in use shows at once."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -164,24 +164,24 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def shown(host: str, port: int) -> str:
-    """A server's URL."""
+    """Return the URL of a host and a port."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 async def run(server: Any, listener: socket.socket, asked: Serve, ready: Callable[[Any], None]) -> None:
-    """Answer until uvicorn's server, which `ready` receives once it answers, stops. Running requests finish."""
+    """Answer on `listener` until uvicorn stops; running requests finish. `ready` receives uvicorn once it answers."""
     import uvicorn
 
     from .http.guard import HEADERS, Patient
 
     class Stopping(uvicorn.Server):
-        """uvicorn that exits with 0 after a signal."""
+        """uvicorn's server. It starts and stops `server` too, and exits with 0 after a signal."""
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
             with super().capture_signals():
                 yield
-                self._captured_signals.clear()  # uvicorn would raise them again
+                self._captured_signals.clear()  # otherwise uvicorn raises the signals again
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             server.start()

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class ApiError(Exception):
-    """A refused request: HTTP status, message with the remedy, field (`messages[0].content`), and a code to compare."""
+    """A refused request: HTTP status, message with the remedy, field (`messages[0].content`), code for programs."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

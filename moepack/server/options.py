@@ -10,14 +10,14 @@ UNLIMITED = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The most that a server accepts."""
+    """Upper limits of what a server accepts."""
 
     sequences: int = 32  # running sequences
     waiting: int = 256  # waiting sequences
     step_tokens: int = 256  # tokens of one forward pass
     context: int = UNLIMITED  # tokens of prompt and answer
     prompt: int = UNLIMITED  # tokens of a prompt
-    # Tokens of all KV caches. Unlimited, experts are evicted as the caches grow.
+    # Tokens of all KV caches. Without a limit, experts are evicted as the caches grow.
     kv_tokens: int = UNLIMITED
 
 
@@ -27,10 +27,10 @@ class Options:
 
     name: str  # the model's name for clients
     host: str = "127.0.0.1"  # the host it listens on
-    key: str | None = None  # the API key that clients must send; None for none
+    key: str | None = None  # the API key that clients must send; None asks for no key
     body: int = 4 << 20  # the most bytes of a request's body
     template: str | None = None  # a chat template that replaces the tokenizer's own
-    limits: Limits = field(default_factory=Limits)  # the most that it accepts
+    limits: Limits = field(default_factory=Limits)  # upper limits of what the server accepts
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,14 @@ class Sampling:
     """How to choose a request's tokens."""
 
     temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0  # keeps the fewest likeliest tokens with this probability together; 1 keeps all
-    top_k: int = 0  # keeps so many of the likeliest tokens; 0 keeps all
-    min_p: float = 0.0  # keeps tokens with at least this share of the best probability; 0 keeps all
-    seed: int | None = None  # of the random numbers; None draws one
-    # `presence`, `frequency`: penalty on the logits of generated tokens, once and for each occurrence.
+    top_p: float = 1.0  # keeps the likeliest tokens until their probabilities sum to this; 1 keeps all
+    top_k: int = 0  # how many of the likeliest tokens to keep; 0 keeps all
+    min_p: float = 0.0  # keeps tokens at least this fraction as likely as the likeliest; 0 keeps all
+    seed: int | None = None  # seed of the random numbers; None draws a seed
+    # Subtracted from the logits of generated tokens: `presence` once, `frequency` for each occurrence.
     presence: float = 0.0
     frequency: float = 0.0
-    # Divides positive logits of tokens in prompt and answer, multiplies negative ones; 1 changes nothing.
+    # For tokens of prompt and answer: divides positive logits, multiplies negative logits; 1 changes nothing.
     repetition: float = 1.0
     bias: Mapping[int, float] = field(default_factory=dict)  # token -> what is added to its logit
     top_logprobs: int | None = None  # alternatives reported with each token; None reports no probabilities

@@ -1,8 +1,8 @@
 """`moepack serve --replicas N`: copies of the server on Ray Serve, each with its own budget, behind one HTTP front.
 
 The front is an actor of the cluster. Ray Serve's router passes each request to the replica that has served prompts with
-the same beginning, unless that one is busier than others: so each replica's hot experts fit its traffic. This is Ray's
-model multiplexing, with a prompt's beginning as the model. Ray restarts replicas whose health check fails.
+the same beginning, unless that replica is busier than others. So the hot experts of a replica fit its own traffic. This
+is Ray's model multiplexing, with a prompt's beginning as the model. Ray restarts replicas whose health check fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moepack.pack.errors import InputError, MissingExtraError
 
 from .command import COMPILED, SIGNALS, Serve, listening, opened, options_of, prepare, run, shown
 
-BEGINNING = 64  # characters of a prompt that choose its replica
+BEGINNING = 64  # characters at a prompt's beginning that choose its replica
 PREFIXES = 512  # beginnings that a replica remembers; the oldest are dropped first
 HEALTH = 5.0  # seconds between health checks
 PAGE = "page"  # the key of all other requests: one replica answers them, so that the page's numbers are consistent
@@ -33,7 +33,7 @@ SCOPE = ("type", "method", "path", "raw_path", "query_string", "headers", "http_
 
 
 def beginning(raw: bytes) -> str:
-    """The routing key of a request: a digest of the beginning of its prompt or first message."""
+    """Return a request's routing key: a digest of its prompt's or first message's beginning; PAGE without either."""
     with contextlib.suppress(ValueError, RecursionError):
         given = json.loads(raw)
         if isinstance(given, dict):
@@ -60,14 +60,14 @@ class Replica:
             raise RuntimeError(f"answers fail: {found['error']}")
 
     async def answer(self, scope: dict[str, Any], raw: bytes) -> AsyncIterator[dict[str, Any]]:
-        """Yield the ASGI messages of a request's answer; stop when the reader stops."""
+        """Yield the ASGI messages of a request's answer; cancel the request when the caller stops reading."""
         from ray import serve as ray_serve
 
         if not self._started:
             self._started = True
             self._server.start()
         if key := ray_serve.get_multiplexed_model_id():
-            await self._known(key)  # type: ignore[attr-defined]  # _deploy adds it
+            await self._known(key)  # type: ignore[attr-defined]  # _deploy adds `_known`
         said: asyncio.Queue[Any] = asyncio.Queue()
         unread, gone = [{"type": "http.request", "body": raw, "more_body": False}], asyncio.Event()
 
@@ -101,7 +101,7 @@ class Replica:
 
 
 class Door:
-    """The HTTP front: a Ray actor, and the server that `command.run` runs."""
+    """The HTTP front of all replicas: a Ray actor, which `command.run` runs in the place of a `Server`."""
 
     def __init__(self, asked: Serve, name: str) -> None:
         from .http.guard import Guard
@@ -124,7 +124,7 @@ class Door:
         return self._opened.result()[1]
 
     async def closed(self) -> None:
-        """Wait until it no longer listens."""
+        """Wait until the front has stopped listening."""
         await self._closed
 
     async def end(self) -> None:
@@ -199,7 +199,7 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
     """Serve with replicas until a signal comes. Once they answer, `say` receives the address.
 
     Raises:
-        InputError: if the front cannot listen or replicas do not start; it gives their error.
+        InputError: if the front cannot listen or replicas do not start; the message gives the cause.
         MissingExtraError: without Ray Serve.
     """
     prepare()
@@ -259,5 +259,5 @@ def _deploy(ray: Any, ray_serve: Any, asked: Serve, name: str) -> None:
 
 
 async def _known(self: Replica, key: str) -> str:
-    """Remember a prompt's beginning; Ray's multiplexing wraps this."""
+    """Return the key. Ray's multiplexing wraps this function to remember which replica has had which key."""
     return key

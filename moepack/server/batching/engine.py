@@ -1,4 +1,4 @@
-"""Run one forward pass for many sequences: packed into one where the model allows it, else one pass a sequence.
+"""Run a step of many sequences: in one packed forward pass where the model allows it, else in a pass for each.
 
 The engine owns the KV caches. The scheduler chooses the sequences, and samples from the logits.
 """
@@ -42,7 +42,7 @@ class StepInput:
     """The tokens that one step reads of one sequence."""
 
     slot: CacheSlot  # the sequence's cache
-    tokens: Sequence[int]  # its next token ids
+    tokens: Sequence[int]  # the sequence's next token ids
     wanted: int = 1  # how many of the last tokens need logits; 0 for none
     is_prompt: bool = False  # whether the tokens belong to a prompt
 
@@ -53,11 +53,11 @@ class Engine:
     def __init__(self, model: Any, step_tokens: int) -> None:
         """Prepare for passes of at most `step_tokens` tokens."""
         self._model, self._step = model, step_tokens
-        self.device: torch.device = model.device  # of the logits
+        self.device: torch.device = model.device  # device of the logits
         self._native = model.config._attn_implementation
         self._trimmed = time.monotonic()
         self._only_last = bool(model._supports_logits_to_keep())
-        self.why_not_packed: str | None = None  # why each sequence has passes of its own
+        self.why_not_packed: str | None = None  # why each sequence has passes of its own; None if passes are packed
         self._windows: list[int | None] = []
         self._rows: PackedKvCache | None = None
         serving = getattr(model, "moepack", None)
@@ -96,7 +96,7 @@ class Engine:
         """Remove a sequence and free its cache."""
         if slot.cache is not None and self._rows is not None:
             self._rows.remove(slot.cache)
-            if not self._rows.rows:  # also ends what the budget reserves for it
+            if not self._rows.rows:  # without the object, the budget ends what it reserved for the rows
                 self._rows = None
         slot.cache, slot.length = None, 0
 
@@ -156,7 +156,7 @@ class Engine:
 
         Raises:
             BudgetExceeded: before any computation, if the budget has no room.
-            NotPackable: if the model's attention turns out not to be packable; the caches are then gone.
+            NotPackable: if the model's attention turns out not to be packable; all sequences' caches are then lost.
         """
         if self.device.type == "cpu" and time.monotonic() - self._trimmed > TRIM:
             glibc.trim()

@@ -17,7 +17,7 @@ COMPACT: Any = {"whitespace_flexible": False}  # otherwise a weak model may writ
 
 
 class Grammars:
-    """Make masks for a tokenizer. Any thread may call any method."""
+    """Make masks of allowed tokens for one tokenizer. Any thread may call any method."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: frozenset[int]) -> None:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, ends
@@ -42,7 +42,7 @@ class Grammars:
         return lambda: JsonMask(LLMatcher(tokenizer, grammar))
 
     def _made_tokenizer(self) -> Any:
-        """Make llguidance's tokenizer once: a second for a large vocabulary."""
+        """Return llguidance's tokenizer. The first call makes it, in a second for a large vocabulary."""
         from llguidance.hf import from_tokenizer
 
         with self._lock:
@@ -74,5 +74,5 @@ class JsonMask:
 
     @property
     def is_done(self) -> bool:
-        """Whether only an end may follow."""
+        """Whether only a token that ends the answer may follow."""
         return bool(self._matcher.is_stopped())

@@ -1,4 +1,4 @@
-"""A job, one sequence to generate, and the events that report its progress."""
+"""Jobs, each of which is one sequence to generate, and the events that report a job's progress."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class JobEvent:
     """Progress of a job since its last event."""
 
     text: str = ""  # new text of the answer
-    scored: tuple[Scored, ...] = ()  # tokens of that text with their probabilities, if the job reports them
-    # Tokens of the prompt with their probabilities, once, if the job reports them; the first has none.
+    scored: tuple[Scored, ...] = ()  # tokens of the new text with log probabilities, if the job asks for them
+    # Tokens of the prompt with log probabilities, in one event alone, if the job asks for them; the first has none.
     prompt: tuple[Scored, ...] = ()
     finish: str | None = None  # "stop", "length", or None while the job runs
     error: Exception | None = None  # the reason if the job ends without an answer
@@ -31,7 +31,7 @@ class Job:
 
     prompt: list[int]  # token ids
     max_tokens: int  # the most tokens to generate
-    sampling: Sampling  # how to choose them
+    sampling: Sampling  # how to choose the tokens
     tell: Callable[[JobEvent], None]  # receives every event, through the scheduler's `post`
     stops: tuple[str, ...] = ()  # strings that end the answer; the answer leaves them out
     ends: frozenset[int] = frozenset()  # tokens that end the answer
@@ -40,7 +40,7 @@ class Job:
     wants_prompt: bool = False  # whether to report the prompt's own tokens
     # The client has gone. Any thread may set it.
     cancelled: bool = False
-    # `submitted`, `first`, `last`: monotonic seconds of submission, first token and last token; 0.0 before.
+    # `submitted`, `first`, `last`: seconds of time.monotonic at submission, first token, last token; 0.0 until then.
     submitted: float = field(default_factory=time.monotonic)
     first: float = 0.0
     last: float = 0.0

@@ -1,7 +1,7 @@
 """Sequences packed into one forward pass without padding: their KV caches, and attention within each sequence.
 
-A pass reads [1, tokens]: some tokens of every running sequence, one after another. Only attention looks beyond a token.
-There each sequence reads its own cache, so the others do not change its result.
+A pass reads [1, tokens]: some tokens of every running sequence, one after another. A row is one sequence's cache. Only
+attention combines tokens, and each sequence attends to its own row alone, so others do not change its result.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from moepack.runtime.step import PackedCache, Step, current, opened
 
-NAME = "moepack_rows"  # of the attention, in transformers' registry
-GRAIN = 32  # a row's room is a multiple of this, in tokens
-AHEAD = 64  # tokens of room beyond the need
+NAME = "moepack_rows"  # packed attention's name in transformers' registry
+GRAIN = 32  # a row has room (allocated memory) for a multiple of this many tokens
+AHEAD = 64  # when a row grows: the least tokens of room beyond the need
 # Arguments of attention that packed attention does not need: the rows imply masks and windows.
 IGNORED = (
     "dropout", "is_causal", "sliding_window", "position_ids", "use_cache", "output_attentions", "output_hidden_states",
@@ -38,7 +38,7 @@ class NotPackable(Exception):
 
 @dataclass(slots=True, eq=False)
 class _LayerCache:
-    """Keys and values (or a latent's two parts) of a row's layer, [1, heads, room, dim], valid up to `end`."""
+    """One layer of a row: keys and values (or a latent's two parts), [1, heads, room, dim], valid up to `end`."""
 
     keys: Tensor | None = None
     values: Tensor | None = None
@@ -47,19 +47,19 @@ class _LayerCache:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class SequenceCache:
-    """A sequence's cache."""
+    """A row: one sequence's cache."""
 
     layers: list[_LayerCache]  # keys and values by layer
-    wanted: int = 0  # the least room, in tokens, that its first pass allocates
+    wanted: int = 0  # the least room, in tokens, that the row's first pass allocates
     length: int = 0  # cached tokens
-    room: int = 0  # tokens for which its full layers have memory
+    room: int = 0  # tokens for which the layers without a window have memory
 
     def get_seq_length(self) -> int:
         """Cached tokens, under the name that transformers' caches use."""
         return self.length
 
     def room_for(self, tokens: int) -> int:
-        """Room in tokens once it holds `tokens`; it grows ahead of need, so that few passes copy it."""
+        """Return the room, in tokens, of a row that holds `tokens`: it grows ahead of need, so that few passes copy."""
         if tokens <= self.room:
             return self.room
         ahead = max(AHEAD, tokens // 8) if self.room else 0
@@ -68,10 +68,10 @@ class SequenceCache:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Bytes of a row's tokens."""
+    """How many bytes a row takes."""
 
     full: int  # bytes a token in all layers without a window
-    # (bytes a token, window in tokens) of the other layers, summed by window.
+    # (bytes a token, window in tokens) of the layers with an attention window; layers with equal windows are summed.
     windowed: tuple[tuple[int, int], ...] = ()
 
     def bytes(self, room: int, step: int) -> int:
@@ -84,7 +84,7 @@ class PassPart:
     """A row's tokens in a pass."""
 
     row: SequenceCache
-    span: slice  # their positions in the pass
+    span: slice  # where these tokens are in the pass
     count: int
     room: int  # the row's room after the pass
     is_prompt: bool
@@ -97,7 +97,7 @@ class PackedKvCache(Cache, PackedCache):
     """
 
     def __init__(self, windows: Sequence[int | None], shape: CacheShape | None, step: int) -> None:
-        """`windows`: each layer's attention window in tokens, None for full; `step`: tokens of the largest pass."""
+        """Start empty. `windows`: attention windows by layer, tokens, None for full; `step`: the most tokens a pass."""
         layers: list[Any] = [_Layer(self, n) for n in range(len(windows))]
         super().__init__(layers=layers)
         self.windows, self.shape, self.step = tuple(windows), shape, step
@@ -125,7 +125,7 @@ class PackedKvCache(Cache, PackedCache):
         return sum(self._bytes(row.room) for row in self.rows)
 
     def after(self, parts: Sequence[tuple[SequenceCache, int]]) -> int:
-        """Peak bytes of all rows during a pass that reads these numbers of tokens."""
+        """Return the peak bytes of all rows during a pass that reads these numbers of tokens, given by row."""
         grown = [(row.room, row.room_for(row.length + count)) for row, count in parts]
         more = sum(self._bytes(room) - self._bytes(before) for before, room in grown)
         copied = max((self._bytes(before) for before, room in grown if room > before), default=0)
@@ -135,7 +135,7 @@ class PackedKvCache(Cache, PackedCache):
         return self.shape.bytes(room, self.step) if self.shape else 0
 
     def needed(self) -> tuple[int, int]:
-        """Peak bytes of all rows in this pass, and the longest one's final length."""
+        """Return the peak bytes of all rows in this pass, and the final length of the longest row that it reads."""
         parts = [(part.row, part.count) for part in self._parts]
         return self.after(parts), max((row.length + count for row, count in parts), default=0)
 
@@ -145,7 +145,7 @@ class PackedKvCache(Cache, PackedCache):
 
     @contextmanager
     def passing(self, parts: Sequence[tuple[SequenceCache, int, bool]]) -> Iterator[None]:
-        """Open a pass over these parts in order: a row, its number of tokens, whether they are a prompt's.
+        """Enclose a pass over these parts in order: each is a row, its number of tokens, whether they are a prompt's.
 
         If the pass fails once `began` is set, its rows are invalid.
         """
@@ -165,7 +165,7 @@ class PackedKvCache(Cache, PackedCache):
     # --- what models call
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append a layer's new states [1, heads, tokens, dim] to the rows, and return them."""
+        """Append a layer's new keys and values [1, heads, tokens, dim] to the rows, and return both unchanged."""
         self.began = True
         for part in self._parts:
             window, held = self.windows[layer], part.row.layers[layer]
@@ -184,7 +184,7 @@ class PackedKvCache(Cache, PackedCache):
         return keys, values
 
     def attend(self, module: Any, query: Tensor, key: Tensor, scaling: float | None, sinks: Tensor | None) -> Tensor:
-        """Attend with each row's queries over its own keys: [1, heads, tokens, dim] to [1, tokens, heads, dim]."""
+        """Attend within each row, queries over the row's keys: [1, heads, tokens, dim] to [1, tokens, heads, dim]."""
         layer, expand = module.layer_idx, getattr(module, "expand_kv", None)
         passed = self._passed[layer]
         if passed is None or (expand is None and key is not passed[0]):
@@ -204,12 +204,12 @@ class PackedKvCache(Cache, PackedCache):
         return max((row.length for row in self.rows), default=0)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Sizes that nothing reads: packed passes have no mask."""
+        """Return placeholders: packed passes have no mask, so nothing reads its sizes."""
         return query_length, 0
 
 
 class _Layer:
-    """A layer of `PackedKvCache`, where models ask for one."""
+    """One layer of `PackedKvCache`, for models that read their cache by layer."""
 
     is_sliding = is_linear = is_dummy = False
     is_compileable = False
@@ -218,7 +218,7 @@ class _Layer:
         self._rows, self._number = weakref.proxy(rows), number  # a reference cycle would keep the rows' memory
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store new states and return them unchanged; `attend` reads the rows."""
+        """Store new keys and values and return both unchanged; `attend` reads the rows instead."""
         out: tuple[Tensor, Tensor] = self._rows.store(self._number, keys, values)
         return out
 
@@ -228,7 +228,7 @@ class _Layer:
 
 
 def _moved(old: Tensor | None, end: int, keep: int, size: int, like: Tensor) -> Tensor:
-    """Allocate `size` tokens and copy the last `keep` of `old`'s first `end` into them."""
+    """Allocate room for `size` tokens, and copy tokens [end - keep, end) of `old` to its beginning."""
     new = like.new_empty(1, like.shape[1], size, like.shape[3])
     if old is not None and keep:
         new[:, :, :keep] = old[:, :, end - keep : end]
@@ -298,13 +298,13 @@ def windows_of(config: Any) -> list[int | None]:
     """Each layer's attention window in tokens; None for full.
 
     Raises:
-        NotPackable: if layers keep other state than keys and values, or positions depend on the pass.
+        NotPackable: if layers keep other state than keys and values, or positions depend on other sequences of a pass.
     """
     text = config.get_text_config(decoder=True)
     kinds = set(getattr(text, "layer_types", None) or ())
     if odd := kinds - {"full_attention", "sliding_attention"}:
         raise NotPackable(f"its layers are of {', '.join(sorted(odd))}")
-    ropes = getattr(text, "rope_parameters", None) or {}  # of all layers, or by their kind
+    ropes = getattr(text, "rope_parameters", None) or {}  # one for all layers, or one by kind of layer
     for given in (ropes, *ropes.values()):
         rope = given.get("rope_type", given.get("type")) if isinstance(given, dict) else None
         if rope in ("dynamic", "longrope"):

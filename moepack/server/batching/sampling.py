@@ -1,6 +1,7 @@
 """Choose a token from logits: penalties, bias, a grammar's mask, temperature, top-k, top-p, min-p.
 
-Each request has a random generator of its own: the same seed and logits give the same tokens beside any other request.
+Each request has a random generator of its own: the same seed and logits give the same tokens, whatever other
+requests run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .grammar import JsonMask
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A token and its natural log probability under the model's own logits."""
+    """A token and its natural log probability under the model's own logits, before penalties, bias and mask."""
 
     token: int
     logprob: float | None = None
@@ -28,7 +29,7 @@ class Scored:
 
 
 def scored(logits: Tensor, token: int, top: int | None) -> Scored:
-    """Score a token under `logits` [vocabulary], with the `top` likeliest; None computes no probability."""
+    """Score a token under `logits` [vocabulary], and list the `top` likeliest tokens. None computes no probability."""
     if top is None:
         return Scored(token)
     logs = torch.log_softmax(logits.float(), dim=-1)
@@ -98,7 +99,7 @@ def draw(logits: Tensor, how: Sampling, random: torch.Generator) -> int:
     else:
         tokens = None
     chances = torch.softmax(logits, dim=-1)
-    if how.top_p < 1:  # keep tokens before which less than top_p lies, and always the likeliest
+    if how.top_p < 1:  # drop tokens after the likelier ones have summed to top_p, never the likeliest
         beyond = chances.cumsum(-1) - chances >= how.top_p
         beyond[0] = False
         chances = chances.masked_fill(beyond, 0.0)

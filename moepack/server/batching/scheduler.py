@@ -1,8 +1,8 @@
 """Continuous batching: one thread owns the model, and sequences join and leave between steps.
 
 Each step reads one token of every decoding sequence, then prompt tokens until it has `step_tokens`, so that a long
-prompt does not delay the others. If the budget has no room for all caches, the youngest sequence gives up its cache and
-is read again later.
+prompt does not delay other sequences. If the budget has no room for all caches, the youngest sequence is preempted: it
+gives up its cache and is read again later.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .tokens import Tokens
 
 log = logging.getLogger("moepack.server")
 HEADROOM = 32  # tokens of an answer that must fit before a sequence joins; with less it would soon be preempted
-SCORED = 32  # prompt tokens a step, if their logits are wanted: each takes a row of the vocabulary's size
+SCORED = 32  # the most prompt tokens of a sequence in a step if their logits are wanted, [tokens, vocabulary]
 
 
 @dataclass(slots=True)
 class Totals:
-    """Counts since the start."""
+    """Counts since the server's start."""
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -53,28 +53,28 @@ class _Sequence:
     tokens: list[int]  # token ids of the prompt and of the answer so far
     pieces: Pieces
     stops: Stops
-    sampler: Sampler | None = None  # made when it first runs
-    slot: CacheSlot | None = None  # its cache; None while it waits
+    sampler: Sampler | None = None  # made when the sequence first runs
+    slot: CacheSlot | None = None  # the sequence's cache; None while the sequence waits
     made: int = 0  # tokens generated
     shown: int = 0  # characters of the answer that were posted
     decoded: int = 0  # characters of the answer so far
     # Scored tokens not posted yet, each with the position where its text begins.
     untold: list[tuple[Scored, int]] = field(default_factory=list)
-    prompt: list[Scored] = field(default_factory=list)  # scored tokens of the prompt, as far as it was read
+    prompt: list[Scored] = field(default_factory=list)  # scored tokens of the prompt, as far as the prompt was read
 
     @property
     def left(self) -> int:
-        """Tokens that are not in its cache yet."""
+        """Number of tokens that are not in the cache yet."""
         return len(self.tokens) - (self.slot.length if self.slot is not None else 0)
 
 
 class Scheduler:
-    """Answer jobs. Any thread may call `submit`, `stop` and `close`, and read `limits` and `totals`."""
+    """Run jobs on a thread. Any thread may call `submit`, `stop` and `close`, and read `limits` and `totals`."""
 
     def __init__(
         self, engine: Engine, tokens: Tokens, limits: Limits, post: Callable[[list[tuple[Job, JobEvent]]], None]
     ) -> None:
-        """Prepare; `post` receives each step's events, on the scheduler's thread."""
+        """Prepare; `start` starts the thread, on which `post` receives each step's events."""
         self.limits, self.totals = limits, Totals()
         self._engine, self._tokens, self._post = engine, tokens, post
         self._arrived: deque[_Sequence] = deque()
@@ -105,14 +105,14 @@ class Scheduler:
         return len(self._waiting) + len(self._arrived)
 
     def health(self) -> dict[str, object]:
-        """`ok`: whether the scheduler works; `error`: the last pass's error, if it failed."""
+        """Return `ok`, whether the scheduler works, and `error`, why the last pass failed if it did."""
         return {"ok": self._thread.is_alive() and self._error is None, "error": self._error}
 
     def most_answer(self, prompt: int) -> int:
         """The most tokens that can follow a prompt of `prompt` tokens.
 
         Raises:
-            ApiError: if the prompt can never be served; it names the number of tokens that could.
+            ApiError: if the prompt can never be served; the message names the most tokens that can.
         """
         limits, context = self.limits, min(self.limits.context, self.limits.kv_tokens)
         if prompt > (most := min(limits.prompt, context - 1)):
@@ -124,7 +124,7 @@ class Scheduler:
         return room if self._engine.holds(context) else self._engine.most_tokens(context) - prompt
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue jobs, all or none.
+        """Queue all jobs, or none if this raises.
 
         Raises:
             ApiError: if the queue is full, or the server is stopping.
@@ -205,7 +205,7 @@ class Scheduler:
     def _admit(self) -> None:
         if self._crowded and self._running:
             return
-        # Room that running sequences will soon need, counted as caches of their own, one step ahead.
+        # Tokens of cache that running sequences will need soon, counted one step ahead and as if the caches were new.
         joining = [HEADROOM + (0 if s.slot and s.slot.length else len(s.tokens)) for s in self._running]
         while self._waiting and len(self._running) < self.limits.sequences:
             one = self._waiting[0]
@@ -270,7 +270,7 @@ class Scheduler:
             self._refused(planned, error)
             return
         except NotPackable:
-            for one in self._running:  # each is read again, one pass a sequence
+            for one in self._running:  # from now on each sequence has passes of its own, and is read again
                 one.slot = None
             self._waiting.extendleft(reversed(self._running))
             self._running.clear()
@@ -297,7 +297,7 @@ class Scheduler:
                 self._drop([one], error)
 
     def _refused(self, planned: list[tuple[_Sequence, StepInput]], error: BudgetExceeded) -> None:
-        """Read fewer tokens, then fewer sequences, after the budget refused a pass."""
+        """Handle a pass that the budget refused: halve the tokens of the next, else preempt, else drop the sequence."""
         read = sum(len(item.tokens) for _, item in planned)
         if read > len(planned):
             self._token_limit = max(len(planned), read // 2)
@@ -307,7 +307,7 @@ class Scheduler:
             self._drop([self._running.pop()], too_long(str(error)))
 
     def _read_logits(self, one: _Sequence, item: StepInput, logits: Tensor | None) -> None:
-        """Take the logits of a sequence's last pass."""
+        """Score prompt tokens, or choose the next token, by the logits of a sequence's last pass."""
         if logits is None:
             return
         prompt: tuple[Scored, ...] = ()
@@ -353,7 +353,7 @@ class Scheduler:
             self._events.append((job, JobEvent(text, self._released(one, one.shown), prompt, generated=one.made)))
 
     def _released(self, one: _Sequence, until: int) -> tuple[Scored, ...]:
-        """Take the unposted tokens whose text begins before `until`."""
+        """Remove and return unposted scored tokens whose text begins before character `until` of the answer."""
         out = tuple(scored for scored, begins in one.untold if begins < until)
         one.untold = [pair for pair in one.untold if pair[1] >= until]
         return out

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-CONTEXT = 6  # tokens before a piece that may change its text (the space before a word)
-LONGEST = 64  # tokens held back at most for the rest of a character, which has four bytes
+CONTEXT = 6  # tokens before a piece that are decoded with it: they may change its text (the space before a word)
+LONGEST = 64  # the most tokens held back while a character is incomplete; a character has at most four bytes
 BROKEN = "\ufffd"
 
 
@@ -25,7 +25,7 @@ class Pieces:
         return self._piece(len(self._tokens) - self._read > LONGEST)
 
     def end(self) -> str:
-        """Return the rest, with U+FFFD for an incomplete character."""
+        """Return the text that is still held back, with U+FFFD for an incomplete character."""
         return self._piece(True)
 
     def _piece(self, broken: bool) -> str:
@@ -46,7 +46,7 @@ class Stops:
     def push(self, text: str) -> tuple[str, bool]:
         """Return the text to show, and whether a stop string came.
 
-        The text ends before the stop string that was complete first, however it is split into pieces."""
+        The text ends before the stop string that is complete first, however tokens split the string."""
         self._held += text
         found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:

@@ -17,7 +17,7 @@ def end_tokens(generation_config: Any) -> list[int]:
     """The tokens at which a model's generation_config.json ends an answer.
 
     Raises:
-        InputError: unless it names token ids.
+        InputError: if `eos_token_id` is neither a token id nor a list of token ids.
     """
     named = getattr(generation_config, "eos_token_id", None)
     if named is None:
@@ -30,7 +30,7 @@ def end_tokens(generation_config: Any) -> list[int]:
 
 
 class Tokens:
-    """A tokenizer for any thread.
+    """A tokenizer that any thread may use.
 
     Attributes:
         tokenizer: transformers' own.
@@ -85,7 +85,7 @@ class Tokens:
 
 @functools.cache
 def _byte_of() -> dict[str, int]:
-    """Letter -> byte of a byte-level vocabulary (GPT-2), in which printable bytes stand for themselves."""
+    """Map each letter of a byte-level vocabulary (GPT-2) to its byte; printable bytes stand for themselves."""
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in set(kept)]
     return {chr(b): b for b in kept} | {chr(256 + n): b for n, b in enumerate(others)}

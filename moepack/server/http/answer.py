@@ -24,20 +24,20 @@ class Gone(Exception):
 
 
 class Answer:
-    """The events of several jobs, in order of arrival. Used on the event loop only."""
+    """The events of several jobs, in order of arrival. Use it on the event loop only."""
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
         self._events: asyncio.Queue[tuple[int, JobEvent] | None] = asyncio.Queue()  # None: the client has left
 
     def hear(self, index: int, event: JobEvent) -> None:
-        """Take an event of one job, on the event loop."""
+        """Queue an event of the job `index`. Call it on the event loop."""
         self._events.put_nowait((index, event))
 
     async def batches(self, receive: Receive) -> AsyncIterator[list[tuple[int, JobEvent]]]:
         """Yield events as they arrive, in batches, until every job has ended.
 
-        However it ends, jobs that still run are cancelled: they leave before the next step.
+        At the end, also after an error, jobs that still run are cancelled: they leave before the next step.
 
         Raises:
             Gone: if the client has left.
@@ -66,7 +66,7 @@ class Answer:
 
 
 class Streamed(Response):
-    """A response of server-sent events. An error is sent as the last one."""
+    """A response of server-sent events. An error is sent as the last event."""
 
     media_type = "text/event-stream"
 

@@ -85,11 +85,11 @@ class Server:
         self.scheduler.stop()
 
     def close(self) -> None:
-        """Stop at once, and drop what still runs."""
+        """Stop at once, and drop the sequences that still run."""
         self.scheduler.close()
 
     async def _aside(self, work: Callable[[], Found]) -> Found:
-        """Run slow work off the event loop: large bodies, templates, tokenising, the page's numbers."""
+        """Run slow work on a helper thread: large bodies, templates, tokenising, the page's numbers."""
         return await asyncio.get_running_loop().run_in_executor(self._helpers, work)
 
     # --- from the scheduler's thread to the loop
@@ -200,7 +200,7 @@ class Server:
         return JSONResponse(reply.whole())
 
     def _jobs(self, asked: parse.Request, prompts: list[list[int]], answer: Answer) -> None:
-        """Make a job for each answer to each prompt. Not on the event loop: a grammar may take seconds."""
+        """Add a job for each answer to each prompt. Call it off the event loop: a grammar may take seconds."""
         grammar = None if asked.schema is None else self._grammars.check(asked.schema)
         for prompt in prompts:
             if not prompt:

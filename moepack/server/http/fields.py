@@ -31,10 +31,10 @@ def _no_constant(name: str) -> NoReturn:
 
 
 class Fields:
-    """An object's fields. Each is taken once; `end` refuses the rest. null means absent."""
+    """A JSON object's fields. Each is taken once; `end` refuses those not taken. A null counts as absent."""
 
     def __init__(self, given: dict[str, Any], where: str = "") -> None:
-        """`where` is the path before the fields' names in errors, as `messages[0].`."""
+        """Hold the fields of `given`. `where` is the path before their names in errors, such as `messages[0].`."""
         self._left = {name: value for name, value in given.items() if value is not None}
         self._where = where
 
@@ -82,7 +82,7 @@ class Fields:
         return value
 
     def only(self, name: str, *allowed: Any) -> None:
-        """Take a field that must have one of these values."""
+        """Take a field that must be absent or have one of these values."""
         value = self.take(name)
         if value is not None and not any(value == a and type(value) is type(a) for a in allowed):
             shown = " or ".join(json.dumps(a) for a in allowed)

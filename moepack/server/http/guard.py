@@ -15,9 +15,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moepack.server.errors import ApiError
 
-OPEN = frozenset({"/", "/health"})  # paths without a key: the page asks for one, health checks have none
+OPEN = frozenset({"/", "/health"})  # paths that need no key: the page itself asks for the key, health checks have none
 HEADERS = 10.0  # seconds to receive a request's headers
-BODY = 30.0  # seconds to receive its body
+BODY = 30.0  # seconds to receive a request's body
 LONGEST, MANY, LONG = 4096, 100, 32 << 10  # bytes of a URL; number of headers; bytes of all headers
 
 
@@ -28,7 +28,7 @@ class Guard:
         """Set up for a server that listens on `host`.
 
         If only this machine can reach `host`, requests for other names are refused: otherwise a web page could reach
-        the server through a name of its own that resolves here (DNS rebinding)."""
+        the server through a name of the page's own that resolves here (DNS rebinding)."""
         self._app, self._key = app, None if key is None else key.encode()
         self._names = frozenset({"localhost", "127.0.0.1", "[::1]", host, f"[{host}]"}) if is_local(host) else None
 
@@ -90,7 +90,7 @@ async def body(request: Request, most: int) -> bytes:
         ApiError: if its content type is not JSON, it is longer than `most` bytes, or it takes too long.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # a browser sends a web page's form without a preflight request
+    if kind != "application/json":  # else any web page could send forms here: browsers send them without asking
         raise ApiError(415, "send JSON, as Content-Type: application/json")
     told = request.headers.get("content-length", "0")
     if told.isdigit() and int(told[:20]) > most:

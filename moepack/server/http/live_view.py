@@ -17,7 +17,7 @@ from moepack.server.batching.scheduler import Scheduler
 
 
 class Heat:
-    """Count how often each expert was chosen since the start (`RoutingCounter`)."""
+    """Count how often each expert was chosen since the start; a `RoutingCounter`."""
 
     def __init__(self, layers: list[LayerExperts]) -> None:
         most = max((layer.of.layer.experts for layer in layers), default=0)
@@ -26,12 +26,12 @@ class Heat:
         self._experts = [layer.of.layer.experts for layer in layers]
 
     def add(self, position: int, index: Tensor, weights: Tensor) -> None:
-        """Count a layer's routing, [tokens, top_k]."""
+        """Count the routing of one layer, the `position`-th of those with experts; `index`: [tokens, top_k]."""
         flat = index.reshape(-1).clamp(max=self._experts[position])
         self._counts[position].scatter_add_(0, flat, torch.ones_like(flat))
 
     def counts(self) -> list[list[int]]:
-        """Counts by layer and expert."""
+        """Return the counts, [layers][experts]."""
         return [row[:n] for row, n in zip(self._counts.cpu().tolist(), self._experts, strict=True)]
 
 
@@ -100,6 +100,6 @@ class LiveView:
 
 
 def _rank(kind: str, versions: list[str]) -> tuple[int, str]:
-    """Sort key of placements: versions in the manifest's order, those off the device last."""
+    """Sort key of placements: in the manifest's order of versions, and each version on the device before elsewhere."""
     at = next((n for n, version in enumerate(versions) if kind.startswith(version)), len(versions))
     return 2 * at + (kind not in versions), kind

@@ -34,7 +34,7 @@ class Metrics(Collector):
         own.register(self)
 
     def ended(self, job: Job, generated: int) -> None:
-        """Count a finished sequence."""
+        """Record the times of a finished sequence."""
         if generated:
             self._first.observe(job.first - job.submitted)
         if generated > 1:
@@ -45,7 +45,7 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what is read on each request (called by prometheus_client)."""
+        """Yield the metrics that are read on each request for /metrics; prometheus_client calls this."""
         serving, scheduler = self._serving, self._scheduler
         for name, what in _WHAT.items():
             value = getattr(scheduler.totals, name.removeprefix("sequences_"))

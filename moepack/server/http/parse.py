@@ -25,15 +25,15 @@ ONLY: dict[str, tuple[Any, ...]] = {
 class Request:
     """A request for completions of `prompts`, or for a completion of the chat `messages`."""
 
-    model: str | None  # the name of the model; None for the served one
+    model: str | None  # the name of the model; None for the served model
     sampling: Sampling
-    max_tokens: int | None  # tokens of the answer; None for as many as fit
+    max_tokens: int | None  # the most tokens of the answer; None allows all that fit
     count: int  # answers to each prompt
     stops: tuple[str, ...]  # strings that end an answer
     ignores_ends: bool  # whether the answer continues after a token that ends answers
     stream: bool  # whether to stream the answer
     usage: bool  # whether a stream ends with its token counts
-    schema: dict[str, Any] | None  # the schema of a JSON answer; None for any text
+    schema: dict[str, Any] | None  # the schema of a JSON answer; None allows any text
     prompts: tuple[str | list[int], ...] = ()  # texts or token ids
     echo: bool = False  # whether the answer begins with the prompt
     special: bool = True  # whether to add the tokens that begin or end a text
@@ -77,7 +77,7 @@ def chat(given: dict[str, Any], vocabulary: int) -> Request:
 
 
 def _request(fields: Fields, top: int | None, count: int, limit: int | None, vocabulary: int, **own: Any) -> Request:
-    """Parse the fields that both kinds share, and refuse the rest; `own` holds those of one kind."""
+    """Parse the fields that both kinds share, and refuse the rest; `own` holds fields of one kind alone."""
     model = fields.text("model")
     for name in NEUTRAL:
         fields.text(name)
@@ -139,7 +139,7 @@ def _stops(fields: Fields) -> tuple[str, ...]:
 
 
 def _schema(fields: Fields) -> dict[str, Any] | None:
-    """The JSON schema for the answer; {"type": "object"} for any object; None without one."""
+    """Parse the answer's JSON schema: {"type": "object"} allows any object, None allows any text."""
     given = fields.record("response_format")
     if given is None:
         return None
@@ -168,7 +168,7 @@ def _is_tokens(value: Any) -> bool:
 
 
 def _prompts(given: Any, vocabulary: int) -> tuple[str | list[int], ...]:
-    """A text, a list of texts, a list of tokens, or a list of those."""
+    """Parse prompts: a text, a list of texts, a list of tokens, or a list of lists of tokens."""
     if given is None:
         raise bad("prompt", "is missing")
     prompts = [given] if isinstance(given, str) or _is_tokens(given) else given
@@ -237,7 +237,7 @@ def _content(where: str, given: Any) -> str | None:
 
 
 def _calls(where: str, given: Any) -> list[dict[str, Any]]:
-    """Parse the tool calls of an earlier answer; templates need their arguments as objects."""
+    """Parse the tool calls of an earlier answer; templates need the arguments of calls as objects."""
     out = []
     for n, call in enumerate(given if isinstance(given, list) else [None]):
         function = call.get("function") if isinstance(call, dict) else None

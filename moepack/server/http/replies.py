@@ -20,17 +20,17 @@ from .templates import tool_calls
 
 @dataclass(slots=True)
 class Choice:
-    """One choice of an answer, as far as it was generated."""
+    """One choice of an answer, as generated so far."""
 
     prompt: Sequence[int]
-    echo: str = ""  # the text before the first event's
+    echo: str = ""  # the prompt's text, if the answer begins with it, until the first event
     text: str = ""
     scored: list[Scored] = field(default_factory=list)
     finish: str | None = None
     generated: int = 0
 
     def hear(self, event: JobEvent) -> tuple[str, list[Scored]]:
-        """Append an event, and return the new text and its scored tokens."""
+        """Append an event, and return the new text and the newly scored tokens."""
         text, self.echo = self.echo + event.text, ""
         new = [*event.prompt, *event.scored]
         self.text += text
@@ -40,10 +40,10 @@ class Choice:
 
 
 class Reply:
-    """The answer to one request, as far as it was generated. A subclass makes each kind's choices."""
+    """The answer to one request, as generated so far. Subclasses format the choices of each kind of request."""
 
-    prefix: ClassVar[str]  # of the answer's id
-    kinds: ClassVar[tuple[str, str]]  # names of the object: a whole answer, a chunk
+    prefix: ClassVar[str]  # prefix of the answer's id
+    kinds: ClassVar[tuple[str, str]]  # the `object` of a whole answer and of a stream's chunk
 
     def __init__(self, asked: Request, prompts: Sequence[list[int]], tokens: Tokens, model: str) -> None:
         self._asked, self._tokens = asked, tokens
@@ -86,11 +86,11 @@ class Reply:
         return []
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        """One whole choice."""
+        """Format one choice of a whole answer."""
         raise NotImplementedError
 
     def _pieces(self, index: int, choice: Choice, event: JobEvent) -> list[dict[str, Any]]:
-        """Append an event; return the choices to send."""
+        """Append an event to a choice; return the choice's entries in the next chunks."""
         raise NotImplementedError
 
 
@@ -166,7 +166,7 @@ class CompletionReply(Reply):
         return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": event.finish}]
 
     def _logprobs(self, scored: Sequence[Scored], start: int = 0) -> dict[str, Any] | None:
-        """Log probabilities of tokens; `start` is the offset of their text."""
+        """Format log probabilities of tokens; `start` is where their text begins in the answer, in characters."""
         if not self._wants_scores:
             return None
         shown = [self._tokens.shown(s.token) for s in scored]

@@ -16,7 +16,7 @@ _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)  # the form
 
 
 def render(tokens: Tokens, asked: Request) -> list[int]:
-    """Render a conversation as prompt tokens. A missing template, or one that refuses it, is an ApiError."""
+    """Render a conversation as prompt tokens. Raises ApiError if the template is missing or refuses."""
     template = tokens.tokenizer.chat_template
     if not template:
         why = "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE"

@@ -22,9 +22,9 @@ READY = "ready"
 
 
 def doctor(directory: Path | None = None) -> dict[str, Any]:
-    """The facts, ready for JSON. `problems` lists what keeps moepack from working.
+    """Collect facts about this machine, ready for JSON. `problems` lists what keeps moepack from working.
 
-    `methods` says for each quantisation method that it is ready, or what it lacks here. `can_build` says whether the
+    `methods` says whether each quantisation method is ready, or what it lacks here. `can_build` says whether the
     default method is ready. Disk rates are measured in `directory`, by default the temporary directory.
     """
     import psutil
@@ -59,10 +59,10 @@ def doctor(directory: Path | None = None) -> dict[str, Any]:
 
 
 def quantisers() -> dict[str, str]:
-    """Method -> READY, or what a build by it lacks here.
+    """Map each quantisation method to READY, or to what a build by that method lacks here.
 
-    Every build reads text through `datasets`, files too. A method may need a library of its own, and those of its
-    fallbacks, which experts with few tokens try as well: `gptq` is moepack's own, and needs hqq for such experts alone.
+    Every build reads text through `datasets`, files too. A method may need a library of its own, and the libraries of
+    its fallbacks, the methods tried as well on experts with few tokens: moepack's own `gptq` needs hqq for these alone.
     """
     out = {}
     for name in methods.named():
@@ -77,7 +77,7 @@ def quantisers() -> dict[str, str]:
 
 
 def _installed(name: str) -> str | None:
-    """A library's version, or None."""
+    """Return a library's version, or None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -85,7 +85,7 @@ def _installed(name: str) -> str | None:
 
 
 def kernels() -> list[dict[str, str]]:
-    """Measure the backend table: the kernel for each device, version and number of tokens an expert."""
+    """Measure and return the backend table: which kernel runs on each device, by version and tokens of an expert."""
     from moepack.runtime.experts import backends
 
     backends.autotune()
@@ -97,7 +97,7 @@ def _parts(version: str) -> tuple[int, ...]:
 
 
 def _cpu() -> dict[str, Any]:
-    """Cores, the instruction set of the kernels, and the best one here; None if no kernels are compiled."""
+    """Return the cores, the instruction set of the kernels and the best set here; both are None without kernels."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     try:
         from moepack.runtime.kernels import affine_native as native
@@ -119,9 +119,9 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def host_memory() -> dict[str, Any]:
-    """How the host would keep a GPU's extents: the mode, why no better one works, and limits.
+    """Report how the host would keep a GPU's extents: the mode, why each better mode fails, and limits.
 
-    Every way of pinning is tried on 64 MiB. Without a GPU, `mode` is "files" and nothing is tried.
+    Every way of pinning memory is tried on 64 MiB. Without a GPU, `mode` is "files" and nothing is tried.
     """
     import torch
 
@@ -142,7 +142,7 @@ def host_memory() -> dict[str, Any]:
 
 
 def _codec() -> dict[str, Any]:
-    """The engine of the exponent codec, and its rates on all cores, in bytes of BF16 a second."""
+    """Report the exponent codec's engine, and measure its rates on all cores, in bytes of BF16 a second."""
     import numpy as np
 
     from moepack.pack.codec import exponent_fast
@@ -166,7 +166,7 @@ def _codec() -> dict[str, Any]:
 
 
 def disk_rates(directory: Path) -> dict[str, Any]:
-    """Rates of writing (synced) and reading 64 MiB, in bytes a second. The page cache may serve the reads."""
+    """Measure rates of writing (synced) and reading 64 MiB, in bytes a second. The page cache may serve the reads."""
     size = 64 << 20
     facts: dict[str, Any] = {"directory": str(directory), "free_bytes": shutil.disk_usage(directory).free}
     try:

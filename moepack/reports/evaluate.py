@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Interval = tuple[float, float]
 
 _LOGITS = 1 << 26  # bytes of logits that are scored at a time without a budget
-_TOKENS = 1024  # tokens of a forward pass in a budget; its memory grows with them
+_TOKENS = 1024  # tokens of a forward pass in a budget; the memory of a pass grows with its tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +42,9 @@ class Scores:
     tokens: int  # scored tokens
     tokens_per_second: float
     perplexity_interval: Interval
-    kl: float | None = None  # divergence of the distribution under `bf16` from the served one, nats a token; on request
+    kl: float | None = None  # divergence KL(bf16, served), nats a token; None unless asked for
     kl_interval: Interval | None = None
-    top1_agreement: float | None = None  # share of tokens at which both find the same token most likely
+    top1_agreement: float | None = None  # share of tokens at which both distributions have the same likeliest token
     top1_interval: Interval | None = None
 
 
@@ -65,24 +65,24 @@ class Evaluation(Scores):
     budget_bytes: int | None
     promotions: int = 0
     demotions: int = 0
-    forward_waits: int = 0  # of forward passes for copies; 0 except for policies that load on demand
+    forward_waits: int = 0  # forward passes that waited for copies; 0 except for policies that load on demand
     cancelled: int = 0
     transition_failures: int = 0  # failed copies, whose experts stayed on their versions
     refusals: int = 0  # promotions put off for want of room
-    bytes_moved: int = 0  # stored bytes copied, with those of loading
-    kv_waits: int = 0  # of forward passes for experts to make room for the KV cache
+    bytes_moved: int = 0  # stored bytes copied, also at loading
+    kv_waits: int = 0  # forward passes that waited until experts made room for the KV cache
     worker_failures: int = 0  # failed rounds of transitions
     host_bytes: int = 0  # bytes of weights that the host read for the experts it ran
     demand_bytes: int = 0  # stored bytes that passes waited for, under policies that load on demand
-    prefetch_bytes: int = 0  # stored bytes fetched ahead, split below
-    prefetch_in_time: int = 0  # had arrived when needed
-    prefetch_late: int = 0  # were on their way when needed
-    prefetch_wasted: int = 0  # were not needed
-    fixed: Fixed | None = None  # bytes of a bundle outside the experts, by parts
+    prefetch_bytes: int = 0  # stored bytes fetched ahead of need, split below
+    prefetch_in_time: int = 0  # bytes that had arrived when needed
+    prefetch_late: int = 0  # bytes that were on their way when needed
+    prefetch_wasted: int = 0  # bytes that were not needed
+    fixed: Fixed | None = None  # bytes outside the experts, by use; None for a checkpoint
 
 
 def _shown(reporter: Reporter) -> Callable[[int, int], None]:
-    """Show the loaded bytes of experts."""
+    """Make a callback that shows how many bytes of experts are loaded."""
     shown = -1
 
     def loaded(done: int, total: int) -> None:
@@ -106,18 +106,18 @@ def evaluate(
     trace: Path | None = None,
     kl: bool = False,
 ) -> Evaluation:
-    """Perplexity of a bundle or checkpoint on text files, one after another in one session.
+    """Measure the perplexity of a bundle or checkpoint on text files, one after another in one session.
 
     Args:
         path: the directory or Hub id of a bundle or checkpoint.
         data: files or Hub data sets.
-        options: how it is loaded. `batch` windows make up a forward pass: 16 by default, in a budget as many as have
-            1,024 tokens. `prefill_tokens` is a window's tokens by default. `all_logits` is False by default: logits are
-            made in pieces. `kv_tokens` are not used, but the budget leaves room for them.
+        options: how the model is loaded. `batch` is the windows of a forward pass: 16 by default, in a budget fewer
+            if they have over 1,024 tokens together. `prefill_tokens` is a window's tokens by default. `all_logits` is
+            False by default: logits are made in pieces. `kv_tokens` are not used, but the budget leaves room for them.
         length: tokens of a window; at most the model's longest context.
         samples: windows a file, from its beginning.
         reporter: receives progress.
-        trace: write every forward pass into this file (moepack.runtime.trace); for bundles.
+        trace: a file that receives a line for each forward pass (moepack.runtime.trace); for bundles alone.
         kl: first run the same bundle at `bf16` without a budget, and report divergence and agreement.
     """
     reporter = reporter or Reporter()
@@ -173,19 +173,20 @@ def _checked(path: str | Path, data: Sequence[str], options: LoadOptions, trace:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The divergence of a policy's distribution from that of `bf16`, by cluster of text: a document or a window."""
+    """How far a policy's distribution is from that of `bf16`, by cluster of text: by document or by window."""
 
     counts: tuple[float, ...]  # tokens of each cluster
-    sums: tuple[float, ...]  # of the divergence over them, nats
+    sums: tuple[float, ...]  # the KL divergence summed over a cluster's tokens, nats
 
 
 def divergences(
     path: str | Path, data: Sequence[str], policies: Sequence[str], dtype: str = "float32", length: int = 512,
     samples: int = 256, reporter: Reporter | None = None,
 ) -> list[Divergence]:  # fmt: skip
-    """The divergence of several policies from the bundle's own `bf16`, on the same clusters, for paired comparison.
+    """Measure the divergence of several policies from the bundle's own `bf16`, on the same clusters of text.
 
-    Each policy is served on the CPU, without a budget. Other arguments are those of `evaluate`.
+    The results can be compared in pairs. Each policy is served on the CPU, without a budget. Other arguments are those
+    of `evaluate`.
     """
     reporter = reporter or Reporter()
     source, options = locate(path), LoadOptions(dtype=dtype, batch=16)
@@ -208,7 +209,7 @@ def divergences(
 def _compare_with(
     reference: _Reference, source: Source, options: LoadOptions, pools: Any, batch: int, reporter: Reporter
 ) -> None:
-    """Run the bundle at `bf16`, without a budget, over all files."""
+    """Fill `reference`: run the bundle at `bf16`, without a budget, over all files."""
     if not source.is_bundle:
         raise InputError(f"{source.path}: not a bundle: a divergence needs one, to compare with its own bf16")
     reporter.stage("reference", len(pools))
@@ -220,7 +221,7 @@ def _compare_with(
 
 
 def _window(source: str | Path, length: int) -> int:
-    """Tokens of a window: at most the model's longest context."""
+    """Return `length`, or the model's longest context if that is shorter."""
     from transformers import AutoConfig
 
     most = None
@@ -230,7 +231,7 @@ def _window(source: str | Path, length: int) -> int:
 
 
 def _windows(source: Source, data: Sequence[str], length: int, samples: int) -> list[tuple[str, Any]]:
-    """Each file with its windows and their documents; raise InputError for a file shorter than a window."""
+    """Read each file as windows and the documents of their tokens; raise InputError if a file is below one window."""
     from moepack.calibrate.text.windows import document_windows, load_tokenizer
 
     tokenizer = load_tokenizer(Path(source.path))
@@ -242,7 +243,7 @@ def _windows(source: Source, data: Sequence[str], length: int, samples: int) -> 
 
 
 class _Scored(NamedTuple):
-    """The sums of one file over each cluster of its tokens (see `_clusters`), and seconds."""
+    """Sums over each cluster of one file's tokens (see `_clusters`), and the seconds of scoring the file."""
 
     file: str
     counts: list[float]
@@ -253,9 +254,9 @@ class _Scored(NamedTuple):
 
 
 class _Reference:
-    """Hidden states of a bundle at `bf16`, a row a token, and its output projection if that has versions.
+    """Hidden states of a bundle at `bf16`, a row for each token, and the output projection if it has versions.
 
-    They are mapped files, which the system may write out.
+    Both are in mapped files, whose pages the system may write out.
     """
 
     def __init__(self, folder: str) -> None:
@@ -263,7 +264,7 @@ class _Reference:
         self._head: Any = None
 
     def keep(self, model: Any, file: str, pool: Any, batch: int, reporter: Reporter) -> None:
-        """Run the model over one file's windows, int64 [windows, length]."""
+        """Run the model over one file's windows, int64 [windows, length], and keep the hidden states."""
         import torch
 
         reporter.step(Path(file).name)
@@ -297,19 +298,19 @@ class _Reference:
         self._head.bias = None if bias is None else torch.nn.Parameter(bias.cpu().clone(), requires_grad=False)
 
     def of(self, file: str, pool: Any) -> Any:
-        """The hidden states of a file, [windows, length, hidden]."""
+        """Return the hidden states of a file, [windows, length, hidden]."""
         return self._kept[file].view(*pool.shape, -1)
 
     def head_for(self, model: Any) -> Any:
-        """The reference's output projection if the model's own is of another version, else None."""
+        """Return the reference's output projection if the model serves its own in some version, else None."""
         from moepack.runtime.dense.packed import PackedLinear
 
         return self._head if isinstance(model.get_output_embeddings(), PackedLinear) else None
 
 
 def _clusters(pool: Any, documents: Any) -> Any:
-    """The cluster of each scored token, int64 [windows, length - 1]: its document, or its window if documents are fewer
-    than `FEW`."""
+    """Return the cluster of each scored token, int64 [windows, length - 1]: its document, or its window if there are
+    fewer than `FEW` documents."""
     import torch
 
     if len(documents[:, 1:].unique()) >= FEW:
@@ -320,7 +321,7 @@ def _clusters(pool: Any, documents: Any) -> Any:
 def _score(
     model: Any, file: str, windows: Any, batch: int, room: int, reference: _Reference | None, reporter: Reporter
 ) -> _Scored:
-    """Score the windows of one file, `batch` at a time."""
+    """Score the windows of one file, `batch` at a time; a piece of logits takes at most `room` bytes."""
     import torch
 
     pool, documents = windows
@@ -345,7 +346,7 @@ def _score(
 
 
 def _scores(scored: Sequence[_Scored], compared: bool) -> dict[str, Any]:
-    """The fields of `Scores` over all clusters of some files."""
+    """Compute the fields of `Scores` over all clusters of these files; `compared` adds the comparison with `bf16`."""
     counts = [n for s in scored for n in s.counts]
     perplexity = clustered([x for s in scored for x in s.nll], counts).exp()
     tokens = int(sum(counts))
@@ -362,7 +363,7 @@ def _scores(scored: Sequence[_Scored], compared: bool) -> dict[str, Any]:
 
 
 def render(result: Evaluation, title: str) -> Any:
-    """A table with a row a file, and 95 % intervals."""
+    """Make a table with a row for each file, and 95 % intervals."""
     from rich.table import Table
 
     columns = ["file", "perplexity", "95 %", "tokens", "tokens/s"]

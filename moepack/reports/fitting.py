@@ -1,7 +1,8 @@
-"""The versions of a bundle that are useful in a memory budget: those at which its plan serves experts.
+"""The versions of a bundle that are useful in a memory budget: those at which the plan serves experts.
 
-A policy that places experts as they are needed, or off the device, may serve all its versions. The arithmetic is that
-of `moepack plan`. It needs the manifest, the tables and the configuration, but no weights, so it also serves downloads.
+A policy that places experts as they are needed, or off the device, may serve every version that it names. The
+arithmetic is that of `moepack plan`. It reads the manifest, the tables and the configuration, but no weights, so a
+download can use it before weights are here.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ class Fitting:
     """What a budget serves."""
 
     versions: tuple[str, ...]  # the most precise first
-    experts: tuple[int, ...]  # how many the plan has at each
-    table: Versions | None  # [layers][experts], the planned version of each; None if no map determines it
+    experts: tuple[int, ...]  # how many experts the plan has at each version
+    table: Versions | None  # [layers][experts], the planned version of each expert; None if passes choose the versions
 
     @property
     def text(self) -> str:
-        """Describe it in words."""
+        """Describe the versions in words."""
         if self.table is None:
             return f"experts at {', '.join(self.versions)}, as they are needed"
         return ", ".join(f"{n:,} experts at {v}" for v, n in zip(self.versions, self.experts, strict=True))
@@ -46,8 +47,8 @@ class Described(Bundle):
     def layer_file(self, version: str, position: int) -> LayerFile:
         """Return an object that knows the sizes of extents only.
 
-        The shape of a lossless extent does not give its size. The size of its weights bounds it, which makes the
-        staging buffer larger by a third of an expert.
+        A lossless extent's size does not follow from its shape. The size of the decoded weights is an upper bound,
+        which makes the staging buffer larger by a third of an expert.
         """
         layer = self.layers[position]
         size = self.manifest.version(version).resident_size(layer.matrices)
@@ -55,11 +56,11 @@ class Described(Bundle):
 
 
 def fitting(bundle: Bundle, options: LoadOptions) -> Fitting:
-    """The versions of the bundle that `moepack plan` serves in a budget.
+    """Find the versions of the bundle that `moepack plan` serves in a budget.
 
     Raises:
-        InputError: for a budget that is too small, with the least; for a policy whose plan measures how fast weights
-            are brought, if they are not here.
+        InputError: if the budget is too small (the message names the least), or if the policy's plan measures how fast
+            weights are read and the weights are not here.
     """
     options = options.filled(**PLANNED)
     policy = options.parsed_policy()

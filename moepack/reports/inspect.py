@@ -66,7 +66,7 @@ def inspect(path: str | Path) -> dict[str, Any]:
 
 
 def render(facts: dict[str, Any]) -> Table:
-    """A table of the facts."""
+    """Make a table of the facts."""
     from rich.table import Table
 
     title = (
@@ -95,12 +95,12 @@ def _sizes(version: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def made_by(methods: dict[str, int]) -> str:
-    """The quantisation methods of a version, each with its experts."""
+    """Name a version's quantisation methods, each with its number of experts; "exact" if none was needed."""
     return ", ".join(f"{method} {n:,}" for method, n in methods.items() if method != "none") or "exact"
 
 
 def plot(path: str | Path, out: Path) -> None:
-    """Draw the loss tables (`draw_tables`) into a file. Raises InputError for another kind of file."""
+    """Draw the loss tables (`draw_tables`) into a file. Raises InputError for a file of another format."""
     if out.suffix not in (".png", ".svg", ".pdf"):
         raise InputError(f"{out}: a picture is a .png, a .svg or a .pdf")
     picture = draw_tables(open_bundle(path), out.suffix[1:])
@@ -109,7 +109,7 @@ def plot(path: str | Path, out: Path) -> None:
 
 
 def draw_tables(bundle: Bundle, kind: str) -> bytes:
-    """Draw the loss tables as "png", "svg" or "pdf": tokens by expert, then a panel a lossy version; a row is a layer.
+    """Draw the loss tables as "png", "svg" or "pdf": tokens by expert, then each lossy version; a row is a layer.
 
     Raises:
         MissingExtraError: without matplotlib.

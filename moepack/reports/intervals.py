@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-FEW = 20  # documents below which windows are the sample: an interval over fewer says little
-# Two-sided 95 % quantiles of Student's t by degrees of freedom. The next smaller is taken: a little too wide.
+FEW = 20  # with fewer documents, windows are the sample: an interval over few documents says little
+# Two-sided 95 % quantiles of Student's t by degrees of freedom. In between the smaller counts: a little too wide.
 _T = {1: 12.71, 2: 4.31, 3: 3.19, 4: 2.78, 5: 2.58, 7: 2.37, 10: 2.23, 15: 2.14, 20: 2.09, 30: 2.05, 60: 2.0, 120: 1.98}
 
 
@@ -21,25 +21,25 @@ class MeanInterval:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Both ends."""
+        """The two ends of the interval."""
         return self.low, self.high
 
     def exp(self) -> MeanInterval:
-        """The exponential of all three: perplexity from nats."""
+        """Return the exponential of the mean and of both ends: perplexity from nats."""
         return MeanInterval(
             math.exp(self.mean), math.exp(self.low), math.exp(self.high) if self.high < 700 else math.inf
         )
 
 
 def clustered(sums: Sequence[float], counts: Sequence[float]) -> MeanInterval:
-    """The mean of all tokens' values and its interval, with clusters, not tokens, as the sample.
+    """Return the mean value of all tokens and its interval; the sample is clusters, not tokens.
 
     The ratio estimator of cluster sampling: with m = sum(s) / sum(n), its variance is K / (K - 1) sum (s_k - m n_k)^2 /
     sum(n)^2 over the K clusters (Cochran, Sampling Techniques, section 9A.1).
 
     Args:
-        sums: [clusters], sums of their tokens' values.
-        counts: [clusters], how many tokens each has, from 1.
+        sums: [clusters], the sum of each cluster's token values.
+        counts: [clusters], how many tokens each cluster has, at least 1.
     """
     total, k = sum(counts), len(sums)
     mean = sum(sums) / total

@@ -1,7 +1,7 @@
 """Write a bundle's report (`moepack inspect --html`) as one page without scripts or requests.
 
-Text from the bundle is escaped. Its numbers are used only if they are numbers. inspect.py gives the facts and draws the
-picture.
+Text from the bundle is escaped, and what should be a number is shown only if it is one. inspect.py gives the facts and
+draws the picture.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def write_page(path: str | Path, facts: Mapping[str, Any], out: Path) -> None:
     """Write the page of a bundle, with the facts that `inspect` returns, into a .html file.
 
     Raises:
-        InputError: for another kind of file.
+        InputError: if `out` is not a .html file.
         BundleError: for a damaged bundle.
     """
     if out.suffix not in (".html", ".htm"):
@@ -137,7 +137,7 @@ def _routing(tables: CalibrationTables) -> str:
 
 
 def skew(tokens: np.ndarray[Any, np.dtype[np.float64]]) -> float:
-    """The Gini coefficient of tokens by expert, float64 [experts], falling: 0 if equal, near 1 if one has all."""
+    """Gini coefficient of `tokens`, float64 [experts] in falling order: 0 if equal, near 1 if one expert has all."""
     n, whole = len(tokens), float(tokens.sum())
     if not whole:
         return 0.0
@@ -157,7 +157,7 @@ def _widths(bundle: Bundle) -> str:
 
 
 def _phases(found: Any) -> str:
-    """Time and memory of the build, if its record has a list of `name`, `seconds` and `peak_bytes`."""
+    """Show time and memory of the build, if its record has a list of `name`, `seconds` and `peak_bytes`."""
     rows = []
     for item in found if isinstance(found, list) else ():
         item = _object(item)
@@ -192,7 +192,7 @@ def _bar(share: float, kind: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of HTML cells."""
+    """Make a table of cells that are HTML already."""
     top = "".join(f"<th>{_text(h)}</th>" for h in head)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -1,8 +1,8 @@
 """Plan a budget before anything is loaded: versions by layer, expected loss, expected speed.
 
-The plan is that of `moepack.load`: the same skeleton is measured. It reads the bundle's headers and tables, and no
-weights. On a GPU, the plan estimates activations from shapes, and loading measures them. Loading then divides memory
-between versions once, so the map may differ by a few experts.
+The plan is made as `moepack.load` makes it, and measures the same skeleton. It reads the bundle's headers and tables,
+but no weights. On a GPU, the plan estimates activations from shapes, and loading measures them. Loading then divides
+memory between versions once, so the map may differ by a few experts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from moepack.runtime.policies.registry import Policy
 
 MOST = 1 << 40
-PLANNED = {"kv_tokens": 576, "batch": 1, "prefill_tokens": 512, "all_logits": False}  # for generate, 64 tokens more
+PLANNED = {"kv_tokens": 576, "batch": 1, "prefill_tokens": 512, "all_logits": False}  # generate: 512 tokens + 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class LayerPlan:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan."""
+    """The plan for one budget."""
 
     bundle: str
     policy: str
@@ -53,20 +53,20 @@ class Planned:
     feasible: bool  # whether the budget suffices
     budget_bytes: int
     fixed_bytes: int  # M_fixed
-    fixed: Fixed  # M_fixed by parts
+    fixed: Fixed  # M_fixed by use
     least_bytes: int  # the smallest sufficient budget
-    used_bytes: int  # reserved with the experts as shown, with kept base versions
+    used_bytes: int  # reserved with the experts as shown, and with the base versions that are kept
     kv_tokens: int
     batch: int
     prefill_tokens: int
     all_logits: bool
-    kv_bytes_per_token: int  # by which a sequence's cache grows
-    # Cached tokens a sequence that fit with every expert at the lowest version. What longer caches add to activations
-    # comes off that. At most 2^40, for a model without a cache that grows.
+    kv_bytes_per_token: int  # growth of a sequence's cache
+    # Cached tokens a sequence that fit with every expert at the lowest version. An upper bound: longer caches
+    # enlarge activations too. 2^40 for a model without a cache that grows.
     kv_tokens_most: int
-    host_bytes: int  # of the files of the served versions
+    host_bytes: int  # size of the served versions' files
     per_layer: tuple[LayerPlan, ...]
-    # Squared error of the experts' outputs over their squares: the mean over calibration's routed tokens, with the
+    # Squared error of experts' outputs over their squares: the mean over calibration's routed tokens, with the
     # experts as they would be loaded.
     expected_relative_loss: float | None
     expected_relative_loss_error: float | None  # its standard error; None if the bundle keeps none
@@ -76,16 +76,16 @@ class Planned:
     estimated: bool  # whether activations are an estimate from shapes
     message: str | None = None  # why the plan is not feasible, in one line
     table: Versions = ()  # [layers][experts], the placement of each; not in JSON
-    # Whether passes choose placements, or some are not on the device: more is then served than `table` names. Not in
-    # JSON.
+    # Whether passes choose placements, or some experts are off the device: versions that `table` does not name may
+    # then be served too. Not in JSON.
     moving: bool = False
 
 
 def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
-    """Predict what `moepack.load` would serve with these options, whose device need not be here.
+    """Predict what `moepack.load` would serve with these options. Their device need not be in this machine.
 
     Raises:
-        InputError: for a policy that does not fit the bundle, or without a budget; not for a budget that is too small.
+        InputError: without a budget, or if the policy does not fit the bundle. A small budget gives a `message`.
     """
     budget = options.budget
     if budget is None:
@@ -151,15 +151,15 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
 
 
 class _Decided(NamedTuple):
-    """What a budget holds: a map as it is loaded, or the least sufficient budget. Sizes are bytes."""
+    """What a budget holds: the map of placements, or else the least sufficient budget. Sizes are bytes."""
 
     table: Versions | None  # None if the budget is too small
     names: tuple[str, ...]  # placements in the map, the best first
     staging: int
     workspace: int
-    floor: int  # the experts, all at the least
-    used: int  # the experts, as mapped
-    least: int
+    floor: int  # the least that the experts take
+    used: int  # what the experts take as mapped
+    least: int  # the least sufficient budget, if this one is too small
     window: int = 0
     moving: bool = False  # see `Planned`
 
@@ -202,9 +202,9 @@ def _layer(bundle: Bundle, position: int, row: tuple[str, ...], order: list[str]
 
 
 def relative_loss(tables: CalibrationTables, table: Versions) -> tuple[float, float | None]:
-    """The mean relative loss of a map over calibration's routed tokens (pack/FORMAT.md, "Calibration tables").
+    """Compute a map's mean relative loss over calibration's routed tokens (pack/FORMAT.md, "Calibration tables").
 
-    Its standard error takes the experts' errors as independent. It is None if a layer has no errors.
+    Also returns its standard error, for independent errors of experts; None if a layer's errors are not known.
     """
     lost = routed = square = 0.0
     known = True
@@ -224,7 +224,7 @@ def relative_loss(tables: CalibrationTables, table: Versions) -> tuple[float, fl
 
 
 def _experts_read(bundle: Bundle, tables: CalibrationTables, table: Versions, chosen: int) -> float:
-    """Bytes of the experts that a token is routed to, with calibration's frequencies."""
+    """Expected bytes of the experts that one token is routed to, by calibration's frequencies."""
     total = 0.0
     for layer, described, row in zip(tables.layers, bundle.layers, table, strict=True):
         tokens = [float(n) + 1 for n in layer.tokens]
@@ -235,12 +235,12 @@ def _experts_read(bundle: Bundle, tables: CalibrationTables, table: Versions, ch
 
 
 def as_json(planned: Planned) -> dict[str, Any]:
-    """The plan for JSON."""
+    """Return the plan's fields for JSON."""
     return {name: value for name, value in asdict(planned).items() if name not in ("table", "moving")}
 
 
 def render(planned: Planned) -> tuple[Any, str]:
-    """A table in which layers with equal numbers share a row, and a paragraph."""
+    """Make a table, in which layers with equal numbers share a row, and a paragraph of text."""
     from rich.table import Table
 
     names = planned.per_layer[0].versions if planned.per_layer else {}

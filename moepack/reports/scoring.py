@@ -2,8 +2,8 @@
 
 The logits of all tokens are by far the largest tensor of a forward pass, so they are made in pieces: the decoder runs
 once, and the model's own forward runs on some tokens of the decoder's output at a time. A comparison keeps the
-reference's decoder output, a hidden state a token, and makes its logits beside, by the same head or a kept one. The two
-models need not be in memory at once.
+reference's decoder output, one hidden state for each token, and makes the reference's logits from it when it needs
+them, by the same head or a kept one. So the two models need not be in memory at once.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class TokenScores:
     """Scores of every token of a batch but the first of each row, float64 [batch, length - 1]."""
 
     nll: Tensor  # negative log-likelihood, nats
-    kl: Tensor | None  # Kullback-Leibler divergence of the reference's distribution from this one's, nats
-    agrees: Tensor | None  # 1 where both models find the same token most likely; None, as `kl`, without a reference
+    kl: Tensor | None  # Kullback-Leibler divergence KL(reference, model), nats; None without a reference
+    agrees: Tensor | None  # 1 where both models find the same token most likely; None without a reference
     hidden: Tensor | None  # the decoder's output [batch, length, hidden]; None if the head cannot run by itself
 
 
 def products(model: Any) -> contextlib.AbstractContextManager[Any]:
-    """Wrap passes of a plain model: where BF16 is emulated, it multiplies as calibration does."""
+    """Enclose passes of a plain checkpoint: where the CPU emulates BF16, products are those of calibration."""
     if hasattr(model, "moepack"):
         return contextlib.nullcontext()
     from moepack.calibrate.products import widened
@@ -46,7 +46,7 @@ def token_scores(model: Any, ids: Tensor, room: int, reference: Tensor | None = 
         ids: int64, on the model's device.
         room: bytes for a piece of logits.
         reference: the reference's `hidden` for the same ids.
-        head: the reference's output projection, on the CPU; None if this model has the same.
+        head: the reference's output projection, on the CPU; None if both models have the same one.
 
     Raises:
         InputError: with a reference, for a model whose head cannot run by itself.
@@ -62,7 +62,7 @@ def token_scores(model: Any, ids: Tensor, room: int, reference: Tensor | None = 
         return TokenScores(nll.double(), None, None, None)
     output = _decoded(model, decoder, ids)
     theirs = None if reference is None else type(output)(last_hidden_state=reference.to(output.last_hidden_state))
-    # A logit takes 2 or 4 bytes as the model makes it, 4 in float32, 4 more as a logarithm; twice with a reference.
+    # A logit takes 2 or 4 bytes as the model makes it, 4 in float32, 4 more as a logarithm; thrice with a reference.
     each = 12 * len(ids) * model.config.get_text_config().vocab_size * (1 if theirs is None else 3)
     piece, last = max(1, room // each), ids.shape[1] - 1
     parts: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
@@ -84,7 +84,7 @@ def token_scores(model: Any, ids: Tensor, room: int, reference: Tensor | None = 
 
 
 def _decoded(model: Any, decoder: Any, ids: Tensor) -> Any:
-    """Run the whole model with the last token's logits alone, and return its decoder's output."""
+    """Run the whole model, make logits of the last token alone, and return the decoder's output."""
     kept: list[Any] = []
     hook = decoder.register_forward_hook(lambda _, args, out: kept.append(out))
     try:
@@ -96,7 +96,7 @@ def _decoded(model: Any, decoder: Any, ids: Tensor) -> Any:
 
 @contextlib.contextmanager
 def _logits(model: Any, decoder: Any, output: Any, head: Any = None) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
-    """The model's forward on a given decoder output, by `head` if given: (ids, positions) -> float32 logits."""
+    """Yield a function (ids, positions) -> float32 logits, which runs the model's head, or `head`, on `output`."""
     import torch
 
     from moepack.runtime.forward_wrapper import unwrapped_forward

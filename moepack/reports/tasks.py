@@ -26,15 +26,15 @@ def run_tasks(
     chat: bool = False,
     reporter: Reporter | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Score a bundle or a checkpoint, by its directory or Hub id.
+    """Score a bundle or a checkpoint on tasks.
 
     Args:
-        path: the bundle or checkpoint.
+        path: the directory or Hub id of the bundle or checkpoint.
         tasks: names, as `lm_eval --tasks` takes them.
-        options: how it is loaded; `batch` questions are asked at a time, by default 1.
+        options: how the model is loaded; `batch` is how many questions are asked at a time, by default 1.
         length: the most tokens of a question with its answer; a budget leaves room for them.
         shots: examples before each question; None for the task's own number.
-        limit: questions a task; None for all.
+        limit: the most questions of each task; None asks all.
         folder: a folder of additional tasks.
         chat: ask through the model's chat template.
         reporter: receives progress.
@@ -60,7 +60,7 @@ def run_tasks(
         check(source, options)
         manager = TaskManager(include_path=None if folder is None else str(folder), include_defaults=folder is None)
         if folder is not None and not all(manager.match_tasks([name]) for name in tasks):
-            manager = TaskManager(include_path=str(folder))  # with the harness's own: ten seconds
+            manager = TaskManager(include_path=str(folder))  # the harness's own tasks too, which takes ten seconds
         if unknown := [name for name in tasks if not manager.match_tasks([name])]:
             raise InputError(f"lm-eval has no task {', '.join(unknown)}: `lm_eval ls tasks` lists them")
         reporter.stage("load", 1)
@@ -88,7 +88,7 @@ def run_tasks(
 
 
 def render(results: dict[str, dict[str, Any]], title: str) -> Any:
-    """A table with a row a metric."""
+    """Make a table with a row for each metric."""
     from rich.table import Table
 
     table = Table("task", "metric", "value", "standard error", title=title)

@@ -1,8 +1,8 @@
 """Where a token's time goes: one decoding step by module, beside the time to read the modules' bytes.
 
-The model's own forward runs, with a clock around each module that leaves out inner modules. The floor of a part is the
-bytes of the weights it reads over the rate at which the same threads read memory and do nothing else. A clock costs
-about a microsecond, which counts as "other" and stands beside the total.
+The model's own forward runs, with a clock around each module; the time of inner modules does not count for the outer
+one. A part is a kind of module (PARTS). Its floor is the bytes of the weights that it reads, divided by the rate at
+which the same threads read memory and do nothing else. A clock costs about a microsecond, which counts as "other".
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ PARTS = ("experts", "lm_head", "linears", "attention", "router", "norms", "embed
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a step."""
+    """The share of a step that modules of one kind take."""
 
     name: str  # one of PARTS
-    calls: int  # of modules
-    seconds: float  # of one step: the median of the measured steps
-    bytes: int  # of weights that one step reads
-    floor: float  # seconds to read them
+    calls: int  # calls of such modules in a step
+    seconds: float  # their time in a step: the median of the measured steps
+    bytes: int  # bytes of their weights that a step reads
+    floor: float  # seconds to read these bytes
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTime:
-    """One decoding step of one sequence."""
+    """How long one decoding step of one sequence takes."""
 
     policy: str
     dense: str | None  # the version of the dense matrices
     threads: int
     context: int  # tokens in the cache
     seconds: float  # of a step without clocks: the median
-    clocked: float  # of a step with clocks: the median
+    clocked: float  # of a step with clocks, which take about a microsecond each: the median
     rate: float  # bytes a second that the threads read
     parts: tuple[Part, ...]  # largest first
-    replaced: dict[str, int]  # class -> its modules that kernels replace
+    replaced: dict[str, int]  # class -> how many of its modules kernels replace
 
 
 class _Clock:
-    """Seconds and calls by part. An inner module's time does not count for the outer one."""
+    """Seconds and calls by part. An inner module's time does not count for the module around it."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
@@ -80,12 +80,12 @@ def token_time(path: str | Path, options: LoadOptions = DEFAULTS, context: int =
 
     Args:
         path: a bundle's directory or Hub id.
-        options: how it is served.
+        options: how the bundle is served.
         context: tokens in the cache before the first step.
         steps: how many steps are measured with clocks, and again without.
 
     Raises:
-        InputError: if it is not a bundle.
+        InputError: if `path` is not a bundle.
     """
     source = locate(path)
     if not source.is_bundle:
@@ -145,7 +145,7 @@ def _steps(model: Any, context: int, steps: int, clock: _Clock | None = None) ->
 
 
 def _parts(model: Any, serving: Any) -> dict[str, str]:
-    """The part of each module, by the module's name."""
+    """Map the names of modules to their parts. Modules inside experts have none."""
     from torch import nn
 
     from moepack.runtime.dense.packed import PackedLinear
@@ -191,7 +191,7 @@ def _bytes(model: Any, serving: Any, parts: dict[str, str]) -> dict[str, int]:
 
 
 def render(found: TokenTime) -> Table:
-    """A table with a row a part, in microseconds."""
+    """Make a table with a row for each part, in microseconds."""
     from rich.table import Table
 
     title = (

@@ -1,7 +1,7 @@
 """The command line: each command parses its arguments and calls one library function.
 
 Results go to stdout: a report, generated text, or with --json only JSON. Progress and notes go to stderr. An error is
-one line there and exit code 2.
+one line on stderr and exit code 2.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from moepack.runtime.planning.options import LoadOptions
 from .options import Bundle, Dense, Fitted, Json, Names, Output, Quiet, loading, names_of
 from .output import print_json, show
 
-_fit = loading("policy", "device", "kv_tokens", device_memory=(Fitted, None))  # --fit is the budget
+_fit = loading("policy", "device", "kv_tokens", device_memory=(Fitted, None))  # here --fit names the budget
 
 
 _Repository = Annotated[str, typer.Argument(help="The Hub repository, as owner/name.", show_default=False)]

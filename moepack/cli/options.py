@@ -130,15 +130,15 @@ Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
 def loading(*names: str, **others: Any) -> Decorator:
-    """Give a command the flags of these fields of `LoadOptions`, which it takes as `options`.
+    """Decorate a command: the flags of these fields of `LoadOptions` replace its parameter `options`.
 
-    `others` are fields with another default, or with another annotation and default.
+    `others` maps further fields to a default, or to an annotation and a default.
     """
     return _taking("options", LoadOptions, _LOADING, names, others)
 
 
 def sampling(temperature: float) -> Decorator:
-    """Give a command the flags of `Sampling`, which it takes as `sampling`."""
+    """Decorate a command: flags of `Sampling` replace its parameter `sampling`; `temperature` is the default."""
     names = ("top_p", "top_k", "min_p", "repetition")
     return _taking("sampling", Sampling, _SAMPLING, names, {"temperature": temperature, "seed": 0})
 
@@ -146,7 +146,7 @@ def sampling(temperature: float) -> Decorator:
 def _taking(
     parameter: str, record: type, known: Mapping[str, Any], names: Sequence[str], others: Mapping[str, Any]
 ) -> Decorator:
-    """Replace one parameter of a command, a dataclass, by the flags of its fields."""
+    """Make a decorator that replaces a command's `parameter`, of the dataclass `record`, by flags of its fields."""
     defaults = inspect.signature(record).parameters
     flags = {name: (known[name], defaults[name].default) for name in names}
     flags |= {n: v if isinstance(v, tuple) else (known[n], v) for n, v in others.items()}

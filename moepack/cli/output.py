@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def console() -> Console:
-    """A console that folds text at the terminal's width, or at 120 columns elsewhere."""
+    """Make a console that wraps text at the terminal's width, or at 120 columns without a terminal."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
 
 
 def print_json(value: Any) -> None:
-    """Write a value as JSON to stdout; a dataclass as its fields."""
+    """Write a value as JSON to stdout; a dataclass becomes an object of its fields."""
     value = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
     sys.stdout.write(json.dumps(value, indent=1, default=str) + "\n")
 
@@ -40,6 +40,6 @@ def show(value: Any, as_json: bool, text: str | Callable[[Any], Any]) -> None:
 
 
 def fail(message: str) -> None:
-    """End the process with one line and exit code 2."""
+    """Print a one-line error to stderr, and end the process with exit code 2."""
     typer.echo(f"moepack: {printable(message, keep=chr(10))}", err=True)
     sys.exit(2)

@@ -138,7 +138,7 @@ def chat(
         talk(server(path, api_key, max_new_tokens, sampling, stop or ()), system)
         return
     with Session(path, options, read_template(chat_template)) as session:
-        session.chat([{"role": "user", "content": "?"}])  # raises before weights are read
+        session.chat([{"role": "user", "content": "?"}])  # raises an error of the template before weights are read
         session.load(CHAT_TOKENS, PROMPT)
         talk(local_model(session, max_new_tokens, sampling, stop or ()), system)
 

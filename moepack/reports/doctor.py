@@ -61,7 +61,7 @@ def doctor(directory: Path | None = None) -> dict[str, Any]:
 def quantisers() -> dict[str, str]:
     """Map each quantisation method to READY, or to what a build by that method lacks here.
 
-    Every build reads text through `datasets`, files too. A method may need a library of its own, and the libraries of
+    A build reads text through `datasets`, even from files. A method may need a library of its own, and the libraries of
     its fallbacks, the methods tried as well on experts with few tokens: moepack's own `gptq` needs hqq for these alone.
     """
     out = {}
@@ -97,7 +97,7 @@ def _parts(version: str) -> tuple[int, ...]:
 
 
 def _cpu() -> dict[str, Any]:
-    """Return the cores, the instruction set of the kernels and the best set here; both are None without kernels."""
+    """Return the cores, the kernels' instruction set and the best set here; both sets are None without kernels."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     try:
         from moepack.runtime.kernels import affine_native as native

@@ -112,7 +112,7 @@ def evaluate(
         path: the directory or Hub id of a bundle or checkpoint.
         data: files or Hub data sets.
         options: how the model is loaded. `batch` is the windows of a forward pass: 16 by default, in a budget fewer
-            if they have over 1,024 tokens together. `prefill_tokens` is a window's tokens by default. `all_logits` is
+            if 16 have over 1,024 tokens together. `prefill_tokens` is a window's tokens by default. `all_logits` is
             False by default: logits are made in pieces. `kv_tokens` are not used, but the budget leaves room for them.
         length: tokens of a window; at most the model's longest context.
         samples: windows a file, from its beginning.
@@ -231,7 +231,7 @@ def _window(source: str | Path, length: int) -> int:
 
 
 def _windows(source: Source, data: Sequence[str], length: int, samples: int) -> list[tuple[str, Any]]:
-    """Read each file as windows and the documents of their tokens; raise InputError if a file is below one window."""
+    """Read each file as windows, with the document of each token; raise InputError if a file has no full window."""
     from moepack.calibrate.text.windows import document_windows, load_tokenizer
 
     tokenizer = load_tokenizer(Path(source.path))

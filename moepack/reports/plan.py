@@ -69,10 +69,10 @@ class Planned:
     # Squared error of experts' outputs over their squares: the mean over calibration's routed tokens, with the
     # experts as they would be loaded.
     expected_relative_loss: float | None
-    expected_relative_loss_error: float | None  # its standard error; None if the bundle keeps none
-    bytes_per_token: int | None  # read by a decoding step of one sequence
+    expected_relative_loss_error: float | None  # standard error of that loss; None if the bundle keeps none
+    bytes_per_token: int | None  # bytes that a decoding step of one sequence reads
     bandwidth: float | None  # measured bytes a second of the device's memory; None for a device that is not here
-    expected_tokens_per_second: float | None  # of decoding one sequence, if reading those bytes took all its time
+    expected_tokens_per_second: float | None  # of decoding one sequence, if reading `bytes_per_token` took all the time
     estimated: bool  # whether activations are an estimate from shapes
     message: str | None = None  # why the plan is not feasible, in one line
     table: Versions = ()  # [layers][experts], the placement of each; not in JSON
@@ -204,7 +204,7 @@ def _layer(bundle: Bundle, position: int, row: tuple[str, ...], order: list[str]
 def relative_loss(tables: CalibrationTables, table: Versions) -> tuple[float, float | None]:
     """Compute a map's mean relative loss over calibration's routed tokens (pack/FORMAT.md, "Calibration tables").
 
-    Also returns its standard error, for independent errors of experts; None if a layer's errors are not known.
+    Also return its standard error, which takes the experts' errors as independent; None if a layer has no errors.
     """
     lost = routed = square = 0.0
     known = True

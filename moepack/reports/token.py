@@ -44,8 +44,8 @@ class TokenTime:
     dense: str | None  # the version of the dense matrices
     threads: int
     context: int  # tokens in the cache
-    seconds: float  # of a step without clocks: the median
-    clocked: float  # of a step with clocks, which take about a microsecond each: the median
+    seconds: float  # median seconds of a step without clocks
+    clocked: float  # median seconds of a step with clocks, of about a microsecond each
     rate: float  # bytes a second that the threads read
     parts: tuple[Part, ...]  # largest first
     replaced: dict[str, int]  # class -> how many of its modules kernels replace

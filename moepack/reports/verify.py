@@ -73,7 +73,7 @@ def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list
     for group in stream.mtp_groups(_AT_ONCE) if bundle.manifest.model.get("mtp") == "keep" else ():
         for name, tensor in group.items():
             problems += _compare(dense, str(bundle.path), name, tensor)
-        group.clear()  # before the next is read
+        group.clear()  # frees the tensors before the next group is read
     reporter.step("done")
     return problems
 

@@ -112,7 +112,7 @@ def opened(asked: Serve, options: Options) -> Iterator[Server]:
     """
     from moepack.runtime.load import check_bundle
 
-    check_bundle(asked.bundle, asked.load)  # before slow imports
+    check_bundle(asked.bundle, asked.load)  # finds errors before slow imports
 
     from .http.app import Server
 
@@ -134,10 +134,10 @@ def _load(asked: Serve) -> tuple[Any, Any]:
 
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
-    check_config(asked.bundle)  # AutoTokenizer reads it
+    check_config(asked.bundle)  # AutoTokenizer reads the configuration
     try:
         tokenizer = AutoTokenizer.from_pretrained(asked.bundle)
-    except Exception as error:  # its files may hold anything
+    except Exception as error:  # a tokenizer's files may hold anything
         raise InputError(f"{asked.bundle}: no tokenizer that transformers can load: {in_a_line(error)}") from None
     moves = asked.load.budget is None or asked.load.parsed_policy().is_live
     options = asked.load.filled(kv_tokens=0 if moves else HELD, prefill_tokens=asked.step_tokens, all_logits=False)

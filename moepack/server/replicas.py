@@ -28,7 +28,7 @@ from .command import COMPILED, SIGNALS, Serve, listening, opened, options_of, pr
 BEGINNING = 64  # characters at a prompt's beginning that choose its replica
 PREFIXES = 512  # beginnings that a replica remembers; the oldest are dropped first
 HEALTH = 5.0  # seconds between health checks
-PAGE = "page"  # the key of all other requests: one replica answers them, so that the page's numbers are consistent
+PAGE = "page"  # key of requests without a prompt: one replica answers all, so that the page's numbers are consistent
 SCOPE = ("type", "method", "path", "raw_path", "query_string", "headers", "http_version", "scheme", "root_path", "asgi")
 
 

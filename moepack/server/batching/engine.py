@@ -33,7 +33,7 @@ TRIM = 5.0  # seconds between two returns of free heap memory to the system
 class CacheSlot:
     """One sequence's KV cache in the engine."""
 
-    cache: Any = None  # a `SequenceCache` if passes are packed, else transformers' own from the first pass on
+    cache: Any = None  # a `SequenceCache` if passes are packed, else transformers' own, made in the first pass
     length: int = 0  # cached tokens
 
 

@@ -38,7 +38,7 @@ class Job:
     # Makes the mask of allowed tokens, on the scheduler's thread; None allows all.
     grammar: Callable[[], JsonMask] | None = None
     wants_prompt: bool = False  # whether to report the prompt's own tokens
-    # The client has gone. Any thread may set it.
+    # Whether the client has gone. Any thread may set this.
     cancelled: bool = False
     # `submitted`, `first`, `last`: seconds of time.monotonic at submission, first token, last token; 0.0 until then.
     submitted: float = field(default_factory=time.monotonic)

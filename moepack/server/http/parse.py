@@ -37,7 +37,7 @@ class Request:
     prompts: tuple[str | list[int], ...] = ()  # texts or token ids
     echo: bool = False  # whether the answer begins with the prompt
     special: bool = True  # whether to add the tokens that begin or end a text
-    messages: list[dict[str, Any]] = field(default_factory=list)  # as templates read them
+    messages: list[dict[str, Any]] = field(default_factory=list)  # in the shape that templates read
     tools: list[dict[str, Any]] = field(default_factory=list)  # functions that the model may call
     template: dict[str, Any] = field(default_factory=dict)  # further arguments of the model's template
 

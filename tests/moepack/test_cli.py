@@ -115,7 +115,7 @@ def test_doctor() -> None:
     facts = json.loads(out)
     assert code == 0 and facts["problems"] == [] and facts["can_build"] is True
     assert facts["methods"] == dict.fromkeys(("gptq", "hqq", "rtn", "gptqmodel"), "ready")
-    assert facts["codec"]["decode_bytes_per_second"] > 100e6 and facts["codec"]["encode_bytes_per_second"] > 100e6
+    assert facts["codec"]["decode_bytes_per_second"] > 1e6 and facts["codec"]["encode_bytes_per_second"] > 1e6
     assert facts["kernel_limits"].split()[0].rstrip(":") in ("measured", "defaults", "none")
     assert facts["cpu"]["cores"] >= 1 and facts["disk"]["write_bytes_per_second"] > 0
 

@@ -1,6 +1,7 @@
 """Fetch bundles: whole, some versions, or the versions that a budget serves. A stopped pull can be continued.
 
-Only the manifest's files are fetched, in the sizes it gives. Their digests are checked before they enter the target.
+Only files that the manifest lists are fetched, if their sizes are as listed. Files enter the target after their digests
+are checked.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def pull(
 ) -> Path:
     """Download a bundle, or only some of its versions, and verify it.
 
-    A second run continues a stopped pull. If the target already is this bundle, the pull completes it from its commit.
+    A second run continues a stopped pull. A bundle in the target is completed from the commit that it came from.
 
     Args:
         repo: OWNER/NAME.
@@ -57,7 +58,7 @@ def pull(
         dense: versions of the dense matrices; by default the target's, or else the most precise.
 
     Raises:
-        InputError: for a version that the bundle lacks, or a budget too small for any.
+        InputError: for a version that the bundle lacks, or a budget too small for any version.
         TargetError: if the target holds something else, or the disk has no room.
         BundleError: if the repository's manifest is invalid, or a file arrived damaged.
         HubError: if the Hub refuses or cannot be reached.
@@ -88,7 +89,7 @@ def pull(
 
 
 def _dense(remote: Remote, target: Path, wanted: Sequence[str]) -> tuple[str, ...]:
-    """The versions of the dense matrices to fetch."""
+    """The versions of the dense matrices to fetch: `wanted`, or the most precise if the target has none."""
     manifest, here = remote.manifest, ", ".join(remote.dense)
     for name in wanted:
         if name not in remote.dense:
@@ -116,7 +117,7 @@ def _check(
 
 
 def _same(api: HfApi, remote: Remote, target: Path, revision: str | None, reporter: Reporter) -> Remote:
-    """The commit to pull from, with the target's manifest if the target is a bundle."""
+    """Choose the commit to pull from: the newest, or the one that the bundle in the target came from."""
     mine = target / MANIFEST
     if not mine.is_file() or mine.read_bytes() == remote.data:
         return remote
@@ -158,7 +159,7 @@ def _check_room(staging: Staging, missing: Mapping[str, int]) -> None:
 
 
 def _fetch(api: HfApi, remote: Remote, folder: Path, sizes: Mapping[str, int], reporter: Reporter) -> None:
-    """Download files; first raise BundleError for those that are missing or differ in size from the manifest."""
+    """Download files. If the repository lacks one or has it in another size, raise BundleError and download none."""
     problems = []
     for name, size in sizes.items():
         if (found := remote.sizes.get(name)) != size:
@@ -171,7 +172,7 @@ def _fetch(api: HfApi, remote: Remote, folder: Path, sizes: Mapping[str, int], r
 
 
 def _verify(remote: Remote, root: Path, names: set[str], reporter: Reporter) -> None:
-    """Check digests; delete files that do not match, and raise BundleError for them."""
+    """Check the digests of files under `root`; delete files that do not match, and raise BundleError for them."""
     versions = tuple(v for v in remote.manifest.versions if any(n in names for n in remote.experts(v.name)))
     problems: list[Problem] = []
     reporter.stage("verify digests", len(names))
@@ -185,7 +186,7 @@ def _verify(remote: Remote, root: Path, names: set[str], reporter: Reporter) -> 
 
 
 def _fitting(api: HfApi, remote: Remote, staging: Staging, fit: LoadOptions, reporter: Reporter) -> tuple[str, ...]:
-    """The versions that a budget's plan serves, from the manifest, the loss tables and the configuration."""
+    """The versions that a plan for the budget serves. Fetches the loss tables and the configuration for the plan."""
     names = ["config.json", TABLES]
     for name in names:
         if name not in remote.manifest.files:

@@ -37,7 +37,7 @@ def hub_errors(repo: str) -> Iterator[None]:
 
 
 def _unreachable(error: BaseException) -> bool:
-    """Whether no answer came. Compares names: the classes depend on huggingface_hub's HTTP library."""
+    """Whether the Hub gave no answer. Compares class names: the classes depend on huggingface_hub's HTTP library."""
     names = {"TransportError", "OfflineModeIsEnabled", "LocalEntryNotFoundError", "IncompleteSnapshotError"}
     kinds = {kind.__name__ for kind in type(error).__mro__}
     return isinstance(error, ConnectionError | TimeoutError) or bool(kinds & names)

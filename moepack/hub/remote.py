@@ -1,4 +1,4 @@
-"""Read a repository: its commit, its manifest, and the manifest's files that it has."""
+"""Read a repository on the Hub: its commit, its manifest, and which of the manifest's files it holds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi, RepoFile
 
 PUSHING = "manifest.partial.json"  # the manifest's name until a push is complete
-_AT_ONCE = 500  # names a request
+_AT_ONCE = 500  # names in one request
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Remote:
     commit: str  # 40 hexadecimal digits
     data: bytes  # the manifest's bytes
     manifest: Manifest
-    sizes: Mapping[str, int]  # file name -> bytes, of the files of manifest and card that the repository has
+    sizes: Mapping[str, int]  # file name -> bytes; the files of manifest and card that the repository holds
 
     @property
     def versions(self) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ def read_small(api: HfApi, repo: str, name: str, revision: str | None) -> tuple[
     """Read a small file and its commit; None if the file is missing.
 
     Raises:
-        BundleError: before fetching, for a file larger than the largest manifest.
+        BundleError: for a file larger than a manifest may be; it is not fetched.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError

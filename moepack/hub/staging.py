@@ -1,7 +1,7 @@
 """The folder inside the target where a pull keeps files until all are fetched and checked.
 
-The target gets whole files, then whole versions, then its manifest. A killed pull leaves the fetched files, and leaves
-the directory a bundle only if it was one before.
+Then whole files move into the target, whole versions as folders, and the manifest last. A killed pull keeps the fetched
+files here; the target is then a bundle only if it was one before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RECORD = ".pulled.json"
 
 
 class Staging:
-    """The locked target of a pull. A context manager."""
+    """The locked target of a pull. A context manager, which unlocks the target."""
 
     def __init__(self, target: Path) -> None:
         """Lock a target that is new, empty, a bundle, or left by a stopped pull.
@@ -60,7 +60,7 @@ class Staging:
         """Move fetched files into the target: new folders as a whole, and the manifest last.
 
         Raises:
-            TargetError: if a folder of the target is a link, which points outside it.
+            TargetError: if a folder in the target is a link: files would land outside the target.
         """
         wanted, folders = dict.fromkeys(names), set[Path]()
         for name in wanted:
@@ -101,7 +101,7 @@ class Staging:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if isinstance(error, InputError):  # refused before it fetched much
+        if isinstance(error, InputError):  # the pull was refused before it fetched much
             shutil.rmtree(self._folder, ignore_errors=True)
             if not any(self.target.iterdir()):
                 self.target.rmdir()

@@ -1,9 +1,9 @@
-"""Publish a bundle in commits that a stopped push continues; the manifest comes last.
+"""Publish a bundle in several commits, the manifest last. A second run continues a stopped push.
 
 A repository without a manifest is not a bundle. The first commit removes the old manifest and the files absent from the
 new one, and adds the new manifest under another name. Further commits add groups of missing files. The last commit adds
-the manifest and the card. The Hub does not ask again for bytes that it has received, committed or not.
-huggingface_hub's own large uploads choose their order, so a partial bundle could look complete.
+the manifest and the card. Bytes that the Hub has received are not sent again, committed or not. huggingface_hub's own
+upload of large folders chooses the order of the files, so a partial bundle could look complete.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def push(
     reporter: Reporter | None = None,
     base_model: str | None = None,
 ) -> str:
-    """Verify and upload a bundle; returns the address of the last commit.
+    """Verify and upload a bundle; return the web address of the last commit.
 
     A second run continues a stopped push, and writes the repository's card again.
 
@@ -54,7 +54,7 @@ def push(
         private: whether a new repository is private.
         revision: the branch to push to; created if missing.
         reporter: receives progress.
-        base_model: the checkpoint's Hub id for the card; by default that of the build, if it was on the Hub.
+        base_model: the checkpoint's Hub id for the card; by default the id that the bundle was built from, if any.
 
     Raises:
         BundleError: if the bundle is damaged; nothing is uploaded then.
@@ -84,8 +84,8 @@ class _There:
     repo: str
     revision: str | None  # the branch
     commit: str  # the head of the branch
-    manifest: bytes | None  # its manifest's bytes; None without one
-    pushing: bytes | None  # the manifest's bytes of a stopped push
+    manifest: bytes | None  # the repository's manifest; None without one
+    pushing: bytes | None  # the manifest that a stopped push left under another name; None without one
     listed: frozenset[str]  # files that either manifest names
 
 
@@ -113,7 +113,7 @@ def _look(api: HfApi, repo: str, revision: str | None, ours: Manifest) -> _There
 
 
 def _origin(manifest: Manifest) -> tuple[str, Any]:
-    """The name of a bundle's checkpoint, and its files' digests."""
+    """The name of a bundle's checkpoint, and the digests of the checkpoint's files."""
     given = manifest.provenance.get("checkpoint")
     checkpoint = given if isinstance(given, Mapping) else {}
     name = checkpoint.get("name") or manifest.model.get("model_type")
@@ -178,7 +178,7 @@ def _groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 
 
 def _card(bundle: Bundle, repo: str, base_model: str | None, reporter: Reporter) -> dict[str, bytes]:
-    """Make the card, and its picture if matplotlib is installed."""
+    """Make the model card, and its picture if matplotlib is installed, as file name -> bytes."""
     out: dict[str, bytes] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:

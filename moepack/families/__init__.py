@@ -1,4 +1,4 @@
-"""Model families beyond transformers: a checkpoint's class, layouts outside its experts interface, MTP layers.
+"""What model families need besides transformers: a checkpoint's class, adapted experts, the names of MTP layers.
 
-The build and the server share this, so that they agree on every module's name. Independent of bundles.
+The build and the server share this package, so that they agree on every module's name. It does not know bundles.
 """

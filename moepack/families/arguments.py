@@ -1,4 +1,4 @@
-"""The arguments of a forward pass by name, whether given by position or by name, and facts read from them."""
+"""Find a forward pass's arguments by name, however they were passed, and its KV cache in them or in its output."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import functools
 import inspect
 from typing import Any
 
-# Names of a pass's cache, taken and returned: `cache` from transformers 5.24 on, the others before.
+# Names of the KV cache among a pass's arguments and in its output: `cache` since transformers 5.24, the others before.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 
 def bound(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Bind arguments to names, with defaults for the others.
+    """Bind arguments to names, with defaults for the missing ones.
 
-    Arguments that do not fit give the named ones alone: the forward itself raises the error.
+    If they do not fit the signature, return only those passed by name: the forward itself raises the error.
     """
     try:
         found = signature.bind_partial(*args, **kwargs)
@@ -28,20 +28,20 @@ def bound(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def without_self(forward: Any) -> inspect.Signature:
-    """The signature of a class's function without `self`."""
+    """The signature of a method, taken from its class, without `self`."""
     whole = inspect.signature(forward)
     return whole.replace(parameters=list(whole.parameters.values())[1:])
 
 
 def inputs(given: dict[str, Any]) -> Any:
-    """A pass's input: [batch, tokens], or embeddings [batch, tokens, hidden]; None for neither."""
+    """A pass's input: token ids [batch, tokens], or embeddings [batch, tokens, hidden]; None without either."""
     found = given.get("input_ids")
     found = given.get("inputs_embeds") if found is None else found
     return found if found is not None and found.ndim >= 2 else None
 
 
 def cache_of(given: dict[str, Any]) -> Any:
-    """The cache that a pass continues."""
+    """The KV cache that a pass was given; None without one."""
     return next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
 
 
@@ -52,23 +52,23 @@ def _cache_name(kind: Any) -> str:
 
 
 def with_cache(model: Any, cache: Any) -> dict[str, Any]:
-    """The keyword argument that gives a cache to a model's forward or `generate`."""
+    """The keyword argument that passes a KV cache to a model's forward or `generate`."""
     kind: Any = type(model)
     return {_cache_name(kind): cache}
 
 
 def cache_in(out: Any) -> Any:
-    """The cache in the output object of a pass or a generation; None without one."""
+    """The KV cache in the output object of a pass or of `generate`; None without one."""
     return next((getattr(out, name) for name in CACHE_NAMES if hasattr(out, name)), None)
 
 
 def caches_in(out: Any) -> list[Any]:
-    """The caches in a pass's result."""
+    """The KV caches in a pass's output, which is a tuple or an output object."""
     found = out if isinstance(out, tuple) else (cache_in(out),)
     return [made for made in found if hasattr(made, "get_seq_length")]
 
 
 def uses_cache(config: Any, given: dict[str, Any]) -> bool:
-    """Whether a pass without a cache creates one."""
+    """Whether a pass that was given no KV cache creates one: by its `use_cache`, or else by the configuration."""
     wanted = given.get("use_cache")
     return bool(getattr(config.get_text_config(), "use_cache", True) if wanted is None else wanted)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-# A module's class, and the file whose `behind_interface(module)` gives it a class that the interface runs.
+# Class of a module -> file here; its `behind_interface(module)` changes the class to one that the interface runs.
 LAYOUTS = {"transformers.models.llama4.modeling_llama4.Llama4TextMoe": "llama4"}
 
 

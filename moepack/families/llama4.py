@@ -1,8 +1,8 @@
 """Run Llama-4's experts through transformers' experts interface.
 
-Llama-4's own code gives every token to every expert, times a score that is 0 except for the token's expert, and adds
-up. Here an expert gets its own tokens alone, times their scores. Its input is the same to the bit, and the other
-experts would have made zeros of zeros. The score is applied before the expert, so the weight after it is 1.
+Llama-4's own code runs every expert on every token, times a score that is 0 except for the token's own expert, and sums
+the outputs. Here an expert runs on its own tokens alone, times their scores. These inputs are the same to the bit; the
+inputs left out are zeros, whose outputs are zeros. The score multiplies the input, so `top_k_weights` are 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4
 
 from moepack.pack.errors import InputError
 
-# transformers 5.24.0 reads this attribute of the text model's output, which lacks it: passes over text alone failed.
+# transformers 5.24.0 reads this attribute of the text model's output, which lacks it: passes over text alone fail.
 if not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):
     MoeCausalLMOutputWithPast.image_outputs = None
 
@@ -32,19 +32,19 @@ class Experts(Llama4TextExperts):
     config: Any
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:  # type: ignore[override]
-        """Run the experts: [tokens, hidden] and the router's choice [tokens, 1] to [tokens, hidden]."""
+        """Run the experts on [tokens, hidden] by the router's choice [tokens, 1]; return [tokens, hidden]."""
         run = ALL_EXPERTS_FUNCTIONS.get_interface(self.config._experts_implementation, grouped_mm_experts_forward)
         out: Tensor = run(self, hidden_states, top_k_index, top_k_weights)
         return out
 
 
 class Moe(Llama4TextMoe):
-    """Llama-4's block, with each expert called for its own tokens."""
+    """Llama-4's MoE block, with each expert run on its own tokens alone."""
 
     experts: Any
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Like the original: [batch, length, hidden] to [tokens, hidden] and the router's logits."""
+        """Run the block as the original does: [batch, length, hidden] to [tokens, hidden] and the router's logits."""
         hidden = hidden_states.reshape(-1, self.hidden_dim)
         scores, logits = self.router(hidden)
         score, index = scores.topk(1, dim=1)
@@ -55,10 +55,10 @@ class Moe(Llama4TextMoe):
 
 
 def behind_interface(block: Any) -> None:
-    """Make a block of Llama-4 call its experts through the interface.
+    """Change the classes of a Llama-4 block and its experts, so that it calls them through the interface.
 
     Raises:
-        InputError: where a token has several experts; no published model does.
+        InputError: where the router chooses several experts for a token; no published model does.
     """
     if block.top_k != 1:
         raise InputError(f"llama4_text with num_experts_per_tok {block.top_k} is not supported: only 1 is")

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-# The one whose class the checkpoint names; otherwise the first that has a class.
+# Auto classes: the one whose class the checkpoint's `architectures` names is chosen, else the first with a class.
 _AUTO = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
 
 
 def auto_class(config: Any) -> Any:
-    """The auto class of transformers whose `from_config` and `from_pretrained` make a configuration's model.
+    """The transformers auto class whose `from_config` and `from_pretrained` make a configuration's model.
 
     A configuration with a tower may have two models: Qwen3.5-MoE's is a text model to AutoModelForCausalLM, and the
     whole model to AutoModelForImageTextToText. The checkpoint's `architectures` names the right one.
 
     Raises:
-        ValueError: when no class of transformers generates text from it.
+        ValueError: when transformers has no class that generates text for the configuration.
     """
     import transformers
 
@@ -41,8 +41,8 @@ def model_of(config: Any, **options: Any) -> Any:
     """Make a configuration's model by `from_config` with these options, with its experts named as in a bundle.
 
     Raises:
-        ValueError: when no class of transformers generates text from it.
-        InputError: for a layout that is not supported.
+        ValueError: when transformers has no class that generates text for the configuration.
+        InputError: for experts in a layout that is not supported.
     """
     from .layouts import adapt
 

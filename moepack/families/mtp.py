@@ -1,6 +1,6 @@
 """Find a checkpoint's tensors of layers for multi-token prediction (MTP), by name.
 
-MTP layers have the numbers after the decoder layers (DeepSeek-V3, GLM-4.5), or a name of their own (Qwen3-Next,
+MTP layers are numbered after the decoder layers (DeepSeek-V3, GLM-4.5), or have a name of their own (Qwen3-Next,
 Ernie-4.5).
 """
 
@@ -15,13 +15,13 @@ _NAME = re.compile(rf"{_OWN}|(?:^|\.)layers\.(\d+)\.")
 
 
 def mtp_tensors(names: Iterable[str], decoder_layers: int) -> list[str]:
-    """The tensors of MTP layers among those without a place in a model of `decoder_layers` layers."""
+    """The names of MTP layers' tensors among `names`, which have no place in a model of `decoder_layers` layers."""
     found = ((name, _NAME.search(name)) for name in names)
     return [name for name, m in found if m and (m[1] is None or int(m[1]) >= decoder_layers)]
 
 
 def mtp_patterns(names: Iterable[str], decoder_layers: int) -> set[str]:
-    """Regular expressions for the MTP layers of these tensors, by which a model without MTP layers skips them."""
+    """Regular expressions that match the MTP layers among `names`, for a model without MTP layers to skip."""
     out = set()
     for name in mtp_tensors(names, decoder_layers):
         m = _NAME.search(name)

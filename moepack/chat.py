@@ -14,24 +14,24 @@ from .server.options import Sampling
 
 HELP = "/reset forgets the chat, /quit ends it; Ctrl-C stops an answer."
 Tell = Callable[[str], None]
-Answer = Callable[[list[dict[str, str]], Tell], str]  # answers a chat, and passes the text to `Tell` as it comes
+Answer = Callable[[list[dict[str, str]], Tell], str]  # answers a chat; passes the text to `Tell` as it is generated
 
 
 def local_model(session: Session, new_tokens: int, sampling: Sampling, stop: Sequence[str] = ()) -> Answer:
-    """Answer by a model loaded in this process."""
+    """Return the `Answer` of a model loaded in this process."""
     return lambda messages, tell: session.go_on(session.chat(messages), new_tokens, sampling, stop, tell)
 
 
 def server(url: str, key: str | None, new_tokens: int, sampling: Sampling, stop: Sequence[str] = ()) -> Answer:
-    """Answer by the first model that a server with OpenAI's interface lists.
+    """Return the `Answer` of the first model that a server with OpenAI's interface lists.
 
-    The answer raises InputError if the server cannot be reached or refuses.
+    Calling the answer raises InputError if the server cannot be reached or refuses.
     """
     from huggingface_hub import InferenceClient, get_session
 
     base, key = url.rstrip("/").removesuffix("/v1") + "/v1", key or "none"
     client = InferenceClient(base_url=base, api_key=key)
-    # Not in OpenAI's interface, but known to many servers: sent only if set.
+    # OpenAI's interface lacks these, but many servers know them: they are sent only if set.
     extra = {"top_k": sampling.top_k, "min_p": sampling.min_p, "repetition_penalty": sampling.repetition}
     asked: dict[str, Any] = {
         "temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed,
@@ -51,7 +51,7 @@ def server(url: str, key: str | None, new_tokens: int, sampling: Sampling, stop:
                     if choice.delta.content:
                         text += choice.delta.content
                         tell(choice.delta.content)
-        except Exception as error:  # of httpx or the client
+        except Exception as error:  # any error of httpx or of the client
             raise InputError(f"{url}: {_why(error)}") from None
         return text
 
@@ -59,15 +59,15 @@ def server(url: str, key: str | None, new_tokens: int, sampling: Sampling, stop:
 
 
 def _why(error: Exception) -> str:
-    """An error in one line; the server's own words if it sent any."""
+    """Return an error as one line: the server's own message if the server sent one."""
     answer = getattr(error, "response", None)
-    with contextlib.suppress(Exception):  # for any other body
+    with contextlib.suppress(Exception):  # the answer may have another body, or none
         return str(answer.json()["error"]["message"])  # type: ignore[union-attr]
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def talk(answer: Answer, system: str = "", lines: Iterable[str] | None = None, tell: Tell | None = None) -> None:
-    """Read the user's lines, by default from the terminal, and `tell` each answer, by default on stdout.
+    """Read messages from `lines` (default: the terminal), and pass each answer to `tell` (default: stdout).
 
     `system` is the message that begins the chat.
     """

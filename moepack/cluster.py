@@ -12,15 +12,15 @@ from moepack.pack.errors import InputError, MissingExtraError
 
 
 def connect(address: str | None, **local: Any) -> tuple[Any, bool]:
-    """Return Ray, and whether this call started it, so that the caller shuts it down.
+    """Connect; return the ray module, and whether this call initialised it (then the caller shuts it down).
 
     Args:
-        address: the cluster's; None for RAY_ADDRESS's, or a cluster that starts on this machine.
-        local: options of a cluster that starts here.
+        address: the cluster's address. None takes RAY_ADDRESS, or if unset, starts a cluster on this machine.
+        local: options of `ray.init` for a cluster that is started on this machine.
 
     Raises:
         InputError: if nothing answers at the address.
-        MissingExtraError: without Ray.
+        MissingExtraError: if Ray is not installed.
     """
     try:
         import ray
@@ -42,12 +42,12 @@ def connect(address: str | None, **local: Any) -> tuple[Any, bool]:
 
 
 def asked(address: str | None) -> str | None:
-    """The given address, or RAY_ADDRESS, which a job on a cluster has."""
+    """Return the given address, or else the variable RAY_ADDRESS, which jobs on a cluster have."""
     return address or os.environ.get("RAY_ADDRESS")
 
 
 def reach(address: str | None) -> None:
-    """Connect to a cluster's port, or raise InputError: Ray itself tries a dead address for minutes."""
+    """Raise InputError if a HOST:PORT address accepts no connection. Ray itself would try for minutes."""
     at = re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:(\d+)", address or "")
     if at is None:
         return

@@ -1,4 +1,4 @@
-"""Continue prompts and chats by a bundle or checkpoint, inside the model's budget."""
+"""Continue prompts and chats with a bundle or checkpoint, inside a memory budget."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .server.batching.text import Stops
 from .server.batching.tokens import end_tokens
 from .server.options import Sampling
 
-PROMPT = 512  # tokens of a prompt in one pass, in a budget
+PROMPT = 512  # the most tokens of a prompt in one pass, by default in a budget
 NEW_TOKENS = 64  # the most tokens of a continuation
 CHAT_TOKENS = 2048  # tokens of a chat for which a budget reserves cache from the start
 GREEDY = Sampling(temperature=0.0)
@@ -26,7 +26,7 @@ Tell = Callable[[str], None]
 
 
 class Session:
-    """A loaded model that continues one text after another. A context manager, which closes the model."""
+    """A model that continues one text after another. `load` loads the model; leaving the context closes it."""
 
     def __init__(self, path: str | Path, options: LoadOptions = DEFAULTS, chat_template: str | None = None) -> None:
         """Find the model and read its tokenizer. Raises InputError if it is missing or the options do not fit it."""
@@ -44,14 +44,14 @@ class Session:
         self._cached: list[int] = []
 
     def load(self, kv_tokens: int, prefill_tokens: int) -> None:
-        """Load the model, with these numbers if the options have none."""
+        """Load the model. The arguments apply where the options leave `kv_tokens` or `prefill_tokens` unset."""
         from transformers import GenerationConfig
 
         options = self._options.filled(kv_tokens=kv_tokens, prefill_tokens=prefill_tokens, all_logits=False)
         self._chunk = options.workload.prefill_tokens or PROMPT
         with Reporter().hub_bars():
             self.model = load_model(self._source, options)
-        # Other settings of its generation_config.json would act beside the caller's.
+        # Other settings of the model's generation_config.json would apply in addition to the caller's.
         self.model.generation_config = GenerationConfig(eos_token_id=end_tokens(self.model.generation_config) or None)
 
     def __enter__(self) -> Session:
@@ -63,23 +63,23 @@ class Session:
             self.model.moepack.close()
 
     def text(self, prompt: str) -> list[int]:
-        """The tokens of a plain text. Raises InputError if there are none."""
+        """The token ids of a plain text. Raises InputError if there are none."""
         ids: list[int] = self.tokenizer(prompt, add_special_tokens=False).input_ids if prompt else []
         if not ids:
             raise InputError("the prompt is empty")
         return ids
 
     def chat(self, messages: Messages) -> list[int]:
-        """The tokens of a chat by the model's template, up to the start of the answer.
+        """The token ids of a chat in the model's chat template, up to the start of the answer.
 
         Raises:
-            InputError: without a template, or if it rejects these messages.
+            InputError: if there is no template, or the template rejects these messages.
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise InputError(f"{self._path}: its tokenizer has no chat template: give one with --chat-template")
         try:
             text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # of any kind, from the template
+        except Exception as error:  # a template may raise any kind
             what = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise InputError(f"{self._path}: its chat template does not take this chat: {what}") from None
         return self.text(str(text))
@@ -88,12 +88,12 @@ class Session:
         self, ids: list[int], new_tokens: int, sampling: Sampling = GREEDY, stop: Sequence[str] = (),
         tell: Tell = lambda text: None,
     ) -> str:  # fmt: skip
-        """Continue a prompt's tokens by at most `new_tokens`. The cache of the last text serves a common beginning.
+        """Continue a prompt by at most `new_tokens` tokens. A prefix shared with the last text comes from its KV cache.
 
         Args:
             ids: the prompt's tokens.
             new_tokens: the most tokens to add.
-            sampling: how tokens are chosen; the same seed gives the answer of `moepack serve`.
+            sampling: how tokens are chosen; a seed gives the same answer as in `moepack serve`.
             stop: texts at which the answer ends; they are not part of it.
             tell: receives the text as it comes.
         """
@@ -145,17 +145,17 @@ class Session:
         return "".join(told)
 
     def _reuse(self, ids: list[int]) -> tuple[Any, int]:
-        """The last text's cache, cut to the prefix it shares with a prompt, and the prefix's length."""
+        """Take the last text's KV cache, cut to the prefix shared with a prompt, and its length; or (None, 0)."""
         from transformers.cache_utils import DynamicLayer
 
-        cache, self._cache = self._cache, None  # an interrupted pass leaves the cache between two states
+        cache, self._cache = self._cache, None  # not kept: an interrupted pass leaves it half updated
         done = next((n for n, (a, b) in enumerate(zip(ids, self._cached, strict=False)) if a != b), len(self._cached))
         done = min(done, len(ids) - 1)
         if cache is None or not done:
             return None, 0
         if done < len(self._cached):
             if any(type(layer) is not DynamicLayer for layer in getattr(cache, "layers", [None])):
-                return None, 0  # a sliding window or a state cannot go back
+                return None, 0  # the cache of a sliding window or a recurrent state cannot be cut
             cache.crop(done - len(self._cached))
         return cache, done
 

@@ -1,6 +1,6 @@
 """Measure the process's memory, and bound the caches of libraries.
 
-Freed memory goes back to the system by `moepack.runtime.devices.glibc.trim`.
+`moepack.runtime.devices.glibc.trim` returns freed memory to the system.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def peak_memory() -> int:
 
 
 def bound_kernel_caches() -> None:
-    """Bound the caches of compiled CPU kernels. Takes effect only before the process's first BF16 product on a CPU.
+    """Bound the caches of compiled CPU kernels. Call it before the process's first BF16 matrix product on a CPU.
 
     oneDNN and torch's layer over it compile a kernel for every shape of a BF16 product and keep 1,024 each. An expert's
-    number of tokens varies: measured, the caches grow to 350 MB and their hits do not matter.
+    number of tokens varies, and so do the shapes. Measured, the caches grow to 350 MB, and cache hits do not matter.
     """
     os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")

@@ -13,7 +13,7 @@ from moepack.runtime.planning.options import LoadOptions
 
 
 class Source(NamedTuple):
-    """Where transformers finds a model: a directory, or the Hub id of a bundle, which loading fetches."""
+    """A model's directory, or the Hub id of a bundle, which is downloaded while the bundle is loaded."""
 
     path: str | Path
     is_bundle: bool
@@ -36,7 +36,7 @@ def locate(path: str | Path) -> Source:
 
 
 def check(source: Source, options: LoadOptions) -> None:
-    """Raise InputError unless the options fit the model; before loading, and mostly without torch."""
+    """Raise InputError unless the options fit the model. Loads no model, and mostly does not import torch."""
     path, is_bundle = source
     if not is_bundle and (options.policy, options.budget, options.dense) != (None, None, None):
         raise InputError(f"{path}: not a bundle: a policy, dense versions and a memory budget need one")
@@ -58,7 +58,7 @@ def check(source: Source, options: LoadOptions) -> None:
 
 
 def load_model(source: Source, options: LoadOptions, progress: Callable[[int, int], None] | None = None) -> Any:
-    """Load a bundle or a plain checkpoint as a transformers model. `progress` is that of `moepack.load`."""
+    """Load a bundle or a plain checkpoint as a transformers model. `progress` is as in `moepack.load`."""
     from moepack.calibrate.stream import quiet_transformers
     from moepack.runtime.load import from_pretrained, load_bundle
 
@@ -74,7 +74,7 @@ def load_model(source: Source, options: LoadOptions, progress: Callable[[int, in
 
 
 def read_template(file: Path | None) -> str | None:
-    """Read a chat template from its file. Raises InputError if it cannot be read."""
+    """Read a chat template from `file`; None without a file. Raises InputError if it cannot be read."""
     try:
         return None if file is None else file.read_text()
     except (OSError, UnicodeDecodeError) as error:

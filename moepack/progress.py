@@ -20,17 +20,17 @@ class Reporter:
         """Begin the next step of the stage."""
 
     def inner(self, name: str, total: int) -> None:
-        """Begin `total` small units inside the step (tokens, experts)."""
+        """Begin to count `total` small units (tokens, experts) inside the step."""
 
     def advance(self, amount: int = 1) -> None:
-        """Finish some of these units."""
+        """Count `amount` of these units as finished."""
 
     def note(self, text: str) -> None:
         """Report one line that stays on the screen."""
 
     @contextlib.contextmanager
     def hub_bars(self) -> Iterator[None]:
-        """Wrap a transfer of huggingface_hub; here, without the library's bars."""
+        """Wrap a transfer of huggingface_hub. This class hides the library's progress bars."""
         from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
         disable_progress_bars()

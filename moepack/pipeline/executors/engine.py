@@ -21,10 +21,10 @@ NAMES = ("local", "ray")
 
 
 def check_engine(name: str, address: str | None) -> None:
-    """Refuse an unknown executor, or a cluster that does not answer, before any work.
+    """Raise an error unless the executor can be opened. Call it before any work.
 
     Raises:
-        InputError: for either.
+        InputError: for an unknown executor, an address without Ray, or a cluster that does not answer.
         MissingExtraError: when Ray is not installed.
     """
     if name not in NAMES:

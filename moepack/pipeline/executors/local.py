@@ -1,4 +1,4 @@
-"""The local executor: tasks in this process, on a CPU several at once."""
+"""The local executor: it runs tasks in this process, several at once on a CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Local:
     """Runs the tasks of a model's parts. A part is finished when `submit` returns."""
 
-    reads = False  # whether it reads weights from the checkpoint itself; otherwise `submit` gets them
+    reads = False  # whether the executor reads weights from the checkpoint itself; if not, `submit` takes them
     left = 0  # experts and row shards that were submitted and are not finished
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Local:
         self._device, self._how = device, how
 
     def submit(self, work: LayerWork, inputs: LayerInputs, advance: Advance) -> None:
-        """Take a part's tasks; return once there is room for another part. Calls `advance` with each finished count."""
+        """Take a part's tasks, and return once there is room for another part. `advance` is told what is finished."""
         device, missing = self._device, work.missing
         advance(sum(task.count for i, task in enumerate(work.tasks) if i not in missing))
 
@@ -59,7 +59,7 @@ class Local:
             yield self._done.pop(0)
 
     def close(self) -> None:
-        """Stop what was started, and drop unfinished work."""
+        """Stop what the executor started, and drop unfinished work."""
 
 
 def _make(task: RowShardTask | ExpertBatchTask, inputs: LayerInputs, device: torch.device) -> TaskResult:

@@ -1,4 +1,4 @@
-"""The Ray executor: tasks on a Ray cluster, an existing one or one started on this machine.
+"""The Ray executor: it runs tasks on a Ray cluster, which exists already or is started on this machine.
 
 This process sends each layer's tokens and moments once, and a few hundred bytes a task. It receives results only where
 workers do not see the work directory. A task requests THREADS cores, its memory, and a GPU where the build computes on
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 PROCESS = 1 << 30  # bytes of an idle worker: Python, torch, transformers
 RETRIES = 8  # times a task runs again when its worker dies
-AHEAD = 2  # tasks a slot, running or queued, before calibration waits
-SHARE = 0.5  # of this node's object store, the most for tokens and moments of unfinished layers
+AHEAD = 2  # calibration waits while this many tasks are running or queued per slot (room for one task)
+SHARE = 0.5  # the most of this node's object store that tokens and moments of unfinished layers take
 
 
 @dataclass
@@ -42,30 +42,30 @@ class Traffic:
     """Bytes that went through this process so far."""
 
     tokens: int = 0  # observations, put into the object store
-    moments: int = 0  # moments of dense matrices, put there
+    moments: int = 0  # moments of dense matrices, put into the object store
     orders: int = 0  # all else that was sent to tasks
-    answers: int = 0  # all answers but results
+    answers: int = 0  # answers of tasks, without results
     results: int = 0  # results that workers could not write into the work directory
 
 
 @dataclass
 class _LayerInFlight:
-    """An unfinished part of the model."""
+    """A part of the model that was submitted and is not finished."""
 
     work: LayerWork
     advance: Advance
     put: dict[int | None, Any] = field(default_factory=dict)  # group of dense matrices (None: experts) -> reference
-    bytes: int = 0  # of its tokens and moments, in the object store until the tasks are finished
-    running: dict[Any, int] = field(default_factory=dict)  # Ray's task -> position in work.tasks
-    writing: Any = None
+    bytes: int = 0  # of the part's tokens and moments, in the object store until the tasks are finished
+    running: dict[Any, int] = field(default_factory=dict)  # Ray's task -> index in work.tasks
+    writing: Any = None  # Ray's task that writes the part's files
     here: bool = False  # a result came over the network, so this process writes the part's files
     note: dict[str, Any] | None = None
 
 
 class OnRay:
-    """Runs tasks on a Ray cluster; see `Local`.
+    """Runs tasks on a Ray cluster. `Local` describes the methods.
 
-    Calibration goes ahead while fewer than AHEAD tasks a slot are unfinished, or only one layer's. The tokens and
+    Calibration runs ahead while fewer than AHEAD tasks per slot are unfinished, or only one layer is. The tokens and
     moments of unfinished layers and the next one take at most SHARE of this node's object store.
     """
 
@@ -148,7 +148,7 @@ class OnRay:
             self._ray.shutdown()
 
     def _remote(self, function: Any, options: dict[str, Any], what: Any, *more: Any) -> Any:
-        """Start a generator as a Ray task."""
+        """Start a generator function as a Ray task, and return the task."""
         self.traffic.orders += len(pickle.dumps((what, self._probe)))
         task = self._ray.remote(function).options(num_returns="streaming", max_retries=RETRIES, **options)
         return task.remote(what, self._source, self._probe, *more)
@@ -161,7 +161,7 @@ class OnRay:
         return bool(busy) and (crowded or held + more > SHARE * self._store)
 
     def _step(self, timeout: float | None) -> bool:
-        """Take one task's answer, waiting up to `timeout` seconds; returns whether there was one."""
+        """Wait up to `timeout` seconds (None: no limit) for a task's answer and take it; return whether one came."""
         tasks = {task: layer for layer in self._layers for task in (*layer.running, layer.writing) if task is not None}
         if not tasks:
             return False
@@ -175,7 +175,7 @@ class OnRay:
         return bool(ready)
 
     def _made(self, layer: _LayerInFlight, task: Any) -> None:
-        """Take a task's result."""
+        """Take a task's answer. If it carries the result, check the bytes and write them to the work directory."""
         i = layer.running[task]
         path = layer.work.kept[i]
         own = path.with_name(f"{path.stem}.{secrets.token_hex(4)}")
@@ -204,7 +204,7 @@ class OnRay:
         self._write(layer)
 
     def _write(self, layer: _LayerInFlight) -> None:
-        """Have a part's files written once all its results are there."""
+        """If all results of a part are there, write the part's files here, or start a Ray task that writes them."""
         if layer.running:
             return
         layer.put.clear()
@@ -236,7 +236,7 @@ def _group(task: RowShardTask | ExpertBatchTask, inputs: LayerInputs) -> int | N
 
 
 def _sent(task: RowShardTask | ExpertBatchTask, inputs: LayerInputs) -> SharedTensors:
-    """A task's inputs, without weights."""
+    """The tensors that a task needs besides weights."""
     if isinstance(task, RowShardTask):
         assert inputs.moments is not None
         return SharedTensors.of(*inputs.moments.of(task.matrix.module))
@@ -246,10 +246,10 @@ def _sent(task: RowShardTask | ExpertBatchTask, inputs: LayerInputs) -> SharedTe
 
 
 def needs(memory: int, gpus: int) -> dict[str, float]:
-    """The resources of a task of `memory` bytes, by Ray's names."""
+    """The resources that a task of `memory` bytes requests, by Ray's names."""
     return {"CPU": float(THREADS), "memory": float(PROCESS + memory)} | ({"GPU": 1.0} if gpus else {})
 
 
 def slots(nodes: Sequence[Mapping[str, float]], need: Mapping[str, float]) -> int:
-    """How many tasks with these needs run at once on nodes with these resources."""
+    """How many tasks that each need `need` run at once on nodes with these resources."""
     return sum(min(int(node.get(name, 0.0) // wanted) for name, wanted in need.items()) for node in nodes)

@@ -1,8 +1,8 @@
-"""The work of a worker on another machine. Independent of Ray.
+"""What a worker process of a cluster does. This module does not use Ray.
 
-No weights travel: the worker checks that its checkpoint files are the driver's, and reads its task's weights from them.
-Tokens and moments come as NumPy arrays, which the workers of a node share. A worker that sees the driver's work
-directory writes its result there; another returns the bytes, in chunks.
+No weights travel: the worker checks that its checkpoint files equal the driver's (the process that runs the build), and
+reads a task's weights from them. Tokens and moments come as NumPy arrays, which the workers of a node share. A worker
+that sees the driver's work directory writes its result there; any other returns the bytes, in chunks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ANSWER = 32 << 20  # bytes of a chunk of an answer
 
 @dataclass(frozen=True)
 class SharedTensors:
-    """An observation's inputs, experts and gates, or two moments (`DenseMoments`), as NumPy arrays."""
+    """An observation's inputs, experts and gates, or a matrix's two moments (`DenseMoments.of`), as NumPy arrays."""
 
     arrays: tuple[Buffer, ...]  # uint8 [first axis, bytes of the other axes]; a tensor given twice is one array
     dtypes: tuple[str, ...]  # torch's names
@@ -46,7 +46,7 @@ class SharedTensors:
 
     @staticmethod
     def of(*tensors: torch.Tensor, length: int = 0) -> SharedTensors:
-        """Share the tensors' memory where it is contiguous."""
+        """Make arrays from tensors. An array shares the memory of a contiguous tensor."""
         import torch
 
         array = {id(t): t.contiguous().view(torch.uint8).numpy() for t in tensors}
@@ -59,7 +59,7 @@ class SharedTensors:
         return sum({id(a): a.nbytes for a in self.arrays}.values())
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors in the arrays' own memory; read-only."""
+        """Make tensors that share the arrays' memory; they must not be written to."""
         import torch
 
         with warnings.catch_warnings():
@@ -70,7 +70,7 @@ class SharedTensors:
 
 @dataclass(frozen=True)
 class WorkerCheckpoint:
-    """A checkpoint by the path that it has on every machine."""
+    """A checkpoint's path, the same on every machine, and what identifies its files."""
 
     path: str
     files: Mapping[str, Mapping[str, Any]]  # file name -> its entry of `moepack.calibrate.identity.identity`
@@ -85,7 +85,7 @@ class DirectoryProbe:
 
     @staticmethod
     def leave(folder: Path) -> DirectoryProbe:
-        """Write a probe."""
+        """Write a new probe into `folder`."""
         probe = DirectoryProbe(folder / f"{PROBE}{secrets.token_hex(8)}", secrets.token_hex(32))
         probe.file.write_text(probe.word)
         return probe
@@ -109,7 +109,9 @@ class WorkerOrder:
 def run_task(
     order: WorkerOrder, source: WorkerCheckpoint, probe: DirectoryProbe, shared: SharedTensors
 ) -> Iterator[Buffer | str]:
-    """Run a task. Yields its result's file in chunks of ANSWER bytes, then their SHA-256; or "" once it is written.
+    """Run a task. Yield "" once its result is in the work directory.
+
+    A machine that does not see that directory yields the result's file in chunks of ANSWER bytes, then their SHA-256.
 
     Raises:
         InputError: when this machine does not see the driver's checkpoint.
@@ -152,13 +154,13 @@ def _make(task: RowShardTask | ExpertBatchTask, source: WorkerCheckpoint, shared
 
 
 def finish_layer(work: LayerWork, source: WorkerCheckpoint, probe: DirectoryProbe) -> Iterator[dict[str, Any] | None]:
-    """Yield `write_layer`'s note; None where this machine does not see the work directory with all results."""
+    """Write a part's files and yield the note; yield None if this machine does not see all results of its tasks."""
     yield write_layer(work) if probe.seen() and not work.missing else None
 
 
 @functools.lru_cache(maxsize=1)
 def _stream(path: str) -> StreamedModel:
-    """The checkpoint's skeleton, kept for the worker's next task."""
+    """Open the checkpoint's skeleton, and keep it for the worker's next task."""
     from moepack.calibrate.checkpoint import open_checkpoint
     from moepack.calibrate.stream import StreamedModel
     from moepack.memory import bound_kernel_caches

@@ -1,1 +1,1 @@
-"""Units of quantising work, with the same bytes wherever they run: expert batches and row shards of dense matrices."""
+"""Units of quantising work: expert batches and row shards of dense matrices. Their bytes are equal on every machine."""

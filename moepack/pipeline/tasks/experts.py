@@ -1,6 +1,7 @@
-"""The task of an expert batch: some experts of a layer at every version, with the same bytes on every machine.
+"""The task that quantises an expert batch: some experts of a layer at every version, the same bytes on any machine.
 
-`moepack.quantize.expert_batch` has the mathematics; this module has the address, the encoding and the table of losses.
+`moepack.quantize.expert_batch` has the mathematics; this module has the address (digest of all inputs), the encoding
+and the table of losses.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ _HASHED = 4096  # rows hashed at once
 
 @dataclass(frozen=True)
 class ExpertBatchTask:
-    """The inputs of an expert batch, without the layer's observation."""
+    """An expert batch to quantise. The layer's observation (the experts' inputs in calibration) is passed apart."""
 
-    checkpoint: str  # SHA-256 over its files' digests
+    checkpoint: str  # SHA-256 over the digests of the checkpoint's files
     layer: int
     experts: range
     versions: tuple[Version, ...]  # includes the lossless one
@@ -42,11 +43,11 @@ class ExpertBatchTask:
 
     @property
     def count(self) -> int:
-        """Units of a build's progress."""
+        """The number of units that the task adds to a build's progress."""
         return len(self.experts)
 
     def address(self, observed: str) -> str:
-        """SHA-256 of all that determines the result; `observed` is `observation_digest`."""
+        """The SHA-256 of all that determines the result. `observed` comes from `observation_digest`."""
         from moepack.quantize.losses import ESTIMATE
 
         facts = {
@@ -60,7 +61,7 @@ class ExpertBatchTask:
 
 
 def address(task: Any, facts: dict[str, Any]) -> str:
-    """SHA-256 of these facts and of the facts that every task has."""
+    """Add the facts that every task has to `facts`, and return the SHA-256 of all."""
     facts |= {
         "moepack": __version__,
         "checkpoint": task.checkpoint,
@@ -72,7 +73,7 @@ def address(task: Any, facts: dict[str, Any]) -> str:
 
 
 def batch_settings(recipe: Recipe) -> Settings:
-    """A recipe's settings for expert batches."""
+    """The quantiser's settings for expert batches, from a recipe."""
     from moepack.quantize.expert_batch import Settings
 
     q = recipe.quantize
@@ -96,7 +97,7 @@ def observation_digest(observation: Observation) -> str:
 def exact_extent(
     version: Version, weights: ExpertWeights, expert: int, threads: int | None = None
 ) -> tuple[Buffer, int]:
-    """An expert's extent in a lossless version, and its payload; on all cores, or on `threads` threads."""
+    """Encode an expert losslessly, on `threads` threads or all cores; return the extent and its size without padding."""
     from moepack.calibrate.experts import bits_of
     from moepack.pack.codec.lossless import LosslessMatrix
 
@@ -110,9 +111,9 @@ def exact_extent(
 def make_expert_batch(
     task: ExpertBatchTask, module: Any, weights: ExpertWeights, observation: Observation, device: torch.device
 ) -> TaskResult:
-    """Quantise, measure and encode an expert batch, on THREADS of torch's threads.
+    """Quantise an expert batch, measure its losses and encode it, with torch on THREADS threads.
 
-    `module`: the layer's experts module, for its gate activation only. `weights`: those of the batch's experts.
+    `module`: the layer's experts module; only its gate activation is used. `weights`: those of the batch's experts.
     """
     import torch
 

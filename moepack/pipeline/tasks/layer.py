@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from moepack.calibrate.experts import ExpertWeights
     from moepack.calibrate.forward import Observation
 
-Note = tuple[int | None, dict[str, Any]]  # a part, and its note in the work directory
-Advance = Callable[[int], None]  # takes a number of finished experts and row shards
+Note = tuple[int | None, dict[str, Any]]  # a part, and the note that `WorkDirectory.mark` writes for it
+Advance = Callable[[int], None]  # called with the number of experts and row shards that have just been finished
 LOSSES = "dense-losses.safetensors"
 _COLUMNS = ("relative", "mse", "method")
 
@@ -45,28 +45,28 @@ class DenseWork:
 
     layer: DenseLayer
     versions: tuple[Version, ...]  # includes the lossless one
-    signal: tuple[float, ...]  # by matrix, `moepack.calibrate.dense.DenseMoments.signal`
-    tokens: int  # that the part read
+    signal: tuple[float, ...]  # `moepack.calibrate.dense.DenseMoments.signal` of each matrix
+    tokens: int  # calibration tokens that went through the part
 
     @property
     def note(self) -> dict[str, Any]:
-        """The work directory's note, without the files' entries."""
+        """The part's note for the work directory, without the entries of its files."""
         return {"matrices": [asdict(m) for m in self.layer.matrices]}
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """A part's tasks and result files, sent to other machines. `LayerInputs` holds the tensors."""
+    """A part's tasks and paths of result files, which go to other machines. `LayerInputs` holds the tensors."""
 
     part: int | None  # the decoder layer's index; None for the part outside the layers
     tasks: tuple[RowShardTask | ExpertBatchTask, ...]  # row shards, then expert batches, both in order
-    kept: tuple[Path, ...]  # by task, the file of its result
-    folder: Path  # for the part's files
+    kept: tuple[Path, ...]  # for each task, the file of its result
+    folder: Path  # where the part's finished files go
     experts: ExpertLayer | None = None
     dense: DenseWork | None = None
 
     def memory(self, i: int) -> int:
-        """Bytes that a task takes."""
+        """Bytes of memory that task `i` takes."""
         from moepack.quantize.batch_memory import batch_memory
 
         task = self.tasks[i]
@@ -77,7 +77,7 @@ class LayerWork:
 
     @property
     def missing(self) -> list[int]:
-        """The tasks without a result."""
+        """The indexes in `tasks` of those without a result."""
         # Lists the folder, because NFS caches for a while that a file does not exist.
         there = {path.name for path in self.kept[0].parent.iterdir()}
         return [i for i, path in enumerate(self.kept) if path.name not in there]
@@ -89,13 +89,13 @@ class LayerInputs:
 
     observation: Observation | None = None  # what the layer's experts read on the calibration tokens
     module: Any = None  # the layer's experts module
-    weights: ExpertWeights | None = None  # None where the executor reads them itself
+    weights: ExpertWeights | None = None  # None where the executor reads weights itself
     moments: DenseMoments | None = None  # of the dense matrices' inputs
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)  # dense, by name; empty like `weights`
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)  # dense, by name; empty if the executor reads
 
 
 def write_layer(work: LayerWork) -> dict[str, Any]:
-    """Write a part's files from its results; returns the work directory's note.
+    """Write a part's files from its tasks' results; return the part's note for the work directory.
 
     Files are written in a temporary folder and moved whole, because two workers of a cluster may write them at once.
     """
@@ -137,14 +137,14 @@ def _write_experts(
 
 
 def file_name(version: str) -> str:
-    """A dense version's file in a part's folder of the work directory."""
+    """The name of a dense version's file in a part's folder of the work directory."""
     return f"dense-{version}.safetensors"
 
 
 def write_dense(work: DenseWork, made: Sequence[tuple[RowShardTask, Path]], folder: Path) -> dict[str, Any]:
-    """Write the dense files of every version and the losses; returns the note: the matrices, and entries by version.
+    """Write a part's dense file of every version, and the losses. Return the note: the matrices, and each file's entry.
 
-    `made` holds the row shards in the order of `row_shard_tasks`.
+    `made` holds the row shards and their results, in the order of `row_shard_tasks`.
     """
     import torch
 
@@ -169,7 +169,7 @@ def write_dense(work: DenseWork, made: Sequence[tuple[RowShardTask, Path]], fold
 
 
 def _extent(matrix: Matrix, version: Version, shards: Sequence[tuple[RowShardTask, Path]]) -> tuple[Buffer, int]:
-    """A matrix' extent at a version, and its bytes without padding."""
+    """Join a matrix's extent at a version from its row shards; return it, and its bytes without padding."""
     own = [(task.rows, path) for task, path in shards if version in task.versions]
     if len(own) == 1:
         made = load_result(own[0][1])
@@ -181,7 +181,7 @@ def _extent(matrix: Matrix, version: Version, shards: Sequence[tuple[RowShardTas
 
 
 def _losses(matrix: Matrix, version: Version, shards: Sequence[tuple[RowShardTask, Path]]) -> tuple[float, float, int]:
-    """The relative squared error of a matrix' output, the mean squared error a row, and the method's number."""
+    """A matrix's loss at a version: relative squared error, mean squared error a row, and the method's number."""
     own = [(t.versions.index(version), load_result(path).losses) for t, path in shards if version in t.versions]
     error, power = (sum(float(losses[k][0, column]) for column, losses in own) for k in ("error", "power"))
     column, losses = own[0]
@@ -189,7 +189,7 @@ def _losses(matrix: Matrix, version: Version, shards: Sequence[tuple[RowShardTas
 
 
 def join_losses(parts: Sequence[Sequence[tuple[Path, int]]], out: Path) -> None:
-    """Join the dense losses of all parts, in order, into one file; a part has a file and a column for each version."""
+    """Join the dense losses of all parts, in order, into one file. Each part lists a file and a column per version."""
     import torch
     from safetensors.torch import load_file
 

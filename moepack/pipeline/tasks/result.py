@@ -1,4 +1,4 @@
-"""The result of a task, as a file of the work directory under the address of its inputs."""
+"""The result of a task, kept in a file of the work directory that is named by the digest of the task's inputs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..artifacts import save
 if TYPE_CHECKING:
     import torch
 
-# Every task runs on this many of torch's threads. Sums in another order would round differently, and the bytes must not
-# depend on the machine. With one thread, a machine runs as many tasks at once as it has cores.
+# The number of torch's threads for every task. Another number sums in another order, which rounds differently, and the
+# bytes must not depend on the machine. With one thread a task, each core can run a task of its own.
 THREADS = 1
 
 
@@ -25,14 +25,14 @@ THREADS = 1
 class TaskResult:
     """The extents and losses that a task made."""
 
-    extents: dict[str, list[Buffer]]  # version -> one extent an expert, or a row shard's, uint8
+    extents: dict[str, list[Buffer]]  # version -> extents, uint8: one for each expert, or a row shard's only one
     payloads: dict[str, list[int]]  # version -> bytes of each extent without padding
-    # [extents of a version, versions]: float64 `moepack.quantize.pooling.MEASURED` of an expert batch, "error" and
-    # "power" of a row shard; uint8 "method"
+    # Name -> [extents of a version, versions]. An expert batch has the names `moepack.quantize.pooling.MEASURED`,
+    # float64; a row shard has "error" and "power", float64; both have "method", uint8.
     losses: dict[str, torch.Tensor]
 
     def add(self, version: str, extent: Buffer, payload: int) -> None:
-        """Append an extent and its bytes without padding."""
+        """Append an extent and `payload`, its size in bytes without padding."""
         self.extents.setdefault(version, []).append(extent)
         self.payloads.setdefault(version, []).append(payload)
 
@@ -51,7 +51,7 @@ def fixed_threads() -> Iterator[None]:
 
 
 def result_tensors(made: TaskResult) -> dict[str, torch.Tensor]:
-    """A result as the tensors that `load_result` reads from a file."""
+    """Turn a result into the tensors that `load_result` reads from a file."""
     import torch
 
     tensors = {f"losses.{k}": v for k, v in made.losses.items()}
@@ -62,7 +62,7 @@ def result_tensors(made: TaskResult) -> dict[str, torch.Tensor]:
 
 
 def save_result(made: TaskResult, path: Path) -> None:
-    """Write a result under a temporary name first: two workers may write the same result at once."""
+    """Write a result, first under a temporary name: two workers may write the same result at once."""
     own = path.with_name(f"{path.stem}.{secrets.token_hex(4)}")
     save(own, result_tensors(made))
     own.replace(path)
@@ -73,7 +73,7 @@ def load_result(path: Path) -> TaskResult:
     from safetensors.torch import load_file
 
     tensors = load_file(path)
-    # Copied, because they outlive the extents and would keep the mapped file in memory.
+    # Losses are copied: they outlive the extents, and would keep the mapped file in memory.
     losses = {k.removeprefix("losses."): v.clone() for k, v in tensors.items() if k.startswith("losses.")}
     payloads = {k.removeprefix("payloads."): v.tolist() for k, v in tensors.items() if k.startswith("payloads.")}
     extents: dict[str, list[Buffer]] = {

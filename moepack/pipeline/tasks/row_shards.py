@@ -1,4 +1,4 @@
-"""The tasks of dense matrices: row shards at every version, with the same bytes on every machine.
+"""The tasks that quantise row shards of dense matrices at every version, the same bytes on any machine.
 
 A matrix of one shard is one task. A larger matrix has a task for its lossless version, which is coded whole, and a task
 for each shard of its rows. tasks/layer.py joins the shards.
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowShardTask:
-    """The inputs of a row shard, without the moments of the matrix' inputs."""
+    """A row shard to quantise. The second moments of the matrix's inputs are passed apart."""
 
-    checkpoint: str  # SHA-256 over its files' digests
+    checkpoint: str  # SHA-256 over the digests of the checkpoint's files
     matrix: DenseMatrix
     rows: range
     versions: tuple[Version, ...]
     method: str  # the quantiser's name
     device: str  # the kind of device that computes, as torch names it
 
-    count = 1  # units of a build's progress
+    count = 1  # units that the task adds to a build's progress
 
     @property
     def shard(self) -> Matrix:
@@ -45,7 +45,7 @@ class RowShardTask:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The matrix' tensors."""
+        """The names of the matrix's tensors: its weight, and its bias if it has one."""
         return tuple(f"{self.matrix.module}.{name}" for name in ("weight", "bias")[: 1 + self.matrix.matrix.bias])
 
     @property
@@ -56,7 +56,7 @@ class RowShardTask:
         return dense_memory(self.shard, self.versions, self.method)
 
     def address(self, moments: str) -> str:
-        """SHA-256 of all that determines the result; `moments` is `moments_digest` of the matrix' inputs."""
+        """The SHA-256 of all that determines the result. `moments` comes from `moments_digest`."""
         facts = {
             "moments": moments,
             "matrix": asdict(self.matrix),
@@ -85,7 +85,7 @@ def row_shard_tasks(
 
 
 def moments_digest(learn: torch.Tensor, held: torch.Tensor) -> str:
-    """SHA-256 of the moments of a matrix' inputs, float32 on the CPU."""
+    """The SHA-256 of the moments of a matrix's inputs; the moments are float32, on the CPU."""
     digest = hashlib.sha256()
     for moments in (learn, held):
         digest.update(moments.contiguous().numpy().data)
@@ -99,9 +99,9 @@ def make_row_shard(
     held: torch.Tensor,
     device: torch.device,
 ) -> TaskResult:
-    """Quantise, measure and encode a row shard, on THREADS of torch's threads.
+    """Quantise a row shard, measure its loss and encode it, with torch on THREADS threads.
 
-    `tensors`: the whole weight and bias, by name. `learn`, `held`: the moments for learning and for measuring.
+    `tensors`: the whole weight and bias, by name. `learn`, `held`: the moments to fit codes by, and to measure by.
     """
     import torch
 
@@ -131,12 +131,12 @@ def make_row_shard(
 def exact_matrix(
     version: Version, matrix: Matrix, weight: torch.Tensor, bias: Bf16Bits | None, threads: int | None = None
 ) -> tuple[Buffer, int]:
-    """A matrix' extent in a lossless version, and its payload; on all cores, or on `threads` threads."""
+    """Encode a matrix losslessly, on `threads` threads or all cores; return the extent and its size without padding."""
     return version.encode((matrix,), [LosslessMatrix(bits_of(weight), bias)], threads)
 
 
 def bits_of(tensor: torch.Tensor) -> Bf16Bits:
-    """The bits of a tensor as BF16."""
+    """Round a tensor to BF16, and return its bits."""
     import torch
 
     from moepack.calibrate import experts

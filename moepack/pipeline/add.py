@@ -1,8 +1,8 @@
 """Add versions to a built bundle, or replace some, from the work directory's calibration.
 
-Nothing is calibrated again, and no finished version is quantised again. A build's pass makes the missing versions in a
-stage of their own. The bundle is then assembled from all stages, as a build of all these versions would be, and
-replaces the old one in one step. docs/design/adding.md gives the reasons.
+Nothing is calibrated again, and no finished version is quantised again. A pass over the layers makes the missing
+versions, as a stage of their own. The new bundle is then assembled from all stages, as after a build of all these
+versions, and replaces the old one in one step. docs/design/adding.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .start import WAY, quantize_settings, resume
 from .work import ADDED, WorkDirectory
 
 _CARD = "README.md"
-_PULLED = (".pulled.json", ".pulling")  # a bundle's state from the Hub, which the new one does not have
-# Settings that stages must share for their versions to compare: those of the recipe, and all by kind of version.
+_PULLED = (".pulled.json", ".pulling")  # records of a pull from the Hub, which do not hold for the new bundle
+# Settings that stages must share, or losses would not compare: those of the recipe; then all, by kind of version.
 _BY_RECIPE = ("method", "min_tokens", "loss_tokens", "moments")
 _ALIKE = {"versions": (*_BY_RECIPE, "estimate of losses"), "dense": ("method", WAY[0])}
 
@@ -55,19 +55,19 @@ def add(
     memory: int | None = None,
     dense: Sequence[str] = (),
 ) -> BuildReport:
-    """Add versions of experts or dense matrices to a bundle, or replace versions with other group sizes.
+    """Add versions of experts or dense matrices to a bundle, or replace versions by others of another group size.
 
     The result equals, byte for byte, a build of all these versions from the same statistics, with the same libraries
     and threads. A stop at any moment leaves the old bundle or the new one. Other files and an edited card stay.
 
     Args:
-        output: the bundle; without one, it is made of the work directory's versions and these.
-        work: the work directory that the bundle was built in with `keep`, or that was calibrated.
+        output: the bundle. If it does not exist, it is made with the work directory's versions and these.
+        work: the work directory that the bundle was built in with `keep`, or that `calibrate` filled.
         versions, dense: names, of experts and of dense matrices. `dense` needs a calibration by a recipe with dense.
-        group_sizes: by name, in place of the recipe's.
-        checkpoint: the model directory or Hub id, compared with the work directory's.
+        group_sizes: version name -> group size, in place of the recipe's.
+        checkpoint: the model directory or Hub id; refused if it is not the one of the work directory.
         fresh: discard what an earlier call left in `work`.
-        device, engine, address, reporter, revision, memory: as of `build`; MoepackError leaves the bundle unchanged.
+        device, engine, address, reporter, revision, memory: as in `build`. A MoepackError leaves the bundle unchanged.
     """
     reporter, target = reporter or Reporter(), Path(output)
     check_engine(engine, address)
@@ -81,7 +81,7 @@ def add(
         asked = {tuple(wanted.values())}
         if old is not None and asked == {(b.versions, b.dense_versions) for b in (old, old.manifest)}:
             reporter.note(f"{target}: holds these versions already")
-            methods = made_by(old.calibration())  # a shrunk one's tables have more versions
+            methods = made_by(old.calibration())  # a shrunk bundle's tables have more versions
             methods = {v.name: methods[v.name] for v in wanted["versions"] if v.name in methods}
             return report(target, record, methods, wanted["dense"])
         stages = {kind: _stages(directory, record, kind, wanted[kind], made, fresh) for kind in _ALIKE}
@@ -111,7 +111,7 @@ def _missing_stage(recipe: Recipe, missing: Mapping[str, Versions]) -> tuple[str
 
 
 def parse_group_sizes(texts: Sequence[str]) -> dict[str, int]:
-    """Parse VERSION=SIZE; raises InputError for another form."""
+    """Parse texts of the form VERSION=SIZE. Raises InputError for any other text."""
     out = {}
     for text in texts:
         name, equals, size = text.partition("=")
@@ -134,7 +134,7 @@ def _check_checkpoint(
 
 
 def _opened(target: Path) -> Bundle | None:
-    """Open the bundle to replace; None where there is none yet."""
+    """Open the bundle to replace; return None if `target` is new or empty."""
     if not (target / MANIFEST).is_file():
         check_target(target)
         return None
@@ -154,7 +154,7 @@ def _wanted(
     """The new bundle's recipe, and all its versions by kind, the most precise first.
 
     Raises:
-        InputError: for versions that cannot be added, or a bundle of another work directory.
+        InputError: for versions that cannot be added, or a bundle that was made from another work directory.
     """
     recipe = quantised_recipe(directory)
     if old is not None:
@@ -172,7 +172,7 @@ def _wanted(
     for name in sorted(set(sizes) - {*names, *dense}):
         raise InputError(f"--group-size {name}: this version is not added: name it with --add or --add-dense as well")
     wanted = _merged(before, recipe, names, sizes)
-    # The lossless version of dense matrices is made with every other.
+    # Dense matrices that have any version have the lossless one too.
     dense_wanted = _merged(dense_before, recipe, (LOSSLESS, *dense) if dense or dense_before else (), sizes)
     if dense_wanted and not directory.settings()["calibrate"].get("dense"):
         raise no_moments(directory)
@@ -183,7 +183,7 @@ def _wanted(
 
 
 def _recipe_of(old: Bundle, directory: WorkDirectory, record: Mapping[str, Any]) -> Recipe:
-    """The recipe of a bundle; refuses a bundle of another work directory."""
+    """The recipe of a bundle. Raises InputError for a bundle that was made from another work directory."""
     found = old.manifest.provenance
     calibration, checkpoint = (x if isinstance(x := found.get(k), dict) else {} for k in ("calibration", "checkpoint"))
     files = directory.settings()["calibrate"]["checkpoint"]
@@ -195,7 +195,7 @@ def _recipe_of(old: Bundle, directory: WorkDirectory, record: Mapping[str, Any])
 
 
 def _merged(before: Sequence[Version], recipe: Recipe, names: Sequence[str], sizes: Mapping[str, int]) -> Versions:
-    """Versions with some added or replaced, the most precise first."""
+    """The versions `before`, with those in `names` added or replaced, the most precise first."""
     wanted = {v.name: v for v in before}
     for name in names:
         possible = encoding_of(name).group_sizes
@@ -214,14 +214,14 @@ def _stages(
     made: Mapping[str, Any],
     fresh: bool,
 ) -> Stages:
-    """The last finished stage that made each version of a kind."""
+    """For each of the `wanted` versions of a kind that is made already, the last finished stage that made it."""
     out: Stages = {}
     parts = {"versions": [layer.index for layer in expert_layers(record)], "dense": record["dense"]}
     here = {**made, WAY[0]: WAY[1]}
     for stage, how in directory.settings().items():
         if stage != "quantize" and (fresh or not stage.startswith(ADDED)):
             continue
-        # A stopped stage that adds is resumed as a whole: its dense matrices may be what is left.
+        # A stage that adds counts if all its kinds are finished: a stopped one is resumed as a whole.
         kinds = [kind] if stage == "quantize" else [k for k in parts if how.get(k)]
         finished = all(directory.done(stage, part) is not None for k in kinds for part in parts[k])
         if finished and all(how.get(k) == here.get(k) for k in _ALIKE[kind]):
@@ -231,7 +231,7 @@ def _stages(
 
 
 def _check_recipe(directory: WorkDirectory, target: Path, asked: Mapping[str, Any], made: Mapping[str, Any]) -> None:
-    """Refuse a work directory that was quantised again, by another recipe than the bundle's."""
+    """Raise InputError if the work directory was quantised again since, by another recipe than the bundle's."""
     for key in _BY_RECIPE:
         if asked.get(key) != made.get(key):
             raise InputError(
@@ -242,7 +242,7 @@ def _check_recipe(directory: WorkDirectory, target: Path, asked: Mapping[str, An
 
 
 def _check_same(directory: WorkDirectory, old: Bundle, stages: Mapping[str, Stages]) -> None:
-    """Refuse a work directory whose layer files differ from the bundle's, by digest."""
+    """Raise InputError if digests show that the work directory's layer files differ from the bundle's."""
     manifest = old.manifest
     found = [
         (expert_file(v.name, layer.index), v.name, directory.done(stage, layer.index) or {})
@@ -270,7 +270,7 @@ def _check_estimate(directory: WorkDirectory, how: Mapping[str, Any], made: Mapp
 
 
 def _others(old: Bundle) -> list[str]:
-    """Files in a bundle's directory that are not part of it: the new bundle keeps them."""
+    """The names of files in a bundle's directory that are not part of the bundle. The new bundle keeps them."""
     own = {MANIFEST, *old.manifest.files, *old.manifest.expert_files}
     card = model_card(old.manifest, old.calibration(), [v.name for v in old.manifest.versions])
     with contextlib.suppress(OSError, UnicodeDecodeError):

@@ -25,7 +25,7 @@ Rows = list[list[float]]
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What one layer's experts cost at every version, and what calibration sent to them."""
+    """Bytes and losses of one layer's experts at every version, and the calibration tokens that reached them."""
 
     tokens: list[float]  # [experts], tokens routed to each
     gate_sum: list[float]  # [experts], the sum of their gate weights
@@ -46,20 +46,20 @@ class LayerCosts:
 
 @dataclass(frozen=True)
 class DenseCosts:
-    """What the dense matrices cost at each of their versions."""
+    """Bytes and losses of the dense matrices at each of their versions."""
 
-    matrices: list[int]  # weights of each
+    matrices: list[int]  # number of weights of each
     versions: list[str]  # names, the most precise first
     sizes: Rows  # [matrices][versions], bytes of extents
-    losses: Rows  # [matrices][versions], in the unit of `expected_losses` by gates
+    losses: Rows  # [matrices][versions], in the unit of `expected_losses` with weight "gates"
 
     @staticmethod
     def of(weights: Sequence[int], versions: Sequence[str], tables: DenseTables, sizes: Rows) -> DenseCosts:
-        """Costs from tables.
+        """Compute the costs from a bundle's tables.
 
         The expected loss of a matrix is its relative error, times what an error of 1 would add to the hidden state
         (`signal`), times the tokens. `expected_losses` has the same unit. The rule is exact for a matrix whose output
-        its block adds unchanged; docs/design/allocation.md says how the others were measured.
+        is added to the hidden state unchanged; docs/design/allocation.md says how the others were measured.
         """
         columns = [tables.versions.index(name) for name in versions]
         scale = (tables.signal.astype(float) * tables.tokens)[:, None]
@@ -87,8 +87,8 @@ def expected_losses(costs: LayerCosts, weight: str) -> Rows:
     Args:
         weight: "gates": the squared error that the expert adds to the layer's output over the calibration tokens, each
             token weighted by its squared gate weight. "tokens": the squared error of the expert's own output over those
-            tokens. "none": the mean squared error. Each expert counts one token more than it had: use may reach an
-            expert that calibration never reached, and its error is not free.
+            tokens. "none": the mean squared error. For "gates" and "tokens", each expert counts one token more than it
+            had: in use, tokens may reach an expert that calibration did not reach, and its error then counts.
     """
     if weight == "none":
         return costs.mse
@@ -105,10 +105,10 @@ def allocate(
 ) -> Allocation:
     """Choose a version for every expert, and with `dense` for every dense matrix, under one budget.
 
-    The budget is `average_bits` times the weights of all of them. Dense matrices need the method greedy.
+    The budget, in bits, is `average_bits` times the number of all their weights. `dense` needs the method greedy.
 
     Raises:
-        InputError: when the average cannot be met; names the least possible one.
+        InputError: when the average cannot be met; names the least possible average.
     """
     weights = sum(layer.experts * layer.expert_weights for layer in layers) + sum(dense.matrices if dense else ())
     budget = how.average_bits / 8 * weights
@@ -134,7 +134,7 @@ def named(chosen: Sequence[int], versions: Sequence[Version], costs: Sequence[La
 
 
 def total_bytes(table: Versions, versions: Sequence[Version], costs: Sequence[LayerCosts]) -> int:
-    """Bytes of all extents of a map."""
+    """Bytes of all experts' extents at the versions that a map names."""
     column = {v.name: i for i, v in enumerate(versions)}
     return sum(int(spent(c.sizes, [column[name] for name in row])) for row, c in zip(table, costs, strict=True))
 
@@ -155,12 +155,12 @@ def split_layers(
 
 
 def calibrated_importance(costs: Sequence[LayerCosts]) -> list[list[float]]:
-    """The paper's importance of every expert, [layers][experts], from all calibration tokens."""
+    """Every expert's `prefill_importance`, [layers][experts], from all calibration tokens."""
     return [prefill_importance(layer.tokens, layer.gate_sum) for layer in costs]
 
 
 def prefix_within(versions: Sequence[Version], costs: Sequence[LayerCosts], budget: float) -> Versions:
-    """Run `prefix_split` at the greatest average, the same in all layers, whose extents fit the budget.
+    """Run `prefix_split` in all layers at one average, the greatest whose extents fit the budget.
 
     Raises:
         BudgetError: when one bit for every expert does not fit.
@@ -189,7 +189,7 @@ def check_allocation(
     dense: Sequence[DenseMatrix] = (),
     dense_versions: Sequence[Version] = (),
 ) -> None:
-    """Refuse, before any work, an average below that of the smallest versions."""
+    """Raise InputError for an average that even the smallest versions exceed. Call it before any work."""
     small = lossy(versions)
     if how is None or not small:
         return

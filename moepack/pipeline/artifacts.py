@@ -1,4 +1,4 @@
-"""The contents of the work directory that later stages read: the run's record, tensors, activations."""
+"""Write and read what a stage leaves in the work directory for later ones: the run's record, tensors, activations."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ MOMENTS = "moments.safetensors"
 DIGESTS = "digests.json"  # of the checkpoint's files
 RECIPE = "recipe.yaml"  # in a stage's folder: the recipe that it quantises by
 SHARD = 4 << 30  # the most bytes of dense tensors in one file
-_WRITTEN = 1 << 24  # bytes written at once, the most that a mapped file takes in memory
+_WRITTEN = 1 << 24  # bytes written at once; no more of a mapped tensor is in memory
 _NAMES = {f"torch.{in_torch}": name for name, (_, in_torch, _) in DTYPES.items()}
 
 
 def run_record(directory: WorkDirectory) -> dict[str, Any]:
-    """Read the first stage's record of the run; InputError where it has not run."""
+    """Read run.json, the record of the run, from the calibrate stage. Raises InputError if that stage has not run."""
     try:
         record = dict(json.loads((directory.path / "run.json").read_text()))
         directory.settings()["calibrate"], record["recipe"], record["expert_layers"]
@@ -47,7 +47,7 @@ def quantised_recipe(directory: WorkDirectory) -> Recipe:
 
 
 def save(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write tensors to a file that is whole or absent."""
+    """Write tensors to a safetensors file. A killed process leaves a whole file at `path`, or none."""
     import torch
 
     from moepack.calibrate.held import release
@@ -101,7 +101,7 @@ def load_observation(work: WorkDirectory, layer: int) -> Observation:
 
 
 def finished(work: WorkDirectory, stage: str, part: int | None) -> dict[str, Any]:
-    """The note of a finished piece; InputError where the stage did not finish it."""
+    """The note of a finished piece: a stage's work on one part. Raises InputError if the piece is not finished."""
     note = work.done(stage, part)
     if note is None:
         raise unfinished(work, stage, part)
@@ -109,14 +109,14 @@ def finished(work: WorkDirectory, stage: str, part: int | None) -> dict[str, Any
 
 
 def unfinished(work: WorkDirectory, stage: str, part: int | None) -> InputError:
-    """The error for a piece that a stage did not finish."""
+    """Make the error for a piece that a stage did not finish."""
     done, command = ("calibrated", "calibrate") if stage == "calibrate" else ("quantised", "quantize")
     where = "the part outside the layers" if part is None else f"layer {part}"
     return InputError(f"{work.path}: {where} is not {done}: run moepack {command} to its end")
 
 
 def no_moments(work: WorkDirectory) -> InputError:
-    """The error for missing moments of dense matrices."""
+    """Make the error for missing second moments of dense matrices' inputs."""
     return InputError(
         f"{work.path}: was calibrated without dense, or without keeping the moments of its matrices: build with "
         "--keep, or run moepack calibrate, with dense: in the recipe and in another --work"
@@ -124,7 +124,7 @@ def no_moments(work: WorkDirectory) -> InputError:
 
 
 def load_moments(work: WorkDirectory, part: int | None) -> DenseMoments:
-    """Load the moments of a part's dense matrices that the calibrate stage kept."""
+    """Load the second moments that the calibrate stage kept for a part's dense matrices."""
     from safetensors import safe_open
 
     from moepack.calibrate import dense

@@ -1,4 +1,4 @@
-"""The last stage: make a bundle of finished parts. Copies and links; computes only digests and the allocation."""
+"""The last stage: make a bundle by copying and linking finished pieces. It computes only digests and the allocation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .tasks.layer import LOSSES, file_name, join_losses
 from .work import WorkDirectory
 
 LOSSES_OF_EXPERTS = "losses.safetensors"
-JOINED = "joined"  # the work directory's folder of losses of several stages
+JOINED = "joined"  # the work directory's folder for losses that are joined from several stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +46,15 @@ class BuildReport:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The parts of a bundle."""
+    """The versions that a bundle gets, and where they come from."""
 
-    stages: Mapping[Version, str]  # the most precise first; each with the stage that made it
-    recipe: Recipe  # makes all of these versions
+    stages: Mapping[Version, str]  # version of experts -> the stage that made it; the most precise first
+    recipe: Recipe  # the recipe that would make all of these versions
     dense: Mapping[Version, str]  # like `stages`, for dense matrices
 
 
 def quantised_settings(work: WorkDirectory) -> dict[str, Any]:
-    """The settings of the quantize stage; InputError where it has not begun."""
+    """The settings of the quantize stage. Raises InputError if the stage has not begun."""
     found: dict[str, Any] | None = work.settings().get("quantize")
     if found is None:
         raise InputError(f"{work.path}: is not quantised yet: run moepack quantize first")
@@ -68,9 +68,10 @@ def assemble(
     chosen: Chosen | None = None,
     keep: Sequence[str] | None = None,
 ) -> BuildReport:
-    """Make the bundle at `target` from a finished work directory, of `chosen` or else of the quantize stage.
+    """Make the bundle at `target` from a finished work directory.
 
-    `keep` names files that stay from the replaced bundle.
+    `chosen`: the versions, by default those of the quantize stage. `keep`: files that stay from a bundle that is
+    replaced; None where `target` is new or empty.
     """
     record, quantised = run_record(work), quantised_settings(work)
     if chosen is None:
@@ -122,13 +123,13 @@ def assemble(
 def report(
     target: Path, record: Mapping[str, Any], methods: dict[str, dict[str, int]], dense: Sequence[Version]
 ) -> BuildReport:
-    """The report of a bundle at `target`, from its run's record."""
+    """Make the report on the bundle at `target`, from the record of the run that made it (`run_record`)."""
     tokens = record["samples"] * record["length"]
     return BuildReport(target, tokens, methods, record["unused"], tuple(v.name for v in dense))
 
 
 def expert_layers(record: Mapping[str, Any]) -> tuple[ExpertLayer, ...]:
-    """The layers with experts, from a run's record."""
+    """The layers with experts, from the record of a run (`run_record`)."""
     return tuple(
         ExpertLayer(x["index"], x["module"], x["experts"], tuple(Matrix(**m) for m in x["matrices"]))
         for x in record["expert_layers"]
@@ -139,13 +140,13 @@ _DenseFiles = tuple[int | None, tuple[DenseMatrix, ...], dict[str, ExpertFileEnt
 
 
 def _dense_parts(work: WorkDirectory, wanted: Sequence[int | None], stages: Mapping[Version, str]) -> list[_DenseFiles]:
-    """The dense matrices of these parts, with their files' entries."""
+    """For each part with dense matrices: the part, its matrices, and the entry of its file at each version."""
     out: list[_DenseFiles] = []
     for part in wanted:
         notes = {v.name: finished(work, stage, part) for v, stage in stages.items()}
         dense = {name: note["dense"] for name, note in notes.items() if "dense" in note}
         if dense:
-            matrices = next(iter(dense.values()))["matrices"]  # those that calibration called, in every stage
+            matrices = next(iter(dense.values()))["matrices"]  # those that calibration called; the same in every stage
             found = (DenseMatrix(m["layer"], m["module"], Matrix(**m["matrix"])) for m in matrices)
             entries = {name: ExpertFileEntry(**note["entries"][name]) for name, note in dense.items()}
             out.append((part, tuple(found), entries))
@@ -155,11 +156,11 @@ def _dense_parts(work: WorkDirectory, wanted: Sequence[int | None], stages: Mapp
 def _dense(
     work: WorkDirectory, writer: BundleWriter, decoder_layers: int, first: ExpertLayer, elsewhere: Sequence[DenseMatrix]
 ) -> None:
-    """Write the dense tensors without the matrices `elsewhere`, in files of at most SHARD bytes, and the tripwire.
+    """Write dense tensors, except the matrices `elsewhere`, in files of at most SHARD bytes; add a tripwire.
 
     The tripwire is a tensor of the wrong shape under the name of an expert parameter. A process without moepack would
-    fill the experts with random numbers; the tripwire makes it fail, with a report of unknown names. A second tensor's
-    name says there what to do. The runtime skips both by name.
+    fill the experts with random numbers; the tripwire makes loading fail, with a report of unknown names. In that
+    report, the name of a second tensor (HINT) says what to do. The runtime skips both by name.
     """
     import torch
     from safetensors.torch import save_file
@@ -219,7 +220,7 @@ def _tables(
 
 
 def _losses(work: WorkDirectory, layer: int, stages: Mapping[Version, str]) -> Path:
-    """A layer's losses at these versions, joined where several stages hold them."""
+    """The file of a layer's losses at these versions. Writes a joined file where several stages hold the losses."""
     from safetensors import safe_open
 
     found, held = {}, dict[str, tuple[str, ...]]()
@@ -253,7 +254,7 @@ def _config(checkpoint: Path, writer: BundleWriter) -> None:
 
 
 def made_by(tables: CalibrationTables) -> dict[str, dict[str, int]]:
-    """Version -> method -> experts made by it; without versions that no method made."""
+    """Version -> method -> the number of experts that the method made. Versions that no method made are left out."""
     counts = {v: {m: n for m, n in tables.made_by(v).items() if m != tables.methods[0]} for v in tables.versions}
     return {v: dict(sorted(c.items())) for v, c in counts.items() if c}
 
@@ -265,7 +266,7 @@ def _allocation(
     tables: CalibrationTables,
     matrices: tuple[DenseMatrix, ...],
 ) -> Allocation | None:
-    """The map that the recipe asks for."""
+    """Make the map of versions that the recipe's `allocation` asks for; None without one."""
     how, stages, costs = chosen.recipe.allocation, chosen.stages, []
     if how is None:
         return None
@@ -286,7 +287,7 @@ def _allocation(
 
 
 def _extents(path: Path, layer: Layer) -> list[float]:
-    """Bytes of the extents of a layer file, padding included."""
+    """Bytes of each extent in a layer's file, padding included."""
     tensors = read_header(path).tensors
     found = (tensors[layer.extent_name(e)] for e in range(layer.extents))
     return [float(t.end - t.begin) for t in found]

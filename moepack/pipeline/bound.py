@@ -1,9 +1,9 @@
 """A build's memory as numbers: the bytes that each step holds at once, and how a build keeps to a bound.
 
 With a bound, activations and a layer's experts that do not fit go to the work directory's disk, and fewer windows go
-through a layer at once. The quantisers' batches follow from the recipe alone, because a bundle's bytes do. A bound that
-is too small is refused, with the least possible one. Everything is arithmetic on shapes, except two measurements: the
-process' memory at its start and, without a bound, the available memory (for tasks at once and for reuse).
+through a layer at once. The quantisers' batches depend on the recipe alone, as a bundle's bytes do. A bound that is too
+small is refused; the error names the least possible one. Everything is arithmetic on shapes, except two measurements:
+the process's memory at its start and, without a bound, the available memory (for tasks at once and for reuse).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     import torch
 
 MIB = 1 << 20
-LATER = 160 * MIB  # a process' growth after its start: libraries loaded on their first use, small objects
-REUSED = 1.6  # times a forward's bytes, where the next forward reuses its memory: the heap then has holes
-MAPPED = 48 * MIB  # the most of a file of activations in memory at once, beside a batch of windows
+LATER = 160 * MIB  # a process's growth after its start: libraries loaded on their first use, small objects
+REUSED = 1.6  # factor on a forward's bytes where the next forward reuses its memory: the heap then has holes
+MAPPED = 48 * MIB  # the most of a file of activations that is in memory at once, in addition to a batch of windows
 
 
 @dataclass(frozen=True, slots=True)
 class BuildNeeds:
-    """Bytes by part. Those of a layer are of the largest layer."""
+    """The bytes that a build needs, by use. Numbers for a layer are those of the largest layer."""
 
     process: int  # the process before the first layer
     loading: int  # while a layer is read: the files' mapped pages and the tensors made of them
-    layer: int  # a layer while windows go through it: the checkpoint's dtype and the computed one
+    layer: int  # a layer's weights while windows go through it, in the checkpoint's dtype and the computation's
     hidden: int  # the activations between two layers
     seen: int  # what a layer's experts read
     routing: int  # the chosen experts and their gates
@@ -38,7 +38,7 @@ class BuildNeeds:
     batches: tuple[tuple[int, int], ...]  # by layer: the most expert batches at once, and bytes of one
     row_shards: tuple[tuple[int, int], ...] = ()  # by part: the same for row shards; empty without dense versions
     outside: int = 0  # while the part outside the layers is read and computed with, MTP layers included
-    waiting: int = 0  # a layer while it is quantised, as in the checkpoint
+    waiting: int = 0  # a layer's weights while it is quantised, in the checkpoint's dtype
     dense: int = 0  # the moments of a part's dense matrices
     each: int = 0  # the activations of one window
     # The same with a layer's experts on disk; 0 where that is impossible.
@@ -51,25 +51,25 @@ class BuildNeeds:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How a build fits into a bound."""
+    """How a build fits into a bound on its memory."""
 
     batch_size: int  # windows that go through a layer together
-    hidden_on_disk: bool = False  # see `BuildNeeds`
-    seen_on_disk: bool = False
-    batches: int = 0  # the most at once; 0 leaves it to the executor
-    row_shards: int = 0  # the same
+    hidden_on_disk: bool = False  # whether `BuildNeeds.hidden` is on disk
+    seen_on_disk: bool = False  # whether `BuildNeeds.seen` is
+    batches: int = 0  # the most expert batches at once; 0 leaves the number to the executor
+    row_shards: int = 0  # the same for row shards
     experts_on_disk: bool = False
     reuse: bool = field(default=False, compare=False)  # a forward takes the memory that the last one freed: faster
 
     @property
     def on_disk(self) -> str:
-        """The activations and experts that stay on disk, in words; empty for none."""
+        """The activations and experts that the plan keeps on disk, in words; empty if none."""
         names = ["what goes into a layer"] * self.hidden_on_disk + ["what its experts see"] * self.seen_on_disk
         return ", ".join(names + ["the experts of a layer"] * self.experts_on_disk)
 
 
 def steps(needs: BuildNeeds, how: MemoryPlan) -> dict[str, dict[str, int]]:
-    """Step -> bytes in memory by part."""
+    """What a build holds in memory: step -> use -> bytes."""
     mapped = MAPPED + how.batch_size * needs.each
     hidden = min(needs.hidden, mapped) if how.hidden_on_disk else needs.hidden
     seen = min(needs.seen, mapped) if how.seen_on_disk else needs.seen
@@ -92,22 +92,22 @@ def steps(needs: BuildNeeds, how: MemoryPlan) -> dict[str, dict[str, int]]:
 
 
 def peak(needs: BuildNeeds, how: MemoryPlan) -> tuple[str, dict[str, int]]:
-    """The step that takes the most memory, and its parts."""
+    """The step that takes the most memory, and its bytes by use."""
     step, parts = max(steps(needs, how).items(), key=lambda item: sum(item[1].values()))
     return step, {part: size for part, size in parts.items() if size}
 
 
 def place(needs: BuildNeeds, batch_size: int, bound: int | None) -> MemoryPlan:
-    """Fit a build into `bound` bytes, as near to its recipe's `batch_size` as possible.
+    """Plan a build in `bound` bytes, with a batch size as near to the recipe's `batch_size` as possible.
 
     Without a bound, everything stays in memory, and memory is reused where enough is available. With a bound, the first
-    steps change no bit: the activations between layers go to disk, because quantising does not read them; then the
-    observations go to disk; then fewer tasks run at once; then a layer's experts go to disk, where each batch of
-    windows reads them once. Last, batches of windows shrink; the experts stay in memory where as many windows fit. A
-    larger bound never means fewer windows. In the remaining room more tasks run at once, and memory is reused.
+    measures change no bit: the activations between layers go to disk, because quantising does not read them; next, the
+    observations go to disk; next, fewer tasks run at once; next, a layer's experts go to disk, where each batch of
+    windows reads them once. Last, batches get fewer windows; experts stay in memory if that costs no window. A larger
+    bound never means fewer windows. In the remaining room more tasks run at once, and memory is reused.
 
     Raises:
-        InputError: names the least bound that suffices.
+        InputError: if the bound is too small; names the least bound that suffices.
     """
     batches, shards = (max((n for n, _ in tasks), default=1) for tasks in (needs.batches, needs.row_shards))
     plain = MemoryPlan(batch_size, batches=batches, row_shards=shards)
@@ -141,9 +141,9 @@ def place(needs: BuildNeeds, batch_size: int, bound: int | None) -> MemoryPlan:
 
 
 def workers(device: torch.device, need: int) -> int:
-    """The number of tasks of `need` bytes that run at once; it changes no byte.
+    """The number of tasks of `need` bytes to run at once. It changes no byte of the bundle.
 
-    One on a GPU. On a CPU as many as torch has threads, or as half of the available memory holds.
+    It is 1 on a GPU. On a CPU it is torch's number of threads, or fewer if half of the available memory holds fewer.
     """
     import torch
 
@@ -153,5 +153,5 @@ def workers(device: torch.device, need: int) -> int:
 
 
 def _size(size: int, up: bool = False) -> str:
-    """Bytes as whole MiB."""
+    """Write a number of bytes as whole MiB."""
     return f"{-(-size // MIB) if up else size // MIB:,}MiB".replace(",", "")

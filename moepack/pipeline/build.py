@@ -42,14 +42,14 @@ def build(
         output: the bundle's directory; must be new or empty.
         recipe: a shipped recipe's name, a file, or a Recipe.
         calibration: files or Hub data sets in place of the recipe's.
-        work: a directory for finished parts, from which a killed build resumes; by default a temporary one.
+        work: a directory for finished pieces, from which a killed build resumes; by default a temporary one.
         fresh: discard the contents of `work`.
         device: where to compute, as torch names it.
         engine: "local", or "ray" to quantise on a Ray cluster; the bytes are the same.
-        address: the Ray cluster's; by default a cluster is started on this machine.
+        address: the Ray cluster's address; by default a cluster is started on this machine.
         revision: a branch, tag or commit of a Hub checkpoint.
-        keep: keep the observations of each layer in `work`, so that `add` can add versions later.
-        memory: the most bytes of the process (with a GPU, beside the GPU's); the rest goes to disk in `work`.
+        keep: keep each layer's observation (the experts' inputs) in `work`, so that `add` can add versions later.
+        memory: the most bytes of host memory that the process takes; what does not fit goes to disk in `work`.
 
     Raises:
         MoepackError: one line with the problem and the remedy; nothing is left at `output`.
@@ -102,7 +102,7 @@ def calibrate(
     revision: str | None = None,
     memory: int | None = None,
 ) -> None:
-    """Run the first stage: routing statistics and observations, into a work directory. See `build`."""
+    """Run the first stage: collect routing statistics and observations in a work directory. See `build`."""
     reporter = reporter or Reporter()
     check_device(device)
     recipe = load_recipe(recipe)
@@ -121,7 +121,7 @@ def quantize(
     reporter: Reporter | None = None,
     memory: int | None = None,
 ) -> None:
-    """Run the second stage: every expert at every width, from a calibrated work directory. See `build`."""
+    """Run the second stage: quantise every expert at every width, in a calibrated work directory. See `build`."""
     reporter = reporter or Reporter()
     check_engine(engine, address)
     check_device(device)

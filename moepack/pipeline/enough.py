@@ -1,8 +1,8 @@
-"""How many calibration windows bring every expert its tokens, and which experts have too few.
+"""Find how many calibration windows give every expert enough tokens, and which experts have too few.
 
-A layer's routing follows from all layers below it, and a build quantises a layer before it knows the next one's. So one
-pass first counts the tokens of every window and expert. It reads the checkpoint once more, and computes as much as a
-calibration with `most` windows.
+A layer's routing depends on all layers before it, and a build quantises a layer before it knows the next one's routing.
+So a pass of its own first counts the tokens of every window and expert. It reads the checkpoint once more, and computes
+as much as a calibration with `most` windows.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def enough_windows(
     plan: MemoryPlan,
     reporter: Reporter,
 ) -> Windows:
-    """The fewest windows, at least `how.samples`, that bring every expert `how.until` tokens; all if none suffice.
+    """Return the fewest windows, at least `how.samples`, that give every expert `how.until` tokens, or else all.
 
-    Windows are added in the order in which they were taken, so that the mixture stays. The work directory keeps the
-    count, so that a resumed build takes the same windows. `identity`: the checkpoint's digests.
+    Windows are added in the order in which they were taken, so that the mixture of sources stays. The work directory
+    keeps the count, so that a resumed build takes the same windows. `identity`: the digests of the checkpoint's files.
     """
     if not how.until or len(windows.ids) <= how.samples:
         return windows
@@ -73,7 +73,7 @@ def _count(
     plan: MemoryPlan,
     reporter: Reporter,
 ) -> tuple[int, int]:
-    """The number of windows to take, and of experts that have too few tokens even with all windows."""
+    """Run all windows; return how many of them to take, and how many experts get too few tokens even from all."""
     dtype, last = how.torch_dtype, max(stream.expert_layers)
     stream.experts_in = directory.path if plan.experts_on_disk else None
     walk = open_pass(directory, stream, windows.ids, plan, dtype)
@@ -103,7 +103,7 @@ def _count(
 def open_pass(
     directory: WorkDirectory, stream: StreamedModel, ids: Tensor, plan: MemoryPlan, dtype: torch.dtype
 ) -> CalibrationPass:
-    """Open a calibration pass by the memory plan, with files in the work directory."""
+    """Open a calibration pass as the memory plan says. What does not stay in memory goes to the work directory."""
     from moepack.calibrate.forward import CalibrationPass
 
     hidden_in, seen_in = (directory.path if it else None for it in (plan.hidden_on_disk, plan.seen_on_disk))
@@ -112,10 +112,10 @@ def open_pass(
 
 
 def windows_until(chosen: Tensor, windows: int, experts: int, turns: Tensor, until: int) -> tuple[int, int]:
-    """The fewest windows that bring each expert of a layer `until` tokens, and how many experts have fewer with all.
+    """Return the fewest windows that give each expert of a layer `until` tokens, and how many get fewer from all.
 
-    `chosen`: int32 [tokens, top_k], experts; tokens in the order of the windows, equally many in each. `turns`: int64
-    [windows], the order in which windows are added.
+    `chosen`: int32 [tokens, top_k], the chosen experts; tokens are in the order of the windows, which have one length.
+    `turns`: int64 [windows], each window's position in the order in which windows are added.
     """
     import torch
 
@@ -128,7 +128,7 @@ def windows_until(chosen: Tensor, windows: int, experts: int, turns: Tensor, unt
 
 
 def few_tokens(directory: WorkDirectory, stream: StreamedModel) -> dict[int, int]:
-    """Layer -> the number of experts with fewer than FEW_TOKENS calibration tokens; without layers that have none."""
+    """Layer -> the number of experts with fewer than FEW_TOKENS calibration tokens, where it is not 0."""
     from safetensors import safe_open
 
     out = {}
@@ -140,7 +140,7 @@ def few_tokens(directory: WorkDirectory, stream: StreamedModel) -> dict[int, int
 
 
 def advice(few: Mapping[int, int], experts: int) -> str:
-    """The message about experts with few tokens; empty without any."""
+    """Make the message about experts with few tokens; empty if there are none."""
     if not few:
         return ""
     worst = max(few, key=lambda i: few[i])

@@ -1,7 +1,7 @@
-"""A build's cost before it runs: bytes exactly, memory and time from measurements.
+"""Estimate a build's cost before it runs: bytes exactly, memory and time from measurements.
 
-Every expert goes through the lossless codec, because only encoding tells its size. The rest is arithmetic, one batch
-through the first layers, and a few experts through the quantiser.
+Every expert goes through the lossless codec, because only encoding tells its size. For memory and time, one batch runs
+through the first layers, and a few experts are quantised. The rest is arithmetic.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A build's cost."""
+    """The estimated cost of a build."""
 
     versions: dict[str, int]  # bytes of each version's files, exact
     dense_bytes: int  # bytes of all other tensors, exact, without dense matrices that have versions
-    work_bytes: int  # the most in the work directory, beside the bundle, about
-    memory: dict[str, int]  # bytes by part in the largest step, about; the peak is their sum
-    seconds: dict[str, float]  # by kind of work, about
+    work_bytes: int  # the most bytes in the work directory, without the bundle; approximate
+    memory: dict[str, int]  # bytes by use in the step that takes the most, approximate; the peak is their sum
+    seconds: dict[str, float]  # by kind of work, approximate
     experts: int
     layers: int
     dense_versions: dict[str, int] = field(default_factory=dict)  # bytes of each dense version's files, exact
@@ -72,7 +72,7 @@ def estimate(
     engine: str = "local",
     address: str | None = None,
 ) -> Estimate:
-    """Estimate `moepack.build` with these arguments; raises the same errors. Writes and removes a probe file."""
+    """Estimate `moepack.build` with these arguments. Raises the same errors. Writes and removes a probe file."""
     from moepack.calibrate.checkpoint import open_checkpoint
     from moepack.calibrate.stream import StreamedModel
 
@@ -110,8 +110,8 @@ def estimate(
     return run.result(float(disk_rates(folder).get("write_bytes_per_second", 0.0)), work is not None, linked)
 
 
-# Experts quantised together in the probe. With one, it bears alone what a batch's experts share: tiny-qwen3-moe, 16
-# together, took 0.5 to 0.65 of the estimated CPU time; with eight 0.91 to 0.93.
+# Experts quantised together in the probe. A batch's experts share work that a lone expert bears alone: tiny-qwen3-moe
+# (batches of 16) took 0.5 to 0.65 of the CPU time estimated with a probe of one, and 0.91 to 0.93 with eight.
 PROBED = 8
 
 
@@ -137,19 +137,19 @@ class _DryRun:
         self._dtype = recipe.calibration.torch_dtype
         self._needs, self._how, batch = needs, how, how.batch_size
         self._walk: CalibrationPass | None = CalibrationPass(stream, ids[:batch], batch, self._dtype)
-        self._sizes = {}  # of each version's files; for now without extents whose sizes only encoding tells
+        self._sizes = {}  # version -> bytes of its files; extents that are entropy-coded are added later
         for v in recipe.version_specs():
             stored = [(layer, v.stored_sizes(layer.matrices) or (0,)) for layer in self._experts]
             self._sizes[v.name] = sum(header_size(v.name, x) + x.experts * sizes[0] for x, sizes in stored)
         self._encoded = [v for v in recipe.version_specs() if v.entropy_coded]  # only encoding tells their sizes
         self.seconds = defaultdict[str, float](float)  # "start": until everything is loaded and compiled
-        self._one_expert = 0.0  # seconds to quantise one
-        self._forward = self._again = 0.0  # seconds of a batch through a layer: the first two, and the others
-        self._second_a_byte = 0.0  # to read a layer
+        self._one_expert = 0.0  # seconds to quantise one expert
+        self._forward = self._again = 0.0  # seconds of a batch in a layer: one of its first two, a later one
+        self._second_a_byte = 0.0  # seconds to read a byte of a layer
         self._matrices = {x.index: x for x in dense_layers(tuple(m for part in dense.values() for m in part))}
         self._dense_sizes = {v.name: 0 for v in recipe.dense_specs()}
-        self._dense = self._dense_part = 0  # bytes of all other tensors; the most of one part's dense versions
-        self._one_dense = self._dense_work = 0.0  # seconds of a unit of work, and units; simultaneous ones count once
+        self._dense = self._dense_part = 0  # bytes of tensors without versions; the most of one part's versions
+        self._one_dense = self._dense_work = 0.0  # seconds a unit of work; units, those done at once counted as one
 
     @contextlib.contextmanager
     def _timed(self, kind: str) -> Iterator[None]:
@@ -163,7 +163,7 @@ class _DryRun:
             return self._stream.load(part)
 
     def outside(self) -> None:
-        """Count the part outside the layers, and make the first layer's input."""
+        """Count the bytes of the part outside the layers, and compute the first layer's input."""
         assert self._walk is not None
         self._add_dense(None, self._load(None))
         if self._recipe.mtp == "keep":
@@ -173,7 +173,7 @@ class _DryRun:
         self._stream.free(None)
 
     def layer(self, index: int) -> None:
-        """Count a layer. Up to the first layer with experts, run one batch through it; there, quantise some experts."""
+        """Count a layer's bytes. Up to the first layer with experts, run a batch; there, quantise a few experts."""
         from moepack.calibrate.dense import watch_part
 
         if self._walk is None and self._stream.file_bytes(index) and self._how.experts_on_disk:
@@ -188,12 +188,12 @@ class _DryRun:
             self._stream.to_compute(index, self._dtype)
             matrices = self._matrices[index].matrices if index in self._matrices else ()
             inputs = [hidden.clone() for hidden in self._walk.hidden] if self._reuses else []
-            # For all windows, as in a build: then not every token's moments count.
+            # Sized for all windows, as in a build: then not every token adds to the moments.
             watch = watch_part(self._stream, matrices, len(self._ids), self._walk.length) if matrices else None
             observation, self._forward = self._pass(index, watch)
             self._again = self._forward
             if self._reuses:
-                with reusing():  # as from a layer's second batch on, which takes the memory that the next ones find
+                with reusing():  # as in a build, where the batches after a layer's second reuse memory
                     for _ in range(2):
                         self._walk.restore(inputs)
                         self._again = self._pass(index, watch)[1]
@@ -206,14 +206,14 @@ class _DryRun:
             self._add_experts(experts)
 
     def _pass(self, index: int, watch: DenseWatch | None) -> tuple[Observation | None, float]:
-        """Run a batch through a layer; returns the observation and the seconds."""
+        """Run a batch through a layer; return the observation and the seconds that it took."""
         assert self._walk is not None
         began = time.perf_counter()
         observation = self._walk.run_layer(index, watch=watch)
         return observation, time.perf_counter() - began
 
     def _in_parts(self, index: int) -> None:
-        """Count a layer whose experts memory does not hold, and that no batch goes through; writes nothing."""
+        """Count the bytes of a layer whose experts do not fit in memory: read some at a time. Runs no batch."""
         stream = self._stream
         with self._timed("read"):
             dense = stream.tensors(index, stream.dense_names(index))
@@ -244,7 +244,7 @@ class _DryRun:
                 self._reporter.advance()
 
     def _add_dense(self, part: int | None, tensors: dict[str, torch.Tensor]) -> None:
-        """Count a part's bytes outside the experts, with all versions of its dense matrices."""
+        """Count a part's bytes outside the experts, all versions of its dense matrices included, and their work."""
         layer, versions = self._matrices.get(part), self._recipe.dense_specs()
         packed: set[str] = set()
         beside, before = self._at_once(part), sum(self._dense_sizes.values())
@@ -275,14 +275,14 @@ class _DryRun:
         return max(1, min(self._how.row_shards, shards, most))
 
     def _quantise_dense(self, matrix: DenseMatrix, tensors: dict[str, torch.Tensor], beside: int) -> float:
-        """Seconds a unit of work on a matrix at every affine width, with as many row shards at once as in a build."""
+        """Measure seconds per unit of work (weights times columns) at every lossy width, `beside` shards at once."""
         import torch
 
         device = self._stream.device
         task = row_shard_tasks((matrix,), self._recipe, "", device.type)[-1]
         task = replace(task, versions=lossy(task.versions))
         white, seconds = torch.eye(matrix.matrix.cols, device=device), 0.0
-        for together in (1, beside):  # the first one loads libraries
+        for together in (1, beside):  # the first round loads libraries
             began = time.perf_counter()
             with ThreadPoolExecutor(together) as pool:
                 list(pool.map(lambda _: make_row_shard(task, tensors, white, white, device), range(together)))
@@ -290,7 +290,7 @@ class _DryRun:
         return seconds / (task.shard.weights * task.shard.cols)
 
     def _quantise_some(self, index: int, experts: ExpertWeights, observation: Observation) -> float:
-        """Seconds of one expert at every width, in a batch of PROBED, with as many batches at once as in a build."""
+        """Measure seconds per expert at every width, in batches of PROBED, side by side as in a build."""
         from moepack.quantize.expert_batch import expert_batches
 
         settings, device = batch_settings(self._recipe), self._stream.device
@@ -305,10 +305,10 @@ class _DryRun:
         began = time.perf_counter()
         make(range(1))  # loads and compiles
         first, began = time.perf_counter() - began, time.perf_counter()
-        # A bound may allow more than the available memory does now.
+        # --memory may allow more batches at once than the memory that is available now.
         at_once = min(self._how.batches, workers(device, max(size for _, size in self._needs.batches)))
         beside = min(at_once, len(batches))
-        with ThreadPoolExecutor(beside) as pool:  # cores that share a cache, or are two of one, slow each other
+        with ThreadPoolExecutor(beside) as pool:  # cores that share a cache, or one core's threads, slow each other
             list(pool.map(make, [few] * beside))
         one = (time.perf_counter() - began) / len(few)
         self.seconds["start"] += max(0.0, first - one)
@@ -341,7 +341,7 @@ class _DryRun:
             "encode": self.seconds["encode"],
             "write": written / rate if rate else 0.0,
         }
-        # A part's pieces stay beside its files until these are whole; dense tensors are copied into the bundle's.
+        # A part's task results stay until its files are whole; dense tensors are copied into the bundle's files.
         behind = self._dense_part + needs.hidden * how.hidden_on_disk
         pieces = max(versions // len(self._experts) + spilt, behind)
         work_bytes = kept + max(pieces, self._dense + versions * (not linked))
@@ -352,9 +352,10 @@ class _DryRun:
 
 
 def _shared_out(observation: Observation, tokens: int, experts: int, few: int) -> Observation:
-    """Repeat the observed tokens so that the first `few` experts see as many as some real experts would of `tokens`.
+    """Turn one batch's observation into one of `few` experts, over a build's number of `tokens`.
 
-    These are evenly spaced among all experts in the order of their tokens, because time depends on the tokens. Other
+    Time depends on an expert's number of tokens. So each of the `few` stands for a real expert, and these are evenly
+    spaced among all experts sorted by that number. Observed tokens are repeated to reach a real expert's number. Other
     tokens of the layer are mixed in: experts are fitted to and measured on some of them too.
     """
     import torch

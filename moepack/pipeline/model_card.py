@@ -84,7 +84,7 @@ def model_card(
     picture: str | None = None,
     base_model: str | None = None,
 ) -> str:
-    """Write the card's text, for the bundle's present `versions`.
+    """Return the card's text. `versions` are those that the bundle's directory holds.
 
     Args:
         repo: the bundle's name on the Hub, if any.

@@ -1,4 +1,4 @@
-"""A build's needs (`bound.BuildNeeds`), from a model's skeleton and a recipe, before any work."""
+"""Compute a build's memory needs (`bound.BuildNeeds`) from a model's skeleton and a recipe, before any work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from moepack.calibrate.stream import StreamedModel
     from moepack.pack.spec import DenseMatrix
 
-Dense = dict[int | None, list["DenseMatrix"]]  # part -> the matrices that get versions
+Dense = dict[int | None, list["DenseMatrix"]]  # decoder layer, or None outside the layers -> matrices that get versions
 
 
 def needs_of(
@@ -29,10 +29,10 @@ def needs_of(
     process: int | None = None,
     bounded: bool = False,
 ) -> BuildNeeds:
-    """The needs of a build on `windows` windows of `length` tokens.
+    """The memory needs of a build on `windows` windows of `length` tokens.
 
-    `process`: bytes before the first layer; measured now if None. `bounded`: count tasks at once as if all memory were
-    available, because other programs may free some.
+    `process`: the process's bytes before the first layer; measured now if None. `bounded`: count the tasks that run at
+    once as if all memory were available, because other programs may free some.
     """
     from moepack.calibrate.products import widened_bytes
 
@@ -81,7 +81,7 @@ def needs_of(
 
 
 def _parts(stream: StreamedModel, recipe: Recipe, dense: Dense) -> tuple[dict[int | None, int], set[int]]:
-    """Bytes by part, and the layers whose dense tensors alone are read."""
+    """The bytes of each part, and the layers of which only the dense tensors are read."""
     layers = range(len(stream.layers))
     apart = {part for part in layers if not recipe.versions and stream.dense_apart(part)}
     # The part behind the last layer counts as a layer where its matrix gets versions.
@@ -89,13 +89,13 @@ def _parts(stream: StreamedModel, recipe: Recipe, dense: Dense) -> tuple[dict[in
     return parts | {part: parts[part] - stream.file_bytes(part) for part in apart}, apart
 
 
-_Tasks = tuple[tuple[int, int], ...]  # by part: the most that run at once, and bytes of one
+_Tasks = tuple[tuple[int, int], ...]  # for each part: the most tasks that run at once, and bytes of one
 
 
 def _tasks(
     stream: StreamedModel, recipe: Recipe, dense: Dense, on_disk: dict[int | None, int], bounded: bool
 ) -> tuple[int, _Tasks, _Tasks]:
-    """Bytes of a batch's experts on disk; the expert batches; the row shards."""
+    """The fields `mapped`, `batches` and `row_shards` of `BuildNeeds`."""
     import torch
 
     from moepack.quantize.batch_memory import batch_memory
@@ -112,7 +112,7 @@ def _tasks(
         batches.append(at_once(len(some), batch_memory(x, settings, most)))
     for matrices in filter(None, dense.values()):
         tasks = row_shard_tasks(matrices, recipe, "", stream.device.type)
-        # Other dtypes are first rounded to BF16.
+        # Weights of other dtypes are first rounded to BF16, as a copy.
         rounded = [2 * t.matrix.matrix.weights * (stream.loaded_dtype != torch.bfloat16) for t in tasks]
         size = max(t.memory + more for t, more in zip(tasks, rounded, strict=True))
         row_shards.append(at_once(len(tasks), size))
@@ -125,7 +125,7 @@ def _top_k(config: object) -> int:
 
 
 def _window(stream: StreamedModel, index: int, length: int, dtype: torch.dtype) -> int:
-    """Bytes of a window in a layer's forward: about the live tensors of attention, or of the experts."""
+    """Approximate bytes of one window's forward through a layer: live tensors of attention, or of experts if more."""
     config = stream.model.config.get_text_config()
     size, hidden = dtype.itemsize, int(config.hidden_size)
     around = length * hidden * (4 * size + 4)  # residual, normed, the sum; norms compute in float32

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 MOMENTS = ("routed", "gated", "all")
 
 ALLOCATORS = ("greedy", "prefix_split", "uniform")
-OLD_ALLOCATORS = {"milp": "greedy"}  # solved the same problem, with gains too small to measure: read as greedy
+OLD_ALLOCATORS = {"milp": "greedy"}  # milp solved greedy's problem, with gains too small to measure
 WEIGHTS = ("gates", "tokens", "none")
-MOST = 8  # times `samples`: the default of `most`
+MOST = 8  # the default of `most` is this many times `samples`
 
-# Experts at 8 bits are seldom worth their bytes beside those at 4.
+# Without w8: experts at 8 bits are seldom worth their bytes over 4 bits.
 DEFAULT_VERSIONS = ("bf16", "w4", "w3", "w2", "w1")
 
 
@@ -55,7 +55,7 @@ class TextSource:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The text that the model reads."""
+    """The calibration text: its sources, and how windows are taken from them and computed."""
 
     data: tuple[TextSource, ...] = ()
     samples: int = 128  # windows of `length` tokens
@@ -63,8 +63,8 @@ class Calibration:
     batch_size: int = 8
     seed: int = 0
     dtype: str = "bfloat16"
-    until: int = 0  # take more windows until every expert has this many tokens; 0: do not
-    most: int = 0  # the most windows that `until` takes
+    until: int = 0  # take more windows than `samples` until every expert has this many tokens; 0 takes no more
+    most: int = 0  # the most windows to take for `until`
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -77,12 +77,12 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """How the bundle's map chooses a version for each expert; see `moepack.pipeline.allocate.allocate`."""
+    """How to choose one version for each expert (an allocation); see `moepack.pipeline.allocate.allocate`."""
 
-    average_bits: float  # bytes of all extents, with tables and padding, as bits an expert weight
+    average_bits: float  # the budget: bytes of all extents, with tables and padding, in bits per expert weight
     method: str = "greedy"  # "greedy", "prefix_split" or "uniform"
-    weight: str = "gates"  # of the losses, for greedy: "gates", "tokens" or "none" (`allocate.expected_losses`)
-    dense: bool = False  # choose dense matrices with the experts, and count their bytes and weights
+    weight: str = "gates"  # what weights the losses in greedy: "gates", "tokens" or "none" (`allocate.expected_losses`)
+    dense: bool = False  # also choose versions of dense matrices, and count their bytes and weights
 
     def __str__(self) -> str:
         weighted = f", losses weighted by {self.weight}" if self.method == "greedy" else ""
@@ -103,11 +103,11 @@ class Recipe:
     mtp: str = "drop"  # "keep": a checkpoint's layers for multi-token prediction stay beside the model, unchanged
 
     def version_specs(self) -> tuple[Version, ...]:
-        """The versions as descriptors, from most to least precise."""
+        """The versions of experts as descriptors, from most to least precise."""
         return self._specs(self.versions)
 
     def dense_specs(self) -> tuple[Version, ...]:
-        """The versions of dense matrices, with the lossless one; none where the recipe names none."""
+        """The versions of dense matrices, including the lossless one; empty if the recipe names no version of them."""
         return self._specs((LOSSLESS, *self.dense)) if self.dense else ()
 
     def _specs(self, names: Sequence[str]) -> tuple[Version, ...]:
@@ -121,10 +121,10 @@ def shipped() -> list[str]:
 
 
 def load_recipe(name: str | Recipe) -> Recipe:
-    """Load a recipe by its shipped name or its file; a Recipe stays as it is.
+    """Load a recipe that comes with moepack, by name, or one in a file. A Recipe is returned as it is.
 
     Raises:
-        InputError: names the file, the key and, for an unknown key, the nearest known one.
+        InputError: for an invalid recipe; names the file, the key and, for an unknown key, the nearest known one.
     """
     if isinstance(name, Recipe):
         return name
@@ -141,7 +141,7 @@ def load_recipe(name: str | Recipe) -> Recipe:
 
 
 def parse_recipe(text: str, where: str) -> Recipe:
-    """Validate a recipe's text; `where` names it in errors."""
+    """Parse and validate a recipe's text. `where` is its name in errors."""
     try:
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -175,7 +175,7 @@ def with_versions(recipe: Recipe, versions: Sequence[Version], dense: Sequence[V
     """Replace a recipe's versions of experts and of dense matrices. The new text has no comments.
 
     Raises:
-        InputError: where experts and dense matrices have a version in different group sizes: a recipe has one for both.
+        InputError: where a version's group size differs between experts and dense matrices: a recipe has one for both.
     """
     sizes = {v.name: v.group_size for v in (*dense, *versions) if v.group_size}
     for v in dense:
@@ -195,7 +195,7 @@ def with_versions(recipe: Recipe, versions: Sequence[Version], dense: Sequence[V
 
 
 def with_text(recipe: Recipe) -> Recipe:
-    """Give a recipe that was made or changed in Python a text that matches it; others stay.
+    """Return a recipe whose text matches its fields: a new text if it was made or changed in Python.
 
     Raises:
         InputError: where the recipe is not valid.
@@ -275,7 +275,7 @@ def _mapping(where: str, value: Any, known: Sequence[str]) -> dict[str, Any]:
 
 
 def _settings(where: str, value: Any, kind: type, rules: Mapping[str, Any]) -> dict[str, Any]:
-    """The given fields of the dataclass `kind`; a rule is an integer's least value, or the possible values."""
+    """Check and return fields of the dataclass `kind`. A rule is an integer's least value, or the possible values."""
     given = _mapping(where, value, [f.name for f in fields(kind)])
     for key in rules.keys() & given.keys():
         (_integer if isinstance(rules[key], int) else _choice)(f"{where}.{key}", given[key], rules[key])

@@ -1,8 +1,9 @@
 """One streaming pass over a checkpoint's decoder layers: calibrate, quantise, or both, into a work directory.
 
-For each decoder layer: load it, run the calibration batches, submit its experts and dense matrices to the executor,
-free it. Finished parts are skipped. Memory holds one layer, the calibration activations and bounded moments. An
-executor that quantises elsewhere bounds how far calibration runs ahead.
+Each decoder layer is loaded; calibration batches run through it; its experts and dense matrices go to the executor; it
+is freed. A part is a decoder layer, or what lies outside the layers (part None); finished parts are skipped. Memory
+holds one layer, the calibration activations, and second moments of bounded size. An executor on other machines bounds
+how far calibration runs ahead of quantising.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ if TYPE_CHECKING:
 
 _HIDDEN = "hidden.safetensors"
 
-EVERY = 4  # layers between two saved activations: a killed build repeats at most three
+EVERY = 4  # layers from one save of the activations to the next: a killed build repeats at most three layers
 
 
 class LayerWalk:
-    """One walk over the layers of a checkpoint, into a work directory."""
+    """One walk over the layers of a checkpoint. The results go into a work directory."""
 
     def __init__(
         self,
@@ -60,28 +61,28 @@ class LayerWalk:
         stage: str = "quantize",
         keep: bool = True,
     ) -> None:
-        """Take the calibration windows as int64 [windows, length], None where nothing is calibrated.
+        """Prepare a walk. `ids`: the calibration windows, int64 [windows, length]; None where nothing is calibrated.
 
-        `dense`: the matrices that get versions, by part. `stage`: the one that quantises. `keep`: save activations
+        `dense`: the matrices that get versions, by part. `stage`: the stage that quantises. `keep`: save activations
         between layers, from which another run can resume.
         """
         self._work, self._stream, self._recipe, self._ids = directory, stream, recipe, ids
         self._how, self._dense, self._reporter, self._stage, self._keep = how, dense, reporter, stage, keep
         self._executor: Local | OnRay = Local()
         self._dtype = recipe.calibration.torch_dtype
-        self._experts = stream.expert_layers if recipe.versions else {}  # the layers whose experts get versions
+        self._experts = stream.expert_layers if recipe.versions else {}  # layers whose experts get versions
         stream.experts_in = directory.path if how.experts_on_disk else None
         self._inner = "experts and row shards of dense matrices" if dense else "experts"  # the unit of progress
-        self._objects: dict[int | None, tuple[Path, ...]] = {}  # result files of submitted parts
-        self._notes: dict[int | None, dict[str, Any]] = {}  # what is known of submitted parts' notes
+        self._objects: dict[int | None, tuple[Path, ...]] = {}  # submitted part -> result files of its tasks
+        self._notes: dict[int | None, dict[str, Any]] = {}  # submitted part -> what is known of its note
         self._walked = -1  # the last layer that was calibrated
 
     def layers(
         self, calibrate: bool, quantize: bool, executor: Local | OnRay | None = None, keep: bool = False
     ) -> None:
-        """Go through the decoder layers once, with `executor` in place of the local one.
+        """Go through the decoder layers once. `executor` runs the tasks; by default the local one.
 
-        Saves observations and moments where nothing is quantised, or with `keep`.
+        Observations and moments are saved if nothing is quantised, or with `keep`.
         """
         self._executor = executor or self._executor
         bound_kernel_caches()
@@ -92,10 +93,10 @@ class LayerWalk:
         self._executor.begin(source, work.path, stream.device, self._how)
         total = len(stream.layers)
         pending = [i for i in range(total) if not self._finished(i, calibrate, quantize)]
-        # A saved observation is enough to quantise a layer.
+        # The first layer to calibrate: a saved observation is enough to quantise a layer.
         first = next((i for i in pending if not (quantize and self._observed(i))), total)
         while 0 < first < total and not work.piece("calibrate", first - 1, _HIDDEN).exists():
-            first -= 1  # to saved activations
+            first -= 1  # back to a layer whose input is saved
         walk = None
         if calibrate and self._ids is not None:
             walk = open_pass(work, stream, self._ids, self._how, self._dtype)
@@ -104,13 +105,13 @@ class LayerWalk:
         reporter.stage(" and ".join(["calibrate"] * calibrate + ["quantise"] * quantize), total)
         for i in range(total):
             reporter.step(f"layer {i}")
-            walks = walk if i >= first else None  # from `first` on through every layer, for its activations
+            walks = walk if i >= first else None  # from `first` on, every layer makes the next one's input
             if walks is not None or i in pending:
                 self._layer(i, walks, quantize and i in pending, keep or not quantize)
                 self._take(wait=False)
                 if walks is not None:
                     self._keep_hidden(walks, i)
-                trim()  # without it glibc keeps about a layer's worth more after every layer
+                trim()  # otherwise glibc keeps about one layer's bytes more after every layer
         if None in self._dense:
             self._head(walk, quantize)
         reporter.inner(self._inner, self._executor.left)
@@ -122,7 +123,7 @@ class LayerWalk:
         reporter.step("done")
 
     def _begin_walk(self, walk: CalibrationPass, first: int) -> None:
-        """Save the part outside the layers, and bring activations to the layer `first`."""
+        """Save the part outside the layers, and prepare the activations that go into layer `first`."""
         from moepack.calibrate.skeleton import AT_ONCE
 
         stream, work = self._stream, self._work
@@ -142,7 +143,7 @@ class LayerWalk:
             walk.restore(load_hidden(work.piece("calibrate", first - 1, _HIDDEN)))
 
     def _layer(self, i: int, walk: CalibrationPass | None, quantize: bool, keep: bool) -> None:
-        """Load a layer, move `walk` through it, and submit it to be quantised."""
+        """Load a layer, calibrate it if `walk` is given, and with `quantize` submit it to the executor."""
         stream, reads = self._stream, self._executor.reads
         dense: dict[str, torch.Tensor] = {}
         experts, observation, moments = None, None, None
@@ -159,7 +160,7 @@ class LayerWalk:
             self._quantise_layer(i, LayerInputs(observation, None, experts, moments, dense))
 
     def _take(self, wait: bool) -> None:
-        """Mark the parts that the executor finished."""
+        """Mark the parts that the executor finished, and remove their tasks' results. `wait`: for all parts."""
         for part, note in self._executor.finished(wait):
             self._notes.pop(part)
             self._work.mark(self._stage, part, note)
@@ -168,7 +169,7 @@ class LayerWalk:
             self._drop_hidden()
 
     def _head(self, walk: CalibrationPass | None, quantize: bool) -> None:
-        """Make the moments of the part behind the last layer, and with `quantize` its versions."""
+        """Make the moments of the part behind the last layer (`lm_head`), and with `quantize` submit the part."""
         from moepack.calibrate.dense import save_moments, watch_part
 
         work, stream = self._work, self._stream
@@ -205,7 +206,7 @@ class LayerWalk:
                     "with --fresh in another --work"
                 )
             if part in self._dense and not work.piece("calibrate", part, MOMENTS).exists():
-                raise no_moments(work)  # behind the last layer, where calibrate makes them from saved activations
+                raise no_moments(work)  # of the part behind the last layer: calibrate makes them from saved activations
 
     def _observed(self, layer: int) -> bool:
         """Whether the calibrate stage finished a layer, and saved its observation and moments."""
@@ -245,7 +246,7 @@ class LayerWalk:
         return observation, moments
 
     def _keep_hidden(self, walk: CalibrationPass, layer: int) -> None:
-        """Save the activations every EVERY layers, and mark the layer as calibrated."""
+        """Save the activations after every EVERY layers and after the last, and mark the layer as calibrated."""
         if self._keep and ((layer + 1) % EVERY == 0 or layer + 1 == len(self._stream.layers)):
             hidden = {f"{b:06d}": batch for b, batch in enumerate(walk.hidden)}
             save(self._work.piece("calibrate", layer, _HIDDEN), hidden)
@@ -254,14 +255,14 @@ class LayerWalk:
         self._drop_hidden()
 
     def _drop_hidden(self) -> None:
-        """Remove saved activations, except the last before the first layer in flight: a resumed run starts there."""
+        """Remove saved activations, except the newest before the first unfinished layer: a resumed run starts there."""
         in_flight = min((i for i in self._objects if i is not None), default=self._walked + 1)
         kept = [path for i in range(in_flight) if (path := self._work.piece("calibrate", i, _HIDDEN)).exists()]
         for path in kept[:-1]:
             path.unlink()
 
     def _before(self, part: int | None) -> int:
-        """The number of dense matrices in the layers before a part; all these layers were submitted."""
+        """The number of dense matrices in the layers before a part. All these layers have been submitted."""
         before = range(len(self._stream.layers) if part is None else part)
         notes = [self._notes.get(i) or self._work.done(self._stage, i) or {} for i in before]
         return sum(len(note["dense"]["matrices"]) for note in notes if "dense" in note)
@@ -275,12 +276,12 @@ class LayerWalk:
         return called
 
     def _quantise_layer(self, part: int | None, inputs: LayerInputs) -> None:
-        """Submit a part to the executor: its dense matrices, and with an observation its experts."""
+        """Submit a part to the executor: its dense matrices, and if `inputs` has an observation, its experts."""
         from moepack.quantize.expert_batch import expert_batches
 
         identity = json.dumps(self._work.settings()["calibrate"]["checkpoint"], sort_keys=True)
         checkpoint, device = hashlib.sha256(identity.encode()).hexdigest(), self._stream.device.type
-        tasks: dict[str, RowShardTask | ExpertBatchTask] = {}  # by address, in order
+        tasks: dict[str, RowShardTask | ExpertBatchTask] = {}  # by address (digest of a task's inputs), in order
         dense = layer = None
         if part in self._dense:
             moments = inputs.moments or load_moments(self._work, part)

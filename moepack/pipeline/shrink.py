@@ -1,7 +1,7 @@
 """Make a bundle with fewer versions from another; files are linked where the file system allows it.
 
 Nothing is quantised or decoded; digests are checked first. The format holds a version for all experts or for none
-(pack/FORMAT.md), so a map with one version an expert keeps every version that it names.
+(pack/FORMAT.md). So to keep an allocation, a map that gives each expert one version, is to keep all versions it names.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from moepack.runtime.planning.options import LoadOptions
 
 from .model_card import model_card
 
-_LINKED = (".safetensors",)  # other files are small, and people edit them: a link would change both
+_LINKED = (".safetensors",)  # other files are small, and people edit them: with a link, both bundles would change
 
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """A shrunk bundle."""
+    """The result of `shrink`."""
 
     bundle: Path  # the directory
     versions: tuple[str, ...]  # names, the most precise first
@@ -46,18 +46,18 @@ def shrink(
     reporter: Reporter | None = None,
     dense: Sequence[str] = (),
 ) -> Shrunk:
-    """Write a bundle that holds some of another's versions.
+    """Write a bundle that holds some of another bundle's versions.
 
     Args:
         path, output: the bundle, and the new bundle's directory, which must be new or empty.
         versions: the versions to keep.
-        fit: keep the versions that a plan for this budget serves instead.
-        allocation: keep a map and its versions: with `fit` the plan's map, else the manifest's.
-        dense: versions of dense matrices to keep; by default all, or those of the map. Given alone, all versions of the
-            experts stay.
+        fit: keep the versions that a plan for this budget serves.
+        allocation: keep a map and the versions that it names: with `fit` the plan's map, else the manifest's.
+        dense: versions of dense matrices to keep; by default all, or those of the map. If only `dense` is given, all
+            versions of the experts stay.
 
     Raises:
-        InputError: for contradicting or missing choices, or a version, map or fitting budget that does not exist.
+        InputError: for contradicting or missing choices, a missing version or map, or a budget that nothing fits.
         BundleError: when a kept file is damaged; nothing is written then.
         TargetError: when the output cannot be written.
     """
@@ -98,7 +98,7 @@ def shrink(
 def _choose(
     bundle: Bundle, versions: Sequence[str], fit: LoadOptions | None, allocation: bool
 ) -> tuple[list[str], Allocation | None]:
-    """The kept versions in the bundle's order, and the map."""
+    """The versions of experts to keep, in the bundle's order, and the map, if it names no other version."""
     if versions and (fit or allocation):
         raise InputError("--versions says what to keep: give it alone, or --fit and --allocation")
     here = [v.name for v in bundle.versions]
@@ -128,7 +128,7 @@ def _choose(
 def _choose_dense(
     bundle: Bundle, dense: Sequence[str], wanted: Allocation | None, table: Allocation | None
 ) -> tuple[list[str], Allocation | None]:
-    """The kept versions of dense matrices, and the map without removed ones."""
+    """The versions of dense matrices to keep, and the map, without its dense versions if one of these is removed."""
     here = [v.name for v in bundle.dense_versions]
     for name in sorted(set(dense) - set(here)):
         what = f"here are {', '.join(here)}" if here else "its dense matrices have no versions"
@@ -152,7 +152,7 @@ def _check(bundle: Bundle, names: set[str], reporter: Reporter) -> None:
 def _history(
     bundle: Bundle, versions: Sequence[str], fit: LoadOptions | None, chosen: Sequence[str], dense: Sequence[str]
 ) -> list[object]:
-    """The manifest's notes on shrinking, with a new one."""
+    """The manifest's notes on earlier shrinking, and a new note."""
     earlier = bundle.manifest.provenance.get("shrunk")
     digest = hashlib.sha256((bundle.path / MANIFEST).read_bytes()).hexdigest()
     why = "versions" if versions else f"fit {fit.budget}" if fit else "allocation"

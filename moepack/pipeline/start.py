@@ -1,6 +1,6 @@
 """Open a `LayerWalk` from a checkpoint, a recipe and a text, or from a calibrated work directory.
 
-Refuses bad input before any layer is read, and writes the settings that a later run must share.
+Bad input is refused before any layer is read. The work directory gets the settings that later runs must share.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ WAY = "way of quantising dense matrices", f"slices on {THREADS} thread"  # anoth
 def calibration_text(
     checkpoint: Checkpoint, recipe: Recipe, calibration: Sequence[str | Path]
 ) -> tuple[list[str], Windows]:
-    """The calibration sources and their windows, `samples` or with `until` `most`, no longer than the model's limit.
+    """Read the calibration text; return the names of its sources, and its windows.
 
+    There are `samples` windows, or `most` if the recipe sets `until`, no longer than the model's position limit.
     `calibration`: files or Hub data sets in place of the recipe's.
     """
     from moepack.calibrate.text import windows as data
@@ -66,7 +67,7 @@ def start(
     memory: int | None = None,
     keep: bool = True,
 ) -> LayerWalk:
-    """Open a calibration, in `memory` bytes; with `keep`, another run can resume from saved activations."""
+    """Open a walk that calibrates, in `memory` bytes. `keep` saves activations, from which another run can resume."""
     from moepack.calibrate.checkpoint import open_checkpoint
 
     recipe = with_text(recipe)
@@ -87,7 +88,7 @@ def start(
     settings = recipe.calibration
     sources, windows = calibration_text(opened, recipe, calibration)
     dense = dense_parts(stream, recipe)
-    count, length = windows.ids.shape  # with all windows that may be taken
+    count, length = windows.ids.shape  # of all windows that `until` may take
     how = _fit(directory, stream, recipe, dense, memory, count, length, fresh, reporter=reporter)
     identity = _identity(directory, opened, reporter)
     windows = enough_windows(directory, stream, windows, settings, identity, how, reporter)
@@ -115,7 +116,7 @@ def start(
 def _record(
     stream: StreamedModel, recipe: Recipe, sources: Sequence[str], windows: Windows, keeps_mtp: bool
 ) -> dict[str, Any]:
-    """The record of the run for later stages."""
+    """Make the record of the run, which later stages read."""
     opened = stream.checkpoint
     return {
         "checkpoint": str(Path(opened.path).absolute()),
@@ -147,7 +148,7 @@ def resume(
     stage: str = "quantize",
     memory: int | None = None,
 ) -> LayerWalk:
-    """Open a calibrated work directory for a stage that quantises, in `memory` bytes."""
+    """Open a walk that quantises in the stage `stage`, from a calibrated work directory, in `memory` bytes."""
     from moepack.calibrate.checkpoint import open_checkpoint
     from moepack.calibrate.stream import StreamedModel
 
@@ -159,7 +160,7 @@ def resume(
         recipe = replace(recipe, calibration=first.calibration, mtp=first.mtp)
     opened = open_checkpoint(where["checkpoint"])
     stream = StreamedModel(opened, device)
-    if stage == "quantize" or recipe.versions:  # no text can add to dense matrices alone
+    if stage == "quantize" or recipe.versions:  # a recipe of dense matrices alone has no valid text
         recipe = with_text(recipe)
     dense = dense_parts(stream, recipe)
     how = _fit(directory, stream, recipe, dense, memory, where["samples"], where["length"], walks=False)
@@ -177,7 +178,7 @@ def resume(
 
 
 def _identity(directory: WorkDirectory, checkpoint: Checkpoint, reporter: Reporter) -> dict[str, str]:
-    """Read the digests of a checkpoint's files; the work directory keeps them."""
+    """Return the digests of a checkpoint's files, and keep them in the work directory."""
     from moepack.calibrate.identity import identity
 
     reporter.stage("read the checkpoint", 1)
@@ -189,7 +190,7 @@ def _identity(directory: WorkDirectory, checkpoint: Checkpoint, reporter: Report
 
 
 def dense_parts(stream: StreamedModel, recipe: Recipe) -> Dense:
-    """The dense matrices that get versions, by part; refuses an allocation that cannot be met."""
+    """The dense matrices that get versions, by part. Raises InputError for an allocation that cannot be met."""
     found: Dense = {}
     if recipe.dense:
         from moepack.calibrate.dense import dense_matrices
@@ -213,7 +214,7 @@ def _fit(
     walks: bool = True,
     reporter: Reporter | None = None,
 ) -> MemoryPlan:
-    """Fit into `memory` bytes, or refuse. Without a bound, keep the batch size of an earlier run that had a bound."""
+    """Plan a build in `memory` bytes, or raise InputError. None keeps an earlier run's batch size and sets no bound."""
     size = recipe.calibration.batch_size
     if memory is None:
         if walks and not fresh and (begun := _begun(directory, recipe)) != size:
@@ -225,10 +226,10 @@ def _fit(
         needs = needs_of(stream, recipe, windows, length, dense)
         return MemoryPlan(size, reuse=place(needs, size, None).reuse)
     needs = needs_of(stream, recipe, windows, length, dense, bounded=True)
-    if not walks:  # observations are mapped from the first stage's files, and nothing is converted
+    if not walks:  # observations are mapped from the first stage's files, and no dtype is converted
         needs = replace(needs, outside=0, layer=needs.waiting, layer_on_disk=needs.waiting_on_disk)
         return place(replace(needs, hidden=0, window=0, forward=0, seen=MAPPED), 1, memory)
-    # An earlier run's batch size, if it fits: the activations' bits follow from it.
+    # Take an earlier run's batch size if it fits: the bits of the activations depend on it.
     begun = {} if fresh else directory.settings().get("calibrate", {})
     before = begun.get("batch_size", size)
     how = place(needs, min(size, before), memory)
@@ -246,7 +247,7 @@ def _fit(
 
 
 def _begun(directory: WorkDirectory, recipe: Recipe) -> int:
-    """The batch size of an earlier run with the same recipe's batch size: a bound on memory may have lowered it."""
+    """The batch size of an earlier run, perhaps lowered by --memory; the recipe's if that run's recipe had another."""
     size = recipe.calibration.batch_size
     try:
         before = parse_recipe(run_record(directory)["recipe"], "run.json")

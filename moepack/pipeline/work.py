@@ -1,8 +1,8 @@
 """The work directory: finished pieces of a build, from which a killed build resumes.
 
-A piece counts once it has a marker, which is written after the piece is on the device. Within a layer, results of tasks
-are objects named by their inputs. settings.json holds the settings that change the bytes; a directory made with other
-settings is refused, with the setting's name.
+A piece counts once it has a marker, which is written after the piece is on disk. Within a layer, each task's result is
+a file named by the digest of the task's inputs. settings.json holds the settings that change the bytes. A directory
+made with other settings is refused; the error names the setting.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def check_work(path: Path) -> None:
 class WorkDirectory:
     """An open, locked work directory.
 
-    A stage is "calibrate", "quantize" or a stage that adds versions. A piece is one part of a stage.
+    A stage is "calibrate", "quantize" or one that adds versions. A piece is a stage's work on one part of the model: a
+    decoder layer, or what lies outside the layers (`layer` None).
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,7 +62,7 @@ class WorkDirectory:
         self._lock.close()
 
     def settings(self) -> dict[str, Any]:
-        """The settings of the last stage that ran here, by stage; empty for a new directory."""
+        """The settings of each stage that was begun here, by stage; empty for a new directory."""
         try:
             document = json.loads((self.path / _SETTINGS).read_text())
         except FileNotFoundError:
@@ -76,7 +77,7 @@ class WorkDirectory:
         return document
 
     def begin(self, stage: str, wanted: Mapping[str, Any], fresh: bool) -> None:
-        """Start or resume a stage with these settings. `fresh` discards it, and after "calibrate" all others.
+        """Start or resume a stage with these settings. `fresh` discards the stage, and with "calibrate" all others.
 
         Raises:
             InputError: when finished pieces were made with other settings; names the first difference.
@@ -107,19 +108,19 @@ class WorkDirectory:
         return any((self.path / stage).glob("*/done.json"))
 
     def piece(self, stage: str, layer: int | None, name: str) -> Path:
-        """The path of a piece's file; layer None is the part outside the decoder layers."""
+        """Return the path of a piece's file, and make the piece's folder."""
         directory = self.path / stage / ("rest" if layer is None else f"layer-{layer:03d}")
         directory.mkdir(parents=True, exist_ok=True)
         return directory / name
 
     def object(self, address: str) -> Path:
-        """The path of a task's result, under the digest of its inputs; it is removed once its layer is done."""
+        """The path of a task's result, named by the digest of the inputs. The file goes once its layer is done."""
         directory = self.path / "objects"
         directory.mkdir(exist_ok=True)
         return directory / f"{address}.safetensors"
 
     def _remove(self, folder: Path) -> None:
-        """Remove a folder; a kill leaves it whole, or nothing under its name."""
+        """Remove a folder. A killed process leaves the whole folder, or nothing under its name."""
         if folder.exists():
             aside = self.path / f"{_REMOVED}{secrets.token_hex(4)}"
             folder.rename(aside)
@@ -142,7 +143,7 @@ class WorkDirectory:
         return self.read(self.piece(stage, layer, "done.json"))
 
     def read(self, path: Path) -> dict[str, Any] | None:
-        """Read a small JSON file with one object; None where that fails."""
+        """Read a small JSON file that holds one object; None if it cannot be read."""
         try:
             found = json.loads(path.read_text())
         except (OSError, ValueError):
@@ -158,7 +159,7 @@ class WorkDirectory:
         sync(directory)
 
     def write(self, path: Path, data: bytes) -> None:
-        """Replace a small file in one step."""
+        """Write or replace a small file in one step: a killed process leaves the old file or the new one."""
         temporary = path.with_name(path.name + ".partial")
         with temporary.open("wb") as f:
             f.write(data)

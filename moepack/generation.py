@@ -17,7 +17,7 @@ from .server.batching.text import Stops
 from .server.batching.tokens import end_tokens
 from .server.options import Sampling
 
-PROMPT = 512  # the most tokens of a prompt in one pass, by default in a budget
+PROMPT = 512  # by default, the most prompt tokens that one pass reads in a budget
 NEW_TOKENS = 64  # the most tokens of a continuation
 CHAT_TOKENS = 2048  # tokens of a chat for which a budget reserves cache from the start
 GREEDY = Sampling(temperature=0.0)
@@ -29,7 +29,7 @@ class Session:
     """A model that continues one text after another. `load` loads the model; leaving the context closes it."""
 
     def __init__(self, path: str | Path, options: LoadOptions = DEFAULTS, chat_template: str | None = None) -> None:
-        """Find the model and read its tokenizer. Raises InputError if it is missing or the options do not fit it."""
+        """Find the model and read its tokenizer. Raises InputError for a missing model or options that do not fit."""
         self._path, self._options = path, options
         with Reporter().hub_bars():
             self._source = locate(path)
@@ -95,7 +95,7 @@ class Session:
             new_tokens: the most tokens to add.
             sampling: how tokens are chosen; a seed gives the same answer as in `moepack serve`.
             stop: texts at which the answer ends; they are not part of it.
-            tell: receives the text as it comes.
+            tell: receives the text as it is generated.
         """
         import torch
         from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -182,7 +182,7 @@ def generate(
     chat_template: str | None = None,
     tell: Tell = lambda text: None,
 ) -> str:
-    """Continue a prompt, or answer `messages`. `tell` receives the text as it comes.
+    """Continue a prompt, or answer `messages`. `tell` receives the text as it is generated.
 
     By default, a budget reserves memory for the KV cache of the prompt and all new tokens (`kv_tokens`), and for passes
     of the prompt's tokens, at most 512 (`prefill_tokens`).

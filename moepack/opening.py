@@ -23,7 +23,7 @@ def locate(path: str | Path) -> Source:
     """Find a bundle or checkpoint by its directory or Hub id. A checkpoint on the Hub is downloaded.
 
     Raises:
-        InputError: if it is neither a directory nor on the Hub, or is an incomplete checkpoint.
+        InputError: if `path` is neither a directory nor on the Hub, or the checkpoint is incomplete.
     """
     if Path(path).exists():
         return Source(path, (Path(path) / MANIFEST).is_file())

@@ -103,7 +103,7 @@ class _RichReporter(Reporter):
 
 @contextlib.contextmanager
 def progress(quiet: bool = False) -> Iterator[Reporter]:
-    """Show progress on stderr unless `quiet`."""
+    """Yield a `Reporter` that shows progress on stderr, or nothing if `quiet`."""
     if quiet:
         yield Reporter()
         return

@@ -33,17 +33,17 @@ class Remote:
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """Versions with all their files, the most precise first."""
+        """Versions of experts with all their files, the most precise first."""
         return tuple(v.name for v in self.manifest.versions if self.sizes.keys() >= {*self.experts(v.name)})
 
     @property
     def dense(self) -> tuple[str, ...]:
-        """Dense versions with all their files, the most precise first."""
+        """Versions of dense matrices with all their files, the most precise first."""
         files = self.manifest.dense_files
         return tuple(v.name for v in self.manifest.dense_versions if self.sizes.keys() >= {*files(v.name)})
 
     def listed(self, names: Iterable[str]) -> dict[str, int]:
-        """The bytes that the manifest gives for these files."""
+        """File name -> size in bytes in the manifest, for these files."""
         files, experts = self.manifest.files, self.manifest.expert_files
         return {name: files[name].size if name in files else experts[name].size for name in names}
 

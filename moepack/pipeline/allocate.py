@@ -142,9 +142,9 @@ def total_bytes(table: Versions, versions: Sequence[Version], costs: Sequence[La
 def split_layers(
     versions: Sequence[Version], costs: Sequence[LayerCosts], importance: Sequence[Sequence[float]], bits: float
 ) -> Versions:
-    """Run `prefix_split` in every layer at an average of `bits` code bits, on unweighted mean squared errors.
+    """Run `prefix_split` in every layer, on unweighted mean squared errors.
 
-    `versions` must hold w4, w3, w2 and w1. `importance` is [layers][experts].
+    `bits`: average bits of a code. `versions` must hold w4, w3, w2 and w1. `importance` is [layers][experts].
     """
     column = {v.name: i for i, v in enumerate(versions)}
     out = []
@@ -163,7 +163,7 @@ def prefix_within(versions: Sequence[Version], costs: Sequence[LayerCosts], budg
     """Run `prefix_split` in all layers at one average, the greatest whose extents fit the budget.
 
     Raises:
-        BudgetError: when one bit for every expert does not fit.
+        BudgetError: when `w1` for every expert does not fit.
     """
     importance = calibrated_importance(costs)
     steps = max(len(layer.tokens) for layer in costs)

@@ -31,7 +31,7 @@ class BuildNeeds:
     loading: int  # while a layer is read: the files' mapped pages and the tensors made of them
     layer: int  # a layer's weights while windows go through it, in the checkpoint's dtype and the computation's
     hidden: int  # the activations between two layers
-    seen: int  # what a layer's experts read
+    seen: int  # what a layer's experts read: the inputs in its observation
     routing: int  # the chosen experts and their gates
     window: int  # one window's forward through a layer
     forward: int  # a forward's bytes that do not depend on the windows
@@ -41,7 +41,7 @@ class BuildNeeds:
     waiting: int = 0  # a layer's weights while it is quantised, in the checkpoint's dtype
     dense: int = 0  # the moments of a part's dense matrices
     each: int = 0  # the activations of one window
-    # The same with a layer's experts on disk; 0 where that is impossible.
+    # The same numbers where a layer's experts are on disk; 0 where that is impossible.
     loading_on_disk: int = 0
     layer_on_disk: int = 0
     waiting_on_disk: int = 0

@@ -142,7 +142,7 @@ class _DryRun:
             stored = [(layer, v.stored_sizes(layer.matrices) or (0,)) for layer in self._experts]
             self._sizes[v.name] = sum(header_size(v.name, x) + x.experts * sizes[0] for x, sizes in stored)
         self._encoded = [v for v in recipe.version_specs() if v.entropy_coded]  # only encoding tells their sizes
-        self.seconds = defaultdict[str, float](float)  # "start": until everything is loaded and compiled
+        self.seconds = defaultdict[str, float](float)  # by kind of work; "start": until all is loaded and compiled
         self._one_expert = 0.0  # seconds to quantise one expert
         self._forward = self._again = 0.0  # seconds of a batch in a layer: one of its first two, a later one
         self._second_a_byte = 0.0  # seconds to read a byte of a layer
@@ -367,7 +367,7 @@ def _shared_out(observation: Observation, tokens: int, experts: int, few: int) -
     shares = [min(tokens, int(s) * tokens // len(observation.inputs)) for s in picked]
     total = max(*shares, min(tokens, max(shares) + 2 * LAYER))
     at = torch.arange(total) % len(observation.inputs)
-    chosen = torch.full((total, few), experts, dtype=torch.int32)  # no expert of the layer
+    chosen = torch.full((total, few), experts, dtype=torch.int32)  # this number stands for no expert
     for e, share in enumerate(shares):
         chosen[(torch.linspace(0, total - 1, share).long() + e) % total, e] = e
     gates = observation.gates[at, :1].expand(-1, few)

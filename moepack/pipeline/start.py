@@ -251,7 +251,7 @@ def _begun(directory: WorkDirectory, recipe: Recipe) -> int:
     size = recipe.calibration.batch_size
     try:
         before = parse_recipe(run_record(directory)["recipe"], "run.json")
-    except InputError:  # no earlier run, or another version's recipe
+    except InputError:  # no earlier run, or a recipe of another moepack
         return size
     begun = directory.settings()["calibrate"]
     return int(begun["batch_size"]) if before.calibration.batch_size == size else size
@@ -262,7 +262,7 @@ def quantize_settings(recipe: Recipe) -> dict[str, Any]:
     from moepack.quantize.losses import ESTIMATE
 
     by_recipe = asdict(recipe.quantize)
-    del by_recipe["group_size"]  # a part of the versions
+    del by_recipe["group_size"]  # each version's record has it
     return by_recipe | {
         "versions": [v.record() for v in recipe.version_specs()],
         "estimate of losses": ESTIMATE,

@@ -97,7 +97,7 @@ def observation_digest(observation: Observation) -> str:
 def exact_extent(
     version: Version, weights: ExpertWeights, expert: int, threads: int | None = None
 ) -> tuple[Buffer, int]:
-    """Encode an expert losslessly, on `threads` threads or all cores; return the extent and its size without padding."""
+    """Encode an expert losslessly, on `threads` threads or all cores; return the extent and its unpadded size."""
     from moepack.calibrate.experts import bits_of
     from moepack.pack.codec.lossless import LosslessMatrix
 

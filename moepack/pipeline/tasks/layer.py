@@ -91,7 +91,7 @@ class LayerInputs:
     module: Any = None  # the layer's experts module
     weights: ExpertWeights | None = None  # None where the executor reads weights itself
     moments: DenseMoments | None = None  # of the dense matrices' inputs
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)  # dense, by name; empty if the executor reads
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)  # dense; empty where the executor reads them
 
 
 def write_layer(work: LayerWork) -> dict[str, Any]:

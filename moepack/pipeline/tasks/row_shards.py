@@ -131,7 +131,7 @@ def make_row_shard(
 def exact_matrix(
     version: Version, matrix: Matrix, weight: torch.Tensor, bias: Bf16Bits | None, threads: int | None = None
 ) -> tuple[Buffer, int]:
-    """Encode a matrix losslessly, on `threads` threads or all cores; return the extent and its size without padding."""
+    """Encode a matrix losslessly, on `threads` threads or all cores; return the extent and its unpadded size."""
     return version.encode((matrix,), [LosslessMatrix(bits_of(weight), bias)], threads)
 
 

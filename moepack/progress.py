@@ -11,7 +11,7 @@ from .memory import peak_memory
 
 
 class Reporter:
-    """Receives reports and drops them. Subclasses show them."""
+    """A receiver of reports, which drops them. Subclasses show them."""
 
     def stage(self, name: str, total: int) -> None:
         """Begin a stage of `total` steps (layers, files)."""
@@ -93,7 +93,7 @@ class _RichReporter(Reporter):
 
     @contextlib.contextmanager
     def hub_bars(self) -> Iterator[None]:
-        """Show huggingface_hub's bars in place of these."""
+        """Show huggingface_hub's bars in place of this reporter's."""
         self.bars.stop()
         try:
             yield

@@ -41,7 +41,7 @@ def needs_of(
     outside, largest, kept_as = stream.part_bytes(None), max(parts.values()), stream.loaded_dtype
 
     def computed(size: int) -> int:
-        """`size` bytes in the checkpoint's dtype, with their copy in the dtype of the computation."""
+        """Bytes of weights of `size` bytes in the checkpoint's dtype, with a copy in the computation's dtype."""
         return size if kept_as == dtype else size + size // kept_as.itemsize * dtype.itemsize
 
     on_cpu = stream.device.type == "cpu"

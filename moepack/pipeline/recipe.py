@@ -55,7 +55,7 @@ class TextSource:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The calibration text: its sources, and how windows are taken from them and computed."""
+    """The calibration text: its sources, how many windows are taken, and how they run through the model."""
 
     data: tuple[TextSource, ...] = ()
     samples: int = 128  # windows of `length` tokens

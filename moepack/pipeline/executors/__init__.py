@@ -1,1 +1,1 @@
-"""Where tasks run: in this process, or on a Ray cluster."""
+"""Executors: they run tasks in this process, or on a Ray cluster."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Local:
-    """Runs the tasks of a model's parts. A part is finished when `submit` returns."""
+    """An executor that runs tasks in this process. A part of the model is finished when `submit` returns."""
 
     reads = False  # whether the executor reads weights from the checkpoint itself; if not, `submit` takes them
     left = 0  # experts and row shards that were submitted and are not finished

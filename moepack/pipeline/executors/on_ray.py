@@ -1,8 +1,8 @@
 """The Ray executor: it runs tasks on a Ray cluster, which exists already or is started on this machine.
 
 This process sends each layer's tokens and moments once, and a few hundred bytes a task. It receives results only where
-workers do not see the work directory. A task requests THREADS cores, its memory, and a GPU where the build computes on
-one. A task whose worker dies runs again. Every machine needs moepack[build,ray], the checkpoint at the same path and
+workers do not see the work directory. A task requests THREADS cores, its memory, and a GPU if the build computes on a
+GPU. A task whose worker dies runs again. Every machine needs moepack[build,ray], the checkpoint at the same path and
 the same kind of processor.
 """
 
@@ -63,7 +63,7 @@ class _LayerInFlight:
 
 
 class OnRay:
-    """Runs tasks on a Ray cluster. `Local` describes the methods.
+    """An executor that runs tasks on a Ray cluster. `Local` describes the methods.
 
     Calibration runs ahead while fewer than AHEAD tasks per slot are unfinished, or only one layer is. The tokens and
     moments of unfinished layers and the next one take at most SHARE of this node's object store.

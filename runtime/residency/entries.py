@@ -1,4 +1,4 @@
-"""The state that residency.py keeps: each expert's placements in memory, and the steps that read them."""
+"""The state that residency.py keeps: each expert's versions in memory, and the steps that read them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ class Outcome(enum.Enum):
     NOTHING = "nothing"  # the version is active, or on its way
     READY = "ready"  # the version is resident, and is published next
     STARTED = "started"  # its copy has begun
-    REFUSED = "refused"  # there is no free block, or no budget for one: ask again
+    REFUSED = "refused"  # the pool is empty, or the budget refuses another block: ask again
     BUSY = "busy"  # another copy for the expert is in flight: ask again
 
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """A complete version."""
+    """A version whose bytes are complete in memory."""
 
-    block: Block | None  # None where it takes no memory
+    block: Block | None  # None for a version that takes no memory
     handle: Any  # the forward pass reads the version through it
 
 
 @dataclass(frozen=True, slots=True)
 class Copying:
-    """A version being copied."""
+    """A version that is being copied into a block."""
 
     version: int
     block: Block
@@ -40,18 +40,18 @@ class Copying:
 
 @dataclass(slots=True)
 class ExpertState:
-    """One expert."""
+    """The state of one expert. A version is an index into the ladder of placements."""
 
-    base: int  # the version that it has while no other is wanted
+    base: int  # the version of the expert while no other is wanted
     active: int  # the version that steps read; always complete
-    complete: dict[int, Complete]  # the active version, the ready one, those that are leaving, and spare ones
+    complete: dict[int, Complete]  # the active, the ready, the leaving and spare ones (kept until bytes are needed)
     flying: Copying | None = None  # the copy in flight
     ready: int | None = None  # the version that is published next
-    leaving: set[int] = field(default_factory=set)  # versions that were active and that a step may still read
+    leaving: set[int] = field(default_factory=set)  # versions no longer active or ready that a step may read
 
     @property
     def coming(self) -> int | None:
-        """The version on its way; None if there is none, or its copy was cancelled."""
+        """The version that is being copied or is ready; None if there is none, or if its copy was cancelled."""
         if self.flying is not None:
             return None if self.flying.event.cancelled else self.flying.version
         return self.ready
@@ -59,7 +59,7 @@ class ExpertState:
 
 @dataclass(slots=True)
 class TransitionCounts:
-    """Transitions since loading."""
+    """Counts of transitions since loading."""
 
     promotions: int = 0
     demotions: int = 0
@@ -69,13 +69,13 @@ class TransitionCounts:
 
 @dataclass
 class RunningSteps:
-    """Running steps, and ended steps whose compute has not ended on the device."""
+    """Running steps, and ended steps whose computation still runs on the device."""
 
-    begun: int = 0
+    begun: int = 0  # how many steps have begun: the number of the latest
     open: set[int] = field(default_factory=set)
-    ended: dict[int, Completion] = field(default_factory=dict)
+    ended: dict[int, Completion] = field(default_factory=dict)  # events at the end of the steps' computation
 
     def oldest(self) -> int:
-        """Return the number of the oldest step that may still read."""
+        """Forget steps whose computation has ended; return the oldest step left, or else the next step's number."""
         self.ended = {n: e for n, e in self.ended.items() if not e.done()}
         return min([*self.open, *self.ended], default=self.begun + 1)

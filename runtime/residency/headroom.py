@@ -1,8 +1,8 @@
-"""The memory that experts leave: the bytes that may be promised, and how to free them.
+"""Bytes of the budget that are free or soon will be: how many may be promised to promotions, and how to free them.
 
-Every transition holds two versions for a while and frees one. So bytes are promised against those that will be free
-once all transitions under way have ended, however they end. A reserve is never promised: demotions copy their low
-version into it. Bytes lent from it are always on their way back, so a demotion can always go on.
+Every transition holds two versions of an expert for a while, then frees one. So promotions are promised the bytes that
+will be free once all transitions under way have ended, whether they succeed or fail. A reserve is never promised:
+demotions copy their low version into it, and give its bytes back when they end. So a demotion can always go on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .residency import Residency
 
 
 class Headroom:
-    """The bytes of one residency's pools."""
+    """Counts and frees bytes in the pools of one `Residency`."""
 
     def __init__(
         self,
@@ -28,24 +28,26 @@ class Headroom:
         on_host: Sequence[Pool],
         kept: int,
     ) -> None:
-        """Args:
-        reserve: bytes that promotions and the KV reserve leave: one or more blocks of the largest version that a
-            demotion may go to, for as many demotions in one step.
-        kept: bytes beside base versions that the KV reserve leaves.
+        """Count over all `pools` of the device; `on_host` are the pools in host memory.
+
+        Args:
+            reserve: bytes that promotions and the KV reserve leave to demotions: at least one block of the largest
+                version that a demotion may go to. With n blocks, n demotions can start in one step.
+            kept: bytes that the KV reserve leaves to experts beside their base versions.
         """
         self.tracker, self.reserve, self.kept = tracker, reserve, kept
         self._residency, self._pools, self._on_host = residency, tuple(pools), tuple(on_host)
         self.shared = all(pool.returnable for pool in self._pools)  # whether pools can use each other's bytes
 
     def settled(self) -> int:
-        """Return the least bytes beyond the reserve that are free once all transitions under way have ended."""
+        """Return a lower bound of the bytes, less the reserve, that are free once transitions under way have ended."""
         spare = sum(pool.spare_bytes for pool in self._pools)
         return self.tracker.free + spare + self.available() - self.reserve
 
     def available(self) -> int:
-        """Return the bytes of spare versions, and the least that transitions under way will free.
+        """Return the bytes of spare and leaving versions, plus a lower bound of those that other transitions will free.
 
-        A transition frees one of its two versions, whether its copy arrives or fails.
+        A transition frees its old version, or the new one if its copy fails: the smaller of the two counts.
         """
         residency = self._residency
         with residency.lock:
@@ -59,7 +61,7 @@ class Headroom:
             return size
 
     def going_bytes(self) -> int:
-        """Return the bytes that demotions under way free beyond `available`, if their copies arrive."""
+        """Return the bytes that demotions under way free if their copies succeed, beyond those in `available`."""
         residency = self._residency
         with residency.lock:
             size = 0
@@ -69,7 +71,7 @@ class Headroom:
             return size
 
     def going_from(self, pool: Pool) -> int:
-        """Count the blocks of a pool that transitions under way will free, if their copies arrive."""
+        """Count the blocks of a pool that transitions under way will free if their copies succeed."""
         residency = self._residency
         with residency.lock:
             count = sum(residency.pool(key[0], version) is pool for key, version in residency.leaving)
@@ -80,7 +82,7 @@ class Headroom:
             return count
 
     def can_lessen(self) -> bool:
-        """Return whether an expert takes, or will take, more of the device's budget than at its base version."""
+        """Return whether any expert takes, or will take, more bytes of the device's budget than its base version."""
         residency = self._residency
         with residency.lock:
             for position, expert in residency.above():
@@ -91,15 +93,15 @@ class Headroom:
             return False
 
     def _cost(self, key: Key, version: int) -> int:
-        """Return the bytes that a version of an expert takes beside a base version that stays."""
+        """Return the bytes that a version of an expert adds; a base version that always stays in memory adds 0."""
         residency = self._residency
         return 0 if residency.keeps_base and version == residency.base else residency.size(key[0], version)
 
     def make_block(self, pool: Pool) -> bool:
-        """Free a block of a pool from spare memory; return whether that succeeded.
+        """Let a pool have one more free block, from unused memory; return whether that succeeded.
 
-        It comes from a spare version of the pool, or from bytes where the pool can grow. On the host it comes from
-        blocks that other pools there hold and do not use.
+        On the device, drop a spare version in the pool, or free bytes by which the pool can grow. On the host, take
+        bytes that other host pools hold without using them.
         """
         if not pool.budget_bytes:
             given = 0
@@ -109,14 +111,14 @@ class Headroom:
         return self._residency.drop_spare(pool) > 0 or (pool.can_grow and self.make_bytes(pool.budget_bytes))
 
     def make_bytes(self, size: int) -> bool:
-        """Free bytes of the budget from spare blocks, then from spare versions; return whether they are free."""
+        """Free `size` bytes of the budget: first unused blocks, then spare versions; return whether they are free."""
         while (short := size - self.tracker.free) > 0:
             if not any(pool.trim(short) for pool in self._pools) and not self._residency.drop_spare():
                 return False
         return True
 
     def most_kv(self) -> int:
-        """Return the most bytes of the KV reserve: those that base versions, or pools that cannot shrink, leave."""
+        """Return the limit of the KV reserve: the bytes that base versions, or pools that cannot shrink, leave."""
         tracker = self.tracker
         if not self.shared:
             return tracker.free + tracker.held("kv")

@@ -1,6 +1,6 @@
-"""The queue of forward passes that wait for room: first come, first served, except passes that cannot be served now.
+"""The queue of forward passes that wait for memory: first come, first served, but a blocked first pass is overtaken.
 
-It takes no lock. The caller holds its own, except for `wake`, which may be called anywhere.
+The queue takes no lock: callers hold one of their own. Only `wake` may be called without a lock, from anywhere.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class PassClaim:
-    """A forward pass that runs, or waits."""
+    """The memory that a forward pass claims while it waits and runs."""
 
-    cache: int | None  # the identity of the cache that it was given; None where it makes one or has none
-    size: int  # bytes that its cache will have
-    beside: int  # bytes that it takes beside
-    returned: int = 0  # of those, bytes of outputs beyond the workload
-    began: float | None = None  # when it began to wait
-    first: float | None = None  # when it became the first in the queue
+    cache: int | None  # id() of the KV cache that the pass was given; None if it makes one or has none
+    size: int  # bytes of its KV cache after the pass
+    beside: int  # bytes that the pass takes beside its cache: activations, outputs
+    returned: int = 0  # the part of `beside` for outputs that the workload does not cover
+    began: float | None = None  # when the pass began to wait, in perf_counter seconds
+    first: float | None = None  # when the pass became the first in the queue
     _wakeups: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
 
     def wake(self) -> None:
-        """Let the pass look again. Takes no lock, so a weak reference's callback may call it."""
+        """Wake the pass to check again for room. Takes no lock, so a weak reference's callback may call it."""
         self._wakeups.put(None)
 
     def wait(self, seconds: float) -> None:
-        """Wait until `wake`, or for some seconds."""
+        """Wait until `wake` is called, at most `seconds`."""
         with contextlib.suppress(queue.Empty):
             self._wakeups.get(timeout=seconds)
             while True:
@@ -37,13 +37,13 @@ class PassClaim:
 
 
 class PassQueue:
-    """Passes that wait, the longest first."""
+    """Passes that wait, in the order in which they came."""
 
     def __init__(self) -> None:
         self.waiting: list[PassClaim] = []
 
     def enter(self, mine: PassClaim) -> bool:
-        """Enter the queue; return False for a pass that is in it already."""
+        """Append a pass to the queue; return False if it was queued before."""
         if mine.began is not None:
             return False
         mine.began = time.perf_counter()
@@ -52,7 +52,7 @@ class PassQueue:
         return True
 
     def leave(self, mine: PassClaim) -> None:
-        """Leave the queue, if the pass is in it."""
+        """Remove a pass from the queue, if it is there, and wake the others."""
         if mine in self.waiting:
             self.waiting.remove(mine)
             self._first()
@@ -63,9 +63,9 @@ class PassQueue:
             self.waiting[0].first = time.perf_counter()
 
     def is_next(self, mine: PassClaim, blocked: Callable[[PassClaim], bool], patience: float) -> bool:
-        """Return whether a pass is first, or may overtake the first, which live passes and caches block.
+        """Return whether a pass is first, or may overtake a first pass that running passes and live caches block.
 
-        A blocked first pass is overtaken for `patience` seconds. After that small passes let a large one run.
+        Others overtake a blocked first pass for `patience` seconds. After that they wait, so that it can run.
         """
         if not self.waiting or self.waiting[0] is mine:
             return True
@@ -74,6 +74,6 @@ class PassQueue:
         return time.perf_counter() - first.first <= patience and blocked(first)
 
     def wake(self) -> None:
-        """Let all passes look again."""
+        """Wake all waiting passes to check again for room."""
         for one in tuple(self.waiting):
             one.wake()

@@ -1,9 +1,9 @@
-"""The KV cache at run time: the bytes of live caches, and a reserve in the budget that is never below them.
+"""KV caches at run time: the bytes of live caches, and a reserve in the budget that always covers them.
 
-`room` encloses every forward pass (forward_wrapper.py). Within the tokens asked for while loading nothing happens.
-Beyond them the reserve grows in steps, ahead of need, so that experts can leave meanwhile; it shrinks some time after
-caches have died. A pass that needs more than is reserved waits for experts to leave, or for other passes to end, or is
-refused before it runs.
+`room` encloses every forward pass (forward_wrapper.py). While caches hold no more than the tokens asked for while
+loading, the reserve is empty. Beyond them it grows in steps, ahead of need, so that experts are evicted meanwhile; it
+shrinks some time after caches have died. A pass that needs more bytes than are reserved waits until experts are evicted
+or other passes end, or it is refused before it runs.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from moepack.runtime.step import PackedCache
 from .kv_queue import PassClaim, PassQueue
 from .reserves import Reserve
 
-STEP = 128  # tokens of every sequence by which the reserve grows at a time: seconds of decoding
-LINGER = 0.5  # seconds after which bytes that no cache needs are given back: the next request may come at once
-PATIENCE = 30.0  # seconds that the first waiting pass waits until it is refused
-LOOK = 0.005, 0.05  # seconds after which a waiting pass looks again without a wake-up: the first, the others
+STEP = 128  # the reserve grows by the bytes of this many tokens a sequence at a time: seconds of decoding
+LINGER = 0.5  # seconds until unneeded bytes are given back: the next request may need them at once
+PATIENCE = 30.0  # seconds as the first in the queue after which a pass is refused
+LOOK = 0.005, 0.05  # seconds between a waiting pass's checks without a wake-up: the first in the queue, the others
 UNCOUNTED = "the cache of continuous batching is not counted in a budget: load the bundle without one"
 
 
@@ -42,16 +42,16 @@ class KvBudget:
     def __init__(
         self, config: Any, needs: MeasuredNeeds, reserve: Reserve, budget: int, outputs: Outputs | None = None
     ) -> None:
-        """Start from `needs`, measured for the workload; `reserve` holds the bytes beyond those.
+        """Start from the bytes in `needs`, measured for the workload; `reserve` provides all bytes beyond.
 
-        `config` is the model's. Messages name `budget`. `outputs` sizes a pass's unmeasured outputs.
+        `config` is the model's. Error messages name `budget`. `outputs` computes the size of unmeasured outputs.
         """
-        self.waits, self.waited = 0, 0.0  # passes that waited for room, and the seconds
+        self.waits, self.waited = 0, 0.0  # how many passes waited for room, and the seconds of that
         self._config, self.needs, self._reserve, self._budget = config, needs, reserve, budget
         self.shape = needs.kv  # how a sequence's cache grows
         self._outputs = outputs if needs.workload.prefill_tokens else None
         self._caches: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self._dead: deque[int] = deque()  # a weak reference's callback may run anywhere: it takes no lock
+        self._dead: deque[int] = deque()  # ids of dead caches: appended by weak references' callbacks, without a lock
         self._passes: set[PassClaim] = set()
         self._queue = PassQueue()
         self.closed = False
@@ -59,16 +59,16 @@ class KvBudget:
         self._needed_at = 0.0
 
     def fits(self, size: int, tokens: int, length: int) -> bool:
-        """Return whether the budget can hold caches of `size` bytes and a pass, with every expert at its least.
+        """Return whether the budget can hold caches of `size` bytes and a pass, with every expert at the base.
 
-        The pass reads `tokens` tokens, and its longest sequence has `length`.
+        The pass reads `tokens` tokens, and its longest sequence has `length` tokens.
         """
         beside = max(0, self.needs.beside(tokens, length, 1) - self.needs.activations)
         return size - self.needs.kv_bytes + beside <= self._reserve.most
 
     @property
     def used(self) -> int:
-        """Bytes of live caches, with those that running passes will leave."""
+        """Bytes of live caches; a cache in a running pass counts at its size after the pass."""
         with self._lock:
             return self._used(self._passes)
 
@@ -79,7 +79,7 @@ class KvBudget:
         return held + sum(p.size for p in passes)
 
     def settle(self) -> None:
-        """Give back bytes that caches no longer need, and let waiting passes look again. Any thread may call it."""
+        """Give back bytes that caches no longer need, and wake waiting passes. Any thread may call it."""
         with self._lock:
             needed, step = self._beyond(), self._step(1)
             total, now = self._reserve.held + self._reserve.coming, time.monotonic()
@@ -97,9 +97,9 @@ class KvBudget:
                 del self._caches[key]
 
     def _beyond(self, also: PassClaim | None = None) -> int:
-        """Return the bytes needed beyond those asked for while loading, with all running passes and one more.
+        """Return the bytes needed beyond those of the workload, for all running passes and for `also`.
 
-        The workload reserves the activations of one pass. Of several passes at once all activations count.
+        The workload includes the activations of one pass only. Here the activations of all passes count.
         """
         with self._lock:
             passes = [*self._passes, also] if also is not None else [*self._passes]
@@ -113,9 +113,9 @@ class KvBudget:
 
     @contextlib.contextmanager
     def room(self, given: dict[str, Any]) -> Iterator[Callable[[Any], None]]:
-        """Enclose a forward pass with these arguments: its cache and activations have room before it begins.
+        """Enclose a forward pass with these arguments: wait until its cache and activations have room.
 
-        Yields a function that takes the pass's result.
+        Yields a function to call with the pass's result.
 
         Raises:
             BudgetExceeded: when there is no room.
@@ -154,13 +154,13 @@ class KvBudget:
     def _follow(self, key: int, cache: Any) -> None:
         try:
             reference = weakref.ref(cache, partial(_died, self._dead, self._queue, key))
-        except TypeError:  # it takes no weak references: counted while it is in a pass
+        except TypeError:  # the cache takes no weak references: it counts only during a pass
             return
         self._bury()
         self._caches[key] = reference, cache_bytes(cache)
 
     def _after_pass(self, cache: Any, tokens: int, batch: int) -> tuple[int, int]:
-        """Return the bytes and tokens of a cache after a pass. A `PackedCache` knows them itself."""
+        """Return the bytes and tokens that a cache will have after a pass. A `PackedCache` knows them itself."""
         if isinstance(cache, PackedCache):
             return cache.needed()
         kv, now = self.needs.kv, cache_bytes(cache)
@@ -176,7 +176,7 @@ class KvBudget:
     def _provide(self, mine: PassClaim, tokens: int, length: int, batch: int) -> None:
         """Reserve a pass's bytes, ask for more ahead of need, and count the pass as running.
 
-        Without enough bytes the pass waits, for experts to leave or for other passes and caches to end.
+        While there are too few bytes, wait until experts are evicted, or other passes and caches end.
         """
         while True:
             with self._lock:
@@ -198,9 +198,9 @@ class KvBudget:
             self.waited += time.perf_counter() - mine.began
 
     def _may_run(self, mine: PassClaim, batch: int) -> bool:
-        """Return whether a pass's bytes are reserved, and it is its turn.
+        """Grow the reserve for a pass if need be; return whether the bytes are reserved and the pass may run now.
 
-        A cache can only die if its passes go on, so a pass with a live cache does not wait for its turn.
+        A live cache dies only after further passes with it, so a pass with a live cache need not be next in the queue.
         """
         reserve, step = self._reserve, self._step(batch)
         needed = self._beyond(mine)
@@ -218,20 +218,20 @@ class KvBudget:
         return mine.cache in self._caches or self._queue.is_next(mine, self._is_blocked, PATIENCE / 2)
 
     def _is_blocked(self, mine: PassClaim) -> bool:
-        """Return whether a pass cannot run beside the live passes and caches, even with every expert at its least."""
+        """Return whether a pass lacks memory beside running passes and live caches, with all experts at the base."""
         return self._beyond(mine) > self._reserve.most
 
     def _is_hopeless(self, mine: PassClaim) -> bool:
-        """Return whether to refuse a pass: too large, blocked by caches that cannot die, or waiting for too long."""
+        """Return whether to refuse a pass: it is too large, waited too long or is blocked by caches that cannot die."""
         needs, late = self.needs, mine.first is not None and time.perf_counter() - mine.first > PATIENCE
         if late or mine.size - needs.kv_bytes + max(0, mine.beside - needs.activations) > self._reserve.most:
             return True
         return self._is_blocked(mine) and not self._passes and not self._may_end(mine)
 
     def _may_end(self, mine: PassClaim) -> bool:
-        """Return whether other caches may die while a pass waits: not if only its own thread could drop them.
+        """Return whether other caches may die while a pass waits. They cannot if only its own thread could drop them.
 
-        A pass with a live cache does not wait for passes that wait for that cache.
+        If the pass has a live cache, blocked passes may wait for that cache: it does not wait for theirs.
         """
         own, threads = threading.current_thread(), threading.enumerate()
         if self._reserve.one_at_a_time or all(t is own or t.name.startswith("moepack-") for t in threads):
@@ -250,7 +250,7 @@ class KvBudget:
                 "to leave it room: try again, or load with a larger budget"
             )
         with self._lock:
-            caches = self._used([*self._passes, mine]) - mine.size  # the others'
+            caches = self._used([*self._passes, mine]) - mine.size  # bytes of all others
             beside = sum(p.beside for p in self._passes)
         room = self._reserve.most + needs.kv_bytes - caches
         per = (mine.size / kv.bytes(length, batch)) if mine.size else 0.0

@@ -1,7 +1,7 @@
-"""A bundle served by a policy that changes placements: pools, steps, and the worker that carries transitions out.
+"""The residency manager: serves a bundle by a policy that changes placements while the model runs.
 
-It joins the plan, the policy, residency and its transitions, and the device. Under a policy that does not block, a
-forward pass never waits for a copy.
+It joins the plan, the policy, the pools, residency and its transitions, the device, and the worker thread that carries
+transitions out. Only a policy that blocks (`Needs.layers`) lets a forward pass wait for a copy.
 """
 
 from __future__ import annotations
@@ -75,16 +75,16 @@ class ResidencyManager:
         """Load the placements that the policy wants before any token, and start serving.
 
         Args:
-            policy: one that changes placements.
+            policy: a policy that changes placements.
             plan: from `make_plan`.
-            devices: [layers].
-            host_memory: bytes for experts on the host and for pinned memory; None for what the system has left.
-            host_rate, host_threads: of the host tier (`HostTier`).
+            devices: the device of each layer, [layers]; all are the same.
+            host_memory: bytes for experts on the host and pinned memory; `None` allows what the system has left.
+            host_rate, host_threads: rate and threads of the host tier, as in `HostTier`.
 
         Raises:
             TooSmallError: if host memory does not hold every expert at its largest placement there.
-            InputError: on a device that cannot change versions.
-            BundleError: if a low version is damaged.
+            InputError: for a device on which versions cannot change.
+            BundleError: if the base version of an expert is damaged.
         """
         if len(set(devices)) > 1 or devices[0].type not in ("cpu", "cuda"):
             raise InputError(f"policy {policy}: versions change on one CPU or one CUDA device, not on {devices}")
@@ -94,7 +94,7 @@ class ResidencyManager:
             plan = replace(plan, rates=gpu_rates(bundle, plan.ladder, devices[0]), together=True)
         plan, buffers = (plan, 1) if self._can_shrink else second_buffer(plan)
         plan = plan if self._can_shrink else plan.divided()
-        self.key = object()  # the model's, by which its running step is found
+        self.key = object()  # identifies the model: `step_of` finds the model's running step by it
         self.policy, wanted = plan.policy(policy)
         self._blocking = self.policy.needs.layers
         if not (self._can_shrink or wanted):  # all experts start at the base: each needs a block there
@@ -107,7 +107,7 @@ class ResidencyManager:
         self.worker = Worker(self.round, self._shut, self.policy.needs.interval)
         self.device = open_device(devices[0], self.store, plan, buffers, self.worker.wake, host_memory)
         self._host_device: CpuDevice | None = None
-        self.tier: HostTier | None = None  # runs the host's experts
+        self.tier: HostTier | None = None  # runs the experts in host memory
         self.paging: Paging | None = None
         try:
             if any(p.where is Where.HOST for p in plan.ladder):
@@ -121,14 +121,14 @@ class ResidencyManager:
             self.worker.start()
 
     def _open_host(self, rate: float | None, threads: int | None) -> None:
-        """Open the host tier; by default on torch's threads beside a GPU, and on half of them on a CPU."""
+        """Open the host tier. By default it has as many threads as torch beside a GPU, and half as many on a CPU."""
         threads = threads or (None if self._on_gpu else max(1, torch.get_num_threads() // 2))
         self.tier = HostTier(threads, rate, CudaLink() if self._on_gpu else None)
         if self._on_gpu:
             self._host_device = CpuDevice(self.plan.staging, self.worker.wake)
 
     def _serve(self, bundle: Bundle, devices: Sequence[torch.device], wanted: Wanted, host_memory: int | None) -> None:
-        """Make the pools, load, and let passes read."""
+        """Make the pools, load the first placements, and set up what passes and the worker use."""
         plan, options = self.plan, self._named.options
         self.tracker = BudgetTracker(plan.budget, plan.fixed)
         self.host = BudgetTracker(1 << 62 if host_memory is None else host_memory, 0)
@@ -150,7 +150,7 @@ class ResidencyManager:
         self.transitions = Transitions(self.residency, self.tracker, on_device, plan.reserve, on_host, kept=plan.demand)
         named = partial(_name, bundle, plan) if plan.ladder[plan.base].where is Where.ABSENT else None
         self.on_demand = OnDemandLoader(self.transitions, partial(_stored_bytes, bundle, plan), named)
-        self.prediction: Prediction | None = None  # of the next layer's routing; set by the `ForwardWrapper`
+        self.prediction: Prediction | None = None  # predicts the next layer's routing; set by the `ForwardWrapper`
         if plan.window:
             self.paging = open_paging(plan, self.layers, self.store, self.device, self.policy.needs.pages_ahead)
         self._load(wanted)
@@ -208,20 +208,20 @@ class ResidencyManager:
         self._epoch += 1
 
     def _snapshot(self) -> tuple[int, tuple[Snapshot, ...]]:
-        """Return what a step that begins now sees: its epoch and every layer's handles. Residency's lock is held."""
+        """Return the epoch and every layer's handles, for a step that begins now. The caller holds residency's lock."""
         return self._epoch, tuple(layer.current for layer in self.layers)
 
     # --- steps
 
     def pass_lock(self) -> contextlib.AbstractContextManager[Any]:
-        """Lock for a whole forward pass, with its wait for room. Does nothing unless the policy blocks."""
+        """Return a lock for a whole forward pass and its wait for room; it does nothing unless the policy blocks."""
         return self._one_at_a_time if self._blocking else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def sequence(self, given: dict[str, Any]) -> Iterator[tuple[Prompt, Callable[[Any], None]]]:
-        """Enclose a pass with these arguments and its step.
+        """Enclose a forward pass with these arguments, and its step.
 
-        Yields what the pass reads of a sequence, for `step`, and a function that takes its result.
+        Yields a `Prompt` (what the pass reads of a sequence), for `step`, and a function to call with the result.
         """
         needs = self.policy.needs
         if not (needs.prompts or needs.layers or needs.timings):
@@ -235,9 +235,9 @@ class ResidencyManager:
 
     @contextlib.contextmanager
     def step(self, prompt: Prompt = NO_PROMPT, mask: Tensor | None = None, counted: bool = True) -> Iterator[Step]:
-        """Enclose a forward pass: it reads one snapshot, and old versions are freed after it, however it ends.
+        """Enclose a forward pass, which reads one snapshot. However the pass ends, old versions are freed afterwards.
 
-        Inside a step of the same thread it is that step. Under a policy that blocks, one step runs at a time.
+        Inside a running step of this thread, yield that step. Under a policy that blocks, one step runs at a time.
 
         Args:
             prompt: from `sequence`.
@@ -287,7 +287,7 @@ class ResidencyManager:
         self._soon()
 
     def _soon(self) -> None:
-        """Deliver events soon: on the worker, or at once where there is none."""
+        """Have the worker deliver events soon; deliver them at once under a policy that blocks, without a worker."""
         if self._blocking:
             self.statistics.deliver(self._decide, self.capacity)
         else:
@@ -304,11 +304,11 @@ class ResidencyManager:
         return self.on_demand.waited + (self.paging.counts.waited if self.paging is not None else 0.0)
 
     def load(self, step: Step, position: int, hidden: Tensor, index: Tensor) -> None:
-        """Load what a policy that blocks wants before a layer's experts run, and wait for it.
+        """Ask a policy that blocks what a layer needs before its experts run; load that, and wait for it.
 
         Args:
-            step: has counted the layer's routing.
-            position: the layer's.
+            step: the running step, which has counted the layer's routing.
+            position: the layer's, among the layers with experts.
             hidden: [tokens, hidden], the experts' input.
             index: [tokens, top_k], the router's choice.
 
@@ -341,7 +341,7 @@ class ResidencyManager:
         self._upset = False
 
     def capacity(self) -> list[int]:
-        """Return the bytes that each layer's experts may take. Pools that cannot shrink keep theirs."""
+        """Return the bytes that each layer's experts may take above the base, less a KV reserve if pools can shrink."""
         kv = self.transitions.kv_bytes + self.transitions.kv_asked
         return self._capacity_beside(kv if self._can_shrink else 0)
 
@@ -358,7 +358,7 @@ class ResidencyManager:
     # --- the worker
 
     def round(self, now: float) -> None:
-        """Run one round: tell the policy what was counted, then carry transitions on, even if the former fails."""
+        """Run one round: tell the policy the counts, then carry transitions on, even if telling the policy fails."""
         try:
             self.each_round()
             self.statistics.deliver(self._decide, self.capacity)
@@ -370,7 +370,7 @@ class ResidencyManager:
             self.transitions.tick()
 
     def grow_kv(self, size: int) -> bool:
-        """Ask for `size` bytes more for the KV cache; return whether they are reserved already (transitions.py)."""
+        """Ask for `size` more bytes for KV caches; return whether they are reserved already (`Transitions.grow_kv`)."""
         granted = self.transitions.grow_kv(size)
         self.worker.wake()
         return granted
@@ -381,7 +381,7 @@ class ResidencyManager:
         self.worker.join()
 
     def abandon(self, wait: bool = False) -> None:
-        """Close without waiting: a finalizer may run on any thread, the worker's own included.
+        """Close, by default without waiting: a finalizer may run on any thread, even on the worker itself.
 
         In a forked child it does nothing: the threads are the parent's, and locks may be held for ever.
         """
@@ -399,7 +399,7 @@ class ResidencyManager:
         self.store.close()
 
     def _shut(self, wait: bool = True) -> None:
-        """End the streams and close the files; once no step reads the experts, drop what keeps their memory."""
+        """End the streams and close the files. Once no step reads the experts, drop the references to their memory."""
         self._end_streams(wait)
         self.each_round = lambda: None
         forget = [self.paging.forget] if self.paging is not None and self._on_gpu else []

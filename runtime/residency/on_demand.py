@@ -1,7 +1,7 @@
 """Loading on demand: the forward pass waits for the experts of a layer, and the next layer's are prefetched.
 
-The one running forward pass calls it before a layer's experts. No step then reads the experts that leave. The policy
-names the experts (policies/contract.py, `LayerReached`).
+The one running forward pass calls the loader before a layer's experts run. No other step runs, so no step reads the
+experts that are evicted. The policy names the experts (policies/contract.py, `LayerReached`).
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from .transitions import Transitions
 class MovedBytes:
     """Stored bytes that were copied while serving, by use. The bytes of a cancelled prefetch do not count."""
 
-    demand_bytes: int = 0  # fetched when their layer was reached, which waited
-    prefetch_bytes: int = 0  # fetched ahead
+    demand_bytes: int = 0  # fetched when their layer was reached: the layer waited
+    prefetch_bytes: int = 0  # fetched before their layer was reached
     prefetch_in_time: int = 0  # of those, complete when their layer needed them
-    prefetch_late: int = 0  # needed while they were on their way: their layer waited for the rest
-    prefetch_wasted: int = 0  # not needed when their layer was reached, or needed elsewhere than fetched
+    prefetch_late: int = 0  # of those, still on their way when needed: their layer waited for the rest
+    prefetch_wasted: int = 0  # of those, not needed, or needed at another placement
 
 
 @dataclass(slots=True)
 class _Prefetch:
-    """A prefetch whose layer has not been reached since it began, or a cancelled one."""
+    """A prefetch that was cancelled, or whose layer has not been reached since the prefetch began."""
 
     version: int
     size: int
     event: Completion
-    landed: bool = False
+    landed: bool = False  # whether the copy has arrived
 
 
 class OnDemandLoader:
@@ -47,20 +47,22 @@ class OnDemandLoader:
     def __init__(
         self, transitions: Transitions, size: Callable[[Key, int], int], name: Callable[[Key, int], str] | None
     ) -> None:
-        """Args:
-        size: returns the stored bytes of a version of an expert.
-        name: names a version of an expert in errors, where the base placement is absence: a copy that fails then ends
-            the pass. Without it, the expert runs at its base version.
+        """Load through `transitions`.
+
+        Args:
+            size: returns the stored bytes of a version of an expert.
+            name: names a version of an expert in errors. It is given where the base is `absent`: a copy that fails then
+                ends the pass. Without it, the expert runs at its base version.
         """
         self.moved = MovedBytes()
-        self.waits, self.waited = 0, 0.0  # copies that passes waited for, and the seconds
+        self.waits, self.waited = 0, 0.0  # how many copies passes waited for, and the seconds of that
         self._residency, self._transitions, self._size, self._name = transitions.residency, transitions, size, name
         self._ahead: dict[Key, _Prefetch] = {}
         self._given_up: list[_Prefetch] = []
         self._waiting: set[Key] = set()
 
     def where(self, position: int) -> tuple[Ints, Ints]:
-        """Return the placements of a layer's experts, and those being copied (-1: none), int64 [experts]."""
+        """Publish arrived copies; return a layer's placements, and those being copied (-1: none), int64 [experts]."""
         with self._transitions.lock:
             self._note()
             entries = [self._residency.entries[position, e] for e in range(self._residency.experts[position])]
@@ -75,13 +77,13 @@ class OnDemandLoader:
             InputError: when the model was closed meanwhile.
         """
         residency = self._residency
-        with self._transitions.lock:  # another pass, waiting for room, would note what has arrived before this one
+        with self._transitions.lock:  # else another pass that waits for room might publish arrived copies first
             stay = dict(wanted)
             if not isinstance(wanted, Changes):
                 stay |= dict.fromkeys(residency.above() - wanted.keys(), residency.base)
             for key in [k for k in self._ahead if k[0] == position and k not in stay]:
                 self._give_up(key)
-            for key, version in stay.items():  # what frees bytes goes first, versions to be replaced too
+            for key, version in stay.items():  # moves that free bytes go first, as do versions to be replaced
                 if version == residency.base:
                     self._leave(key)
                     continue
@@ -98,7 +100,7 @@ class OnDemandLoader:
                 self._wait(waits)
 
     def drop_all(self) -> None:
-        """Return every expert to the base and free every block, whatever was interrupted."""
+        """Put every expert back at the base and free all other blocks, whatever was interrupted."""
         residency = self._residency
         with self._transitions.lock:
             residency.recover(self._transitions.pools)
@@ -109,7 +111,7 @@ class OnDemandLoader:
             self._note()
 
     def _leave(self, key: Key) -> None:
-        """Return an expert to the base, and cancel its transition."""
+        """Put an expert back at the base, and cancel its transition."""
         self._give_up(key)
         entry = self._residency.entries[key]
         if entry.coming is not None:
@@ -125,7 +127,7 @@ class OnDemandLoader:
                 self._given_up.append(ahead)
 
     def _need(self, key: Key, version: int) -> bool:
-        """Have a version of an expert of this layer, or start its copy; return whether there is a copy to wait for."""
+        """Use a prefetched version that this layer needs, or start its copy; return whether to wait for a copy."""
         entry, moved = self._residency.entries[key], self.moved
         ahead = self._ahead.get(key)
         if ahead is not None and ahead.version == version and not ahead.event.cancelled:
@@ -156,7 +158,7 @@ class OnDemandLoader:
             self._ahead[key] = _Prefetch(version, self._size(key, version), flying.event)
 
     def _begin(self, key: Key, version: int, must: bool) -> bool:
-        """Begin a copy of a version that is not there; return whether there is a copy to wait for."""
+        """Publish a version if it is resident, else start its copy; return whether there is a copy to wait for."""
         residency, entry = self._residency, self._residency.entries[key]
         if not (must and self._name) and not self._transitions.may_try(key, version):
             return False
@@ -180,7 +182,7 @@ class OnDemandLoader:
         return False
 
     def _make_way(self) -> bool:
-        """Wait for one cancelled copy that still holds its block; return whether there was one. Note ended copies."""
+        """Wait for a cancelled copy that still holds its block, and publish others; return whether there was one."""
         going = next((x for x in self._given_up if not x.event.done()), None)
         if going is not None:
             going.event.wait()
@@ -203,8 +205,8 @@ class OnDemandLoader:
                 raise InputError(f"{self._name(key, version)}: its copy was given up: was the model closed?")
 
     def _note(self) -> None:
-        """Publish the copies that have arrived."""
-        ended = [x for x in self._ahead.values() if not x.landed and x.event.done()]  # before looking: published below
+        """Publish the copies that have arrived, and count their bytes."""
+        ended = [x for x in self._ahead.values() if not x.landed and x.event.done()]  # before `poll`, which finds more
         failed = self._residency.poll(lambda key, version: True)
         self._residency.publish_ready()
         for ahead in ended:
@@ -213,7 +215,7 @@ class OnDemandLoader:
                 self.moved.prefetch_bytes += ahead.size
         for ahead in [x for x in self._given_up if x.event.done()]:
             self._given_up.remove(ahead)
-            if ahead.event.error is None:  # it had arrived before it was cancelled
+            if ahead.event.error is None:  # the copy had arrived before it was cancelled
                 self.moved.prefetch_bytes += ahead.size
                 self.moved.prefetch_wasted += ahead.size
         for key, version, error in failed:
@@ -221,7 +223,7 @@ class OnDemandLoader:
             self._failed(key, version, error, must=key in self._waiting)
 
     def _failed(self, key: Key, version: int, error: BaseException, must: bool) -> None:
-        """Note a copy that failed. It ends the pass where the layer cannot run without it."""
+        """Note a failed copy. Raise its error if the layer needs it (`must`) and the expert has no base version."""
         self._transitions.note_failure(key, version, error)
         if must and self._name:
             if isinstance(error, BundleError):

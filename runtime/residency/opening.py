@@ -31,14 +31,14 @@ from .pools import Pool
 
 
 def version_of(plan: Plan, placement: int) -> Version:
-    """Return the version of a placement that has one."""
+    """Return the version of the placement at index `placement` of the ladder, which must have one."""
     version = plan.ladder[placement].version
     assert version is not None
     return version
 
 
 def second_buffer(plan: Plan) -> tuple[Plan, int]:
-    """Return a plan and its number of staging buffers: two if they fit, to copy an extent while another is decoded."""
+    """Return the plan and its staging buffers: two where they fit, to copy one extent while another is decoded."""
     two = replace(plan, fixed=plan.fixed + plan.staging, staging=2 * plan.staging)
     least = two.fixed + base_bytes(plan.sizes, plan.experts) + plan.reserve
     return (two, 2) if least <= plan.budget else (plan, 1)
@@ -47,9 +47,9 @@ def second_buffer(plan: Plan) -> tuple[Plan, int]:
 def open_device(
     device: torch.device, store: BackingStore, plan: Plan, buffers: int, on_event: Callable[[], None], host: int | None
 ) -> Device:
-    """Open a device with `buffers` staging buffers, which calls `on_event` after each copy.
+    """Open a device with `buffers` staging buffers. The device calls `on_event` after each copy.
 
-    `host` are the bytes of host memory that may be pinned.
+    `host` is the number of bytes of host memory that may be pinned.
     """
     if not torch_cuda.is_gpu(device):
         return CpuDevice(plan.staging, on_event)
@@ -64,7 +64,7 @@ def open_device(
 
 
 def check_host(bundle: Bundle, plan: Plan, host_memory: int | None) -> None:
-    """Raise TooSmallError unless host memory has a block for every move between placements there."""
+    """Raise TooSmallError unless host memory holds all experts at the largest placement there, and one block more."""
     on_host = [v for v, placement in enumerate(plan.ladder) if placement.where is Where.HOST]
     largest = [max(row[v] for v in on_host) for row in plan.blocks]
     least = sum(n * size for n, size in zip(plan.experts, largest, strict=True)) + max(largest)
@@ -80,10 +80,10 @@ def check_host(bundle: Bundle, plan: Plan, host_memory: int | None) -> None:
 def make_pools(
     plan: Plan, device: Device, tracker: BudgetTracker, host: BudgetTracker, can_shrink: bool
 ) -> dict[tuple[int, int], Pool]:
-    """Make a pool for each size of each placement that takes memory; return them by the placement's number and size.
+    """Make a pool for each block size of each placement that takes memory; return them by (index in the ladder, size).
 
-    Memory that can be given back is taken when it is used, so a pool is as large as it may ever need to be. Other
-    memory is divided once, as the plan says, with base blocks for demotions beside.
+    Where memory can be given back, it is taken only when used, so a pool is as large as it may ever need to be. Other
+    memory is divided among pools once, as the plan says, with spare base blocks for demotions.
     """
     pools = {}
     for number, placement in enumerate(plan.ladder):
@@ -106,10 +106,10 @@ def make_pools(
 def open_paging(
     plan: Plan, layers: Sequence[LayerExperts], store: BackingStore, device: Device, looks_ahead: bool
 ) -> Paging:
-    """Reserve addresses for every expert, and blocks for two layers of them.
+    """Reserve addresses for every expert, and memory blocks for the experts of two layers.
 
     Raises:
-        InputError: when the device or the system does not have them.
+        InputError: when the device or the system has too few addresses or too little memory.
     """
     version = paged_version(plan.ladder)
     assert version is not None

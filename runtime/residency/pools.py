@@ -1,4 +1,4 @@
-"""Pools of fixed blocks over one range of device memory each, with constant-time free lists.
+"""Pools: each cuts one range of memory into blocks of one size, with constant-time free lists.
 
 The range is set aside when a model is loaded. A block is reserved with the budget tracker before its first use, and
 stays reserved until `trim` gives it back.
@@ -23,15 +23,15 @@ class StaleBlockError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """One block while it is taken."""
+    """One block of a pool, from `allocate` to `free`."""
 
     pool: Pool
-    index: int  # its place in the pool
-    generation: int  # how often that place had been taken before; reveals a block that is used after it was freed
+    index: int  # the block's index in the pool
+    generation: int  # how often this index was taken before: reveals a block that is used after it was freed
     tensor: Tensor  # its bytes, uint8 [block_bytes]
 
     def check(self) -> None:
-        """Raise StaleBlockError when it was freed."""
+        """Raise StaleBlockError if the block was freed."""
         pool, index = self.pool, self.index
         if not pool._taken[index] or pool._generation[index] != self.generation:
             raise StaleBlockError(f"pool {pool.name}: block {index} was freed while it was held")
@@ -43,15 +43,15 @@ class Pool:
     def __init__(
         self, name: str, block_bytes: int, blocks: int, tracker: BudgetTracker, memory: Memory, on_host: bool = False
     ) -> None:
-        """Cut `memory` into at most `blocks` blocks of whole pages, reserved under `name`.
+        """Cut `memory` into `blocks` blocks of whole pages, whose bytes `tracker` reserves under `name`.
 
-        `tracker` is the device's, or the host's.
+        `tracker` keeps the device's budget, or the host's.
 
         Raises:
             ValueError: when the memory is too small, or cannot be given back in parts and does not fit the budget.
         """
         self.name, self.block_bytes, self.blocks = name, align(block_bytes, PAGE), blocks
-        self.budget_bytes = 0 if on_host else self.block_bytes  # of the device's budget
+        self.budget_bytes = 0 if on_host else self.block_bytes  # bytes of the device's budget that a block takes
         self.returnable = memory.returnable  # whether free blocks can be given back
         if len(memory.tensor) < self.block_bytes * blocks:
             raise ValueError(f"pool {name}: {blocks} blocks of {self.block_bytes} bytes need more memory")
@@ -59,15 +59,15 @@ class Pool:
         self._lock = threading.Lock()
         self._generation = [0] * blocks
         self._taken = [False] * blocks
-        self._reserved: list[int] = []  # free and reserved: taken first, their pages are there
-        self._untouched = list(range(blocks - 1, -1, -1))  # free and not reserved
+        self._reserved: list[int] = []  # free and reserved blocks: allocated first, as they have memory
+        self._untouched = list(range(blocks - 1, -1, -1))  # free blocks that are not reserved yet
         if not self.returnable:
             if not tracker.try_reserve(name, self.block_bytes * blocks):
                 raise ValueError(f"pool {name}: {blocks} blocks of {self.block_bytes} bytes pass the budget")
             self._reserved, self._untouched = self._untouched, []
 
     def allocate(self) -> Block | None:
-        """Return a block, or None where the pool is empty or the budget refuses. Never waits."""
+        """Take a block; return None if the pool is empty or the budget refuses another. Never waits."""
         with self._lock:
             if self._reserved:
                 index = self._reserved.pop()
@@ -81,7 +81,7 @@ class Pool:
             return Block(self, index, self._generation[index], tensor)
 
     def _take(self, index: int) -> bool:
-        """Reserve a block's bytes and take them; return whether both succeeded."""
+        """Reserve a block's bytes in the budget and take them from the device; return whether both succeeded."""
         start = index * self.block_bytes
         cost = self._memory.cost(start, self.block_bytes)
         if not self._tracker.try_reserve(self.name, cost):
@@ -94,7 +94,7 @@ class Pool:
         return True
 
     def free(self, block: Block) -> None:
-        """Take a block back, and keep it reserved. Raises StaleBlockError when it was freed before."""
+        """Take a block back; its bytes stay reserved. Raises StaleBlockError if the block was freed before."""
         with self._lock:
             block.check()
             self._generation[block.index] += 1
@@ -102,7 +102,7 @@ class Pool:
             self._reserved.append(block.index)
 
     def free_others(self, kept: Container[int]) -> None:
-        """Take back all blocks except those of these numbers, after an interruption."""
+        """Take back all blocks, after an interruption, except those whose indices are in `kept`."""
         with self._lock:
             self._reserved = [i for i in self._reserved if not self._taken[i]]
             known = {*self._reserved, *self._untouched}
@@ -113,7 +113,7 @@ class Pool:
                     self._reserved.append(index)
 
     def trim(self, size: int) -> int:
-        """Give free blocks back to the device and the budget, at least `size` bytes if there are; return the bytes."""
+        """Give free blocks back to the device and the budget, until `size` bytes if possible; return the bytes."""
         given = 0
         while given < size and self.returnable:
             with self._lock:
@@ -128,7 +128,7 @@ class Pool:
 
     @property
     def can_grow(self) -> bool:
-        """Whether a block is neither taken nor reserved."""
+        """Whether the pool has a block that is not reserved yet."""
         with self._lock:
             return bool(self._untouched)
 
@@ -140,6 +140,6 @@ class Pool:
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes of blocks that are free and reserved."""
+        """Bytes of blocks that are free but still reserved."""
         with self._lock:
             return len(self._reserved) * self.block_bytes

@@ -1,4 +1,4 @@
-"""Bytes of the budget for KV caches beyond those asked for while loading: what is free, or what experts leave."""
+"""Where KV caches get bytes beyond those asked for while loading: free bytes of the budget, or evicted experts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from .manager import ResidencyManager
 
 
 class FreeReserve:
-    """The bytes that a fixed map of placements leaves free."""
+    """A reserve of the bytes that are free when placements never change."""
 
-    one_at_a_time = False  # whether one pass runs at a time, and no other while it waits for room
+    one_at_a_time = False  # whether passes run one at a time, and none runs while one waits for room
     coming = 0  # bytes that were asked for and are not reserved yet
 
     def __init__(self, tracker: BudgetTracker) -> None:
         self._tracker = tracker
-        self.most = tracker.free  # bytes that could be reserved, with every expert at its least
+        self.most = tracker.free  # the most bytes that `held` can reach
 
     @property
     def held(self) -> int:
@@ -23,30 +23,30 @@ class FreeReserve:
         return self._tracker.held("kv")
 
     def grow(self, size: int) -> bool:
-        """Ask for `size` bytes more; return whether they are reserved. Raises MemoryError where they never can be."""
+        """Ask for `size` more bytes; return whether they are reserved. Raises MemoryError if they never can be."""
         if not self._tracker.try_reserve("kv", size):
             raise MemoryError
         return True
 
     def shrink(self, size: int) -> None:
-        """Give bytes back, first those asked for but not reserved."""
+        """Give `size` bytes back, first those that were asked for but are not reserved yet."""
         self._tracker.release("kv", size)
 
     def advance(self) -> None:
-        """Let experts leave for the bytes asked for. Called outside forward passes."""
+        """Go on freeing the bytes asked for; free bytes need nothing. Called before a pass, while it waits."""
 
 
 class EvictionReserve:
-    """The bytes that experts can be evicted from. Its members are those of `FreeReserve`."""
+    """A reserve that evicts experts to get bytes. It has the members of `FreeReserve`."""
 
     def __init__(self, manager: ResidencyManager) -> None:
         self._transitions, self.one_at_a_time = manager.transitions, manager.policy.needs.layers
         self.grow, self.shrink = manager.grow_kv, manager.transitions.shrink_kv
-        self.advance = manager.transitions.tick  # as the worker does; a policy that blocks has no worker
+        self.advance = manager.transitions.tick  # the worker calls `tick` too, but not under a policy that blocks
 
     @property
     def most(self) -> int:
-        """Bytes left with every expert at its least."""
+        """The most bytes that `held` can reach, with every expert at the base."""
         return self._transitions.headroom.most_kv()
 
     @property
@@ -56,7 +56,7 @@ class EvictionReserve:
 
     @property
     def coming(self) -> int:
-        """Bytes that experts have still to leave."""
+        """Bytes that were asked for and that evictions have still to free."""
         return self._transitions.kv_asked
 
 

@@ -1,12 +1,12 @@
-"""Versioned residency: the versions of each expert in device memory, and the one that its handle points to.
+"""Versioned residency: which versions of each expert are in memory, and which one the handle points to.
 
 Blocks come from pools, and `fetch` fills them. A version is published after its fetch has succeeded, for steps that
 begin later; running steps keep the snapshot they began with. The previous version becomes spare after the last step
 that could read it, and its block is freed when bytes are needed. transitions.py says which version is wanted.
 
-Versions are indices into a ladder of any length, 0 the best, the last the base. A version in host memory, or without
-memory, takes nothing of the device's budget. Every expert always has one complete active version: a transition brings
-the new version first and frees the old one later.
+A version is an index into the ladder of placements: 0 is the best, the last is the base. A version in host memory, or
+without memory, takes no bytes of the device's budget. Every expert always has one complete active version: a transition
+brings the new version first and frees the old one later.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Residency:
     """The experts of all layers. Every method may be called from any thread; only `place` waits for a copy.
 
     Args:
-        experts: [layers].
-        base: the number of the base version.
+        experts: the number of experts of each layer, [layers].
+        base: the index of the base version.
         pool: returns the pool for (layer position, version); None for a version that takes no memory.
-        fetch: starts copying (key, version) into a tensor, and returns the copy's event.
-        make: returns the handle of (key, version) over a complete block.
-        publish: shows a handle to later forward passes. It must be quick, and cannot fail.
-        mark: returns an event that ends with the compute issued until now.
+        fetch: starts copying (key, version) to a tensor; returns the copy's event. A key is (layer position, expert).
+        make: returns the handle of (key, version), through which a forward pass reads the complete block.
+        publish: makes later forward passes use a handle. It must be quick, and must not fail.
+        mark: returns an event that ends when all computation issued so far has ended.
         keeps_base: whether the base version stays in memory beside a better one. A demotion to it then needs no block.
         snapshot: returns all handles, for a step that begins now.
     """
@@ -61,8 +61,8 @@ class Residency:
         self.flying: dict[Key, None] = {}
         self.ready: dict[Key, None] = {}
         self._above: set[Key] = set()
-        self.leaving: dict[tuple[Key, int], int] = {}  # with the last step that may read it
-        self._spare: dict[tuple[Key, int], None] = {}  # complete and not read by any step; the oldest first
+        self.leaving: dict[tuple[Key, int], int] = {}  # (expert, version): the last step that may read it
+        self._spare: dict[tuple[Key, int], None] = {}  # complete versions that no step reads; the oldest first
         self.spare_bytes = 0
         self.steps = RunningSteps()
         self._waiting_to_go: tuple[Callable[[], None], ...] = ()
@@ -71,11 +71,11 @@ class Residency:
     # --- loading
 
     def place(self, key: Key, version: int) -> Any:
-        """Load an expert's first version, the base with `keeps_base`, and return its handle. Only before serving.
+        """Load an expert's first version and return its handle. With `keeps_base` it is the base. Only before serving.
 
         Raises:
-            MemoryError: when the pool or the budget does not hold it: the caller's arithmetic was wrong.
-            MoepackError: when its bytes are damaged.
+            MemoryError: when the pool or the budget has no block for it: the caller's arithmetic was wrong.
+            MoepackError: when the version's bytes are damaged.
         """
         pool, block = self.pool(key[0], version), None
         if pool is not None:
@@ -108,7 +108,7 @@ class Residency:
             return self.steps.begun, seen
 
     def end(self, step: int) -> None:
-        """End a step. Versions that only it could read may be freed once its compute has ended."""
+        """End a step. Versions that only this step could read may be freed once its computation has ended."""
         mark: Completion | None = None
         try:
             mark = self._mark()
@@ -117,12 +117,12 @@ class Residency:
                 self.steps.open.discard(step)
                 if mark is not None and not mark.done():
                     self.steps.ended[step] = mark
-                    self.steps.oldest()  # drops marks that are done, which no other call may do
+                    self.steps.oldest()  # drops marks that are done: no other call may come to do so
                 if not self.steps.open:
                     self._forget()
 
     def publish_ready(self) -> int:
-        """Publish the ready versions, for steps that begin from now on; return their number."""
+        """Publish the ready versions, for steps that begin from now on; return how many there were."""
         with self.lock:
             keys = list(self.ready)
             for key in keys:
@@ -132,7 +132,7 @@ class Residency:
     def switch_now(self, key: Key, version: int) -> None:
         """Publish a complete version inside a step, and free its predecessor at once.
 
-        Only the one forward pass of a policy that blocks calls this, while it does not read the expert.
+        Only the one running pass of a policy that blocks calls this, at a time when it does not read the expert.
         """
         with self.lock:
             entry = self.entries[key]
@@ -173,7 +173,7 @@ class Residency:
         if self.size(key[0], version):
             self._spare[key, version] = None
             self.spare_bytes += self._size(key, version)
-        else:  # on the host or absent: spare versions are kept in device memory alone
+        else:  # on the host or absent: only device memory keeps spare versions
             self._free(key, version)
 
     def _take_back(self, key: Key, version: int) -> None:
@@ -216,7 +216,7 @@ class Residency:
             return Outcome.STARTED
 
     def _make_ready(self, key: Key, version: int) -> None:
-        """Let a complete version be published next. A spare or leaving version stays in memory."""
+        """Mark a complete version to be published next. If it was spare or leaving, it stays in memory."""
         entry = self.entries[key]
         entry.ready = version
         self.ready[key] = None
@@ -234,7 +234,7 @@ class Residency:
                 self._drop_ready(key)
 
     def _drop_ready(self, key: Key) -> None:
-        """Withdraw the ready version, if there is one. A step may still read it, if it was leaving before."""
+        """Withdraw the ready version, if there is one. If it was active before, a step may still read it."""
         entry = self.entries[key]
         version, entry.ready = entry.ready, None
         if version is not None:
@@ -243,7 +243,7 @@ class Residency:
             self._leave(key, version)
 
     def poll(self, wanted: Callable[[Key, int], bool]) -> list[tuple[Key, int, BaseException]]:
-        """Note the copies that have ended; return those that failed, without cancelled ones.
+        """Make versions ready whose copies have ended; return the copies that failed, without cancelled ones.
 
         `wanted` says whether a version that has arrived is still wanted; otherwise it becomes spare.
         """
@@ -276,7 +276,7 @@ class Residency:
         return failed
 
     def reclaim(self) -> None:
-        """Mark the versions spare that no step can read now."""
+        """Mark leaving versions spare once no step can read them."""
         with self.lock:
             oldest = self.steps.oldest()
             for (key, version), last in list(self.leaving.items()):
@@ -284,7 +284,7 @@ class Residency:
                     self._left(key, version)
 
     def drop_spare(self, pool: Pool | None = None) -> int:
-        """Free the block of the oldest spare version, of one pool or of any; return its bytes."""
+        """Free the block of the oldest spare version, in `pool` or in any pool; return its bytes, or 0 without one."""
         with self.lock:
             for key, version in self._spare:
                 if pool is None or self.pool(key[0], version) is pool:
@@ -301,7 +301,7 @@ class Residency:
     # --- bytes
 
     def _size(self, key: Key, version: int) -> int:
-        """Return the bytes that a version of an expert takes beside a pinned base version."""
+        """Return the bytes that a version of an expert adds; a base version that always stays adds 0."""
         return 0 if self._pinned(version) else self.size(key[0], version)
 
     def size(self, position: int, version: int) -> int:
@@ -310,14 +310,14 @@ class Residency:
         return 0 if pool is None else pool.budget_bytes
 
     def growth(self, key: Key, version: int) -> int:
-        """Return how many more bytes an expert takes at `version` than at its active one."""
+        """Return how many more bytes an expert takes at `version` than at its active version."""
         with self.lock:
             return self._size(key, version) - self._size(key, self.entries[key].active)
 
     def let_go(self, others: Sequence[Callable[[], None]] = ()) -> None:
         """Refuse steps and transitions from now on. Forget the callbacks: they hold a reference to their owner.
 
-        `others` are called once the running steps have ended.
+        The functions in `others` are called once the running steps have ended.
         """
 
         def gone(*_: Any) -> NoReturn:
@@ -351,6 +351,6 @@ class Residency:
     # --- seeing
 
     def above(self) -> set[Key]:
-        """Return the experts that are above their base version, or on their way to another."""
+        """Return the experts that are above their base version, or on their way to another version."""
         with self.lock:
             return self._above | self.flying.keys() | self.ready.keys()

@@ -1,6 +1,6 @@
-"""Tell a policy of passes: sequences and finished steps, in their order.
+"""Tell a policy about forward passes: events of sequences, and the counts of ended steps, in order.
 
-A step's counts may arrive late from a device. Later events of its sequence are told after them.
+A step's counts may arrive late from a device. Later events of the same sequence wait for them.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from moepack.runtime.step import Prompt, Step
 
 from .sequences import Sequences
 
-UNDELIVERED = 64  # steps whose counts wait for delivery; of more, the oldest are dropped
+UNDELIVERED = 64  # the most steps whose counts wait for delivery; beyond that the oldest is dropped
 
 
 class RoutingStatistics:
     """The statistics of one model. Steps come from any thread; one thread at a time calls `deliver` and `interval`."""
 
     def __init__(self, experts: Sequence[int], placements: int, needs: Needs, device: torch.device) -> None:
-        """Count for a ladder of `placements` and `experts` [layers]; passes count on `device`."""
+        """Count `experts` [layers] at `placements` (a number) placements; passes count on `device`."""
         self.sequences = Sequences()
         self._experts, self._placements, self._needs, self._device = tuple(experts), placements, needs, device
         self._order = itertools.count()
-        self._told: deque[tuple[int, Callable[[Sequence[int]], Event]]] = deque()  # made with the capacity as of then
+        self._told: deque[tuple[int, Callable[[Sequence[int]], Event]]] = deque()  # each is made with the capacity then
         self._ended: deque[tuple[int, Step]] = deque(maxlen=UNDELIVERED)
         self._spare: list[Counters] = []
         self._clear()
@@ -53,7 +53,7 @@ class RoutingStatistics:
         self._loaded = [[0] * self._placements for _ in self._experts]
 
     def counters(self, prompt: Prompt, mask: Tensor | None) -> Counters:
-        """Return counters for a step that begins, with separate ones for packed prompts; `deliver` takes them back.
+        """Return counters for a step that begins, with some for each packed prompt; `deliver` takes them back.
 
         `mask` is int64 [tokens], 0 for padding.
         """
@@ -68,13 +68,13 @@ class RoutingStatistics:
         return counters
 
     def _take(self) -> Counters:
-        try:  # several threads may take the last one
+        try:  # another thread may take the last one first
             return self._spare.pop()
         except IndexError:
             return Counters(self._experts, self._needs.gates, self._device)
 
     def begins(self, prompt: Prompt) -> bool:
-        """Note the events of sequences that a step begins with; return whether there are any."""
+        """Note the sequences that begin, or begin decoding, with a step; return whether there are any."""
         for one in prompt.each:
             if one.begins:
                 self._tell(partial(SequenceBegan, time.monotonic(), tokens=one.tokens, sequence=one.sequence))
@@ -91,15 +91,15 @@ class RoutingStatistics:
             self._told.append((next(self._order), event))
 
     def deliver(self, decide: Callable[[Event], None], capacity: Callable[[], Sequence[int]]) -> None:
-        """Tell the policy of sequences and add up ended steps, in their order.
+        """Tell the policy the events of sequences, and add up the counts of ended steps, in order.
 
-        A step's counts come before later events of its sequence, however late they arrive. `decide` takes every event;
-        `capacity` returns the bytes that fit now.
+        However late a step's counts arrive, later events of its sequence wait for them. `decide` takes every event;
+        `capacity` returns the bytes that each layer's experts may take now beyond the base.
         """
         for number in self.sequences.over():
             self._tell(partial(SequenceEnded, time.monotonic(), sequence=number))
-        for _ in range(len(self._told) + len(self._ended)):  # without later ones, which may never end
-            told = self._told[0] if self._told else None  # read before the steps: all earlier steps are there
+        for _ in range(len(self._told) + len(self._ended)):  # not those that come meanwhile, perhaps without end
+            told = self._told[0] if self._told else None  # read before the steps, so all earlier steps are there
             ended = self._ended.popleft() if self._ended else None
             if told is not None and (ended is None or told[0] < ended[0]):
                 if ended is not None:
@@ -142,7 +142,7 @@ class RoutingStatistics:
             yield PrefillEnded(time.monotonic(), capacity(), *mine, one.sequence)
 
     def interval(self, now: float, capacity: Sequence[int]) -> Interval:
-        """Return the sums since the last interval."""
+        """Return the sums since the last interval, and begin again at zero."""
         event = Interval(now, capacity, self._counts, self._gates, self._steps, self._computed, self._loaded)
         self._clear()
         return event

@@ -2,10 +2,11 @@
 
 A new or emptied cache begins a sequence. A pass without a cache is a sequence by itself. A pass reads a prompt, or a
 chunk of one, if the cache is empty or the pass adds several tokens to each sequence. The next pass of one token begins
-decoding, until another prompt (a later turn). Two kinds of pass with several tokens are decoding all the same. Up to
-GUESSES tokens, all with their logits, are guesses to verify (prompt lookup, a draft model: transformers'
-`_assisted_decoding`). Two tokens are those that a draft model reads once they are accepted. A `PackedCache` names the
-sequences of a pass, each with a cache of its own. Caches are tracked by weak references, whose callbacks take no lock.
+decoding, which lasts until another prompt (a later turn). Two kinds of pass with several tokens count as decoding too.
+A pass of up to GUESSES tokens, with logits for all of them, verifies guesses (prompt lookup, a draft model:
+transformers' `_assisted_decoding`). In a pass of two tokens, a draft model reads tokens that were accepted. A
+`PackedCache` names the sequences of a pass, each with a cache of its own. Caches are tracked by weak references, whose
+callbacks take no lock.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 from moepack.families.arguments import cache_of, caches_in, inputs
 from moepack.runtime.step import NO_PROMPT, PackedCache, Prompt, joined
 
-GUESSES = 64  # above any number of guesses, and below the chunks of a prompt whose tokens are all scored
+GUESSES = 64  # tokens: more than any number of guesses, fewer than a prompt's chunk has when all are scored
 
 
 @dataclass(slots=True)
@@ -44,7 +45,7 @@ class Sequences:
 
     @contextlib.contextmanager
     def reading(self, given: dict[str, Any]) -> Iterator[tuple[Prompt, Callable[[Any], None]]]:
-        """Enclose a pass with these arguments and its step; yield its prompt, and a function that takes its result."""
+        """Enclose a pass with these arguments and its step; yield its `Prompt` and a function that takes the result."""
         ids, cache = inputs(given), cache_of(given)
         if ids is None:
             yield NO_PROMPT, lambda out: None
@@ -67,7 +68,7 @@ class Sequences:
                     self._over.append(mine.number)
 
     def _begin(self, cache: Any, batch: int, tokens: int, reads: bool) -> tuple[Prompt, _Sequence]:
-        """Begin a pass; `reads` says whether it reads a prompt if its cache is not empty."""
+        """Begin a pass; return its prompt and sequence. `reads`: it reads a prompt even if its cache is not empty."""
         with self._lock:
             self._bury()
             reference, mine = self._followed.get(id(cache), (None, None))
@@ -92,7 +93,7 @@ class Sequences:
         try:
             self._followed[id(cache)] = weakref.ref(cache, partial(_died, self._dead, id(cache))), mine
             return True
-        except TypeError:  # it takes no weak references: its sequence ends with its pass
+        except TypeError:  # the cache takes no weak references: its sequence ends with the pass
             return False
 
     def _bury(self) -> None:
@@ -104,7 +105,7 @@ class Sequences:
                 self._over.append(mine.number)
 
     def over(self) -> list[int]:
-        """Return the sequences that have ended since the last call."""
+        """Return the numbers of the sequences that have ended since the last call."""
         with self._lock:
             self._bury()
             ended, self._over = self._over, []

@@ -23,8 +23,8 @@ from .pools import Pool
 from .residency import Residency
 
 log = logging.getLogger("moepack.runtime")
-# Promotions that evictions make room for at a time, for each running step: more would lower experts long before others
-# rise.
+# How many waiting promotions evictions make room for at a time, for each running step. With more, experts would be
+# demoted long before others are promoted.
 AHEAD = 4
 
 
@@ -32,9 +32,9 @@ AHEAD = 4
 class Queues:
     """Lengths of the queues, and the copies in flight."""
 
-    updates: int
-    evictions: int
-    in_flight: int
+    updates: int  # promotions that have not begun
+    evictions: int  # demotions that have not begun
+    in_flight: int  # copies in flight
 
 
 class Transitions:
@@ -52,39 +52,41 @@ class Transitions:
         clock: Callable[[], float] = time.monotonic,
         kept: int = 0,
     ) -> None:
-        """Args:
-        pools, on_host: all pools of the device, and of the host.
-        reserve, kept: bytes, as in `Headroom`.
-        in_flight: promotions on the migration stream at a time; only memory bounds demotions.
-        retry_after: seconds until a failed copy is tried again, if it is still wanted then.
-        clock: returns seconds.
+        """Begin with every expert's target at the base, until `want` is called.
+
+        Args:
+            pools, on_host: all pools of the device, and of the host.
+            reserve, kept: bytes, as in `Headroom`.
+            in_flight: the most promotions on the migration stream at a time; only memory limits demotions.
+            retry_after: seconds until a failed copy is tried again, if it is still wanted then.
+            clock: returns seconds.
         """
         self.residency, self.tracker, self.pools = residency, tracker, tuple(pools)
         self.headroom = Headroom(residency, tracker, pools, reserve, on_host, kept)
         self._limit, self._retry, self._clock = in_flight, retry_after, clock
         sizes = sorted({residency.size(p, v) for p in range(len(residency.experts)) for v in range(residency.base + 1)})
-        self._least = min([b - a for a, b in itertools.pairwise(sizes)], default=0)  # the least of a promotion
-        self.lock = threading.RLock()  # stops other threads' transitions
+        self._least = min([b - a for a, b in itertools.pairwise(sizes)], default=0)  # the least that a promotion adds
+        self.lock = threading.RLock()  # while it is held, no other thread changes transitions
         self._wanted: dict[Key, int] = {}
         self._worth: Callable[[Key], float] = lambda key: 0.0
         self._exact = False
-        self._updates: dict[Key, int] = {}
-        self._evictions: dict[Key, int] = {}  # with the placements they go to
-        self._pushed: set[Key] = set()  # experts that leave for the KV reserve, whatever is wanted
+        self._updates: dict[Key, int] = {}  # moves that have not begun and are not evictions: mostly promotions
+        self._evictions: dict[Key, int] = {}  # experts to be demoted, and the placements they go to
+        self._pushed: set[Key] = set()  # experts evicted for the KV reserve, whatever `_wanted` says
         self._failed: dict[tuple[Key, int], float] = {}
         self._logged: set[str] = set()
         self.kv_asked = 0  # bytes that the KV reserve is still to grow by
-        self.refusals = self.failures = 0  # rounds that put off a promotion for want of room; copies that failed
+        self.refusals = self.failures = 0  # rounds that put off a promotion for lack of room; failed copies
 
     def want(
         self, wanted: Mapping[Key, int], worth: Callable[[Key], float] = lambda key: 0.0, exact: bool = False
     ) -> None:
         """Set the target placements. Experts that `wanted` does not name go to the base.
 
-        Named moves that take as many device bytes or more run in the order of `wanted`. Moves that free bytes wait
-        until bytes are needed: first experts that are not named, by least `worth`. With `exact`, named experts that
-        leave the device move at once, before all others. An expert that is not named and would free no bytes stays.
-        Transitions that are no longer wanted are cancelled.
+        Named experts whose move frees no device bytes move in the order of `wanted`. Moves that free bytes wait until
+        bytes are needed; experts that go to the base then move first, in the order of increasing `worth`. With `exact`,
+        named experts that leave the device move at once, before all others. An expert that is not named and would free
+        no bytes stays. Transitions that are no longer wanted are cancelled.
         """
         with self.lock:
             self._wanted, self._worth, self._exact = dict(wanted), worth, exact
@@ -121,7 +123,7 @@ class Transitions:
         return base if key in self._pushed else self._wanted.get(key, base)
 
     def tick(self) -> None:
-        """Run one round: publish ended copies, reclaim old versions, evict, admit promotions. Never waits."""
+        """Run one round: publish arrived versions, mark old ones spare, begin evictions and promotions. Never waits."""
         with self.lock:
             for key, version, error in self.residency.poll(lambda key, version: self._target(key) == version):
                 self.note_failure(key, version, error)
@@ -133,29 +135,29 @@ class Transitions:
                 self.residency.reclaim()
 
     def _admit(self) -> None:
-        """Begin the updates that fit, in their order; evict for those that do not.
+        """Begin the updates (`_updates`: promotions and the like) that fit, in order; evict experts for the others.
 
-        Let R be the headroom (bytes not promised yet), D the bytes that demotions under way will free, and E those that
-        evictions that have not begun could free. An update that grows by g begins when g <= R. It waits for evictions
-        when R < g <= R + D + E. Each waiting update keeps its g of that sum; a later one that begins takes from both R
-        and the sum. So every waiting update gets its bytes in the end, and memory does not idle meanwhile. Where even
-        the sum is too small, the update holds up no other.
+        Let R be the headroom (bytes not promised yet), D the bytes that demotions under way will free, and E the bytes
+        that evictions not yet begun could free. An update that adds g bytes begins when g <= R. It waits for evictions
+        when R < g <= R + D + E, and keeps g bytes of this sum; an update that begins later takes its bytes from both R
+        and the sum. So every waiting update gets its bytes in the end, and memory does not idle meanwhile. An update
+        larger than the sum holds up no other.
 
-        Evictions begin for the first AHEAD waiting updates, times the running steps: their g together, less R and D.
+        Evictions begin for the first AHEAD waiting updates for each running step: for the sum of their g less R and D.
 
         A block is free once every step that can read it has ended. That takes longer the more steps run at once, so
-        each step has a reserve for demotions. With one reserve for all, four threads got a third of the promotions of
-        one.
+        each step has a reserve for demotions. With one reserve for all, four threads got a third of the promotions that
+        one thread got.
         """
         residency, steps = self.residency, max(1, len(self.residency.steps.open))
         ahead = AHEAD * steps
         headroom = self.headroom.settled() - (steps - 1) * self.headroom.reserve  # R
-        after_evictions: int | None = None  # R + D + E, less what waiting updates keep; summed up where one must wait
-        waiting = short = fitting = 0  # updates that wait, bytes of the first of them, updates with a full stream
+        after_evictions: int | None = None  # R + D + E, less what waiting updates keep; None while none waits
+        waiting = short = fitting = 0  # waiting updates, bytes of the first ones, updates that wait for the stream
         for key, version in list(self._updates.items()):
             full = len(residency.flying) >= self._limit
             pool = residency.pool(key[0], version)
-            if pool is None or not pool.budget_bytes:  # it takes no device memory, and waits for no other
+            if pool is None or not pool.budget_bytes:  # it takes no device memory, so it waits for no other
                 begins = not full and self.may_try(key, version)
                 if begins and self._begin(key, version) not in (Outcome.REFUSED, Outcome.BUSY):
                     self._updates.pop(key, None)
@@ -187,7 +189,7 @@ class Transitions:
             self._evict(short - headroom - self.headroom.going_bytes())
 
     def _admit_divided(self) -> None:
-        """Begin updates where pools cannot use each other's bytes: each waits for an eviction from its own pool."""
+        """Begin updates where pools cannot use each other's bytes. One that lacks a block waits for its pool's next."""
         residency, waiting = self.residency, dict[int, int]()
         for key, version in list(self._updates.items()):
             if len(residency.flying) >= self._limit or sum(waiting.values()) >= AHEAD:
@@ -214,7 +216,7 @@ class Transitions:
                 continue
             outcome = self._begin(key, to)
             if outcome is Outcome.REFUSED and to != residency.base:
-                outcome = self._begin(key, residency.base)  # else two that want each other's blocks wait for ever
+                outcome = self._begin(key, residency.base)  # else two that want each other's blocks would never move
                 if outcome in (Outcome.STARTED, Outcome.READY):
                     self._updates[key] = to
             if outcome in (Outcome.STARTED, Outcome.READY):
@@ -237,7 +239,7 @@ class Transitions:
                 continue
             outcome = self._begin(key, to)
             if outcome is Outcome.REFUSED:
-                return  # the reserve is lent to other demotions, and comes back first
+                return  # other demotions use the reserve, and give it back first
             if outcome is not Outcome.BUSY:
                 self._evictions.pop(key, None)
                 needed -= gain
@@ -250,10 +252,10 @@ class Transitions:
             return Outcome.BUSY
 
     def start(self, key: Key, version: int) -> Outcome:
-        """Start a transition, in a block from spare memory if need be.
+        """Start a transition. If its pool has no free block, free one from unused memory.
 
         Raises:
-            MoepackError, OSError: where its copy cannot begin.
+            MoepackError, OSError: when the copy cannot begin.
         """
         outcome = self.residency.start(key, version)
         if outcome is Outcome.REFUSED:
@@ -263,12 +265,12 @@ class Transitions:
         return outcome
 
     def may_try(self, key: Key, version: int) -> bool:
-        """Return whether a version's copy has not failed recently."""
+        """Return whether a version may be copied: its copy never failed, or `retry_after` has passed since then."""
         failed = self._failed.get((key, version))
         return failed is None or self._clock() - failed >= self._retry
 
     def note_failure(self, key: Key, version: int, error: BaseException) -> None:
-        """Count a failed copy, and log each message once."""
+        """Count a failed copy, log each message once, and queue the move again if the version is still wanted."""
         self.failures += 1
         self._failed[key, version] = self._clock()
         self._pushed.discard(key)
@@ -281,13 +283,13 @@ class Transitions:
     # --- the KV reserve
 
     def grow_kv(self, size: int) -> bool:
-        """Reserve `size` bytes more for the KV cache; return whether they are reserved already. Never waits.
+        """Reserve `size` more bytes for KV caches; return whether they are reserved already. Never waits.
 
-        Where they are not free, experts are evicted, the least wanted first. The reserve (`kv_bytes`) grows when they
-        have left, and promotions wait until then.
+        If they are not free, experts are evicted, the least wanted first. The reserve (`kv_bytes`) grows when these
+        experts have left device memory, and promotions wait until then.
 
         Raises:
-            MemoryError: when the base versions, or pools that cannot shrink, leave fewer bytes.
+            MemoryError: when base versions, or pools that cannot shrink, leave too few bytes.
         """
         with self.lock:
             most = self.headroom.most_kv()
@@ -297,7 +299,7 @@ class Transitions:
             return self._settle_kv()
 
     def shrink_kv(self, size: int) -> None:
-        """Give back bytes of the KV reserve, first those that were asked for and are not reserved yet."""
+        """Give back `size` bytes of the KV reserve, first those that were asked for and are not reserved yet."""
         with self.lock:
             asked = min(size, self.kv_asked)
             self.kv_asked -= asked
@@ -321,12 +323,12 @@ class Transitions:
         return False
 
     def _kv_short(self) -> int:
-        """Return the bytes missing for the KV reserve. With all experts at the base, demotions need no reserve."""
+        """Return how many bytes the KV reserve lacks. With all experts at the base, demotions need no reserve."""
         reserve = self.headroom.reserve if self.headroom.can_lessen() else 0
         return self.kv_asked + reserve - (self.headroom.settled() + self.headroom.reserve)
 
     def _push_out(self) -> None:
-        """Cancel promotions, then demote, the least wanted first, until enough bytes are coming free."""
+        """Cancel promotions, then demote experts, the least wanted first, until enough bytes will come free."""
         residency = self.residency
         rank = {key: i for i, key in enumerate(self._wanted)}
         order = sorted(residency.above(), key=lambda key: (-rank.get(key, len(rank)), self._worth(key), key))
@@ -347,7 +349,7 @@ class Transitions:
                     return
 
     def _recall(self) -> None:
-        """Let evicted experts be wanted again, once the KV reserve has its bytes."""
+        """Give experts that were evicted for the KV reserve their targets back, once the reserve has its bytes."""
         if self._pushed:
             self._pushed.clear()
             self._queue()

@@ -1,7 +1,7 @@
 """The thread that carries transitions on, round by round, and its health.
 
-A round that fails is tried again, each time later. Serving goes on with the resident versions, and adapts again once
-the cause is gone.
+A round that fails is tried again, after a delay that doubles each time. Meanwhile the resident versions are served, and
+they change again once a round succeeds.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from collections.abc import Callable
 from typing import Any
 
 log = logging.getLogger("moepack.runtime")
-LONGEST = 60.0  # seconds between two tries of a round that fails
+LONGEST = 60.0  # the most seconds between two tries of a round that fails
 
 
 class Worker:
     """Calls `round` when it is woken, and at least every `interval` seconds, once it is started."""
 
     def __init__(self, round_: Callable[[float], None], shut: Callable[[], None], interval: float) -> None:
-        """`shut` is called on the thread once it was told to stop."""
+        """Prepare the thread. It calls `round_` with the time, and at its end `shut`, after it was told to stop."""
         self._round, self._shut, self._interval = round_, shut, max(interval, 0.01)
         # Not an Event: setting one takes its lock, and a finalizer that sets it may run on this very thread.
         self._wakeups: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._error: Exception | None = None
         self._in_a_row, self._ended_at = 0, time.monotonic()
-        self.failures, self.closing = 0, False  # failed rounds; whether it was told to stop
+        self.failures, self.closing = 0, False  # failed rounds; whether the thread was told to stop
         self._thread = threading.Thread(target=self._run, name="moepack-transitions", daemon=True)
 
     def start(self) -> None:
@@ -36,12 +36,12 @@ class Worker:
         self._thread.start()
 
     def wake(self) -> None:
-        """Run a round at once. Any thread may call it, at any point."""
+        """Have the thread run a round at once. Any thread may call this, at any point."""
         if self._thread.is_alive() and self._wakeups.empty():
             self._wakeups.put(None)
 
     def stop(self) -> bool:
-        """Tell the thread to stop, without waiting; return whether it runs, and will call `shut` itself."""
+        """Tell the thread to stop, without waiting; return whether it still runs and will call `shut` itself."""
         self.closing = True
         self._wakeups.put(None)
         if not self._thread.is_alive():
@@ -103,4 +103,4 @@ class Worker:
 
 
 def _nothing(*_: float) -> None:
-    """Do nothing: the round of a stopped worker."""
+    """Do nothing: stands for the round of a stopped worker."""

@@ -1,1 +1,1 @@
-"""Expert paging: weights that have an address always, and memory while their layer runs."""
+"""Expert paging: weights always have an address, but memory only while their layer runs."""

@@ -1,8 +1,8 @@
 """Addresses for every expert's matrices, and the few blocks of memory that are bound to some of them.
 
-The CPU's form of PagedTensor (fluxmoe, section 4.1): each page, one matrix of one expert, keeps its place in a reserved
-range while the model lives. A block moves from page to page by its page-table entries: fresh memory costs a fault and
-zeros each time. window.py decides which pages have memory.
+The CPU's form of PagedTensor (fluxmoe, section 4.1). A page is one matrix of one expert; it keeps its address in a
+reserved range while the model lives. A block of memory moves from page to page by a change of page-table entries, since
+fresh memory would cost a fault and zeroing each time. window.py decides which pages have memory.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from moepack.pack.spec import PAGE, Matrix, Version, align
 from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.planning.paging import page_sizes
 
-HUGE = 2 << 20  # bytes of a second-level page table's entry: blocks on such bounds move 512 pages at a time
-_MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP: no other mapping lands in the gap
+HUGE = 2 << 20  # bytes that a second-level page-table entry maps: blocks aligned to it move 512 system pages at a time
+_MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP: no other mapping can take the old range
 _RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
 _RESERVED_HERE = _RESERVED | 0x10  # MAP_FIXED
 
@@ -33,15 +33,15 @@ Page = tuple[int, int, int]  # matrix (0 gate and up, 1 down; on a GPU always 0:
 class Places:
     """Offsets and sizes of one layer's pages, in bytes."""
 
-    first: int  # offset of the first expert in the range
-    stride: int  # from one expert to the next
+    first: int  # offset of the layer's first expert in the range
+    stride: int  # distance from one expert to the next
     at: tuple[int, ...]  # offset of each matrix in its expert
-    sizes: tuple[int, ...]  # of each matrix with its bias, whole system pages
+    sizes: tuple[int, ...]  # size of each matrix with its bias, in whole system pages
     resident: int  # size of an expert
 
 
 def lay_out(layers: Sequence[tuple[Sequence[Matrix], int]], version: Version) -> tuple[list[Places], int]:
-    """Return the places of all layers' pages, and the bytes of the range; `layers` are their matrices and experts."""
+    """Return the places of each layer's pages, and the bytes of the range. `layers`: (matrices, number of experts)."""
     places, first = [], 0
     for matrices, experts in layers:
         at = tuple(f.low for f in make_forms(matrices, version))
@@ -56,7 +56,7 @@ class CpuAddressSpace:
     """A reserved range of this process's addresses."""
 
     def __init__(self, layers: Sequence[tuple[Sequence[Matrix], int]], version: Version) -> None:
-        """Reserve the range; no memory is taken. Raises InputError when the system does not have so many addresses."""
+        """Reserve the range without taking memory. Raises InputError when the system has too few addresses."""
         self._places, size = lay_out(layers, version)
         try:
             self._map = mmap.mmap(-1, size + HUGE, flags=_RESERVED)
@@ -71,8 +71,8 @@ class CpuAddressSpace:
                 function.restype = ctypes.c_int if name == "mprotect" else ctypes.c_void_p
                 function.argtypes = [ctypes.c_void_p, *[ctypes.c_size_t] * (count - 1)]
         self._can_move = hasattr(self._libc, "mremap")
-        self._reserve(whole.data_ptr(), len(whole))  # access without memory is a fault
-        self.moved = self.fresh = 0  # bindings that moved memory from another page, and that took it anew
+        self._reserve(whole.data_ptr(), len(whole))  # access to a page without memory is a fault
+        self.moved = self.fresh = 0  # how many bindings moved memory from another page, or took new memory
 
     def address(self, page: Page) -> int:
         """Return the address of a page's first byte, a multiple of 64 that never changes (equation 4)."""
@@ -81,19 +81,19 @@ class CpuAddressSpace:
         return self._at + places.first + expert * places.stride + places.at[matrix]
 
     def size(self, page: Page) -> int:
-        """Return the bytes of a page, whole system pages."""
+        """Return the bytes of a page, a multiple of the system's page size."""
         return self._places[page[1]].sizes[page[0]]
 
     def extent(self, layer: int, expert: int) -> Tensor:
-        """Return all pages of an expert, uint8. Access needs bound memory."""
+        """Return all pages of an expert as a uint8 tensor. Only pages with memory may be accessed."""
         places = self._places[layer]
         start = places.first + expert * places.stride
         return self._tensor[start : start + places.resident]
 
     def bind(self, source: Page | None, page: Page) -> None:
-        """Move a block's memory from `source` to `page`, or take new memory. What stood at `page` is lost.
+        """Move a block's memory from page `source` to `page`; with None, take new memory. `page` loses its contents.
 
-        On bounds of 2 MiB a move takes 5 us for 6 MiB, off them 21 us; taking as much anew takes 7 ms with its faults.
+        For 6 MiB, a move takes 5 us if aligned to 2 MiB and 21 us otherwise; new memory takes 7 ms with its faults.
         Raises MemoryError when the system refuses.
         """
         to, room = self.address(page), self.size(page)
@@ -105,8 +105,8 @@ class CpuAddressSpace:
         both = min(had, room)
         if self._can_move and self._libc.mremap(at, both, both, _MOVE, to) == to:
             self.moved += 1
-        else:  # a system without such moves, or out of mappings: as much is taken anew
-            self._reserve(to, room)  # what stood there may be gone
+        else:  # the system lacks such moves, or mappings: take new memory instead
+            self._reserve(to, room)  # the failed move may have unmapped it
             self._can_move, both = False, 0
             self.fresh += 1
         self._reserve(at, had)
@@ -114,9 +114,9 @@ class CpuAddressSpace:
             self._open(to + both, room - both)
 
     def bind_both(self, source: tuple[int, int], target: tuple[int, int]) -> bool:
-        """Move the memory of all of an expert's pages to another's by one call; return whether that was possible.
+        """Move the memory of all pages of one expert to another expert by one call; return whether that was possible.
 
-        `source` and `target` are (layer position, expert). One move takes half the time of two.
+        `source` and `target` are (layer position, expert). One call takes half the time of two.
         """
         of, to = self._places[source[0]], self._places[target[0]]
         if not self._can_move or of.sizes != to.sizes:
@@ -124,7 +124,7 @@ class CpuAddressSpace:
         size, at = sum(of.sizes), self.address((0, *source))
         place = self.address((0, *target))
         if self._libc.mremap(at, size, size, _MOVE, place) != place:
-            self._reserve(place, size)  # what stood there may be gone
+            self._reserve(place, size)  # the failed move may have unmapped it
             return False
         self.moved += len(of.sizes)
         self._reserve(at, size)
@@ -135,7 +135,7 @@ class CpuAddressSpace:
         self._reserve(self.address(page), self.size(page))
 
     def _reserve(self, at: int, size: int) -> None:
-        """Reserve again. Neighbours become one mapping, which mprotect would not do (vm.max_map_count)."""
+        """Reserve addresses again, without memory. Unlike mprotect, this joins adjacent mappings (vm.max_map_count)."""
         if self._libc.mmap(at, size, 0, _RESERVED_HERE, -1, 0) != at:
             raise MemoryError(f"addresses of an expert are lost: {os.strerror(ctypes.get_errno())}")
 

@@ -1,4 +1,4 @@
-"""Pages on a CPU: loaders decode them, or the product decodes rows that it multiplies by while they are cached."""
+"""Pages on a CPU: loader threads decode them, or the product does, and multiplies by rows still in the CPU's cache."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 class CpuRunPages(RunPages):
-    """A run's pages on a CPU."""
+    """The pages of a run (one layer's experts in one step) on a CPU."""
 
     @contextlib.contextmanager
     def decoding(self, matrix: int) -> Iterator[CodedExperts | None]:
-        """Around the product of one matrix: yield the experts that it decodes to their pages (RAW).
+        """Enclose the product of one matrix; yield the experts that it decodes to pages before it reads them (RAW).
 
-        Raises BundleError when one is damaged.
+        Yields None if all are decoded. Raises BundleError when one is damaged.
         """
         self._gather(matrix)
         own = self._own[matrix]
@@ -62,7 +62,7 @@ class CpuRunPages(RunPages):
         own.clear()
 
     def ready(self, matrix: int) -> None:
-        """Wait until every expert's matrix is in its place. Raises BundleError when one is damaged."""
+        """Decode one matrix of each needed expert, or wait for its load. Raises BundleError when one is damaged."""
         self._gather(matrix)
         began = time.perf_counter()
         for expert in list(self._own[matrix]):
@@ -75,7 +75,7 @@ class CpuRunPages(RunPages):
 
 
 class CpuFiller(PageFiller):
-    """`PageFiller` of a CPU."""
+    """The `PageFiller` of a CPU."""
 
     run_pages = CpuRunPages
 
@@ -86,9 +86,9 @@ class CpuFiller(PageFiller):
         stored: Callable[[int, int], Stored],
         staging: int,
     ) -> None:
-        """Allocate the loaders' buffers of `staging` bytes, those of the largest extent.
+        """Allocate a buffer of `staging` bytes for each loader; the largest extent has that size.
 
-        `layers` come with their experts' matrices once decoded. `stored` takes a layer's position and an expert.
+        `layers` are given with the forms of their decoded matrices. `stored` takes a layer's position and an expert.
         """
         self.space = space
         self._layers, self._stored = tuple(layers), stored
@@ -100,11 +100,11 @@ class CpuFiller(PageFiller):
         return PackedExtent(extent, layer, forms, self.space.extent(position, expert), where)
 
     def read(self, loader: int, position: int, expert: int) -> tuple[PackedExtent, int]:
-        """Read into the loader's buffer, and check the digest every time."""
+        """Read the extent into the loader's buffer; its digest is checked every time."""
         stored, staging = self._stored(position, expert), self._staging[loader]
         stored.read_into(staging)
         return self.over(position, expert, torch.from_numpy(staging[: stored.size]), stored.where), stored.size
 
     def fill(self, loader: int, packed: PackedExtent, page: Page) -> None:
-        """Decode on the loader's own core."""
+        """Decode the page on one core, the loader's own."""
         packed.decode(page[0], 1)

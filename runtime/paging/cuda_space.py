@@ -1,8 +1,8 @@
 """Addresses for every expert on a GPU, and the blocks of device memory that are bound to some of them.
 
 The GPU's form of PagedTensor (fluxmoe, section 4.1), by the driver's virtual memory management. It has not run on a GPU
-yet: tests put a driver in its place that keeps the driver's rules (devices/driver.py). Memory comes in pieces of 2 MiB.
-A block holds a whole expert: a block for each matrix would waste up to a piece each, and take two bindings, not one.
+yet: tests replace the driver by one that keeps the same rules (devices/driver.py). Memory comes in pieces of 2 MiB.
+A block holds a whole expert: a block for each matrix would waste up to a piece each, and need two bindings, not one.
 window.py decides which experts have memory.
 """
 
@@ -24,10 +24,10 @@ log = logging.getLogger("moepack.runtime")
 
 
 class CudaAddressSpace:
-    """A reserved range of a GPU's addresses. A page is a whole expert, and its first number always 0.
+    """A reserved range of a GPU's addresses. A page is a whole expert; the first number of a `Page` is always 0.
 
-    A kernel that touches a page without memory ends the process's context: before a page is unbound, the caller waits
-    for all that reads or writes it.
+    A kernel that touches a page without memory ends the process's CUDA context. So callers unbind a page only after all
+    work that reads or writes it has ended.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class CudaAddressSpace:
         tensor_at: TensorAt,
         granule: int,
     ) -> None:
-        """Reserve the range for these layers' matrices and numbers of experts, and take no memory.
+        """Reserve the range without taking memory. `layers` are (matrices, number of experts) of each layer.
 
-        Raises as `reserve`.
+        Raises the errors of `reserve`.
         """
         sizes = [version.resident_size(matrices) for matrices, _ in layers]
         self._calls, self._sizes, self._block = calls, sizes, align(max(sizes), granule)
@@ -50,13 +50,13 @@ class CudaAddressSpace:
             count += experts
         self._whole = count * self._block
         self._at, self._tensor = reserve(calls, tensor_at, self._whole, granule)
-        self._bound: dict[Page, int] = {}  # handles; of a block that is being moved, by both pages
-        self.moved = self.fresh = 0  # bindings of a block that stood elsewhere before, and of a new one
+        self._bound: dict[Page, int] = {}  # handles of blocks; one that is being moved is listed under both pages
+        self.moved = self.fresh = 0  # how many bindings moved a block from another page, or took a new block
         log.info("window: blocks of %d bytes for experts of %s (%.1f%% of them wasted)", self._block,
                  " or ".join(str(n) for n in sorted(set(sizes))), 100 * (1 - max(sizes) / self._block))  # fmt: skip
 
     def address(self, page: Page) -> int:
-        """Return the address of a page's first byte (equation 4, with a whole expert as the page)."""
+        """Return the address of a page's first byte (fluxmoe, equation 4, with a whole expert as the page)."""
         _, layer, expert = page
         return self._at + self._first[layer] + expert * self._block
 
@@ -70,7 +70,7 @@ class CudaAddressSpace:
         return self._tensor[start : start + self._sizes[layer]]
 
     def bind(self, source: Page | None, page: Page) -> None:
-        """Move a block from `source` to `page`, or bind a new one; MemoryError leaves both pages without memory.
+        """Move a block from page `source` to `page`; with None, bind a new one. MemoryError leaves both without memory.
 
         Each change is noted before it is made: after an interruption, `drop` of both pages frees the block.
         """
@@ -93,7 +93,7 @@ class CudaAddressSpace:
             raise
 
     def bind_both(self, source: tuple[int, int], target: tuple[int, int]) -> bool:
-        """Return False: an expert is one page."""
+        """Return False: on a GPU an expert is one page, which `bind` moves."""
         return False
 
     def drop(self, page: Page) -> None:
@@ -101,7 +101,7 @@ class CudaAddressSpace:
         handle = self._bound.pop(page, None)
         if handle is None:
             return
-        with contextlib.suppress(DriverError):  # it was interrupted before it was mapped
+        with contextlib.suppress(DriverError):  # an interruption came before the block was mapped
             self._calls.unmap(self.address(page), self._block)
         if handle not in self._bound.values():
             with contextlib.suppress(DriverError):

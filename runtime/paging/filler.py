@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class PageFiller:
-    """Fills pages on one kind of device. The defaults are those of a device whose calls return when their work is done.
+    """Fills pages on one kind of device. The default methods suit a device whose calls return when their work is done.
 
     `over` and `read` return a packed extent, which the caller passes to `fill`.
     """
@@ -28,39 +28,39 @@ class PageFiller:
     run_pages: type[RunPages]
 
     def over(self, position: int, expert: int, extent: Tensor, where: str) -> Any:
-        """Return the packed extent that decodes these bytes of an expert to its pages."""
+        """Return a packed extent over these stored bytes of an expert; it decodes them to the expert's pages."""
         raise NotImplementedError
 
     def read(self, loader: int, position: int, expert: int) -> tuple[Any, int]:
-        """Read a stored extent; return it and its bytes. Raises BundleError when it is damaged.
+        """Read a stored extent into a loader's buffer; return it and its size. Raises BundleError when it is damaged.
 
-        A loader fills pages from what it has read before it reads again.
+        Each read reuses the buffer: a loader fills its pages from one extent before it reads the next.
         """
         raise NotImplementedError
 
     def fill(self, loader: int, packed: Any, page: Page) -> Any:
-        """Decode a page's bytes to their place; raises BundleError when they are damaged.
+        """Decode a page's bytes from a packed extent; raises BundleError when they are damaged.
 
-        On a GPU, they are there once the returned load has ended (`GpuFilled`); elsewhere, on return.
+        On a GPU the page is complete once the returned load (`GpuFilled`) has ended, on a CPU when this returns.
         """
         raise NotImplementedError
 
     def issued(self) -> tuple[Completion, ...]:
-        """Return events behind everything that loaders have issued."""
+        """Return events that end when all work issued by loaders so far has ended."""
         return ()
 
     def follow(self) -> None:
-        """Order what this thread issues from now on behind everything that loaders have issued."""
+        """Make work that this thread issues from now on wait for all work that loaders have issued."""
 
     def rest(self, loader: int) -> None:
         """Wait for a loader's work, at the end of its thread."""
 
     def close(self) -> None:
-        """Free everything, once nothing reads or writes it. May be called twice."""
+        """Free all memory and addresses, once nothing reads or writes them. May be called twice."""
 
 
 class RunPages:
-    """One run's pages, while its layer runs. Each device has a subclass.
+    """The pages of one run (one layer's experts in one step). Each device has a subclass.
 
     The forward pass calls `ready(matrix)`: code that runs or is issued next may then read that matrix of every needed
     expert. On a CPU it may call `decoding(matrix)` instead.
@@ -70,8 +70,8 @@ class RunPages:
         self, paging: Any, run: LayerRun, snapshot: Snapshot, position: int, active: Sequence[int], step: Any
     ) -> None:
         self.position = position
-        self.waits, self.waited = 0, 0.0  # experts that the run waited for, and the seconds of that
-        self.demanded = [0, 0]  # bytes brought for this run alone: [packed, stored]
+        self.waits, self.waited = 0, 0.0  # how many experts the run waited for, and the seconds of that
+        self.demanded = [0, 0]  # bytes of weights that only this run asked for, from [packed, stored] extents
         self.issued: list[Any] = []  # `GpuWork` (gpu_filler.py), which `Paging` checks later
         self._paging, self._snapshot, self._step = paging, snapshot, step
         wanted = set(active)
@@ -95,7 +95,7 @@ class RunPages:
         self._paging.place_all(self._own)
 
     def give_up(self) -> None:
-        """Give up the loads that have not been done: the run ends."""
+        """Give up the loads that this run has not done, because it ends."""
         for own in self._own:
             while own:
                 self._paging.gave_up(own.popitem()[1])
@@ -106,7 +106,7 @@ class RunPages:
         return packed
 
     def _gather(self, kind: int) -> None:
-        """Wait for others' loads, take over those that have not begun, and bind the blocks of this run's own loads."""
+        """Wait for others' loads, or take over those that have not begun; bind blocks to pages that this run loads."""
         own, paging = self._own[kind], self._paging
         began = time.perf_counter()
         for mapped in own.values():

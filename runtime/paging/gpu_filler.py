@@ -3,8 +3,8 @@
 It has not run on a GPU yet: tests put stand-ins behind torch_cuda.py and driver.py. A step decodes the packed pages
 that it misses in one launch on its own stream. The loaders' work goes to two streams, one for gate and up projections
 and one for down projections: the first product begins before the second's weights are there (fluxmoe, Algorithm 1).
-No stream orders unmapping: the loaders wait for it on the host (paging.py). The decoder's report is read when the next
-layer is reached.
+Streams do not order unmapping: before it, the loaders wait on the host for work on the page (paging.py). The decoder
+reports damaged bytes in a tensor, which is read when the next layer is reached.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ from .window import Mapped
 
 @dataclass(frozen=True, slots=True)
 class GpuFilled:
-    """A page's load as issued: events by matrix, and the decoder's reports."""
+    """The load of a page, issued to streams: an event for each matrix, and the decoder's reports of damaged bytes."""
 
     events: tuple[StreamMark, ...]
     packed: GpuPackedExtent
     reports: tuple[Tensor, ...]
 
     def error(self) -> BundleError | None:
-        """Return what the decoder found wrong."""
+        """Return an error if the decoder found damaged bytes, else None."""
         return self.packed.damaged() if any(bool(report.any()) for report in self.reports) else None
 
 
 @dataclass(slots=True)
 class GpuWork:
-    """What a run had the device do, for `Paging` to check: the load of a page that it read, or a wait for loads."""
+    """Work of a run on the device, which `Paging` checks later: the load of a page that the run read, or a wait."""
 
     mapped: Mapped | None = None  # the page
     filled: GpuFilled | None = None  # its load
     between: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # events before and after the wait
-    seconds: float = 0.0  # of the wait, once it has ended
+    seconds: float = 0.0  # length of the wait, once it has ended
 
     def ended(self) -> BaseException | None:
-        """Wait for the end; return what went wrong.
+        """Wait until the work has ended; return its error, or None.
 
-        Products that follow a load's events have ended, so waiting takes time after the last layer alone.
+        At the next layer, the products that follow a load have ended already; only the last layer's loads take a wait.
         """
         if self.between is not None:
             first, last = self.between
@@ -81,7 +81,7 @@ class _Slot:
     held: Held | None = None
 
     def wait(self) -> None:
-        """Wait until both may be overwritten."""
+        """Wait until both buffers may be overwritten."""
         for event in self.busy:
             event.wait()
         self.busy = ()
@@ -96,12 +96,12 @@ class GpuRunPages(RunPages):
     def __init__(self, *of: Any) -> None:
         super().__init__(*of)
         self._device: CudaDevice = self._paging.filler.device
-        self._mine: dict[int, GpuFilled] = {}  # the loads that this run issued, by their ids
+        self._mine: dict[int, GpuFilled] = {}  # the loads that this run issued, by id()
 
     def ready(self, matrix: int) -> None:
-        """Have the compute stream decode one matrix's bytes, or wait for their loads. The host waits for neither.
+        """Have the compute stream decode a matrix of each needed expert, or wait for its load. The host does not wait.
 
-        Raises BundleError when one is damaged.
+        Raises BundleError when an expert is damaged.
         """
         gpu = self._device.gpu
         if matrix == 0:
@@ -135,7 +135,7 @@ class GpuRunPages(RunPages):
 
 
 class GpuFiller(PageFiller):
-    """`PageFiller` of a GPU."""
+    """The `PageFiller` of a GPU."""
 
     run_pages = GpuRunPages
     space: CudaAddressSpace
@@ -148,9 +148,9 @@ class GpuFiller(PageFiller):
         stored: Callable[[int, int], Stored],
         staging: int,
     ) -> None:
-        """Reserve the addresses, and allocate the loaders' buffers of `staging` bytes. The rest as in `CpuFiller`.
+        """Reserve the addresses, and allocate each loader's buffers of `staging` bytes. Others are as in `CpuFiller`.
 
-        Raises InputError without the memory, the addresses, or Triton.
+        Raises InputError when memory, addresses or Triton are missing.
         """
         try:
             import triton  # noqa: F401
@@ -167,7 +167,7 @@ class GpuFiller(PageFiller):
     def over(
         self, position: int, expert: int, extent: Tensor, where: str, parts: Sequence[CodedPart] = ()
     ) -> GpuPackedExtent:
-        """See `PageFiller`; without `parts`, those that the device found when it fetched the extent."""
+        """See `PageFiller`. Without `parts`, use those that the device found when it fetched the extent."""
         layer, forms = self._layers[position]
         parts = parts or self.device.parts(extent)
         return GpuPackedExtent(extent, layer, forms, self.space.extent(position, expert), where, parts)
@@ -175,7 +175,7 @@ class GpuFiller(PageFiller):
     def read(self, loader: int, position: int, expert: int) -> tuple[GpuPackedExtent, int]:
         """Bring an extent to the loader's buffer on the device.
 
-        From pinned memory by one copy; else from the file through the loader's pinned buffer, where it is digested.
+        An extent in pinned memory is copied at once, another first read and digested in the loader's pinned buffer.
         """
         slot, device = self._slots[loader], self.device
         slot.wait()
@@ -206,7 +206,7 @@ class GpuFiller(PageFiller):
         return GpuFilled(tuple(events), packed, tuple(reports))
 
     def issued(self) -> tuple[StreamMark, ...]:
-        """Return an event for each stream; none when the device fails."""
+        """Return an event at the end of each loading stream; no more events once the device fails."""
         events: list[StreamMark] = []
         with contextlib.suppress(RuntimeError):
             for number in range(LOADS):
@@ -222,11 +222,11 @@ class GpuFiller(PageFiller):
                 self.gpu.wait(event.event)
 
     def rest(self, loader: int) -> None:
-        """Wait for this loader's buffers."""
+        """Wait until this loader's buffers are unused."""
         self._slots[loader].wait()
 
     def close(self) -> None:
-        """Free the window and the pools' mapped memory."""
+        """Wait for the loaders' buffers, then free the window and the pools' mapped memory."""
         for slot in self._slots:
             slot.wait()
         self.space.close()

@@ -1,7 +1,7 @@
 """The rates at which experts reach a GPU's kernels, measured on extents of the bundle (fluxmoe, section 4.2).
 
-Packed extents are decoded on the device. Stored ones come through the host and the bus first, here from the page cache.
-It has not run on a GPU yet.
+Packed extents are decoded on the device. Stored ones first come from the host, here from its page cache,
+over the bus. It has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moepack.runtime.planning.paging import LOADERS, by_placement, paged_version
 from moepack.runtime.policies.contract import Ladder
 from moepack.runtime.store.files import BackingStore
 
-EXPERTS = 8  # decoded in one launch, as a token's are
+EXPERTS = 8  # experts decoded in one launch, as those of one token are
 
 
 def gpu_rates(bundle: Bundle, ladder: Ladder, device: torch.device) -> tuple[float, ...]:
@@ -65,7 +65,7 @@ def gpu_rates(bundle: Bundle, ladder: Ladder, device: torch.device) -> tuple[flo
             read = size * LOADERS * rate(lambda _: list(pool.map(both, range(LOADERS))))
     finally:
         store.close()
-    for tensors in (pinned, there, outs):  # the closures hold them
+    for tensors in (pinned, there, outs):  # the functions above still hold the lists
         tensors.clear()
     torch.cuda.empty_cache()  # does nothing before CUDA is used
     return by_placement(ladder, packed, read)

@@ -1,10 +1,10 @@
-"""Expert paging: each layer's run binds its pages, loads their bytes, and lets them go (fluxmoe, Algorithm 1).
+"""Expert paging: a run (a layer's experts in one step) binds, loads and releases pages (fluxmoe, Algorithm 1).
 
 When few of a layer's experts are active, the step loads them when it reaches the layer: on a CPU in the threads that
-multiply, on a GPU in its stream. When a step needs most of a layer's experts (a prompt), two threads load the next
-layer's while this one runs, gate and up projections before down projections. These threads also read experts that are
-not in device memory.
-The fillers bring bytes to their places; window.py says which pages have memory; the policy places experts.
+multiply, on a GPU in the compute stream. When a step needs most of a layer's experts (a prompt), two loader threads
+load the next layer's experts while this layer runs, gate and up projections before down projections. These threads also
+read experts that are not in device memory.
+The fillers decode bytes to pages; window.py says which pages have memory; the policy places experts.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from moepack.runtime.planning.paging import LOADERS
 from .filler import PageFiller, RunPages
 from .window import LayerRun, Mapped, State, Window
 
-MOST = 0.5  # share of a layer's experts from which a step is expected to need most of the next layer's too
+MOST = 0.5  # a step that needs this share of a layer's experts, or more, probably needs most of the next layer's too
 
 
 @dataclass(slots=True)
 class PagingCounts:
     """Counts since loading."""
 
-    waits: int = 0  # experts that a step waited for
+    waits: int = 0  # how many experts steps waited for
     waited: float = 0.0  # seconds of that
-    # Bytes of weights, [packed, stored], that were waited for, and that were brought before they were needed
+    # Bytes of weights from [packed, stored] extents: loaded when a run asked for them, and loaded ahead of need
     demanded: list[int] = field(default_factory=lambda: [0, 0])
     ahead: list[int] = field(default_factory=lambda: [0, 0])
     read: int = 0  # stored bytes read for both
@@ -49,8 +49,8 @@ class Load:
     """A task of the loaders: one page to decode, or all pages of an expert to read."""
 
     pages: list[Mapped]  # to fill
-    packed: Any  # what decodes them, as the step sees it; None for stored pages
-    is_ahead: bool  # whether the layer has not been reached
+    packed: Any  # the packed extent that holds their bytes; None if they must be read
+    is_ahead: bool  # whether it is for a layer that the step has not reached
     step: Any  # the step that needs them; packed bytes stay in memory until it ends
 
 
@@ -60,19 +60,19 @@ class Paging:
     def __init__(
         self, filler: PageFiller, window: Window, layers: int, mark: Callable[[], Completion], ahead: bool = True
     ) -> None:
-        """Set up; threads start when they are needed.
+        """Set up without threads, which start when they are needed.
 
-        `layers` is the number of layers with experts. `mark` makes an event behind the compute issued so far. With
-        `ahead`, the next layer's experts are loaded while one runs.
+        `layers` is the number of layers with experts. `mark` returns an event that ends with the computation issued so
+        far. With `ahead`, the next layer's experts may be loaded while a layer runs.
         """
         self.filler, self.window, self.counts = filler, window, PagingCounts()
         self.space = filler.space
         self._layers, self._mark, self._ahead = layers, mark, ahead
-        self._lock = threading.RLock()  # not by the condition: an interruption in Condition.__enter__ would keep it
+        self._lock = threading.RLock()  # taken directly: an interruption in Condition.__enter__ would leave it locked
         self._change = threading.Condition(self._lock)
         self._line: deque[object] = deque()  # runs that wait for blocks, in turn
-        self._loads: dict[Mapped, Load] = {}  # not begun, by their first page, in order
-        self._going: list[Load] = []  # begun
+        self._loads: dict[Mapped, Load] = {}  # loads that have not begun, by their first page, in order
+        self._going: list[Load] = []  # loads that have begun
         self._threads: list[threading.Thread] = []
         self._closed = False
 
@@ -80,11 +80,11 @@ class Paging:
 
     @contextlib.contextmanager
     def run(self, position: int, snapshot: Snapshot, index: Tensor, step: Any) -> Iterator[RunPages]:
-        """Hold the pages of one layer's experts for one step, and let them go however it ends.
+        """Hold the pages of one layer's experts for one step, and release them however the run ends.
 
-        `snapshot` is the layer's, `index` [tokens, top_k] the router's choice. `step` holds the run that was taken
-        ahead for it, and gets the counts. Raises BundleError for damaged bytes; on a GPU also for those of the layer
-        before.
+        `snapshot` is the layer's, `index` [tokens, top_k] the router's choice. `step.ahead` may hold this layer's run,
+        taken ahead; `step` also gets the counts. Raises BundleError for damaged bytes; on a GPU also for those of the
+        layer before.
         """
         paged = snapshot.paged
         chosen = np.bincount(index.cpu().numpy().ravel(), minlength=len(paged))[: len(paged)]
@@ -122,7 +122,7 @@ class Paging:
     def _settle(self, step: Any) -> None:
         """Check the loads that a step issued to a device, and add the seconds that it waited for them.
 
-        Raises BundleError when a load went wrong. Other steps that read the page check it themselves.
+        Raises BundleError when a load found damaged bytes. Other steps that read the page check it themselves.
         """
         issued, step.issued = step.issued, []
         wrong: BaseException | None = None
@@ -141,7 +141,7 @@ class Paging:
             raise wrong
 
     def _acquire(self, position: int, experts: Sequence[int]) -> LayerRun:
-        """Take the pages of these experts, in turn, without holding any while it waits."""
+        """Wait in line, without holding any pages, for all pages of these experts; take them."""
         ticket = object()
         with self._lock:
             try:
@@ -160,7 +160,7 @@ class Paging:
     def _look_ahead(self, position: int, step: Any) -> None:
         """Take the next layer's pages for a step, if they are free now, and have them loaded."""
         if position >= self._layers:
-            return  # the next step's needs and snapshot are not known
+            return  # this was the last layer: the next step's needs and snapshot are not known
         snapshot: Snapshot = step.snapshots[position]
         experts = np.flatnonzero(snapshot.paged).tolist()
         with self._lock:
@@ -176,9 +176,9 @@ class Paging:
         return self.window.acquire([[(d, position, e) for e in experts] for d in range(len(self.window.blocks))])
 
     def submit(self, loads: Sequence[Sequence[Mapped]], snapshot: Snapshot, step: Any, is_ahead: bool = False) -> None:
-        """Have the loaders bring pages, those of the first matrices first."""
+        """Queue pages for the loader threads, those of the first matrices first; start missing threads."""
         with self._lock:
-            if self._closed:  # the loaders have gone
+            if self._closed:  # the loader threads have ended
                 raise _closed()
             read: dict[int, Load] = {}
             for pages in loads:
@@ -226,14 +226,14 @@ class Paging:
                 self.window.gave_up(m)
 
     def loaded(self, pages: Sequence[tuple[Mapped, Any]]) -> None:
-        """Note pages whose bytes are in their places, or will be once `filled` has ended."""
+        """Mark pages resident, given as (page, load): their bytes are in place, or will be once the load has ended."""
         with self._lock:
             for mapped, filled in pages:
                 self.window.loaded(mapped, filled)
             self._change.notify_all()
 
     def finished_or_mine(self, mapped: Mapped, snapshot: Snapshot, step: Any) -> bool:
-        """Wait until a page is complete; return True if the caller must load it, because no load has begun.
+        """Wait until a page is complete; return True at once if the caller must load it, because no load has begun.
 
         Raises the load's error.
         """
@@ -297,7 +297,7 @@ class Paging:
                 self._change.notify_all()
 
     def place(self, mapped: Mapped) -> None:
-        """Bind a block to its page once nothing reads the block's old page (WAR). The caller holds the load."""
+        """Wait until nothing reads a block's old page (WAR), then bind it to its new page. The caller loads it."""
         if mapped.at == mapped.page and not mapped.after:
             return
         for event in mapped.after:
@@ -309,7 +309,7 @@ class Paging:
             self.window.moved(mapped)
 
     def place_all(self, pages: Sequence[dict[int, Mapped]]) -> None:
-        """Place pages, given by matrix; one move places both of an expert whose blocks were one expert's."""
+        """Place pages, given by matrix and expert. One move places both of an expert if one expert had both blocks."""
         pairs = []
         for expert, first in pages[0].items() if len(pages) == 2 else ():
             second = pages[1].get(expert)
@@ -330,7 +330,7 @@ class Paging:
                 self.place(mapped)
 
     def gave_up(self, mapped: Mapped, error: BaseException | None = None, after: Sequence[Completion] = ()) -> None:
-        """Note a failed load; `after`: events that follow its work. An interrupted move drops the block."""
+        """Note a failed load; `after` holds the ends of its work. If its move was interrupted, drop the block."""
         with self._lock:
             if mapped.state is State.RESIDENT:  # interrupted after it was complete
                 return
@@ -341,14 +341,14 @@ class Paging:
             self.window.gave_up(mapped, error, after)
 
     def forget(self) -> None:
-        """Free memory and addresses once all computation has ended. No step runs, and none will."""
+        """Wait for all computation to end, then free memory and addresses. Called when no step can run any more."""
         self._join()
         for event in self.window.running():
             event.wait()
         self.filler.close()
 
     def close(self, wait: bool = True) -> None:
-        """End the loaders; runs that wait for them raise. May be called twice."""
+        """End the loader threads; runs that wait for loads raise InputError. May be called twice."""
         with self._lock:
             self._closed = True
             for load in self._loads.values():

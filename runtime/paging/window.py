@@ -1,17 +1,17 @@
-"""The window's protocol: which pages have memory, and in which order (fluxmoe, section 4.1 and Algorithm 1).
+"""The window: blocks of memory that pages take in turn, and the rules for it (fluxmoe, section 4.1 and Algorithm 1).
 
 A page is one matrix of one expert. It is unmapped, loading (it has a block, its bytes are on their way), resident, or
 evicting (its block was promised to another page and has not been moved yet). Two orders are kept:
 
-- WAR: a block goes to another page only after every computation that reads its page has ended;
-- RAW: a computation reads a page only once its bytes are complete.
+- WAR (write after read): a block moves to another page only after every computation that reads its old page has ended;
+- RAW (read after write): a computation reads a page only once the page's bytes are complete.
 
-A run is one layer's experts of one step. It takes all its pages or none, so that two runs never wait for each other,
-and holds them until its computation was issued. The caller locks. Nothing here waits or copies.
+A run is one layer's experts in one step. It takes all its pages or none, so that two runs never wait for each other,
+and holds them until its computation was issued. The caller holds a lock. Nothing here waits or copies.
 
-Pages that no run of the last few passes used give their blocks up first, the longest unused before others. After them
-the page used last does: layers run in turns, so it is needed again the latest, and its memory may still be in a
-cache. Least-recently-used would never hit in a model with more layers than the window holds.
+When blocks run out, pages that the last few passes did not use give theirs up first, the longest unused before others.
+Next comes the page used last: layers run in turn, so it is the last to be needed again, and its memory may still be in
+a CPU cache. To evict the least recently used page would never hit in a model with more layers than the window holds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moepack.runtime.devices.contract import Completion
 
 from .address_space import Page
 
-STALE = 4  # passes after which a page that none of them used goes first
+STALE = 4  # passes without use after which a page gives its block up before others
 
 
 class State(enum.Enum):
@@ -42,25 +42,25 @@ class Mapped:
     """A page that has a block."""
 
     page: Page
-    block: int  # its number
+    block: int  # the block's number
     at: Page | None  # the page that the block's memory is bound to; None for a block that was never bound
     after: tuple[Completion, ...]  # what must end before the block is moved, or filled where it is (WAR)
-    state: State = State.LOADING  # loading or resident; evicting once the block is another's
-    pins: int = 0  # runs that hold it, and loads that write it
-    reads: tuple[Completion, ...] = ()  # computations that may still read it
-    used: int = 0  # when a run last took it
-    is_moving: bool = False  # whether the move has begun and not ended: the memory may be at either page
-    # Whether a load works on its bytes; without one, a run that needs a loading page may begin it
+    state: State = State.LOADING  # loading or resident; evicting once the block is promised to another page
+    pins: int = 0  # how many runs hold the page, and how many loads write it
+    reads: tuple[Completion, ...] = ()  # the ends of computations that may still read the page
+    used: int = 0  # number of the last run that took the page
+    is_moving: bool = False  # whether the block is being moved: its memory may be at either page
+    # Whether a load of the page is under way. If not, a run that needs the page while it is LOADING may begin one
     is_loading: bool = False
-    error: BaseException | None = None  # of its load
-    filled: Any = None  # the load of a resident page, where it may still go on: `GpuFilled` (gpu_filler.py)
+    error: BaseException | None = None  # the error of the page's load
+    filled: Any = None  # the load of a resident page, if it may still run: `GpuFilled` (gpu_filler.py)
 
 
 @dataclass(slots=True, eq=False)
 class LayerRun:
-    """The pages that one layer's computation of one step needs, by matrix.
+    """The pages that one layer's computation in one step needs, by matrix.
 
-    The run must load the pages in `loads`: each is `moved`, filled, and then `loaded` or `gave_up`.
+    Its owner must load the pages in `loads`: bind each block and call `moved`, fill it, call `loaded` or `gave_up`.
     """
 
     pages: tuple[list[Mapped], ...]
@@ -69,32 +69,32 @@ class LayerRun:
 
 @dataclass(slots=True)
 class _Blocks:
-    """The blocks of one matrix type."""
+    """The blocks of one type, for gate and up matrices or for down matrices (on a GPU for whole experts)."""
 
     pages: dict[Page, Mapped] = field(default_factory=dict)
-    idle: dict[Page, Mapped] = field(default_factory=dict)  # resident and not held, the longest unused first
-    evicting: dict[Page, Mapped] = field(default_factory=dict)
-    free: dict[Page | int, Mapped] = field(default_factory=dict)  # by bound page, or number; last in, first out
+    idle: dict[Page, Mapped] = field(default_factory=dict)  # resident pages that no run holds, the longest unused first
+    evicting: dict[Page, Mapped] = field(default_factory=dict)  # by old page: the page that gets its block
+    free: dict[Page | int, Mapped] = field(default_factory=dict)  # by bound page, or block number; last in, first out
 
 
 class Window:
-    """Blocks of two types, and the pages that have them."""
+    """Blocks of each type, and the pages that have them."""
 
     def __init__(self, blocks: Sequence[int], layers: int, keeps: bool = True) -> None:
-        """Set up blocks of each type, for passes through so many layers.
+        """Set up blocks, given as numbers for each type, for passes through `layers` layers.
 
-        With `keeps` pages stay until their blocks are needed; else a block is free when its run has ended.
+        With `keeps`, pages stay until their blocks are needed. Otherwise a block is free when its run has ended.
         """
-        self.blocks = tuple(blocks)  # of each type: two layers' experts, 4L in all
+        self.blocks = tuple(blocks)  # of each type: two layers' L experts each, 4L in all
         self._of = tuple(_Blocks() for _ in blocks)
         for d, of in enumerate(self._of):
             of.free |= {b: Mapped((d, 0, 0), b, None, ()) for b in reversed(range(blocks[d]))}
         self._stale, self._keeps = STALE * layers, keeps
-        self.taken = 0  # runs so far
-        self.hits = self.misses = 0  # pages that were there when a run needed them, or not
+        self.taken = 0  # how many runs took pages so far
+        self.hits = self.misses = 0  # pages that had, or lacked, a block when a run took them
 
     def acquire(self, pages: Sequence[Sequence[Page]]) -> LayerRun | None:
-        """Take a run's pages, given by type without repeats: all of them, or None with too few blocks available."""
+        """Take all of a run's pages, given by type without repeats; return None, without any, if blocks are too few."""
         if not all(self._obtainable(d, wanted) for d, wanted in enumerate(pages)):
             return None
         self.taken += 1
@@ -107,10 +107,10 @@ class Window:
                     of.pages[page].pins += 1
                     self.hits += 1
             missing = [page for page in wanted if page not in of.pages]
-            own = {page: self._bind(d, page) for page in missing if page in of.free}  # before another gets its block
+            own = {page: self._bind(d, page) for page in missing if page in of.free}  # before another gets that block
             for page in missing:
                 mapped = own.get(page) or self._bind(d, page)
-                mapped.pins = 2  # this run's, and its load's
+                mapped.pins = 2  # one for this run, one for its load
                 run.loads[d].append(mapped)
             self.misses += len(missing)
             run.pages[d].extend(of.pages[page] for page in wanted)
@@ -121,7 +121,7 @@ class Window:
     def _obtainable(self, d: int, wanted: Sequence[Page]) -> bool:
         of = self._of[d]
         if any(page in of.evicting for page in wanted):
-            return False  # it is on its way out: its next block comes after that
+            return False  # its old block is being moved away: it gets another after that
         missing = sum(page not in of.pages for page in wanted)
         return missing <= len(of.free) + len(of.idle) - sum(page in of.idle for page in wanted)
 
@@ -130,7 +130,7 @@ class Window:
         if of.free:
             left = (
                 of.free.pop(page, None) or of.free.popitem()[1]
-            )  # the page's own block first: another must not be bound over it
+            )  # the block bound to the page first: another must not be bound over it
             at, after = left.at, left.after
         else:
             oldest = next(iter(of.idle.values()))
@@ -143,21 +143,21 @@ class Window:
         return made
 
     def moved(self, mapped: Mapped) -> None:
-        """Note that a block was bound to its page and `after` has ended; its old page is now unmapped."""
+        """Note that a page's block is bound to it and `after` has ended; the block's old page is now unmapped."""
         if mapped.at is not None:
             self._of[mapped.page[0]].evicting.pop(mapped.at, None)
         mapped.at, mapped.after, mapped.is_moving = mapped.page, (), False
 
     def loaded(self, mapped: Mapped, filled: Any = None) -> None:
-        """Note a page whose bytes are in place (its load event), or will be once `filled` has ended.
+        """Mark a page resident: its bytes are in place, or will be once the load `filled` has ended.
 
-        Streams that read it wait for `filled`, and the block stays until then.
+        Streams that read the page wait for `filled`, and its block is not moved before that.
         """
         mapped.state, mapped.is_loading, mapped.filled = State.RESIDENT, False, filled
         self._unpin(mapped, () if filled is None else filled.events)
 
     def spoiled(self, mapped: Mapped, error: BaseException) -> None:
-        """Note that a resident page has wrong bytes: no further run reads them."""
+        """Mark a resident page as damaged with `error`: no later run reads it."""
         of = self._of[mapped.page[0]]
         if mapped.state is not State.RESIDENT or of.pages.get(mapped.page) is not mapped:
             return
@@ -167,25 +167,25 @@ class Window:
         self._unpin(mapped, ())
 
     def lost(self, mapped: Mapped) -> None:
-        """Note that a block has no memory: its move was interrupted, and both of its places were dropped."""
+        """Note that a page's block has lost its memory: its move was interrupted, and both pages were dropped."""
         assert mapped.is_moving
         if mapped.at is not None:
             self._of[mapped.page[0]].evicting.pop(mapped.at, None)
         mapped.at, mapped.is_moving = None, False
 
     def gave_up(self, mapped: Mapped, error: BaseException | None = None, after: Iterable[Completion] = ()) -> None:
-        """Note a load that failed. Another run that holds the page may load it again; else its block is free.
+        """Note a load that failed or was not done. A run that holds the page may load it, else its block is free.
 
-        `after`: work that may still write there.
+        `after` holds the ends of work that may still write to the page.
         """
         mapped.is_loading, mapped.error = False, error
         mapped.after = (*mapped.after, *after)
         self._unpin(mapped, ())
 
     def adopt(self, mapped: Mapped) -> bool:
-        """Give the caller the load of a page that its run holds; returns False while another load works on it.
+        """Let the caller load a page that its run holds; return False if the page is loaded, or is being loaded.
 
-        Raises the error of its last load.
+        Raises the error of the page's last load.
         """
         if mapped.state is not State.LOADING or mapped.is_loading:
             return False
@@ -196,7 +196,7 @@ class Window:
         return True
 
     def release(self, run: LayerRun, compute: Iterable[Completion] = ()) -> None:
-        """Release a run whose computation was issued; `compute` holds the events behind it."""
+        """Release a run's pages once its computation was issued; `compute` holds events that end with it."""
         for pages in run.pages:
             for mapped in pages:
                 self._unpin(mapped, tuple(compute))
@@ -219,7 +219,7 @@ class Window:
     # --- seeing
 
     def running(self) -> list[Completion]:
-        """Return the events of all work on blocks that has not ended."""
+        """Return the events of all unfinished work on blocks."""
         found = [mapped for of in self._of for mapped in (*of.pages.values(), *of.free.values())]
         return list(_running(event for mapped in found for event in (*mapped.after, *mapped.reads)))
 

@@ -1,4 +1,4 @@
-"""Attach an open bundle to a model without experts: choose what fits, and load the experts' handles."""
+"""Attach an open bundle to a model without experts: choose what fits the budget, and load the experts."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from moepack.runtime.store.files import BackingStore
 
 from .serving import Serving
 
-KERNELS = "MOEPACK_DENSE_KERNELS"  # the environment's: "off" leaves dense modules to the model's own code
+KERNELS = "MOEPACK_DENSE_KERNELS"  # an environment variable: "off" leaves dense modules to the model's own code
 log = logging.getLogger("moepack.runtime")
 
 
 def attach(model: Any, bundle: Bundle, options: LoadOptions, dense: Sequence[Version] = ()) -> None:
-    """Give every experts module its handles under a policy, and dense matrices their versions.
+    """Load a bundle's experts into a model under a policy, and give dense matrices their versions, `dense`.
 
     Raises:
         InputError: when the policy does not fit the bundle, or its versions do not fit the device memory.
@@ -106,7 +106,7 @@ def _replaced(model: Any, bundle: Bundle) -> dict[str, int]:
 def _hand_over(
     model: Any, bundle: Bundle, serving: Serving, needs: MeasuredNeeds | None, dense: Sequence[Version]
 ) -> None:
-    """Let the model's passes read the experts, inside the budget."""
+    """Connect the model's modules to the experts that are served, and keep its passes inside the budget."""
     backends.prepare(model.dtype, (*serving.layers[0].of.versions, *dense), serving.layers[0].of.device)
     if needs is not None and serving.layers[0].of.device.type == "cpu":
         glibc.bound()
@@ -124,7 +124,7 @@ def _hand_over(
 def _held_back(
     model: Any, bundle: Bundle, device: torch.device, workload: Workload, fixed: Fixed
 ) -> tuple[Fixed, MeasuredNeeds]:
-    """Return M_fixed without a staging buffer, and the measured needs."""
+    """Measure what passes need; return the bytes beside experts (M_fixed without a staging buffer), and the needs."""
     needs, _ = measure(bundle, model.config, model.dtype, device, workload)
     activations = needs.activations
     if device.type == "cuda":
@@ -133,7 +133,7 @@ def _held_back(
 
 
 def load_map(bundle: Bundle, table: Versions, devices: Sequence[torch.device]) -> list[LayerExperts]:
-    """Load the experts of a map that never changes, each layer into one range of host memory.
+    """Load experts at the versions of `table`, which never change, each layer into one range of host memory.
 
     Raises:
         BundleError: when an extent is damaged.
@@ -158,7 +158,7 @@ def load_map(bundle: Bundle, table: Versions, devices: Sequence[torch.device]) -
                         raise copied.error
                     layer.publish(e, layer.of.over(version, block.to(device)))
                 if device.type != "cpu":
-                    layer.current.device_table()  # now, and not in the capture of a graph
+                    layer.current.device_table()  # made now: it cannot be made in a graph's capture
                 layers.append(layer)
     finally:
         host.close()

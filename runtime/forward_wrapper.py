@@ -1,8 +1,8 @@
 """The forward wrapper: opens and closes the step of every forward pass of a served model.
 
-A pass takes, in this order: the lock of a policy that blocks, room for its cache and activations, its sequences, and a
-step of the residency. The model and its decoder get a derived class with a wrapped `forward`, because torch runs no
-hook after an interrupted pass, nor where `forward` is called by its name.
+A pass takes, in this order: a lock, if the policy blocks; room for its cache and activations; its sequences; and a step
+of the residency manager. The model and its decoder get a derived class with a wrapped `forward` instead of hooks, since
+torch runs no hook after an interrupted pass, nor when `forward` is called directly.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ForwardWrapper:
     def __init__(self, model: Any, layers: Sequence[LayerExperts], manager: ResidencyManager | None) -> None:
         """Wrap the forward of a model and of its decoder."""
         self.caches: KvBudget | None = None  # keeps KV caches inside the budget; None without one
-        self.watchers: tuple[RoutingCounter, ...] = ()  # count routing beside the residency manager
+        self.watchers: tuple[RoutingCounter, ...] = ()  # other counters of routing, beside the residency manager's
         self._closed, self._process = False, os.getpid()
         self._layers, self._manager = tuple(layers), manager
         self._key = object() if manager is None else manager.key
@@ -122,7 +122,7 @@ class ForwardWrapper:
 
         `given` are the forward's arguments by name.
         """
-        if step_of(self._key) is not None:  # a forward inside another belongs to its step
+        if step_of(self._key) is not None:  # a forward inside another belongs to the outer one's step
             yield lambda out: None
             return
         self._check()
@@ -163,7 +163,7 @@ class ForwardWrapper:
     def _observed(
         self, importance: TokenImportance, step: Step, given: dict[str, Any], text: Tensor | None
     ) -> Iterator[None]:
-        """Measure the attention that the tokens of a step's prompt receive."""
+        """Enclose a pass: measure how much attention each token of its prompt receives."""
         cache = cache_of(given)
         cached = 0 if cache is None else int(cache.get_seq_length())
         with importance.watching(tuple(inputs(given).shape[:2]), text, cached):
@@ -175,9 +175,9 @@ class ForwardWrapper:
         return Step(self._key, tuple(layer.current for layer in self._layers))
 
     def alone(self) -> AbstractContextManager[Step]:
-        """Return a step for one call of an experts module outside any forward pass.
+        """Return a context with a step, for one call of an experts module outside any forward pass.
 
-        Its routing does not count as traffic. A policy that blocks sees it, to load the experts that the call needs.
+        The call's routing does not count as traffic. A policy that blocks sees it, to load the experts that are needed.
         """
         if self._manager is None:
             return opened(self._unchanging())
@@ -186,10 +186,10 @@ class ForwardWrapper:
     # --- compiled passes
 
     def check_compiling(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check the arguments of a compiled pass, whose step sees only its tokens.
+        """Check the arguments of a compiled pass, whose step only knows the number of its tokens.
 
         Raises:
-            InputError: for an export, and in a budget for caches and outputs beyond those it was loaded for.
+            InputError: for an export; in a budget also for a cache, and for outputs that it was not loaded for.
         """
         if torch.compiler.is_exporting():
             raise InputError("a loaded bundle is not exported: its experts are read where they lie in this process")
@@ -207,7 +207,7 @@ class ForwardWrapper:
             raise InputError("a compiled pass in a budget returns what it was loaded for: pass logits_to_keep=1")
 
     def compiled_layer(self, module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Run one layer's experts in a compiled pass: the first layer opens its step, the last one closes it."""
+        """Run one layer's experts in a compiled pass: the first layer opens the pass's step, the last one closes it."""
         position: int = module._moepack.position
         if not position:
             ids = torch.empty(1, len(hidden), dtype=torch.int64, device="meta")
@@ -251,7 +251,7 @@ class ForwardWrapper:
     # --- traces
 
     def trace_to(self, path: str | Path, policy: str, bundle: Bundle, resident: Callable[[], int]) -> None:
-        """Write every step from now on into a file; `resident` returns the device memory in use."""
+        """Write every step from now on into a file; `resident` returns the bytes of device memory in use."""
         self.end_trace()
         layers = [(layer.index, layer.experts) for layer in bundle.layers]
         self._resident = resident
@@ -294,7 +294,7 @@ class ForwardWrapper:
                 self._unless_broken(trace.close)
 
     def _unless_broken(self, write: Callable[[], None]) -> None:
-        """Call what writes the trace. If that fails, serving goes on without a trace, and the log says so once."""
+        """Call `write` for the trace. If it fails, serving goes on without a trace, and the log says so once."""
         try:
             write()
         except OSError as error:
@@ -306,7 +306,7 @@ class ForwardWrapper:
 
 
 def _text(given: dict[str, Any]) -> Tensor | None:
-    """Return int64 [tokens], 0 for padding; None without an attention mask for each token."""
+    """Return int64 [tokens], 1 for text and 0 for padding; None without an attention mask [batch, tokens]."""
     ids, mask = inputs(given), given.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.ndim != 2 or ids is None or mask.shape[1] < ids.shape[1]:
         return None

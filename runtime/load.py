@@ -38,19 +38,19 @@ def load(
     dense: str | None = None,
     max_tpot: str | int | None = None,
 ) -> Any:
-    """Load a bundle as a transformers causal language model. Its threads stop with it, or at `model.moepack.close()`.
+    """Load a bundle as a transformers causal language model. Deleting it or `model.moepack.close()` stops its threads.
 
     Args:
-        bundle: its directory, or a Hub id; then the versions that the policy may serve are fetched.
-        progress: called while experts are loaded, with the bytes loaded and the bytes in all.
+        bundle: a directory, or a Hub id, of which the versions that the policy may serve are fetched.
+        progress: called while experts are loaded, with the bytes loaded so far and the bytes in all.
 
     `moepack.runtime.planning.options.LoadOptions` describes the other arguments.
 
     Raises:
         BundleError: when the bundle is damaged.
         InputError: for an invalid argument, or a policy that does not fit the bundle.
-        BudgetExceeded: when there is too little memory, with the least that is enough; also an InputError and torch's
-            OutOfMemoryError.
+        BudgetExceeded: when there is too little memory; it says how much is enough, and is also an InputError and
+            torch's OutOfMemoryError.
     """
     options = LoadOptions(
         device=device, device_memory=device_memory, policy=policy, dtype=dtype, kv_tokens=kv_tokens, batch=batch,
@@ -101,7 +101,7 @@ def from_pretrained(kind: Any, name: str | Path, revision: str = "main", token: 
     """Load a bundle or a checkpoint with a model class of transformers.
 
     Raises:
-        InputError: where transformers' code rejects its configuration or generation configuration.
+        InputError: where transformers' code rejects the configuration or the generation configuration.
     """
     import torch
     from transformers import GenerationConfig
@@ -123,13 +123,13 @@ def from_pretrained(kind: Any, name: str | Path, revision: str = "main", token: 
 
 
 def check_bundle(name: str | Path, options: LoadOptions) -> None:
-    """Check that a name is a bundle on disk or on the Hub, and that one on disk has the versions of the options.
+    """Check that `name` is a bundle on disk or on the Hub; a bundle on disk must have the versions of the options.
 
     Imports neither torch nor transformers.
 
     Raises:
         BundleError: when the bundle is damaged.
-        InputError: when it is not a bundle, or has no version that the options name.
+        InputError: when `name` is not a bundle, or lacks a version that the options name.
     """
     path = Path(name)
     options.with_environment().parsed_policy()
@@ -145,7 +145,7 @@ def check_bundle(name: str | Path, options: LoadOptions) -> None:
 
 
 def check_options(bundle: Bundle, options: LoadOptions) -> None:
-    """Raise InputError unless a bundle has the versions that the options or the environment name. Reads no weights."""
+    """Raise InputError if a bundle lacks a version that the options or the environment name. Reads no weights."""
     options = options.with_environment(bool(bundle.manifest.dense))
     policy = options.parsed_policy()
     choose_dense(options.dense, bundle, options.policy)

@@ -1,4 +1,4 @@
-"""A loaded model's methods that replace transformers' own: they count the experts, or refuse in one line.
+"""A loaded model's methods that replace transformers' own: they count experts too, or refuse what cannot work.
 
 Without these, a saved decoder would silently lack its experts, a cast or a paged cache would take memory that the
 budget does not count, and other implementations of experts would look for weights that are not there.
@@ -37,7 +37,7 @@ def model_methods(kind: Any) -> dict[str, Callable[..., Any]]:
         self._moepack_wrapper.refuse_copies()
 
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Save adapters alone: the model without its experts would load as another."""
+        """Save adapters alone: the model, saved without its experts, would load as a different one."""
         _adapters_alone(self)
         return kind.save_pretrained(self, *args, **kwargs)
 
@@ -47,12 +47,12 @@ def model_methods(kind: Any) -> dict[str, Callable[..., Any]]:
         return kind.push_to_hub(self, *args, **kwargs)
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Refuse moves, and in a budget wider dtypes (`to`, `cuda`, `double` call this)."""
+        """Refuse other devices, and in a budget wider dtypes (`to`, `cuda`, `double` call this)."""
         _refuse_moves(self, fn)
         return kind._apply(self, fn, *args, **kwargs)
 
     def resize_token_embeddings(self: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Refuse in a budget, which has counted the embeddings, and where the output's rows are packed."""
+        """Refuse a new size in a budget, which has counted the embeddings, and where `lm_head` is packed."""
         now = self.get_input_embeddings().weight.shape[0]
         if self._moepack_wrapper.in_budget and (new_num_tokens or now) != now:
             raise InputError("embeddings of a model served in a budget keep their size: load it without one")

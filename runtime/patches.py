@@ -42,8 +42,8 @@ def leave_out(command: str) -> None:
 def register_plugin() -> None:
     """Register the plug-in with transformers, so that a bundle loads like any quantised model.
 
-    transformers has an interface to register a config and a quantiser. But it merges config.json's config with a
-    caller's by the classes that it knows, and would drop most of the caller's options, with a warning.
+    transformers has an interface to register a config and a quantiser. But its merge of config.json's config and a
+    caller's knows only transformers' own classes, and would drop most of the caller's options, with a warning.
     """
     from transformers.integrations.moe import ExpertsInterface
     from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
@@ -67,8 +67,8 @@ def register_plugin() -> None:
 def extend_from_pretrained() -> None:
     """Let `from_pretrained` take `policy`, `device_memory` and the like, which transformers would hand to the model.
 
-    The plug-in also needs what transformers does not tell a quantiser: the model's name, how files are fetched, and the
-    experts' implementation.
+    It also passes on what the plug-in needs and transformers does not tell a quantiser: the model's name, how files are
+    fetched, and the experts' implementation.
     """
     from transformers.modeling_utils import PreTrainedModel
 
@@ -125,7 +125,7 @@ class _Loader(Loader):
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of `_AFTER`, each until it has run."""
+    """An import hook: finds each module of `_AFTER`, until the module has run."""
 
     def __init__(self) -> None:
         self._left = dict(_AFTER)
@@ -152,7 +152,7 @@ class _Finder(MetaPathFinder):
 def install() -> None:
     """Extend transformers now, or by an import hook when its modules are imported.
 
-    So it does not matter which of the two is imported first, and `import moepack` does not import transformers.
+    So moepack and transformers may be imported in either order, and `import moepack` does not import transformers.
     """
     if not any(isinstance(f, _Finder) for f in sys.meta_path):
         finder = _Finder()

@@ -1,7 +1,7 @@
 """The plug-in: transformers' quantiser hooks, through which a bundle loads like any model.
 
-patches.py imports it right after transformers' quantisers, and registers it with them. It removes the expert parameters
-from the skeleton before weights are loaded, and attaches the handles afterwards.
+patches.py imports it right after transformers' quantisers, and registers it with them. The plug-in removes the
+expert parameters from the empty model before weights are loaded, and attaches the bundle's experts afterwards.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class MoepackConfig(QuantizationConfigMixin):
 
     Args:
         workload: fields of `Workload`, in one mapping.
-        given: fields of `LoadOptions`; others, which config.json may have, are ignored.
+        given: fields of `LoadOptions`; other names, which config.json may have, are ignored.
     """
 
     def __init__(self, workload: Mapping[str, Any] | None = None, **given: Any) -> None:
@@ -64,11 +64,11 @@ class MoepackConfig(QuantizationConfigMixin):
         LoadOptions(**self.given)
 
     def options(self, has_dense: bool = False) -> LoadOptions:
-        """Return the given options, and the environment's."""
+        """Return the given options, completed by the environment's."""
         return LoadOptions(**self.given).with_environment(has_dense)
 
     def merged(self, own: Any) -> MoepackConfig:
-        """Return these fields over those of config.json's own configuration."""
+        """Return both configurations as one: these fields override those of config.json's, `own`."""
         if (own.get("quant_method") if isinstance(own, dict) else own.quant_method) != METHOD:
             raise _no_bundle()
         return MoepackConfig(**{**(MoepackConfig(**own) if isinstance(own, dict) else own).given, **self.given})

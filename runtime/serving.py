@@ -53,7 +53,7 @@ class Serving:
         """Wrap the model's forward passes.
 
         Args:
-            fixed: the bytes outside the experts; without a budget, of dense tensors alone.
+            fixed: the bytes outside the experts; without a budget, those of dense tensors alone.
             tracker: the budget, if there is one.
             replaced: how many modules of each class the kernels replace, without linear maps.
         """
@@ -77,7 +77,7 @@ class Serving:
             self.manager.each_round = self.caches.settle
 
     def count_routing(self, counter: RoutingCounter) -> None:
-        """Let another counter see every layer's routing, from now on."""
+        """Add a counter that sees every layer's routing from now on."""
         self._wrapper.watchers = (*self._wrapper.watchers, counter)
 
     def trace(self, path: str | Path) -> None:
@@ -119,9 +119,9 @@ class Serving:
         return self.tracker.peak if self.tracker is not None else self.resident_bytes()
 
     def counters(self) -> dict[str, int]:
-        """Count transitions since loading, and the bytes of weights that the host tier read.
+        """Return counts since loading: transitions, waits, bytes moved, and bytes of weights that the host tier read.
 
-        All are zero under a policy that changes nothing, except for passes that waited for room (`kv_waits`).
+        Under a policy that changes nothing all are zero, except `kv_waits`: the passes that waited for room.
         """
         manager, kv_waits = self.manager, self.caches.waits if self.caches is not None else 0
         counts = {name: 0 if manager is None else count(manager) for name, count in COUNTERS.items()}

@@ -1,6 +1,6 @@
 """A bundle in the Hub's cache: only the files that a policy serves are fetched.
 
-It works on one commit; transformers has fetched its own files of that.
+All files are of one commit, of which transformers has fetched its own files before.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def fetch(name: str, commit: str, asked: LoadOptions, options: Mapping[str, Any]
     Versions whose download has not ended count as absent. Offline, only the versions in the cache count.
 
     Args:
-        name: the repository's.
-        commit: of the repository.
-        asked: the options, with the environment's.
+        name: the repository's name.
+        commit: the repository's commit.
+        asked: the options for loading, completed by the environment's.
         options: token, cache_dir, local_files_only and force_download, as huggingface_hub takes them.
 
     Raises:

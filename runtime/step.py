@@ -4,7 +4,7 @@
 `opened`, the only function that sets the context. Two kinds of code read it: `experts_forward` (experts/forward.py, by
 `step_of`), and attention (experts/token_importance.py and the server's packed_cache.py, by `current`).
 
-This module holds data and protocols alone, so that every room may import it.
+This module holds data and protocols alone, so that every subpackage may import it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Prompt:
     decodes: bool = False  # whether decoding begins with this step
     several: bool = False  # whether the step reads several tokens of a prompt of each sequence in the batch
     length: int = 0  # tokens of this sequence in the step, over the batch
-    # The prompt of each sequence in a packed step. The other fields are then sums, or true if any part's is
+    # The prompt of each sequence in a packed step; the other fields are then sums, or true if true in any part
     parts: tuple[Prompt, ...] = ()
 
     @property
@@ -38,7 +38,7 @@ class Prompt:
 
 
 def joined(parts: Iterable[Prompt]) -> Prompt:
-    """Return the prompt of a step that packs these."""
+    """Join the prompts of several sequences into that of a packed step."""
     of = tuple(parts)
     return Prompt(
         0, sum(p.tokens for p in of), any(p.begins for p in of), any(p.decodes for p in of),
@@ -64,11 +64,11 @@ class PackedCache:
     """
 
     def sequences(self) -> Sequence[tuple[Any, int, bool]]:
-        """The sequences of the pass in its order: their own caches, their tokens, whether these are of a prompt."""
+        """Return each sequence in order: its own cache, its number of tokens, and whether they are of a prompt."""
         raise NotImplementedError
 
     def needed(self) -> tuple[int, int]:
-        """Bytes of all sequences' caches while the pass runs, and the longest sequence's tokens after it."""
+        """Return the bytes of all sequences' caches in the pass, and the longest sequence's tokens after it."""
         raise NotImplementedError
 
     def attend(self, module: Any, query: Tensor, key: Tensor, scaling: float | None, sinks: Tensor | None) -> Tensor:
@@ -78,17 +78,17 @@ class PackedCache:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """One forward pass of one model while it runs. Fields of type `Any` hold objects of rooms above this one."""
+    """One forward pass of one model while it runs. Fields of type `Any` hold objects of other modules."""
 
     model: object = None  # the key of the model, as `LayerExperts.model`; None for a model without experts of a bundle
     snapshots: Sequence[Any] = ()  # the `Snapshot` of every layer as the step began (experts/handles.py)
     counters: Any = None  # the step's routing counts: `Counters` (experts/counters.py); None where not wanted
-    watchers: Sequence[RoutingCounter] = ()  # other counters, as the server's live page registers them
+    watchers: Sequence[RoutingCounter] = ()  # other counters; the server's live page registers one
     prompt: Prompt = NO_PROMPT  # what the step reads of its sequences
     # The `ResidencyManager`, under a policy that blocks. Its `load` returns once the layer's current snapshot is what
-    # the policy wants for the layer's routing; the layer then reads that
+    # the policy wants for the layer's routing; the layer then reads that snapshot
     loader: Any = None
-    paging: Any = None  # the `Paging` that gives experts in pages their memory while their layer runs
+    paging: Any = None  # the `Paging` that gives paged experts their memory while their layer runs
     prediction: Any = None  # the `Prediction` of the next layer's routing (experts/prediction.py), for `loader`
     importance: Any = None  # the `TokenImportance` that sees the attention of a prompt, for `loader`
     packed: PackedCache | None = None  # the cache of a pass that packs several sequences
@@ -98,7 +98,7 @@ class Step:
     seconds: float = 0.0  # time of the step without waits, set at its end
     waited: float = 0.0  # seconds waited for experts' bytes
     demanded: list[tuple[int, int, int]] = field(default_factory=list)  # (layer position, packed bytes, stored bytes)
-    ahead: Any = None  # pages taken for the next layer (paging/paging.py)
+    ahead: Any = None  # the pages taken in advance for the next layer (paging/paging.py)
     issued: list[Any] = field(default_factory=list)  # work for the step's pages, checked at the next layer or the end
     outer: Step | None = None  # the step that was running in this thread when this one began
 

@@ -22,17 +22,17 @@ FORMAT = {"format": "moepack-trace", "version": 2}
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One step. Sums count since serving began."""
+    """One step. `bytes_moved`, `refusals` and `waits` are sums since serving began."""
 
-    step: int  # its number, from 1
-    time: float  # seconds since serving began, at its end
+    step: int  # the step's number, from 1
+    time: float  # seconds from the start of serving to the step's end
     active: list[list[int]]  # [layers][experts], numbers of the active versions, -1 for an absent expert
     counts: list[list[int]]  # [layers][experts], how often the router chose each
-    updates: int  # promotions that had not begun at its end
-    evictions: int  # demotions that had not begun
-    in_flight: int  # copies in flight
+    updates: int  # promotions that had not begun at the step's end
+    evictions: int  # demotions that had not begun then
+    in_flight: int  # copies in flight then
     bytes_moved: int  # stored bytes copied
-    reserved_bytes: int  # of the budget, at its end
+    reserved_bytes: int  # bytes reserved in the budget then
     refusals: int  # promotions put off for want of room
     waits: int  # times that a forward pass waited for a copy
 
@@ -51,7 +51,7 @@ class TraceWriter:
     """Writes a trace, each step's line at once."""
 
     def __init__(self, path: Path, policy: str, layers: Sequence[tuple[int, int]], versions: Sequence[str]) -> None:
-        """`layers` are pairs (index in the model, experts)."""
+        """Write the first line. `layers` are pairs (index in the model, number of experts)."""
         self._file: IO[str] = path.open("w", buffering=1)
         described = [{"index": index, "experts": experts} for index, experts in layers]
         self._line({**FORMAT, "policy": policy, "layers": described, "versions": list(versions)})
@@ -72,7 +72,7 @@ def read_trace(path: Path | str) -> Trace:
     """Read a trace back.
 
     Raises:
-        InputError: for a line that is not of a trace, with its number.
+        InputError: when the file cannot be read, or a line is not of a trace; the message says which.
     """
     try:
         lines = Path(path).read_text().splitlines()
@@ -97,7 +97,7 @@ def read_trace(path: Path | str) -> Trace:
 
 
 def replay(trace: Trace, policy: LivePolicy, capacity: Sequence[int]) -> Iterator[tuple[Record, Wanted | None]]:
-    """Yield each step of a trace, and what a policy wants after it."""
+    """Yield each step of a trace, and the placements that a policy wants after it; None for no change."""
     for record in trace.records:
         counts = [np.array(row, np.int64) for row in record.counts]
         yield record, policy.decide(Interval(record.time, capacity, counts))

@@ -1,8 +1,8 @@
 """The forward wrapper: opens and closes the step of every forward pass of a served model.
 
-A pass takes, in this order: a lock, if the policy blocks; room for its cache and activations; its sequences; and a step
-of the residency manager. The model and its decoder get a derived class with a wrapped `forward` instead of hooks, since
-torch runs no hook after an interrupted pass, nor when `forward` is called directly.
+A pass takes, in this order: a lock, if the policy lets passes wait for experts; room for its cache and activations; its
+sequences; and a step of the residency manager. The model and its decoder get a derived class with a wrapped `forward`,
+not hooks: torch runs no hook after an interrupted pass, nor when `forward` is called directly.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class ForwardWrapper:
     def alone(self) -> AbstractContextManager[Step]:
         """Return a context with a step, for one call of an experts module outside any forward pass.
 
-        The call's routing does not count as traffic. A policy that blocks sees it, to load the experts that are needed.
+        The call's routing does not count as traffic. A policy that lets passes wait sees it, to load the experts.
         """
         if self._manager is None:
             return opened(self._unchanging())

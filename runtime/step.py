@@ -78,15 +78,15 @@ class PackedCache:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """One forward pass of one model while it runs. Fields of type `Any` hold objects of other modules."""
+    """One forward pass of one model while it runs. Fields of type `Any` hold objects of modules not imported here."""
 
     model: object = None  # the key of the model, as `LayerExperts.model`; None for a model without experts of a bundle
     snapshots: Sequence[Any] = ()  # the `Snapshot` of every layer as the step began (experts/handles.py)
     counters: Any = None  # the step's routing counts: `Counters` (experts/counters.py); None where not wanted
     watchers: Sequence[RoutingCounter] = ()  # other counters; the server's live page registers one
     prompt: Prompt = NO_PROMPT  # what the step reads of its sequences
-    # The `ResidencyManager`, under a policy that blocks. Its `load` returns once the layer's current snapshot is what
-    # the policy wants for the layer's routing; the layer then reads that snapshot
+    # The `ResidencyManager`, if the policy lets passes wait for experts. Its `load` returns once the layer's current
+    # snapshot is what the policy wants for the layer's routing; the layer then reads that snapshot
     loader: Any = None
     paging: Any = None  # the `Paging` that gives paged experts their memory while their layer runs
     prediction: Any = None  # the `Prediction` of the next layer's routing (experts/prediction.py), for `loader`
@@ -107,10 +107,10 @@ class StepOpener(Protocol):
     """Opens the steps of one model: its `ForwardWrapper` (runtime/forward_wrapper.py)."""
 
     def alone(self) -> AbstractContextManager[Step]:
-        """Return a step for one call of an experts module outside any forward pass."""
+        """Return a context with a step, for one call of an experts module outside any forward pass."""
 
     def compiled_layer(self, module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Run one layer's experts in a compiled pass: the first layer opens its step, the last one closes it."""
+        """Run one layer's experts in a compiled pass: the first layer opens the pass's step, the last one closes it."""
 
 
 class _Context(threading.local):

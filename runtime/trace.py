@@ -51,13 +51,13 @@ class TraceWriter:
     """Writes a trace, each step's line at once."""
 
     def __init__(self, path: Path, policy: str, layers: Sequence[tuple[int, int]], versions: Sequence[str]) -> None:
-        """Write the first line. `layers` are pairs (index in the model, number of experts)."""
+        """Open the file and write its first line. `layers` are pairs (index in the model, number of experts)."""
         self._file: IO[str] = path.open("w", buffering=1)
         described = [{"index": index, "experts": experts} for index, experts in layers]
         self._line({**FORMAT, "policy": policy, "layers": described, "versions": list(versions)})
 
     def write(self, record: Record) -> None:
-        """Add a step."""
+        """Add the line of a step."""
         self._line(asdict(record))
 
     def _line(self, value: dict[str, Any]) -> None:

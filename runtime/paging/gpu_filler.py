@@ -48,7 +48,7 @@ class GpuFilled:
 
 @dataclass(slots=True)
 class GpuWork:
-    """Work of a run on the device, which `Paging` checks later: the load of a page that the run read, or a wait."""
+    """Work of a run on the device, for `Paging` to check: the load of a page that the run read, or a wait for loads."""
 
     mapped: Mapped | None = None  # the page
     filled: GpuFilled | None = None  # its load
@@ -99,7 +99,7 @@ class GpuRunPages(RunPages):
         self._mine: dict[int, GpuFilled] = {}  # the loads that this run issued, by id()
 
     def ready(self, matrix: int) -> None:
-        """Have the compute stream decode a matrix of each needed expert, or wait for its load. The host does not wait.
+        """Have the compute stream decode one matrix of needed experts, or wait for loads. The host waits for neither.
 
         Raises BundleError when an expert is damaged.
         """
@@ -148,9 +148,9 @@ class GpuFiller(PageFiller):
         stored: Callable[[int, int], Stored],
         staging: int,
     ) -> None:
-        """Reserve the addresses, and allocate each loader's buffers of `staging` bytes. Others are as in `CpuFiller`.
+        """Reserve the addresses, and allocate each loader's buffers of `staging` bytes.
 
-        Raises InputError when memory, addresses or Triton are missing.
+        Other arguments are as in `CpuFiller`. Raises InputError when memory, addresses or Triton are missing.
         """
         try:
             import triton  # noqa: F401

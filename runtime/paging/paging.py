@@ -141,7 +141,7 @@ class Paging:
             raise wrong
 
     def _acquire(self, position: int, experts: Sequence[int]) -> LayerRun:
-        """Wait in line, without holding any pages, for all pages of these experts; take them."""
+        """Wait in line until all pages of these experts can be taken, without holding any meanwhile; take them."""
         ticket = object()
         with self._lock:
             try:
@@ -297,7 +297,7 @@ class Paging:
                 self._change.notify_all()
 
     def place(self, mapped: Mapped) -> None:
-        """Wait until nothing reads a block's old page (WAR), then bind it to its new page. The caller loads it."""
+        """Wait until nothing reads a block's old page (WAR); bind it to its new page. The caller owns the load."""
         if mapped.at == mapped.page and not mapped.after:
             return
         for event in mapped.after:
@@ -309,7 +309,7 @@ class Paging:
             self.window.moved(mapped)
 
     def place_all(self, pages: Sequence[dict[int, Mapped]]) -> None:
-        """Place pages, given by matrix and expert. One move places both of an expert if one expert had both blocks."""
+        """Place pages, given by matrix and expert. One move places both of an expert if one expert had their blocks."""
         pairs = []
         for expert, first in pages[0].items() if len(pages) == 2 else ():
             second = pages[1].get(expert)
@@ -330,7 +330,7 @@ class Paging:
                 self.place(mapped)
 
     def gave_up(self, mapped: Mapped, error: BaseException | None = None, after: Sequence[Completion] = ()) -> None:
-        """Note a failed load; `after` holds the ends of its work. If its move was interrupted, drop the block."""
+        """Note a failed load; `after` holds events of its work. If its move was interrupted, drop the block."""
         with self._lock:
             if mapped.state is State.RESIDENT:  # interrupted after it was complete
                 return

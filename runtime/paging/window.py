@@ -47,7 +47,7 @@ class Mapped:
     after: tuple[Completion, ...]  # what must end before the block is moved, or filled where it is (WAR)
     state: State = State.LOADING  # loading or resident; evicting once the block is promised to another page
     pins: int = 0  # how many runs hold the page, and how many loads write it
-    reads: tuple[Completion, ...] = ()  # the ends of computations that may still read the page
+    reads: tuple[Completion, ...] = ()  # events of computations that may still read the page
     used: int = 0  # number of the last run that took the page
     is_moving: bool = False  # whether the block is being moved: its memory may be at either page
     # Whether a load of the page is under way. If not, a run that needs the page while it is LOADING may begin one
@@ -81,7 +81,7 @@ class Window:
     """Blocks of each type, and the pages that have them."""
 
     def __init__(self, blocks: Sequence[int], layers: int, keeps: bool = True) -> None:
-        """Set up blocks, given as numbers for each type, for passes through `layers` layers.
+        """Set up `blocks`, the number of each type, for passes through `layers` layers.
 
         With `keeps`, pages stay until their blocks are needed. Otherwise a block is free when its run has ended.
         """
@@ -176,7 +176,7 @@ class Window:
     def gave_up(self, mapped: Mapped, error: BaseException | None = None, after: Iterable[Completion] = ()) -> None:
         """Note a load that failed or was not done. A run that holds the page may load it, else its block is free.
 
-        `after` holds the ends of work that may still write to the page.
+        `after` holds events of work that may still write to the page.
         """
         mapped.is_loading, mapped.error = False, error
         mapped.after = (*mapped.after, *after)

@@ -118,7 +118,7 @@ class Headroom:
         return True
 
     def most_kv(self) -> int:
-        """Return the limit of the KV reserve: the bytes that base versions, or pools that cannot shrink, leave."""
+        """Return the most bytes for the KV reserve: those that base versions, or pools that cannot shrink, leave."""
         tracker = self.tracker
         if not self.shared:
             return tracker.free + tracker.held("kv")

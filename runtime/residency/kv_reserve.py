@@ -1,4 +1,4 @@
-"""KV caches at run time: the bytes of live caches, and a reserve in the budget that always covers them.
+"""KV caches at run time: the bytes of live caches, and a reserve in the budget for those beyond the workload.
 
 `room` encloses every forward pass (forward_wrapper.py). While caches hold no more than the tokens asked for while
 loading, the reserve is empty. Beyond them it grows in steps, ahead of need, so that experts are evicted meanwhile; it
@@ -218,7 +218,7 @@ class KvBudget:
         return mine.cache in self._caches or self._queue.is_next(mine, self._is_blocked, PATIENCE / 2)
 
     def _is_blocked(self, mine: PassClaim) -> bool:
-        """Return whether a pass lacks memory beside running passes and live caches, with all experts at the base."""
+        """Return whether a pass lacks room beside running passes and live caches, even with all experts at the base."""
         return self._beyond(mine) > self._reserve.most
 
     def _is_hopeless(self, mine: PassClaim) -> bool:

@@ -235,7 +235,7 @@ class ResidencyManager:
 
     @contextlib.contextmanager
     def step(self, prompt: Prompt = NO_PROMPT, mask: Tensor | None = None, counted: bool = True) -> Iterator[Step]:
-        """Enclose a forward pass, which reads one snapshot. However the pass ends, old versions are freed afterwards.
+        """Enclose a forward pass, which reads one snapshot. However it ends, old versions can be freed afterwards.
 
         Inside a running step of this thread, yield that step. Under a policy that blocks, one step runs at a time.
 
@@ -287,7 +287,7 @@ class ResidencyManager:
         self._soon()
 
     def _soon(self) -> None:
-        """Have the worker deliver events soon; deliver them at once under a policy that blocks, without a worker."""
+        """Have the worker deliver events soon. A policy that blocks has no worker: deliver them at once."""
         if self._blocking:
             self.statistics.deliver(self._decide, self.capacity)
         else:
@@ -308,7 +308,7 @@ class ResidencyManager:
 
         Args:
             step: the running step, which has counted the layer's routing.
-            position: the layer's, among the layers with experts.
+            position: the layer's number among the layers with experts, from 0.
             hidden: [tokens, hidden], the experts' input.
             index: [tokens, top_k], the router's choice.
 

@@ -182,7 +182,7 @@ class OnDemandLoader:
         return False
 
     def _make_way(self) -> bool:
-        """Wait for a cancelled copy that still holds its block, and publish others; return whether there was one."""
+        """Wait for a cancelled copy that still holds its block; return whether there was one. Publish ended copies."""
         going = next((x for x in self._given_up if not x.event.done()), None)
         if going is not None:
             going.event.wait()

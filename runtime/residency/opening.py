@@ -38,7 +38,7 @@ def version_of(plan: Plan, placement: int) -> Version:
 
 
 def second_buffer(plan: Plan) -> tuple[Plan, int]:
-    """Return the plan and its staging buffers: two where they fit, to copy one extent while another is decoded."""
+    """Return the plan, and how many staging buffers it has: two if they fit, to copy and decode at the same time."""
     two = replace(plan, fixed=plan.fixed + plan.staging, staging=2 * plan.staging)
     least = two.fixed + base_bytes(plan.sizes, plan.experts) + plan.reserve
     return (two, 2) if least <= plan.budget else (plan, 1)

@@ -113,7 +113,7 @@ class Pool:
                     self._reserved.append(index)
 
     def trim(self, size: int) -> int:
-        """Give free blocks back to the device and the budget, until `size` bytes if possible; return the bytes."""
+        """Give free blocks back to device and budget, until `size` bytes are given or none is left; return the sum."""
         given = 0
         while given < size and self.returnable:
             with self._lock:

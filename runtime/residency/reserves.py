@@ -33,7 +33,7 @@ class FreeReserve:
         self._tracker.release("kv", size)
 
     def advance(self) -> None:
-        """Go on freeing the bytes asked for; free bytes need nothing. Called before a pass, while it waits."""
+        """Do nothing: these bytes are free. While a pass waits, `EvictionReserve` evicts experts here."""
 
 
 class EvictionReserve:

@@ -71,7 +71,7 @@ class Residency:
     # --- loading
 
     def place(self, key: Key, version: int) -> Any:
-        """Load an expert's first version and return its handle. With `keeps_base` it is the base. Only before serving.
+        """Load an expert's first version and return its handle. It is the base with `keeps_base`. Only before serving.
 
         Raises:
             MemoryError: when the pool or the budget has no block for it: the caller's arithmetic was wrong.

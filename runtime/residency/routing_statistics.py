@@ -37,11 +37,11 @@ class RoutingStatistics:
     """The statistics of one model. Steps come from any thread; one thread at a time calls `deliver` and `interval`."""
 
     def __init__(self, experts: Sequence[int], placements: int, needs: Needs, device: torch.device) -> None:
-        """Count `experts` [layers] at `placements` (a number) placements; passes count on `device`."""
+        """Count choices among `experts` [layers] experts and `placements` placements; passes count on `device`."""
         self.sequences = Sequences()
         self._experts, self._placements, self._needs, self._device = tuple(experts), placements, needs, device
         self._order = itertools.count()
-        self._told: deque[tuple[int, Callable[[Sequence[int]], Event]]] = deque()  # each is made with the capacity then
+        self._told: deque[tuple[int, Callable[[Sequence[int]], Event]]] = deque()  # made with the capacity at delivery
         self._ended: deque[tuple[int, Step]] = deque(maxlen=UNDELIVERED)
         self._spare: list[Counters] = []
         self._clear()
@@ -53,7 +53,7 @@ class RoutingStatistics:
         self._loaded = [[0] * self._placements for _ in self._experts]
 
     def counters(self, prompt: Prompt, mask: Tensor | None) -> Counters:
-        """Return counters for a step that begins, with some for each packed prompt; `deliver` takes them back.
+        """Return counters for a step that begins, and for each prompt that it packs; `deliver` takes them back.
 
         `mask` is int64 [tokens], 0 for padding.
         """

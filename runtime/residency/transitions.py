@@ -143,7 +143,7 @@ class Transitions:
         and the sum. So every waiting update gets its bytes in the end, and memory does not idle meanwhile. An update
         larger than the sum holds up no other.
 
-        Evictions begin for the first AHEAD waiting updates for each running step: for the sum of their g less R and D.
+        Evictions begin for the first AHEAD * (running steps) waiting updates, to free the sum of their g less R and D.
 
         A block is free once every step that can read it has ended. That takes longer the more steps run at once, so
         each step has a reserve for demotions. With one reserve for all, four threads got a third of the promotions that
@@ -189,7 +189,7 @@ class Transitions:
             self._evict(short - headroom - self.headroom.going_bytes())
 
     def _admit_divided(self) -> None:
-        """Begin updates where pools cannot use each other's bytes. One that lacks a block waits for its pool's next."""
+        """Begin updates where pools cannot share bytes: an update without a block waits for an eviction in its pool."""
         residency, waiting = self.residency, dict[int, int]()
         for key, version in list(self._updates.items()):
             if len(residency.flying) >= self._limit or sum(waiting.values()) >= AHEAD:

@@ -103,4 +103,4 @@ class Worker:
 
 
 def _nothing(*_: float) -> None:
-    """Do nothing: stands for the round of a stopped worker."""
+    """Do nothing, in place of the round of a stopped worker."""

@@ -16,7 +16,7 @@ MAX_LABELS = 1 << 16
 _MOST = (
     (re.compile(r"num_labels"), MAX_LABELS),
     (re.compile(r"(num|n)_(\w+_)?(layers?|blocks?)|(\w+_)?depths?"), MAX_LAYERS),
-    # Without numbers of the model's size and training: transformers allocates nothing by them.
+    # Except totals of parameters, tokens and steps: transformers allocates nothing by them.
     (
         re.compile(
             r"(?!total_size$|\w*_(params|parameters|tokens|steps)$)"
@@ -28,9 +28,9 @@ _MOST = (
 
 
 def check_counts(where: str, document: Any) -> None:
-    """Check the labels, layers and columns of a configuration and those inside it, and the window of sliding attention.
+    """Check the counts of labels, layers and columns in a configuration and in nested ones, and `sliding_window`.
 
-    A wrong window would otherwise fail in the first pass. Raises InputError, naming the key.
+    A wrong window would otherwise fail in the first pass. Raises InputError, which names the key.
     """
     if isinstance(document, dict) and "sliding_window" in document:
         window, kinds = document["sliding_window"], document.get("layer_types")

@@ -1,4 +1,4 @@
-"""The tensors outside the experts that have no versions, by name, to NumPy or torch.
+"""Read a bundle's dense tensors that have no versions, by name, as NumPy arrays or torch tensors.
 
 Headers are checked when the files are opened, and a file's digest before its first tensor is read.
 """
@@ -29,9 +29,9 @@ class DenseTensors(Mapping[str, tuple[int, ...]]):
     """The dense tensors of a bundle: a mapping of names to shapes, and the tensors themselves on request."""
 
     def __init__(self, root: Path, manifest: Manifest, check_digests: bool = True) -> None:
-        """Read the headers; raises BundleError when a file is not whole, or index and files do not agree."""
+        """Read the headers. Raises BundleError when a file is incomplete, or the index and the files disagree."""
         self._root, self._manifest, self._checks = root, manifest, check_digests
-        self._places: dict[str, tuple[str, TensorEntry]] = {}  # file, and place in it
+        self._places: dict[str, tuple[str, TensorEntry]] = {}  # name -> file, and place in it
         self._checked: set[str] = set()
         tripwire = f"{manifest.layers[0].module}.down_proj"
         for file, names in dense_files(root, manifest).items():
@@ -66,9 +66,9 @@ class DenseTensors(Mapping[str, tuple[int, ...]]):
         return self._places[name][1].dtype
 
     def numpy(self, name: str) -> NDArray[Any]:
-        """A tensor, in memory of its own; BF16, which NumPy does not have, as float32 of the same values.
+        """Read a tensor into a new array. BF16, which NumPy lacks, becomes float32 of the same values.
 
-        Raises InputError for another dtype that NumPy does not have, and BundleError when its file is damaged.
+        Raises InputError for any other dtype that NumPy lacks, and BundleError when the tensor's file is damaged.
         """
         file, entry = self._places[name]
         if not (kind := DTYPES[entry.dtype][2]):
@@ -77,7 +77,7 @@ class DenseTensors(Mapping[str, tuple[int, ...]]):
         return bf16_to_float32(array) if entry.dtype == "BF16" else array
 
     def torch(self, name: str) -> Tensor:
-        """A tensor as it is stored, on the CPU; raises BundleError when its file is damaged."""
+        """Read a tensor in its stored dtype, to the CPU. Raises BundleError when its file is damaged."""
         import torch
 
         entry, data = self._places[name][1], self._bytes(name)
@@ -101,7 +101,7 @@ class DenseTensors(Mapping[str, tuple[int, ...]]):
 
 
 def dense_files(root: Path, manifest: Manifest) -> dict[str, set[str] | None]:
-    """The files of dense tensors, each with its tensors by the index; None without an index.
+    """Map each file of dense tensors to the names that the index lists for it, or to None without an index.
 
     Raises BundleError for a malformed index.
     """

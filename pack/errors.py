@@ -14,10 +14,10 @@ Kind = Literal[
     "unexpected", "value",
 ]  # fmt: skip
 KINDS: tuple[str, ...] = get_args(Kind)
-LONGEST = 1000  # characters of a message that are shown, for it may quote a file
+LONGEST = 1000  # characters of a message that are shown; a message may quote a long file
 
 # Errors from a model's code or transformers on unexpected input: no weights, layers that do nothing, an impossible
-# config. torch.OutOfMemoryError is a RuntimeError too, and passes before these are caught.
+# config. torch.OutOfMemoryError is a RuntimeError too: callers re-raise it before they catch these.
 CODE_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError
 )  # fmt: skip
@@ -29,14 +29,14 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def in_a_line(error: BaseException, most: int = 300) -> str:
-    """Another library's error as one `printable` line, with its class where the message is at most a word."""
+    """Another library's error as one `printable` line; a message of at most one word follows its class's name."""
     words, name = printable(" ".join(str(error).split())[:most]), type(error).__name__
     return words if " " in words else f"{name} {words}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong."""
+    """One problem: its place, its kind and a message."""
 
     location: str  # the bundle's directory, the file in it, then layer, expert, version or field; made `printable`
     kind: Kind  # one of KINDS, for programs and tests. The message may change, the kind may not
@@ -87,4 +87,4 @@ class BundleError(MoepackError):
 
 
 class CodecError(MoepackError):
-    """A coded byte stream that does not decode. The caller adds its place."""
+    """A coded byte stream that does not decode. The caller adds which extent it is in."""

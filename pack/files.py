@@ -1,6 +1,6 @@
-"""Opening files of a bundle: only regular files, and no path that leaves its directory.
+"""Open files of a bundle: only regular files, and only inside the bundle's directory.
 
-Folders are entered one by one and never through a symbolic link. Only regular files are opened, because others may
+Folders are entered one by one and never through a symbolic link. Only regular files are opened, because pipes may
 block. One kind of link is followed: from a snapshot in huggingface_hub's cache into the `blobs` beside `snapshots`.
 """
 
@@ -26,9 +26,9 @@ _SPECIAL = (
 
 
 def open_file(root: Path, name: str) -> int:
-    """A descriptor, for reading, of a file of the bundle at `root`; links that lead to `root` are followed.
+    """Open a file of the bundle at `root` for reading and return its descriptor. `root` itself may be a symbolic link.
 
-    `name` is a relative POSIX path, as `manifest.parser.safe_path` allows them. Raises BundleError of kind "missing",
+    `name` is a relative POSIX path that `manifest.parser.safe_path` allows. Raises BundleError of kind "missing",
     "link", "file-type" or "read".
     """
     location = f"{root}/{name}"
@@ -53,7 +53,7 @@ def open_file(root: Path, name: str) -> int:
 def _open_blob(root: Path, name: str) -> int:
     """Follow a link of the Hub's cache: from `models--A--B/snapshots/COMMIT/NAME` to `models--A--B/blobs/DIGEST`.
 
-    The target is compared after every link on the way is resolved, so that a `blobs` which is a link is refused.
+    All links on the way are resolved before the target is compared, so a `blobs` that is itself a link is refused.
     """
     location, home = f"{root}/{name}", Path(os.path.realpath(root))
     target = Path(os.path.realpath(home / name))
@@ -93,7 +93,7 @@ def _refusal(location: str, error: OSError) -> BundleError:
 
 @contextlib.contextmanager
 def opened(root: Path, name: str) -> Iterator[BufferedReader]:
-    """Open a file of the bundle to read. OSErrors here and in the context become BundleErrors, as in `open_file`."""
+    """Open a file of the bundle to read. OSErrors, also in the context, become the BundleErrors of `open_file`."""
     with os.fdopen(open_file(root, name), "rb") as file:
         try:
             yield file
@@ -102,13 +102,13 @@ def opened(root: Path, name: str) -> Iterator[BufferedReader]:
 
 
 def size_of(root: Path, name: str) -> int:
-    """Bytes of a file; raises BundleError as `open_file`."""
+    """The size of a file in bytes. Raises the BundleErrors of `open_file`."""
     with opened(root, name) as file:
         return os.fstat(file.fileno()).st_size
 
 
 def read_file(root: Path, name: str, most: int) -> bytes:
-    """Read a file of at most `most` bytes; raises BundleError as `open_file`, and of kind "size" if it is larger."""
+    """Read a file of at most `most` bytes. Raises BundleErrors as `open_file` does, and kind "size" if it is larger."""
     with opened(root, name) as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -117,6 +117,6 @@ def read_file(root: Path, name: str, most: int) -> bytes:
 
 
 def digest_of(root: Path, name: str) -> str:
-    """The SHA-256 of a file, in hexadecimal; raises BundleError as `open_file`."""
+    """The SHA-256 of a file, in hexadecimal. Raises the BundleErrors of `open_file`."""
     with opened(root, name) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,6 +1,6 @@
-"""Download files of a Hub repository, several at a time, with one bar; an interruption does not wait for them.
+"""Download files of a Hub repository, several at a time, with one progress bar; an interruption stops at once.
 
-It never lists a repository, which may hold any number of other files. hub_name.py says why it is in this folder.
+The repository is never listed: it may hold any number of other files. hub_name.py says why this is in pack/.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def fetch_files(
 
 
 def _part_of(bar: Any, stopped: threading.Event) -> Any:
-    """A class of bars for huggingface_hub: one file's bar moves the bar of all files, until that is closed."""
+    """A progress bar class for huggingface_hub: each file's bar advances `bar`, shared by all, until `stopped`."""
 
     class Part:
         def __init__(self, *_: Any, initial: int = 0, **__: Any) -> None:

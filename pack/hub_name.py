@@ -1,6 +1,6 @@
 """Ask the Hub once whether a repository exists, without a download.
 
-huggingface_hub retries for half a minute, which is too long for a mistyped name. The module is in this folder because
+huggingface_hub retries for half a minute, which is too long for a mistyped name. The module is in pack/ because
 all its users may import from it.
 """
 
@@ -21,11 +21,11 @@ def on_hub(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> str | None:
-    """The first of `files` that a repository has; None without any.
+    """Find the first of `files` that a repository has; None if it has none.
 
-    Offline, or where the Hub cannot be reached, the local cache answers. `instead` is the error for other meanings of
-    the name, such as a directory; empty without one. `kind` is "model" or "dataset", and `revision` a branch, tag
-    or commit. Raises InputError, in one line, when the repository does not exist, or the Hub cannot be asked.
+    Offline, or where the Hub cannot be reached, the local cache answers. `instead` begins the error message: what else
+    the name could have been, such as a directory; may be empty. `kind` is "model" or "dataset", and `revision` a
+    branch, tag or commit. Raises a one-line InputError when the repository does not exist or the Hub cannot be asked.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub import errors as hub

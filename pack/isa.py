@@ -1,6 +1,6 @@
-"""The instruction sets that may be used: by compiled loops, and by torch's products in BF16.
+"""Choose the instruction sets of the compiled loops, and tell where torch has instructions for products in BF16.
 
-Each compiled library reads MOEPACK_ISA here when it is imported. It (isa.h) and torch detect the processor's own sets.
+Each compiled library's module applies MOEPACK_ISA (`bound`) when imported. isa.h and torch detect the processor's sets.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     import torch
 
 VARIABLE = "MOEPACK_ISA"
-LEVELS = ("plain", "avx2", "avx512", "avx512-vnni", "avx512-bf16", "amx")  # each has those before it; isa.h counts them
+LEVELS = ("plain", "avx2", "avx512", "avx512-vnni", "avx512-bf16", "amx")  # each includes those before; as in isa.h
 
 
 def bound(best: int) -> int:
-    """The highest index into LEVELS that may be used: `best`, the processor's, or the variable's level.
+    """The highest index into LEVELS to use: that of MOEPACK_ISA if it is set, else `best`, the processor's own.
 
-    Raises InputError for an unknown level, or one above `best`.
+    Raises InputError if MOEPACK_ISA names an unknown level, or a level above `best`.
     """
     asked = os.environ.get(VARIABLE, "")
     if not asked:

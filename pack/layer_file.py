@@ -1,7 +1,7 @@
 """Layer files: the extents of one version of one layer, as a safetensors file whose data are whole pages.
 
-They are written front to back with the header last, so that one extent at a time is in memory, and read through a file
-mapping: an extent is a view, and no bytes are copied. FORMAT.md, "Layer files".
+A file is written one extent at a time and the header last, so that only one extent is in memory. It is read through a
+file mapping: an extent is a view, and no bytes are copied. FORMAT.md, "Layer files".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .safetensors_file import Header, make_header, parse_header
 from .spec import MAX_EXTENT, PAGE, DenseLayer, ExpertLayer, Version, align
 
 Layer = ExpertLayer | DenseLayer
-_DIGITS = 15  # of a byte offset, at most: a header's size is fixed before the offsets are known
+_DIGITS = 15  # most decimal digits of a byte offset: a header's size is fixed before the offsets are known
 
 
 def _metadata(version: str, layer: Layer, digests: list[str]) -> dict[str, str]:
@@ -32,7 +32,7 @@ def _metadata(version: str, layer: Layer, digests: list[str]) -> dict[str, str]:
 
 
 def header_size(version: str, layer: Layer) -> int:
-    """Bytes of a layer file before its first extent, whole pages; it does not depend on the extents' sizes."""
+    """Bytes of a layer file before its first extent: whole pages, the same for all sizes of extents."""
     names = {layer.extent_name(e): ("U8", (1,)) for e in range(layer.extents)}
     longest = make_header(names, _metadata(version, layer, ["0" * 64] * layer.extents))
     return align(len(longest) + 3 * _DIGITS * layer.extents, PAGE)
@@ -91,9 +91,9 @@ class LayerFileWriter:
 
 
 class LayerFile:
-    """A layer file opened for reading, its header checked against its entry in the manifest and against the layer.
+    """A layer file opened for reading. Its header is checked against the manifest's entry and against the layer.
 
-    Raises BundleError when the file does not match them, or breaks the format.
+    Raises BundleError when the file does not match these, or breaks the format.
     """
 
     def __init__(self, root: Path, name: str, entry: ExpertFileEntry, version: Version, layer: Layer) -> None:
@@ -140,7 +140,7 @@ class LayerFile:
         self._spans = spans
 
     def extent(self, number: int, check_digest: bool = True) -> Buffer:
-        """A read-only view of an extent: an expert's, or a matrix'.
+        """A read-only view of the extent of one expert or one dense matrix.
 
         Raises BundleError when its bytes do not match their digest.
         """
@@ -151,7 +151,7 @@ class LayerFile:
         return view
 
     def place(self, number: int) -> str:
-        """Where an extent stands, in words."""
+        """The place of an extent, in words for messages."""
         return f"{self.location}: {self.layer.place(number)}, version {self.version.name}"
 
     def extent_size(self, number: int) -> int:

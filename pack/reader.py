@@ -1,7 +1,7 @@
-"""Opening a bundle: the manifest, the files it lists, and extents as views of file mappings.
+"""Open a bundle: the manifest, the files it lists, and extents as views of file mappings.
 
-Every size, offset and path is checked before it is used, and all problems are reported at once. The digest of an extent
-is checked when it is read. `verify` checks all digests, and the rules that need every byte (codec/checks.py).
+Every size, offset and path is checked before it is used, and all problems are reported at once. An extent's digest is
+checked when the extent is read. `verify` checks all digests, and the rules that need every byte (codec/checks.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TENSORS = ".safetensors"  # the ending of files of tensors
 
 
 class Bundle:
-    """An open bundle; `manifest.versions` is what was built."""
+    """An open bundle. `versions` are here; `manifest.versions` are all that were built."""
 
     def __init__(
         self,
@@ -50,15 +50,15 @@ class Bundle:
         return sum(layer.experts * layer.expert_weights for layer in self.layers)
 
     def layer_file(self, version: str, position: int) -> LayerFile:
-        """The layer file of the layer at `position` in `layers`; kept open."""
+        """Open the file of a version of the layer at `position` in `layers`, or return the open one."""
         return self._file(version, self.layers[position])
 
     def dense_file(self, version: str, layer: DenseLayer) -> LayerFile:
-        """The file of a layer's dense matrices; kept open."""
+        """Open the file of a version of a layer's dense matrices, or return the open one."""
         return self._file(version, layer)
 
     def _file(self, version: str, layer: Layer) -> LayerFile:
-        key = version, layer.kind, layer.index  # every fetch comes here: a path would take 2 microseconds to make
+        key = version, layer.kind, layer.index  # a tuple: every fetch comes here, and a path takes 2 microseconds
         if key not in self._open:
             name, manifest = layer.file(version), self.manifest
             described = manifest.version(version) if layer.kind == "experts" else manifest.dense_version(version)
@@ -66,12 +66,12 @@ class Bundle:
         return self._open[key]
 
     def dense_place(self, number: int) -> tuple[DenseLayer, int]:
-        """The layer of the dense matrix with this number in the manifest's list, and its number in the layer."""
+        """Locate a dense matrix by its number in `manifest.dense`: its layer, and its number in that layer."""
         layer = self.dense_layers[bisect.bisect_right(self.dense_layers, number, key=lambda x: x.first) - 1]
         return layer, number - layer.first
 
     def dense_matrix(self, version: str, module: str) -> DenseValues:
-        """One dense matrix in one version, its digest checked: `.numpy()` and `.torch()` are its weight and bias.
+        """Read one dense matrix in one version and check its digest; `.numpy()` and `.torch()` give weight and bias.
 
         `module` is the Linear's name in the transformers model, as in `manifest.dense`. Raises InputError when the
         bundle does not have the matrix, and BundleError when it is damaged.
@@ -88,11 +88,11 @@ class Bundle:
         raise InputError(f"{self.path}: {module!r} is not a dense matrix with versions")
 
     def extent(self, version: str, position: int, expert: int, check_digest: bool = True) -> Buffer:
-        """A read-only view of one extent, its digest checked first; raises BundleError when it is damaged."""
+        """A read-only view of one extent. Its digest is checked first; raises BundleError when it is damaged."""
         return self.layer_file(version, position).extent(expert, check_digest)
 
     def expert(self, version: str, layer: int, expert: int) -> Expert:
-        """One expert in one version, its digest checked: `.numpy()` and `.torch()` are its matrices.
+        """Read one expert in one version and check its digest; `.numpy()` and `.torch()` give its matrices.
 
         `layer` is the decoder layer's index in the model, as in `layers`. Raises InputError when the bundle does not
         have the expert, and BundleError when it is damaged.
@@ -111,7 +111,7 @@ class Bundle:
         return Expert(file.version, described.matrices, file.extent(expert), file.place(expert))
 
     def dense(self, check_digests: bool = True) -> DenseTensors:
-        """The tensors outside the experts without versions: shapes by name, `.numpy(name)`, `.torch(name)`.
+        """The dense tensors that have no versions: shapes by name, `.numpy(name)`, `.torch(name)`.
 
         With `check_digests` a file's digest is checked before its first tensor is read. Raises BundleError when a
         file's header is damaged.
@@ -133,7 +133,7 @@ class Bundle:
         return tables
 
     def check(self, *names: str) -> None:
-        """Check the digests of these files outside `experts/`; without names, of all that hold no tensors.
+        """Check the digests of these files outside `experts/`; without names, of all files that hold no tensors.
 
         Raises BundleError with every file that does not match its digest.
         """
@@ -143,7 +143,7 @@ class Bundle:
             raise BundleError(problems)
 
     def verify(self) -> list[Problem]:
-        """Every problem of the bundle: all digests, and every rule of the format; reads every byte."""
+        """List every problem of the bundle: check all digests and every rule of the format, reading every byte."""
         return [p for _, found in verify(self) for p in found]
 
     def version_bytes(self, version: str) -> int:
@@ -155,7 +155,7 @@ class Bundle:
         return sum(self.manifest.expert_files[layer.file(version)].size for layer in self.dense_layers)
 
     def bits_per_weight(self, version: str) -> float:
-        """Bits an expert weight takes: codes with their tables, scales and indexes, without alignment padding."""
+        """Bits per expert weight: codes with their tables, scales and indexes, without alignment padding."""
         files = (self.manifest.expert_files[layer.file(version)] for layer in self.layers)
         return 8 * sum(f.payload for f in files) / self.expert_weights
 
@@ -163,8 +163,8 @@ class Bundle:
 def open_bundle(path: str | Path, skip_partial: bool = False) -> Bundle:
     """Open the bundle at `path`; raises BundleError with every problem of its manifest and of the files it lists.
 
-    With `skip_partial`, a version with missing files counts as absent, as after an unfinished download; otherwise it is
-    a problem.
+    With `skip_partial`, a version with missing files counts as absent, as after an unfinished download. Otherwise a
+    missing file is a problem.
     """
     root = Path(path)
     if not root.is_dir():
@@ -209,7 +209,7 @@ def open_bundle(path: str | Path, skip_partial: bool = False) -> Bundle:
 
 
 def unlisted(bundle: Bundle) -> list[str]:
-    """Files in a bundle's directory that its manifest does not name, without the model card and hidden files."""
+    """Files in a bundle's directory that its manifest does not list, except the model card and hidden files."""
     listed = {MANIFEST, *CARD, *bundle.manifest.files, *bundle.manifest.expert_files}
     out = []
     for folder, folders, names in os.walk(bundle.path):
@@ -220,7 +220,7 @@ def unlisted(bundle: Bundle) -> list[str]:
 
 
 def verify(bundle: Bundle, only: Container[str] | None = None) -> Iterator[tuple[str, list[Problem]]]:
-    """Check every digest and every rule of FORMAT.md, in all files or `only` these; yields names with problems."""
+    """Check every digest and rule of FORMAT.md, in all files or `only` these; yields each file's name and problems."""
     for name in bundle.manifest.files:
         if only is None or name in only:
             skipped = only is not None and name == DENSE_INDEX  # the files that it names may be elsewhere
@@ -239,7 +239,7 @@ def _check_digest(bundle: Bundle, name: str) -> list[Problem]:
 
 
 def _check_file(bundle: Bundle, name: str) -> list[Problem]:
-    """The rules about a file whose digest is right."""
+    """Check the format's rules for a file whose digest is right."""
     where = f"{bundle.path}/{name}"
     try:
         if name == TABLES:

@@ -1,8 +1,8 @@
 """Headers of safetensors files: read with every field checked, written with control over alignment.
 
-The safetensors library gives neither tensors' offsets in a file, which extents and truncation checks need, nor control
-over the first byte of data. The format: a little-endian 64-bit header length, that many bytes of JSON, then the data
-without holes.
+Extents and truncation checks need the tensors' offsets in a file, and control over the first byte of data; the
+safetensors library gives neither. The format: the header's length as a little-endian 64-bit number, the header as JSON,
+then the data without holes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def read_header(path: Path) -> Header:
 
 
 def read_open_header(file: BinaryIO, location: str) -> Header:
-    """As `read_header`, of an open file; its position is then after the header."""
+    """Read and check an open file's header, like `read_header`; leaves the file's position after the header."""
     size = os.fstat(file.fileno()).st_size
     file.seek(0)
     prefix = file.read(8)
@@ -135,8 +135,8 @@ def merge(
 ) -> dict[str, TensorEntry]:
     """Copy the tensors of several files into one, `out`, and return its tensors.
 
-    Each part has a prefix for its tensors' names, which must not collide. The parts' own metadata are dropped, and so
-    are the tensors that would have the names `leave_out`.
+    Each part is a file and a prefix for its tensors' names; prefixed names must not collide. The files' own metadata
+    are dropped, and so are tensors whose prefixed names are in `leave_out`.
     """
     found: dict[str, tuple[Path, TensorEntry]] = {}
     for path, prefix in parts:

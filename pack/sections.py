@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 PAGE = 4096  # alignment of extents: direct I/O, host registration and file mapping work in pages
 SECTION = 64  # alignment of sections: one cache line, and the widest vector load
-BLOCK_ROWS = 16  # rows of a packed matrix that stand side by side: the lanes of the widest vector
+BLOCK_ROWS = 16  # rows of a packed matrix that are interleaved: the lanes of the widest vector
 GROUPS = (128, 64, 32)  # columns that may share a scale
 MAX_EXTENT = (1 << 32) - PAGE  # offsets inside an extent are 32 bits wide
 
 
 def align(value: int, to: int) -> int:
-    """The least multiple of `to` that is not below `value`."""
+    """Round `value` up to a multiple of `to`."""
     return -(-value // to) * to
 
 
@@ -31,7 +31,7 @@ class Matrix:
 
     @property
     def weights(self) -> int:
-        """How many weights it has, its bias not counted."""
+        """The number of weights, without the bias."""
         return self.rows * self.cols
 
 
@@ -47,15 +47,15 @@ class Section:
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Size in bytes."""
         return self.item * math.prod(self.shape)
 
     @property
     def end(self) -> int:
-        """The offset after its last byte."""
+        """The offset just after the section's last byte."""
         return self.offset + self.size
 
 
 def plane_words(cols: int, bits: int) -> int:
-    """32-bit words of one row of a plane that holds `bits` bits of every code."""
+    """Number of 32-bit words of one row of a plane that holds `bits` bits of every code."""
     return -(-cols * bits // 32)

@@ -21,8 +21,8 @@ FORMAT_NAME = "moepack"
 FORMAT_VERSION = 3  # the version that is written
 READABLE = (2, 3)  # the versions that are read: 2 has neither all encodings nor versions of dense matrices
 DENSE_SINCE = 3  # the first version of the format in which dense matrices have versions
-HINT = "import moepack first: this is a moepack bundle"  # a tensor's name, for transformers' report of missing ones
-LOSSLESS = next(v.name for v in KNOWN if v.holds)  # what every recipe makes of dense matrices
+HINT = "import moepack first: this is a moepack bundle"  # tensor name in transformers' report of unknown ones
+LOSSLESS = next(v.name for v in KNOWN if v.holds)  # the version that every recipe makes of dense matrices
 MAX_DIM = 1 << 24  # rows or columns of a matrix
 MAX_EXPERTS = 1 << 16
 MAX_LAYERS = 1 << 12
@@ -43,7 +43,7 @@ class ExpertLayer:
         """Weights of one expert."""
         return sum(m.weights for m in self.matrices)
 
-    kind = "experts"  # the folder of its files, and the format that their metadata name
+    kind = "experts"  # the folder of the layer's files, and part of the format's name in their metadata
 
     def file(self, version: str) -> str:
         """The layer file's path in a bundle."""
@@ -51,12 +51,12 @@ class ExpertLayer:
 
     @property
     def extents(self) -> int:
-        """Extents of one of its files: one an expert."""
+        """Number of extents in each of the layer's files: one per expert."""
         return self.experts
 
     @property
     def label(self) -> str:
-        """Its name in metadata of its files."""
+        """The layer's name in the metadata of its files."""
         return str(self.index)
 
     def extent_matrices(self, extent: int) -> tuple[Matrix, ...]:
@@ -68,7 +68,7 @@ class ExpertLayer:
         return f"expert.{extent:05d}"
 
     def place(self, extent: int) -> str:
-        """An extent in words."""
+        """The expert of an extent, in words for messages."""
         return f"layer {self.index}, expert {extent}"
 
 
@@ -76,25 +76,25 @@ class ExpertLayer:
 class DenseMatrix:
     """A weight matrix outside the experts that has versions: y = W x + b, as in torch's Linear."""
 
-    layer: int | None  # the decoder layer's index; None for one outside the layers
+    layer: int | None  # the decoder layer's index; None for a matrix outside the layers
     module: str  # the Linear's name in the transformers model
     matrix: Matrix  # its shape; `name` is "weight"
 
 
-LEAST_DENSE = 64  # rows and columns: a narrower matrix is a gate, or too small to gain by
+LEAST_DENSE = 64  # fewest rows and columns: a narrower matrix is a gate, or too small for versions to pay
 ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of routers' names
 
 
 def is_dense(module: str, rows: int, cols: int) -> bool:
-    """Whether a Linear of this name and shape, outside the experts, is a dense matrix."""
+    """Whether a Linear outside the experts counts as a dense matrix, by its name and shape."""
     return min(rows, cols) >= LEAST_DENSE and module.rpartition(".")[2] not in ROUTERS
 
 
 @dataclass(frozen=True, slots=True)
 class DenseLayer:
-    """The dense matrices of one decoder layer, or of all outside the layers. One file holds them in a version."""
+    """The dense matrices of one decoder layer, or all those outside the layers. Each version has one file of them."""
 
-    index: int | None  # the decoder layer's; None outside
+    index: int | None  # the decoder layer's index; None for matrices outside the layers
     first: int  # the number of its first matrix in the manifest's list
     matrices: tuple[DenseMatrix, ...]  # they follow one another in that list
 
@@ -106,12 +106,12 @@ class DenseLayer:
 
     @property
     def extents(self) -> int:
-        """Extents of one of its files: one a matrix."""
+        """Number of extents in each of the layer's files: one per matrix."""
         return len(self.matrices)
 
     @property
     def label(self) -> str:
-        """Its name in its files' paths and metadata."""
+        """The layer's name in the paths and metadata of its files."""
         return "head" if self.index is None else str(self.index)
 
     def extent_matrices(self, extent: int) -> tuple[Matrix, ...]:
@@ -123,7 +123,7 @@ class DenseLayer:
         return f"dense.{self.first + extent:05d}"
 
     def place(self, extent: int) -> str:
-        """An extent in words."""
+        """The matrix of an extent, in words for messages."""
         return self.matrices[extent].module
 
 

@@ -31,7 +31,7 @@ _TENSORS = {
 }  # fmt: skip
 # Standard errors of the losses: all of them in every layer, or none in any.
 _ERRORS = {"mse_error": ("F32", "EV"), "relative_error": ("F32", "EV"), "gated_error": ("F32", "EV")}
-# The same for the dense matrices, under "dense.": M matrices, D versions of theirs.
+# The same for the dense matrices, with names under "dense.": M matrices, D dense versions.
 _DENSE = {
     "relative": ("F32", "MD"), "mse": ("F32", "MD"), "method": ("U8", "MD"),
     "signal": ("F32", "M"), "tokens": ("I64", "M"),
@@ -76,11 +76,11 @@ class DenseTables:
 
 @dataclass(frozen=True)
 class CalibrationTables:
-    """The tables of a bundle."""
+    """The routing statistics and loss tables of a bundle."""
 
     path: Path
     versions: tuple[str, ...]  # names of the columns; some of these versions may be absent
-    methods: tuple[str, ...]  # the methods' names, by number
+    methods: tuple[str, ...]  # the quantisers' names, by their numbers in the `method` tables
     layers: tuple[LayerTables, ...]  # one entry a layer that has experts
     dense: DenseTables | None = None  # tables of the dense matrices; None where these have no versions
 
@@ -89,12 +89,12 @@ class CalibrationTables:
         return [self.versions.index(name) for name in versions]
 
     def few(self) -> dict[int, int]:
-        """Layer index -> number of experts below FEW_TOKENS calibration tokens, of layers with any."""
+        """Map layer index to the number of experts below FEW_TOKENS calibration tokens, of layers with such experts."""
         counts = {layer.index: int((layer.tokens < FEW_TOKENS).sum()) for layer in self.layers}
         return {index: n for index, n in counts.items() if n}
 
     def made_by(self, version: str) -> dict[str, int]:
-        """Method -> number of experts that it made at a version; "none" where nothing was quantised."""
+        """Count a version's experts by the method that quantised them; "none" stands for experts as they were."""
         column = self.versions.index(version)
         numbers = (number for layer in self.layers for number in layer.method[:, column].tolist())
         return dict(Counter(self.methods[number] for number in numbers))
@@ -162,14 +162,14 @@ class _File:
         return versions
 
     def of_layer(self, layer: int, name: str, experts: int, versions: int) -> tuple[str, TensorEntry]:
-        """The place of a layer's table."""
+        """Find a layer's table and check its dtype and shape, as `place` does."""
         counts = self.header.tensors.get(f"layers.{layer}.prefill_counts")
         windows = counts.shape[0] if counts is not None and counts.shape else 0
         sizes = {"E": experts, "V": versions, "N": windows}
         return self.place(f"layers.{layer}.{name}", *(_TENSORS | _ERRORS)[name], sizes)
 
     def place(self, name: str, dtype: str, shape: str, sizes: Mapping[str, int]) -> tuple[str, TensorEntry]:
-        """A table's name and place. It must have this dtype and shape; `sizes` gives the number for each letter."""
+        """Find a table and check its dtype and shape; `sizes` gives the number for each letter of `shape`."""
         entry = self.header.tensors.get(name)
         if entry is None:
             raise self.bad("tables", f"has no tensor {name}")
@@ -195,9 +195,9 @@ def read_tables(
 ) -> CalibrationTables:
     """Read the tables of these layers.
 
-    It checks all names, dtypes and shapes, and every number that it reads; `statistic` checks those of other tables.
-    `matrices` counts the dense matrices that have versions. Raises BundleError when the file is not whole, or breaks
-    FORMAT.md.
+    Checks names, dtypes and shapes of all tables, but reads and checks the numbers only of some; `statistic` reads the
+    others. `matrices` counts the dense matrices that have versions. Raises BundleError when the file is incomplete, or
+    breaks FORMAT.md.
     """
     with opened(path.parent, path.name) as f:
         file = _File(path, f, sha256)
@@ -220,7 +220,7 @@ def read_tables(
 
 
 def metadata(versions: Sequence[str], methods: Sequence[str]) -> dict[str, str]:
-    """The metadata of tables with these columns and method numbers."""
+    """The metadata of a file of tables: its columns' versions, and its methods by number."""
     return {"versions": ",".join(versions), "methods": ",".join(methods)}
 
 
@@ -229,9 +229,9 @@ def write_tables(
 ) -> None:
     """Merge the tables into one file.
 
-    `layers` maps a layer's index to two safetensors files, its routing statistics and its losses. Tables have their
-    names in FORMAT.md. The losses of all layers carry the same `metadata`. `dense` is the file of the dense matrices'
-    tables, with its columns' versions.
+    `layers` maps a layer's index to two safetensors files, its routing statistics and its losses. Their tables are
+    named as in FORMAT.md. The loss files of all layers carry the same `metadata`. `dense` is the file of the dense
+    matrices' tables, and the versions of its columns.
     """
     parts = [(part, f"layers.{index}.") for index, pair in layers.items() for part in pair]
     columns = dict(read_header(next(iter(layers.values()))[1]).metadata)

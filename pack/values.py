@@ -1,6 +1,6 @@
 """An expert or a dense matrix of a bundle as NumPy arrays or torch tensors.
 
-Values are FORMAT.md's, by the reference decoders; kernels compute with the same ones.
+The reference decoders make the values that FORMAT.md defines; kernels compute with the same values.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Expert:
     version: Version
     matrices: Sequence[Matrix]
     extent: Buffer  # its bytes, uint8 [size], read-only
-    where: str  # its place, for messages
+    where: str  # the extent's place, in words for messages
 
     def decode(self) -> Any:
-        """The matrices as they are stored: AffineMatrix, or LosslessMatrix of the lossless version.
+        """Unpack the matrices as they are stored, each as AffineMatrix, or LosslessMatrix in the lossless version.
 
         Raises BundleError when a lossless extent does not decode.
         """
@@ -42,24 +42,24 @@ class Expert:
             raise BundleError.single(self.where, "codec", str(error)) from None
 
     def _parts(self) -> Iterator[tuple[str, _Exact]]:
-        """Weights and biases by their names: float32, or BF16 bits."""
+        """Yield the name and value of each weight and bias, float32 or BF16 bits."""
         for matrix, value in zip(self.matrices, Expert.decode(self), strict=True):
             yield matrix.name, self.version.dequantise(value)
             if value.bias is not None:
                 yield "bias" if matrix.name == "weight" else f"{matrix.name}.bias", value.bias
 
     def numpy(self) -> dict[str, NDArray[np.float32]]:
-        """Weights, float32 [rows, cols], used as W @ x, and biases, float32 [rows], where there are any; exact.
+        """Exact weights, float32 [rows, cols] (used as W @ x), and biases if any, float32 [rows], by name.
 
-        Raises BundleError as `decode`.
+        Raises BundleError when a lossless extent does not decode.
         """
         return {n: bf16_to_float32(p) if p.dtype == np.uint16 else p for n, p in self._parts()}  # type: ignore[arg-type, misc]
 
     def torch(self) -> dict[str, Tensor]:
         """Weights and biases as CPU tensors.
 
-        Lossless weights and all biases are bfloat16, to the bit. Others are float32: BF16 does not hold their values.
-        Raises BundleError as `decode`.
+        Lossless weights and all biases are bfloat16, bit for bit. Other weights are float32: BF16 cannot hold their
+        values. Raises BundleError when a lossless extent does not decode.
         """
         import torch
 
@@ -72,7 +72,7 @@ class Expert:
 
 
 class DenseValues(Expert):
-    """One dense matrix in one version: "weight" and "bias"."""
+    """One dense matrix in one version, packed: its arrays are named "weight" and "bias"."""
 
     def decode(self) -> Any:
         """The matrix as it is stored; see `Expert.decode`."""

@@ -1,4 +1,4 @@
-"""Writing a bundle so that it is either whole or not there.
+"""Write a bundle so that it is either complete or absent.
 
 Everything goes into a temporary sibling of the target; files are synced, the manifest is written last, and one rename
 makes the bundle appear. An existing bundle is exchanged with its successor in one system call, because its tables and
@@ -29,14 +29,14 @@ _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE (renameat2(2))
 
 
 def existing(path: Path) -> Path:
-    """An absolute path, or the nearest existing one above it."""
+    """Find the nearest existing path at or above `path`, which is absolute."""
     while not path.exists():
         path = path.parent
     return path
 
 
 def check_target(target: Path) -> None:
-    """Refuse a target that could not become a bundle: raises TargetError."""
+    """Raise TargetError if a new bundle cannot be written at `target`."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise TargetError(f"{target}: exists and is not a directory; name a new directory")
     if target.is_dir() and any(target.iterdir()):
@@ -47,7 +47,7 @@ def check_target(target: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Exchange the names of two directories of one file system, in one step; OSError where that is impossible."""
+    """Swap the names of two directories of one file system in one step. Raises OSError where that is impossible."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -57,7 +57,7 @@ def exchange(one: Path, other: Path) -> None:
 
 
 def check_replaceable(target: Path) -> None:
-    """Check, before any work, that a bundle can be replaced where it is: raises TargetError."""
+    """Raise TargetError if the bundle at `target` cannot be replaced in one step; to be called before any work."""
     parent = target.absolute().parent
     pair = [parent / f".{target.name}.try-{secrets.token_hex(4)}" for _ in range(2)]
     try:
@@ -85,9 +85,9 @@ def remove_empty(folder: Path, first: Path) -> None:
 
 
 def remove_left(folder: Path, prefix: str, lock: str = "") -> None:
-    """Remove the directories of a prefix that killed processes left: those whose lock is free.
+    """Remove directories that killed processes left: those whose names have the prefix and whose lock is free.
 
-    The lock is a file in each, or the directory itself.
+    `lock` names the file to lock in each directory; empty, the directory itself is locked.
     """
     for path in folder.glob(f"{glob.escape(prefix)}*"):
         with contextlib.suppress(OSError):
@@ -109,7 +109,7 @@ def sync(path: Path) -> None:
 
 
 def _lock(folder: Path) -> int:
-    """A descriptor that holds a directory's lock; raises OSError when another process has it."""
+    """Lock a directory and return the descriptor that holds the lock. Raises OSError when another process has it."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -120,10 +120,10 @@ def _lock(folder: Path) -> int:
 
 
 class BundleWriter:
-    """A bundle being written at `target`. A context manager: leaving it without `finish` removes everything.
+    """Writer of the bundle at `target`. A context manager: leaving it without `finish` removes what was written.
 
-    `keep` names the files that a new bundle takes from the one it replaces; None for a target that is new or empty.
-    Raises TargetError for another target, or one that another process is replacing.
+    `keep` names the files that a new bundle takes from the bundle it replaces. With None, `target` must be new or
+    empty. Raises TargetError for any other target, and while another process is replacing the bundle.
     """
 
     def __init__(self, target: Path, keep: Sequence[str] | None = None) -> None:
@@ -152,13 +152,13 @@ class BundleWriter:
                 self._lock = _lock(self.root)
 
     def path(self, name: str) -> Path:
-        """The path at which to write the bundle's file `name`; its directory is made."""
+        """Make the directory of the bundle's file `name`, and return the path at which to write the file."""
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
     def add(self, name: str) -> None:
-        """Take the finished file at `path(name)` into the bundle; an OSError names its path."""
+        """Take the finished file at `path(name)` into the bundle. An OSError names the path."""
         with (self.root / name).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             self._files[name] = FileEntry(os.fstat(file.fileno()).st_size, digest)
@@ -169,12 +169,12 @@ class BundleWriter:
         self._expert_files[name] = entry
 
     def take(self, name: str, source: Path, entry: FileEntry, link: bool) -> None:
-        """Take another file whose entry is known, as a hard link where `link` asks for it and it works."""
+        """Take a file that is no layer file into the bundle: a hard link if `link` and that works, else a copy."""
         self._place(name, source, link)
         self._files[name] = entry
 
     def _place(self, name: str, source: Path, link: bool = True) -> None:
-        path, source = self.path(name), source.resolve()  # in a cache it is a symbolic link, and a link to that is one
+        path, source = self.path(name), source.resolve()  # a cache has symbolic links; a hard link to one is one too
         try:
             if not link:
                 raise OSError
@@ -183,13 +183,13 @@ class BundleWriter:
             shutil.copyfile(source, path)
 
     def with_files(self, manifest: Manifest) -> Manifest:
-        """A manifest whose files are those that were added."""
+        """A copy of the manifest that lists the files added so far."""
         return replace(
             manifest, files=dict(self._files), expert_files=dict(self._expert_files), format_version=FORMAT_VERSION
         )
 
     def finish(self, manifest: Manifest) -> Manifest:
-        """Write the manifest (its files are replaced by those that were added) and make the bundle appear."""
+        """Write the manifest, with the files that were added, and make the bundle appear; returns that manifest."""
         manifest = self.with_files(manifest)
         for name in self._keep or ():
             self._carry(name)
@@ -210,7 +210,7 @@ class BundleWriter:
         return manifest
 
     def _carry(self, name: str) -> None:
-        """Keep a file of the existing bundle as it is."""
+        """Take a file of the existing bundle unchanged: a hard link where that works, a copy elsewhere."""
         path = self.path(name)
         path.unlink(missing_ok=True)
         try:

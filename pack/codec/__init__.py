@@ -1,1 +1,1 @@
-"""Bytes of an extent to numbers and back: affine codes, and the exponent codec of lossless BF16."""
+"""Convert an extent's bytes to numbers and back: affine codes, and the exponent codec of lossless BF16."""

@@ -1,4 +1,4 @@
-"""Affine extents: codes, scales and zero points of one expert, to bytes and back, and their reference values.
+"""Affine extents: convert one expert's codes, scales and zero points to bytes and back, and to reference values.
 
 `AffineMatrix.dequantise` defines a version's weights and is the reference for every kernel. Values are exact in
 float32, because a code minus a zero point has at most 12 significant bits and a scale has 8.
@@ -38,7 +38,7 @@ class AffineMatrix:
 
 
 def encode(matrices: Sequence[Matrix], version: Version, values: Sequence[AffineMatrix]) -> Buffer:
-    """The extent of one expert, padding included, uint8; `values` has one entry a matrix, of its shape."""
+    """The extent of one expert, padding included, uint8. `values` has one entry per matrix, of that matrix's shape."""
     out = np.zeros(version.resident_size(matrices), np.uint8)
     for m, v in zip(matrices, values, strict=True):
         if v.codes.shape != (m.rows, m.cols):
@@ -61,7 +61,7 @@ def encode(matrices: Sequence[Matrix], version: Version, values: Sequence[Affine
 def put_rows(matrix: Matrix, version: Version, rows: range, packed: Buffer, out: Buffer) -> None:
     """Copy some rows of `matrix` into `out`, the extent of the whole matrix; other rows stay as they are.
 
-    `rows` begins at a multiple of BLOCK_ROWS and ends at one, or at the last row. `packed` is the extent of these rows
+    `rows` begins and ends at multiples of BLOCK_ROWS, or ends at the last row. `packed` is the extent of these rows
     as a matrix.
     """
     whole = {s.kind: s for s in version.sections((matrix,))}
@@ -72,7 +72,7 @@ def put_rows(matrix: Matrix, version: Version, rows: range, packed: Buffer, out:
 
 
 def section_array(extent: Buffer, section: Section) -> npt.NDArray[np.generic]:
-    """A view of one section, of dtype uint8, uint16 or uint32 after its element size."""
+    """A view of one section, of dtype uint8, uint16 or uint32 by its element size."""
     return extent[section.offset : section.end].view(f"<u{section.item}").reshape(section.shape)
 
 

@@ -23,7 +23,7 @@ def bf16_to_float32(bits: Bf16Bits) -> npt.NDArray[np.float32]:
 
 
 def to_blocks(values: npt.NDArray[Number]) -> npt.NDArray[Number]:
-    """Values [rows, n] as blocks [ceil(rows / 16), n, 16]: a block's rows stand side by side, missing rows are zero."""
+    """Values [rows, n] as blocks [ceil(rows / 16), n, 16]: each interleaves 16 rows, missing rows are zero."""
     rows, n = values.shape
     blocks = -(-rows // BLOCK_ROWS)
     if rows % BLOCK_ROWS:
@@ -64,7 +64,7 @@ def unpack_plane(words: Words, bits: int, rows: int, cols: int) -> Codes:
 
 
 def split_planes(codes: Codes, planes: Sequence[int]) -> list[Words]:
-    """Pack codes [rows, cols] into planes, least significant first. `planes` are their bits, at most 8 in all."""
+    """Pack codes [rows, cols] into planes, least significant first. `planes` has the bits of each, at most 8 in all."""
     out, shift = [], 0
     for width in planes:
         mask = np.uint8((1 << width) - 1)

@@ -1,7 +1,7 @@
 """Rules of the format that need every byte: for `verify`, not for loading.
 
-A digest shows that bytes did not change, not that FORMAT.md allows them. With these rules all readers agree, and no
-byte is unread. Decoders do not rely on them, and check everything that their safety needs.
+A digest shows that bytes did not change, not that FORMAT.md allows them. These rules fix every byte, so that all
+readers agree. Decoders do not rely on these rules: they check everything that their own safety needs.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ AVX512 static inline Table load_table(const uint8_t *bytes) {
     return t;
 }
 
-/* For every byte i of `index`, entry i of 256. */
+/* Replace every byte i of `index` by entry i of the table's 256. */
 AVX512 static inline __m512i look_up(const Table *t, __m512i index) {
     __m512i low = _mm512_permutex2var_epi8(t->t[0], index, t->t[1]);
     __m512i high = _mm512_permutex2var_epi8(t->t[2], index, t->t[3]);

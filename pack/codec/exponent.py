@@ -1,9 +1,9 @@
 """The exponent codec, reference form: BF16 weights to a smaller byte string and back, bit for bit.
 
 A trained matrix uses few of BF16's 256 exponents, and those unevenly (about 2.6 bits of entropy); sign and mantissa are
-noise. So the exponents are Huffman-coded, and the other eight bits stored as they are (DFloat11, Zhang et al., 2025).
-Unlike DFloat11's layout, a GPU warp, SIMD and a plain loop decode this one without a search: 32 independent lanes a
-tile, code lengths of at most 8 bits, escapes patched afterwards (FORMAT.md, "Coded matrices").
+noise. So the exponents are Huffman-coded, and the other eight bits are stored as they are (DFloat11, Zhang et al.,
+2025). This layout, unlike DFloat11's, is decoded without a search by a GPU warp, SIMD or a plain loop: 32 independent
+lanes a tile, code lengths of at most 8 bits, escapes patched afterwards (FORMAT.md, "Coded matrices").
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_CODE = 8  # bits: a decoder looks a symbol up in 256 entries, and four symbo
 HEADER = 48
 LANE_WORDS = 9  # a coded tile begins with its base length and mode, then 32 one-byte deltas
 CODED, RAW = 0, 1
-SAMPLED = 1 << 16  # with this many weights or more, a quarter of them makes the code
+SAMPLED = 1 << 16  # from this number of weights on, the code is made from a quarter of them
 BLOCK = 128  # weights a block of the sample
 ABREAST = 128  # tiles decoded at a time, so that the arrays stay in a core's cache
 
@@ -59,10 +59,10 @@ class Code:
 
 
 def sample(bits: Bf16Bits) -> Bf16Bits:
-    """The weights that make a matrix's code: all of few; of many, one block of 128 in four, by a fixed hash.
+    """Pick the weights that make a matrix's code: all if fewer than SAMPLED, else one block of 128 in four, by a hash.
 
     A quarter of 65,536 is enough for 15 frequencies; counting them all would take as long as coding. Without the hash
-    the sample could follow the rows of a matrix whose columns differ.
+    the sample could fall on the same columns of every row, and columns may differ.
     """
     if len(bits) < SAMPLED:
         return bits
@@ -74,8 +74,8 @@ def sample(bits: Bf16Bits) -> Bf16Bits:
 def make_code(counts: npt.NDArray[np.int64], sampled: bool = False) -> Code:
     """The best code for exponents that occur counts[0..255] times, with code words of at most MAX_CODE bits.
 
-    The 15 most frequent exponents get a symbol each (ties: the smaller exponent), all others the escape. With counts of
-    a sample the escape always has a code word. Code lengths by package-merge (Larmore and Hirschberg, 1990).
+    The 15 most frequent exponents get a symbol each (ties: the smaller exponent), all others share the escape. With
+    `sampled` counts the escape always has a code word. Lengths by package-merge (Larmore and Hirschberg, 1990).
     """
     order = np.lexsort((np.arange(256), -counts))[: SYMBOLS - 1]
     used = [int(e) for e in order if counts[e] > 0]
@@ -106,7 +106,7 @@ def make_code(counts: npt.NDArray[np.int64], sampled: bool = False) -> Code:
 
 @dataclass(frozen=True, slots=True)
 class CodedMatrix:
-    """A coded matrix, its parts found and checked: nothing in it points outside its bytes."""
+    """A coded matrix split into its parts. All offsets were checked: none points outside its bytes."""
 
     weights: int
     code: Code
@@ -118,7 +118,7 @@ class CodedMatrix:
 
     @property
     def tiles(self) -> int:
-        """Tiles; the last may be partial."""
+        """Number of tiles; the last may be partial."""
         return len(self.tile_start) - 1
 
 
@@ -233,9 +233,9 @@ def _encode_tile(tile: Buffer, symbol_of: Buffer, code: Code, words_of: npt.NDAr
 
 
 def decode(data: Buffer, weights: int) -> Bf16Bits:
-    """BF16 bits, uint16 [weights], of a coded matrix.
+    """Decode a coded matrix to BF16 bits, uint16 [weights].
 
-    Raises CodecError when `data` is not a well-formed coded matrix of that many weights.
+    Raises CodecError when `data` is not a well-formed coded matrix of this number of weights.
     """
     coded = parse(data, weights)
     exponents = np.zeros(weights, np.uint8)
@@ -252,7 +252,7 @@ def decode(data: Buffer, weights: int) -> Bf16Bits:
             together.append([t])
     together += [full[at : at + ABREAST] for at in range(0, len(full), ABREAST)]
     padded = np.concatenate([coded.stream, np.zeros(MAX_CODE * TILE // LANES // 32 + 2, np.uint32)]).astype(np.uint64)
-    pairs = padded[:-1] << np.uint64(32) | padded[1:]  # every 64-bit window that begins with a word
+    pairs = padded[:-1] << np.uint64(32) | padded[1:]  # every 64-bit window that begins at a word
     for tiles in together:
         _decode_tiles(coded, pairs, np.array(tiles), exponents)
     ends = coded.patch_start.astype(np.int64)
@@ -264,7 +264,7 @@ def decode(data: Buffer, weights: int) -> Bf16Bits:
 def _decode_tiles(
     coded: CodedMatrix, pairs: npt.NDArray[np.uint64], tiles: npt.NDArray[np.int64], exponents: Buffer
 ) -> None:
-    """Decode coded tiles of one size abreast, a step for each symbol of a lane."""
+    """Decode coded tiles of equal size together, a step for each symbol of a lane."""
     size = min(TILE, len(exponents) - int(tiles[0]) * TILE)
     quads = -(-size // (4 * LANES))
     table = coded.code.table()

@@ -6,7 +6,7 @@
 #include "exponent.h"
 
 /* Two symbols by a 12-bit window: their exponents in place for two BF16 weights, and the length of both codes in bits
- * 0 to 5. SINGLE marks a first code so long that the second is not known from 12 bits: then it is of the first alone. */
+ * 0 to 5. If 12 bits do not hold both codes, SINGLE marks the entry, and it describes the first symbol alone. */
 #define PAIR_BITS 12
 #define SINGLE 0x8000u
 #define EXPONENTS 0x7F807F80u
@@ -50,8 +50,8 @@ static inline void store_quad(uint32_t e01, uint32_t e23, const uint8_t *plane, 
     memcpy(out, &x, 8);
 }
 
-/* Rows `first` up to `rows` of a tile, any machine. Four lanes abreast: their chains of look-ups do not wait for one
- * another. */
+/* Decode rows `first` up to `rows` of a tile, on any machine. Four lanes abreast: their chains of look-ups do not wait
+ * for one another. */
 static void lanes_plain(const uint32_t *pair, const uint8_t *length_of, const uint8_t *exponent_of, Tile *tile, int first,
                         int rows) {
     const uint32_t *payload = tile->payload;
@@ -116,8 +116,8 @@ AVX512 static inline __m512i windows(const uint32_t *payload, __m512i position) 
     return _mm512_shldv_epi32(w0, w1, position);
 }
 
-/* Code lengths come from six bits, one permutation of 64 bytes: code words are canonical, so those of eight bits are the
- * windows from one bound up, and seven is the length below it. */
+/* Code lengths are looked up by six bits, in one permutation of 64 bytes, which does not tell 8 from 7. Code words are
+ * canonical: windows from `eight` up begin with a code of 8 bits, those below with a shorter one. */
 typedef struct {
     Table exponents;
     __m512i lengths, eight;
@@ -150,7 +150,7 @@ AVX512 static inline __attribute__((always_inline)) void lanes_avx512(const Deco
                 __m512i length = _mm512_maskz_permutexvar_epi8(first_bytes, _mm512_srli_epi32(w[g], 26), d->lengths);
                 __mmask16 eight = _mm512_mask_cmpge_epu32_mask(d->any_eight, w[g], d->eight);
                 length = _mm512_mask_add_epi32(length, eight, length, _mm512_set1_epi32(1));
-                tops[g] = _mm512_shldi_epi32(tops[g], w[g], 8); /* their top bytes are what the exponents follow from */
+                tops[g] = _mm512_shldi_epi32(tops[g], w[g], 8); /* collects the top bytes, which give the exponents */
                 w[g] = _mm512_sllv_epi32(w[g], length);
                 pos[g] = _mm512_add_epi32(pos[g], length);
             }

@@ -4,7 +4,7 @@
  */
 #include "exponent.h"
 
-#define SAMPLED 65536 /* weights from which on a quarter of them makes the code */
+#define SAMPLED 65536 /* from this number of weights on, the code is made from a quarter of them */
 
 /* Add how often each exponent occurs in the blocks of 128 weights that the code is made of (exponent.sample). */
 void moepack_exponent_sample(const uint16_t *bits, int64_t n, int64_t *counts) {
@@ -115,7 +115,7 @@ static inline __attribute__((always_inline)) void append(const Quads *quads, int
 }
 
 #ifdef HAVE_AVX512
-AVX512 static void append_avx512(const Quads *quads, int rows, uint32_t *out) { /* for its one-operation shifts */
+AVX512 static void append_avx512(const Quads *quads, int rows, uint32_t *out) { /* for AVX-512's one-operation shifts */
     append(quads, rows, out);
 }
 #endif

@@ -22,10 +22,10 @@ from . import exponent
 from .bits import Bf16Bits, Buffer, Words
 from .exponent import ESCAPE, LANES, SAMPLED, SYMBOLS, TILE, header, make_code, parse
 
-# The errors that the engines add to 8 * tile, by number.
+# Messages for the error numbers that the loops add to 8 * tile.
 _REASONS = ("", "mode or size", "lane lengths", "patches", "code words")
 _GUARD = 9 * TILE // LANES // 32 + 2  # words a lane of a damaged tile could read past the end of the stream
-_KEPT = 64 << 20  # bytes of scratch a thread keeps at most, three times
+_KEPT = 64 << 20  # most bytes of each of the three scratch arrays that a thread keeps
 _SHARE = 64  # tiles a thread takes at least: 1 MiB of weights, some 200 microseconds
 
 
@@ -40,7 +40,7 @@ def engine() -> ModuleType | None:
 
 
 def engine_name() -> str:
-    """What `engine` found, for reports."""
+    """The name of the loops that `engine` found, for reports."""
     loops = engine()
     if loops is None:
         return "NumPy"
@@ -84,7 +84,7 @@ def encode(bits: Bf16Bits, threads: int | None = None) -> Buffer:
     patches = _room("patches", bound * shares[-1][1] + TILE * len(shares))
 
     def part(i: int) -> tuple[Words, Words, Words, Words]:
-        """Stream, patches, and their ends by tile."""
+        """Encode one share of the tiles: stream, patches, and their ends by tile."""
         a, b = shares[i]
         tile_end, patch_end = np.zeros(b - a, np.uint32), np.zeros(b - a, np.uint32)
         s, p = stream[bound * a : bound * b], patches[bound * a + TILE * i : bound * b + TILE * (i + 1)]
@@ -117,7 +117,7 @@ def _room(name: str, size: int) -> Words:
 
 
 def decode_into(data: Buffer, out: Bf16Bits, threads: int | None = None) -> None:
-    """Decode a coded matrix into `out`, uint16 [n], contiguous; C allocates nothing of its size.
+    """Decode a coded matrix into `out`, uint16 [n], contiguous; the C loops allocate nothing of that size.
 
     Raises CodecError when `data` is not exactly a well-formed coded matrix of out.size weights; `out` is then partly
     written.
@@ -151,7 +151,7 @@ def _map(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
 
 
 def decode(data: Buffer, weights: int) -> Bf16Bits:
-    """BF16 bits, uint16 [weights], of a coded matrix."""
+    """Decode a coded matrix to BF16 bits, uint16 [weights]."""
     out = np.empty(weights, np.uint16)
     decode_into(data, out)
     return out

@@ -1,7 +1,7 @@
 """The exponent codec's loops in C (exponent_*.c), where installing could compile them.
 
-Called through ctypes, which releases the GIL. `level` is 1 with AVX-512 VBMI, and 0 where the processor does not have
-it or MOEPACK_ISA (isa.py) does not allow it.
+They are called through ctypes, which releases the GIL. `level` is 1 with AVX-512 VBMI, and 0 where the processor lacks
+AVX-512 VBMI or MOEPACK_ISA (isa.py) does not allow it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BEST = int(isa.bound(_library.moepack_isa_level()) >= isa.LEVELS.index("avx512")
 
 
 def use_level(limit: int = BEST) -> int:
-    """Let the library use instruction sets up to `limit`; returns the one it took. For tests and comparisons."""
+    """Let the library use levels up to `limit`, and return the level taken. For tests and comparisons."""
     return int(_library.moepack_exponent_level(min(limit, BEST)))
 
 
@@ -51,7 +51,7 @@ def count(bits: Bf16Bits, counts: np.ndarray[Any, Any]) -> None:
 
 
 def encode(bits: Bf16Bits, entry: Bf16Bits, fill: int, *to: np.ndarray[Any, Any]) -> None:
-    """Write stream words, their ends by tile, the patches' ends by tile, patches and plane to the arrays `to`.
+    """Encode weights to the arrays `to`: stream words, their ends by tile, the patches' ends by tile, patches, plane.
 
     entry[exponent] is escape << 12 | code word << 4 | length.
     """
@@ -59,7 +59,7 @@ def encode(bits: Bf16Bits, entry: Bf16Bits, fill: int, *to: np.ndarray[Any, Any]
 
 
 def decode(parts: Sequence[np.ndarray[Any, Any]], out: Bf16Bits, first_tile: int, last_tile: int) -> int:
-    """Decode tiles first_tile up to last_tile into `out`; 0, or 8 * tile + the number of an error.
+    """Decode tiles first_tile up to last_tile into `out`; returns 0, or 8 * tile + the number of an error.
 
     `parts` are the table's lengths and exponents, tile starts, patch starts, patches, stream and plane.
     """
@@ -71,7 +71,7 @@ class Opened:
     """A coded matrix whose header and offsets were checked once, to be decoded in parts."""
 
     def __init__(self, data: Buffer, room: np.ndarray[Any, Any]) -> None:
-        self._data, self._room = data, room  # they keep the memory
+        self._data, self._room = data, room  # kept, as C holds pointers into them
         self.address = _at(room)  # the first argument of the function at `part_address`
 
     def decode(self) -> int:
@@ -83,7 +83,7 @@ class Opened:
 def open_coded(data: Buffer, weights: int, out: int) -> Opened | None:
     """Check a coded matrix and make its tables; None for one that is malformed or too small.
 
-    `data` is exactly the coded matrix, on a multiple of 4; it must not change while it is decoded. `out` is the address
+    `data` is exactly the coded matrix, 4-byte aligned; it must not change while it is decoded. `out` is the address
     to decode to: BF16 [weights].
     """
     room = np.empty(-(-_library.moepack_exponent_opened() // 8), np.int64)

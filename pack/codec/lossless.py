@@ -14,7 +14,7 @@ from ..errors import CodecError
 from ..sections import MAX_EXTENT, PAGE, SECTION, Matrix, align
 from .bits import Bf16Bits, Buffer
 
-_ENTRY = 16  # offset and size of the coded matrix, offset and size of its bias: four 32-bit numbers
+_ENTRY = 16  # bytes of an entry, four 32-bit numbers: offset and size of the coded matrix, and of its bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ def directory_size(matrices: Sequence[Matrix]) -> int:
 
 
 def encode(matrices: Sequence[Matrix], values: Sequence[LosslessMatrix], threads: int | None) -> tuple[Buffer, int]:
-    """The extent of one expert, padding included, and its payload in bytes; one thread a core without `threads`."""
+    """Encode one expert: its extent, padding included, and its payload in bytes. `threads` defaults to all cores."""
     from . import exponent_fast
 
     directory = np.zeros((len(matrices), 4), "<u4")
@@ -87,7 +87,7 @@ def payload(matrices: int, extent: Buffer) -> int:
 
 
 def decode(matrices: Sequence[Matrix], extent: Buffer) -> list[LosslessMatrix]:
-    """The matrices of one extent, biases as views of it; raises CodecError when it is not well formed."""
+    """Decode the matrices of one extent; biases are views of it. Raises CodecError when it is not well formed."""
     from . import exponent_fast
 
     out = []

@@ -1,7 +1,7 @@
 """The encodings: every module of this folder names its own in ENCODINGS, from the most to the least precise.
 
-A module describes sections and sizes with the standard library alone, so that naming a version imports no NumPy. What
-reads and writes bytes is imported when it is first called.
+A module describes sections and sizes with the standard library alone, so that naming a version imports no NumPy. The
+code that reads and writes bytes is imported when it is first called.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from . import base
 
 
 def found(paths: Iterable[str]) -> tuple[base.Version, ...]:
-    """The encodings of all modules in these folders, by bits and then by name of their module."""
+    """The encodings of all modules in these folders, sorted by falling bits, then by module name."""
     names = sorted(m.name for m in pkgutil.iter_modules(paths))
     modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
     every = [e for m in modules for e in getattr(m, "ENCODINGS", ())]

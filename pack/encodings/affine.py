@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Affine(Version):
-    """An affine version (FORMAT.md, "Affine extents"). Memory holds extents as files do."""
+    """An affine version (FORMAT.md, "Affine extents"). An extent has the same bytes in memory and in its file."""
 
     def parts(self, matrix: Matrix) -> Iterator[Part]:
         """Planes, scales, zero points where they are stored, and the bias if the matrix has one."""
@@ -53,7 +53,7 @@ class Affine(Version):
 
 
 def affine(name: str, bits: int, planes: tuple[int, ...], since: int, zero: str = "stored") -> Affine:
-    """Describe an encoding; kernels know it by its bits."""
+    """Describe an affine encoding. Its number in kernels is its bits."""
     return Affine(name, "affine", bits, bits, since, planes, zero, GROUPS)
 
 

@@ -22,7 +22,7 @@ Part = tuple[str, tuple[int, ...], int]  # a section without its place: kind, sh
 
 @dataclass(frozen=True)
 class Version(ABC):
-    """One version of a bundle's experts: how codes become bytes, and bytes weights.
+    """One version of a bundle's experts: how codes become bytes, and how bytes become weights.
 
     The manifest records `name`, `encoding`, `bits`, `group_size` and `zero`; versions are equal where these are. The
     other attributes follow from the name.
@@ -31,7 +31,7 @@ class Version(ABC):
     name: str  # its name, its folder in a bundle and its column in tables
     encoding: str  # the manifest's word for the family of encodings
     bits: int  # bits of a code, at most 8; 16 for BF16
-    kernel: int = field(compare=False)  # its number in kernels (runtime/kernels/forms.py)
+    kernel: int = field(compare=False)  # the version's number in kernels (runtime/kernels/forms.py)
     since: int = field(compare=False)  # the first version of the format with this encoding
     # Bits of a code (1, 2, 4 or 8) by plane, least significant first; none where codes have no planes.
     planes: tuple[int, ...] = field(default=(), compare=False)
@@ -44,8 +44,8 @@ class Version(ABC):
     ] = {}  # a lossless version's contents, by the checkpoint's dtype; empty for others
     # Whether the stored size depends on the values. Such a version is decoded on its device, or stays as it is stored.
     entropy_coded: ClassVar[bool] = False
-    plain: ClassVar[bool] = False  # whether it is in memory as BF16 matrices, section "weight", ready for torch
-    transform: ClassVar[str | None] = None  # of activations before a product; no kernel takes a version that has one
+    plain: ClassVar[bool] = False  # whether memory holds BF16 matrices (section "weight") that torch can use
+    transform: ClassVar[str | None] = None  # of activations before a product; kernels refuse versions with one
     matrix_boundary: ClassVar[int] = SECTION  # alignment of a matrix's begin in memory
     extent_boundary: ClassVar[int] = PAGE  # alignment of an extent's end in memory
 
@@ -64,14 +64,14 @@ class Version(ABC):
 
     @staticmethod
     def read(record: Mapping[str, Any]) -> Version:
-        """The version that `record` wrote; raises ValueError where no version has this record."""
+        """Find the version of a record in the manifest. Raises ValueError if no version has this record."""
         made = Version.of(str(record.get("name")), record.get("group_size") or GROUPS[0])
         if made.record() != record:
             raise ValueError(f"this moepack does not know this form of {made.name}")
         return made
 
     def record(self) -> dict[str, Any]:
-        """Its record in the manifest."""
+        """The version's record in the manifest."""
         return {k: getattr(self, k) for k in ("name", "encoding", "bits", "group_size", "zero")}
 
     def described(self) -> str:
@@ -128,7 +128,7 @@ class Version(ABC):
     def dequantise(self, value: Any) -> npt.NDArray[np.float32] | npt.NDArray[np.uint16]:
         """The reference for every kernel: the weights [rows, cols] of a matrix that `decode` gave.
 
-        Values are exact: float32, or the bits of BF16 (uint16) where that holds them.
+        Values are exact: float32, or the bits of BF16 (uint16) where BF16 holds them.
         """
 
     def restore(
@@ -139,7 +139,7 @@ class Version(ABC):
         threads: int | None = None,
         before: Callable[[int], None] = lambda matrix: None,
     ) -> None:
-        """Write a stored extent to `out` as it is in memory; `before` is called ahead of each matrix.
+        """Write a stored extent to `out` in its form in memory. `before` gets each matrix's index before it is decoded.
 
         Raises CodecError where the extent is not well formed.
         """
@@ -163,7 +163,7 @@ KNOWN: tuple[Version, ...] = ()  # from the most to the least precise; without g
 
 
 def codec(name: str) -> Any:
-    """A module of codec/. It is imported when it is first needed, so that naming a version needs no NumPy."""
+    """Import a module of codec/ when it is first needed, so that naming a version needs no NumPy."""
     return importlib.import_module(f"moepack.pack.codec.{name}")
 
 
@@ -173,7 +173,7 @@ def version_names(format_version: int | None = None) -> tuple[str, ...]:
 
 
 def encoding_of(name: str) -> Version:
-    """A name's entry in KNOWN; raises ValueError, which lists the known names, for another."""
+    """The entry of KNOWN with this name. Raises ValueError, which lists the known names, for an unknown name."""
     for entry in KNOWN:
         if entry.name == name:
             return entry

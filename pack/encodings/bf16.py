@@ -47,7 +47,7 @@ class LosslessBf16(Version):
             yield "bias", (matrix.rows,), 2
 
     def stored_sizes(self, matrices: Sequence[Matrix]) -> None:
-        """None: they depend on the values."""
+        """Return None: the sizes depend on the values."""
 
     def encode(
         self, matrices: Sequence[Matrix], values: Sequence[LosslessMatrix], threads: int | None = None

@@ -39,7 +39,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class ExpertFileEntry:
-    """A layer file, of experts or of dense matrices: the digest of its header, which holds those of the extents.
+    """A layer file, of experts or dense matrices. Its digest is that of its header, which holds the extents' digests.
 
     `payload` is the bytes of its extents without alignment padding.
     """
@@ -52,9 +52,9 @@ class ExpertFileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """A version for every expert, `versions[layer position][expert]`, and its method's name.
+    """A version for every expert: `versions[layer][expert]`, layers by position. `name` says how they were chosen.
 
-    `dense` is a version for each dense matrix; None where they were not chosen.
+    `dense` is a version for each dense matrix; None if only the experts' versions were chosen.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Manifest:
 
     @property
     def dense_layers(self) -> tuple[DenseLayer, ...]:
-        """`dense` by layer, in its order."""
+        """The dense matrices grouped by layer, in the order of `dense`."""
         return dense_layers(self.dense)
 
     @property
@@ -93,7 +93,7 @@ class Manifest:
     def layer_files(
         self, versions: Iterable[Version], dense: Iterable[Version]
     ) -> dict[str, tuple[Version, ExpertLayer | DenseLayer]]:
-        """The layer files of these versions of the experts, then of the dense matrices, by path."""
+        """Map paths to version and layer: the layer files of these expert versions, then of these dense versions."""
         pairs: list[tuple[Version, ExpertLayer | DenseLayer]] = list(itertools.product(versions, self.layers))
         pairs += itertools.product(dense, self.dense_layers)
         return {layer.file(version.name): (version, layer) for version, layer in pairs}
@@ -135,5 +135,5 @@ class Manifest:
 
 
 def canonical(document: Any) -> bytes:
-    """The canonical bytes of a document, as FORMAT.md has them."""
+    """The canonical bytes of a document, as FORMAT.md defines them."""
     return (json.dumps(document, sort_keys=True, indent=1, ensure_ascii=True, allow_nan=False) + "\n").encode()

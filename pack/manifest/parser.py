@@ -25,7 +25,7 @@ _LINE = re.compile(r".+")
 
 
 class Checker:
-    """Collector of the problems of fields. A wrong field gives a default, so that the rest is still checked."""
+    """Notes the problems of fields. Checks return a default for a wrong field, so that the rest is still checked."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
@@ -35,21 +35,21 @@ class Checker:
         self.problems.append(Problem(f"{manifest.MANIFEST}: {where}", kind, message))
 
     def integer(self, where: str, value: Any, low: int, high: int) -> int:
-        """An integer within bounds; the lower bound for any other value."""
+        """Check an integer within bounds; return the lower bound for any other value."""
         if type(value) is int and low <= value <= high:
             return value
         self.wrong(where, "range", f"not an integer from {low} to {high}: {show(value)}")
         return low
 
     def text(self, where: str, value: Any, allowed: Sequence[str] | None = None) -> str:
-        """A string, one of `allowed` where these are given."""
+        """Check a string, one of `allowed` if given; return a default for any other value."""
         if isinstance(value, str) and (allowed is None or value in allowed):
             return value
         self.wrong(where, "value", f"not {'one of ' + ', '.join(allowed) if allowed else 'a string'}: {show(value)}")
         return allowed[0] if allowed else ""
 
     def matching(self, where: str, value: Any, pattern: re.Pattern[str], what: str) -> str:
-        """A printable string that the whole pattern matches; an empty one for any other value."""
+        """Check a printable string that the whole pattern matches; return an empty string for any other value."""
         short = isinstance(value, str) and len(value) <= manifest.MAX_PATH
         if short and value.isprintable() and pattern.fullmatch(value):
             return str(value)
@@ -57,14 +57,14 @@ class Checker:
         return ""
 
     def items(self, where: str, value: Any, most: int) -> list[Any]:
-        """A list of at most `most` items; an empty one for any other value."""
+        """Check a list of at most `most` items; return an empty list for any other value."""
         if isinstance(value, list) and len(value) <= most:
             return value
         self.wrong(where, "type", f"not a list of at most {most}: {show(value)}")
         return []
 
     def object(self, where: str, value: Any, keys: Sequence[str] | None = None) -> dict[str, Any]:
-        """An object, with exactly these keys where they are given; an empty one for any other value."""
+        """Check an object, with exactly these keys if given; return an empty object for any other type."""
         if not isinstance(value, dict):
             self.wrong(where, "type", f"not an object: {show(value)}")
             return {}
@@ -74,7 +74,7 @@ class Checker:
 
 
 def show(value: Any) -> str:
-    """A value in a message: its JSON, or how that begins."""
+    """A value for a message: its JSON, cut to 200 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 200 else text[:197] + "..."
 
@@ -100,7 +100,7 @@ def parse_manifest(data: bytes) -> Manifest:
         raise BundleError.single(manifest.MANIFEST, "json", "cannot be parsed: nested too deeply") from None
     if again != data:
         raise BundleError.single(manifest.MANIFEST, "canonical", "not in canonical form: damaged or edited")
-    digest = document.pop("sha256", None)  # on a line of its own: writing megabytes a second time would take as long
+    digest = document.pop("sha256", None)  # on a line of its own, cut out below: faster than `canonical` again
     without = data.replace(b'\n "sha256": "%s",' % str(digest).encode(), b"", 1)
     if digest != hashlib.sha256(without).hexdigest():
         raise BundleError.single(manifest.MANIFEST, "digest", "its digest does not match: damaged or edited")
@@ -205,7 +205,7 @@ def _dense(check: Checker, value: Any) -> tuple[tuple[DenseMatrix, ...], tuple[V
 
 
 def _order(layer: int | None) -> int:
-    """The order of dense matrices: those outside the layers come last."""
+    """A layer's rank in the order of dense matrices: those outside the layers (None) come last."""
     return spec.MAX_LAYERS if layer is None else layer
 
 
@@ -225,7 +225,7 @@ def _versions(check: Checker, where: str, value: Any, known: Sequence[str]) -> t
         name = check.text(f"{at}.name", item.get("name"), known)
         size, sizes = item.get("group_size"), spec.encoding_of(name).group_sizes
         expected = Version.of(name, size if size in sizes else max(sizes, default=0))
-        if canonical(item) != canonical(expected.record()):  # true is 1, and no integer
+        if canonical(item) != canonical(expected.record()):  # as JSON: in Python, True == 1
             check.wrong(at, "encoding", f"this moepack does not know this form of {name}: {show(item)}")
         out.append(expected)
     names = [v.name for v in out]
@@ -285,7 +285,7 @@ def _files(
 
 
 def _together(check: Checker, paths: Sequence[str]) -> None:
-    """Check that paths differ on every file system, and that no folder is also a file."""
+    """Check that paths differ even without regard to case, and that no folder is also a file."""
     taken: dict[str, str] = {}
     for path in paths:
         if (other := taken.setdefault(path.casefold(), path)) != path:
@@ -341,7 +341,7 @@ def _allocation(check: Checker, value: Any, found: Manifest) -> Allocation | Non
 
 
 def _chosen(check: Checker, at: str, value: Any, count: int, names: Sequence[str]) -> tuple[str, ...]:
-    """One version's name for each of `count` experts or matrices."""
+    """Check a list of one version's name for each of `count` experts or matrices."""
     row = check.items(at, value, count)
     if len(row) != count:
         check.wrong(at, "count", f"{len(row)} names, not {count}")

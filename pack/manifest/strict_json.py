@@ -1,6 +1,6 @@
 """JSON with one meaning: UTF-8, no name twice in an object, no floating-point numbers, no NaN.
 
-Of two equal names Python's reader takes the last and others the first: a check and a user could see different values.
+Of two equal names Python's parser takes the last, others the first: a check and a user could see different values.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def loads(data: bytes) -> Any:
-    """Read a document; raises ValueError, with one line, for any other document and for deep nesting."""
+    """Parse a document. Raises a one-line ValueError for one that breaks these rules or is nested too deeply."""
     try:
         return json.loads(
             data.decode("utf-8"), object_pairs_hook=_object, parse_float=_refuse_float, parse_constant=_refuse_float

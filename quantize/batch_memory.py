@@ -1,6 +1,6 @@
 """Upper bounds of the bytes that quantising takes: the tensors in memory at once in each step. Arithmetic on shapes.
 
-These bounds do not choose the batch size, which affects a bundle's bytes: `expert_batch.expert_batches` does.
+The batch size affects a bundle's bytes, so `expert_batch.expert_batches` chooses it, independent of these bounds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .gptq import experts_at_once, working_bytes
 from .methods import method_for
 
 OTHERS = 256  # the most tokens of other experts that an expert is measured on
-SMALL = 16 << 20  # bytes beside a 16th of those counted: small tensors, and what the allocator rounds and keeps
+SMALL = 16 << 20  # bytes, and a 16th of those counted: for small tensors and the allocator's rounding
 CODED = 0.75  # upper bound of a lossless extent relative to its BF16 matrix, except for unusual weights
 
 
@@ -32,8 +32,8 @@ def dense_memory(rows: Matrix, versions: Sequence[Version], method: str) -> int:
     made = len(affine) * rows.weights
     fitted = any(method_for(method, v).needs_moments for v in affine)
     working = working_bytes(rows.rows, rows.cols, len(affine)) if fitted else _rounding(rows, 1)
-    # While quantising, where GPTQ of many rows took 8 bytes a weight more than `working_bytes`; then while one version
-    # is measured: its error, its product with itself and the moments, and that in float64.
+    # Two steps. Quantising: GPTQ of many rows took 8 bytes a weight more than `working_bytes`. Measuring one version:
+    # its error, the error's product with the moments and with itself, and this product in float64.
     steps = [2 * made + working + 8 * fitted * rows.weights, made + 16 * rows.weights] if affine else []
     return (packed + max((4 * rows.weights + step for step in steps), default=0)) * 17 // 16 + SMALL
 
@@ -61,7 +61,7 @@ def _largest_step(layer: ExpertLayer, settings: Settings, experts: int) -> int:
         (second, squares[1], moments),
         (first, squares[0], moments - 2 * FOLDS * experts * squares[1]),
     ):
-        # Cross-fitting; the moments of all tokens, with three temporaries; the matrix itself.
+        # Steps: cross-fitting; making the moments of all tokens, with three temporaries; quantising the matrix.
         folds = at_once(m.cols, experts)
         together = experts_at_once(_sampled(m), m.cols, len(versions), folds)
         again = together * working_bytes(_sampled(m), m.cols, len(versions))
@@ -83,7 +83,7 @@ def _sampled(matrix: Matrix) -> int:
 
 
 def _rounding(matrix: Matrix, experts: int) -> int:
-    """Rounding to nearest makes one temporary of the matrices' size, their magnitudes."""
+    """Bytes of the one temporary that rounding to nearest makes: the matrices' magnitudes."""
     return 4 * experts * matrix.weights
 
 

@@ -1,13 +1,13 @@
 """Cross-fitting: estimate the loss of quantised weights on tokens that they were not fitted to.
 
 The tokens form FOLDS folds. For each fold, some rows of both matrices are quantised again from the moments of the other
-folds, and their error on the fold is compared with that of the shipped rows (`losses`). Methods that read moments
+folds, and their error on the fold is compared with the shipped rows' (`losses`). Methods that read moments
 quantise rows independently, so a few evenly spaced rows represent all.
 
-Cost: a row takes cols^2 products a width, a factor cols^3 / 3 once for all rows. With a 64th of the rows and four folds
-that is a sixteenth of a fit, and four factors, each 3 % of a fit of Qwen3-30B-A3B's gate_up. Measured: quantising and
-measuring an expert of 1,024 and 512 columns at four widths takes 1.2 times as long with 1,100 tokens; about half of the
-addition is the four factors. With 17,000 tokens it takes 0.63 times as long, as nothing is fitted again.
+Cost: a row takes cols^2 products a width; a factor takes cols^3 / 3, once for all rows. With a 64th of the rows, four
+folds take a sixteenth of a fit and four factors, each 3 % of a fit of Qwen3-30B-A3B's gate_up. Measured: quantising and
+measuring an expert of 1,024 and 512 columns at four widths takes 1.2 times as long with 1,100 tokens; the four factors
+are about half of the added time. With 17,000 tokens it takes 0.63 times as long, as nothing is fitted again.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from .moments import ExpertMoments
 FOLDS = 4
 LEAST_ROWS = 16
 SHARE = 64  # one row in SHARE is sampled, at least LEAST_ROWS
-_STACK = 1 << 26  # bytes of moments in a call of the quantiser
+_STACK = 1 << 26  # most bytes of moments in one call of the quantiser
 _SINGLY = 4096  # above this number of columns, the quantiser works on single matrices anyway (`gptq.BATCH_BYTES`)
 
 
 def cluster_of(tokens: Tensor, block: int, spare: int) -> Tensor:
-    """The numbers of tokens' clusters of `block` tokens, int64, counted without the last of every `spare`.
+    """Number the tokens' clusters of `block` neighbours, int64; the last of every `spare` clusters is not counted.
 
-    A cluster's fold is its number modulo FOLDS, and its group modulo GROUPS: a group lies within one fold.
+    A cluster's fold is its number modulo FOLDS. Its group is the number modulo GROUPS, so a group lies within one fold.
     """
     cluster = tokens // block
     return cluster - cluster // spare
 
 
 def sample(rows: int) -> Tensor:
-    """The sampled rows, int64."""
+    """Indexes of the sampled rows, evenly spaced, int64."""
     return torch.linspace(0, rows - 1, min(rows, max(LEAST_ROWS, rows // SHARE))).long()
 
 
 def refit(
     method: str, weight: Tensor, moments: Sequence[ExpertMoments], versions: Sequence[Version]
 ) -> dict[Version, Tensor]:
-    """The errors (value less weight) of sampled rows fitted without each fold: float32 [experts, folds, sampled, cols].
+    """Fit sampled rows without each fold: their errors (value less weight), float32 [experts, folds, sampled, cols].
 
-    `weight` is float32 [experts, rows, cols]; `moments` are each expert's.
+    `weight` is float32 [experts, rows, cols]; `moments` has an entry for each expert.
     """
     rows = weight[:, sample(weight.shape[1]).to(weight.device)]
     step = at_once(weight.shape[2], len(moments))
@@ -69,16 +69,16 @@ def refit(
 
 
 def at_once(cols: int, experts: int) -> int:
-    """Number of folds' moments in memory at once: those of some experts, or one if gptq takes them singly."""
+    """Number of moment matrices (one for each expert and fold) in a call; 1 where gptq takes matrices singly."""
     return 1 if cols > _SINGLY else FOLDS * min(experts, max(1, _STACK // (4 * FOLDS * cols * cols)))
 
 
 def row_errors(
     inputs: Tensor, groups: Tensor, fold: Tensor, weight: Tensor, shipped: Tensor, fitted: Tensor
 ) -> RowErrors:
-    """The sampled rows' errors on tokens that were learnt from.
+    """Measure the sampled rows' errors on tokens that the expert learnt from.
 
-    `inputs` of the matrix are float32 [tokens, cols], `groups` and `fold` int64 [tokens] on the CPU, `weight` and its
+    `inputs` are the matrix's, float32 [tokens, cols], `groups` and `fold` int64 [tokens] on the CPU, `weight` and its
     quantised values `shipped` float32 [rows, cols], and `fitted`, from `refit`, float32 [folds, sampled, cols].
     """
     rows = sample(len(weight)).to(weight.device)

@@ -1,6 +1,6 @@
 """Quantise a dense matrix at every width, some rows at a time, and measure the error of each width.
 
-Rows are quantised independently, so only a slice of them is in memory in float32. With the second moments M of held-out
+Rows are quantised independently, so only a slice is in memory in float32. With the second moments M of held-out
 inputs x, the output error of a weight error D is exact without outputs: the mean of |D x|^2 is tr(D M D^T).
 """
 
@@ -25,7 +25,7 @@ class DenseLoss:
     """The loss of a slice of a matrix at one width."""
 
     method: str  # the method that made it
-    # `error`, `power`: squared error and square of its output on held-out tokens, summed over rows, mean over tokens.
+    # `error`, `power`: the output's squared error and square on held-out tokens, summed over rows, mean over tokens.
     error: float
     power: float
 
@@ -39,7 +39,7 @@ def row_shards(rows: int, cols: int) -> list[range]:
 def quantise_rows(
     weight: Tensor, moments: Tensor, held: Tensor, method: str, versions: Sequence[Version]
 ) -> dict[Version, tuple[Quantised, DenseLoss]]:
-    """Quantise a slice of a matrix, float32 [rows, cols], at every version: a batch of one, and its loss.
+    """Quantise a slice of a matrix, float32 [rows, cols], at every version: each gives a batch of one, and its loss.
 
     `moments` are E[x x^T] over the matrix's inputs, float32 [cols, cols], and `held` the same over held-out tokens, all
     on the compute device.
@@ -52,5 +52,5 @@ def quantise_rows(
 
 
 def _trace(matrix: Tensor, moments: Tensor) -> float:
-    """tr(A M A^T), not below 0."""
+    """tr(A M A^T), at least 0."""
     return max(0.0, float(torch.sum((matrix @ moments) * matrix, dtype=torch.float64)))

@@ -24,7 +24,7 @@ from .moments import NEGLIGIBLE, PRIOR, ExpertMoments, FoldSums
 
 Pair = tuple[Quantised, Quantised]
 # An expert's sampled rows at a width, fitted without each fold: the errors of both matrices (value less weight, float32
-# [folds, sampled, cols]), and a of each (`losses`).
+# [folds, sampled, cols]), and the factor a of each (`losses`).
 Refitted = tuple[tuple[Tensor, Tensor], tuple[float, float]]
 PART = 4096  # tokens whose inputs and activations are in memory at once, in float32
 MOST = 16  # experts of a batch: the work that a killed build loses, and the unit of work of a cluster
@@ -51,8 +51,8 @@ class Settings:
 class ExpertTokens:
     """One expert's tokens: int64 indexes of the layer's inputs."""
 
-    # Tokens of its second moments: all that were routed to it, less the held-out ones if `starved`, and less `measure`
-    # if `rich`.
+    # Tokens of the expert's second moments: all that were routed to it, without the held-out ones if `starved`, and
+    # without the clusters of `measure` if `rich`.
     learn: Tensor
     learn_gates: Tensor  # gate weights of `learn`, float32
     compare: Tensor  # for a starved expert, the tokens its methods are compared on; none is in `learn`
@@ -84,11 +84,11 @@ class ExpertBatch:
     biases: tuple[tuple[Tensor | None, Tensor | None], ...]
     tokens: tuple[ExpertTokens, ...]  # each expert's tokens
     inputs: Any  # the inputs of the layer's experts, [tokens, hidden] on any device, indexed by int64 [rows]
-    common: Tensor  # int64 indexes of `inputs` that stand for the layer; none is compared on
+    common: Tensor  # int64 indexes of `inputs` that stand for the layer; methods are not compared on them
     forward: ExpertForward  # the experts' functions
     in_bf16: bool  # whether the down projection learns from activations in BF16, as in the model
     block: int  # tokens of a cluster (`crossfit.cluster_of`)
-    spare: int  # one cluster in `spare` is never in `common`
+    spare: int  # the last of every `spare` clusters is never in `common`
 
     @property
     def device(self) -> torch.device:
@@ -101,7 +101,7 @@ class ExpertBatch:
         return rows.to(self.device, torch.float32)
 
     def own(self, expert: int) -> tuple[Tensor, Tensor]:
-        """The matrices of the expert at a position of the batch."""
+        """Both matrices of the expert at position `expert` of the batch."""
         return self.weights[0][expert], self.weights[1][expert]
 
     def act(self, expert: int, x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class ExpertBatch:
         return self.forward.act(x, self.weights[0][expert], self.biases[expert][0])
 
     def learnt_act(self, expert: int, x: Tensor) -> Tensor:
-        """The same as `act`, in the dtype to learn from."""
+        """The input of an expert's down projection to learn from: in BF16 if `in_bf16`, else as `act`."""
         if not self.in_bf16:
             return self.act(expert, x)
         bias = self.biases[expert][0]
@@ -137,11 +137,11 @@ class ExpertVersion:
 
 
 def expert_batches(layer: ExpertLayer, settings: Settings) -> list[range]:
-    """The batches of a layer: as many experts as `batch_bytes` holds, at most MOST.
+    """Split a layer into batches that fit `batch_bytes`, of at most MOST experts.
 
     Batches affect how products round, and so a bundle's bytes. So they depend on the settings, not on the machine or
-    the chosen versions: an expert counts its moments, whole and by fold, its weights in float32, and codes of all
-    widths that exist.
+    the chosen versions. An expert counts with its moments, whole and by fold, its weights in float32, and its codes at
+    all widths that exist.
     """
     widths = len(version_names()) - 1
     each = sum(4 * (1 + FOLDS) * m.cols * m.cols + (4 * 3 + widths) * m.weights for m in layer.matrices)
@@ -185,7 +185,7 @@ def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[Expe
 
 
 def batch_moments(batch: ExpertBatch, kind: str) -> tuple[list[ExpertMoments], list[ExpertMoments]]:
-    """Second moments of both matrices' inputs, for each expert; `kind` as in `Settings.moments`."""
+    """Compute second moments of both matrices' inputs, for each expert; `kind` is as in `Settings.moments`."""
     priors = [PRIOR * w.shape[-1] for w in batch.weights]
     every = kind == "all"
     # Without cross-fitting one fold suffices.
@@ -230,14 +230,14 @@ def _crossfits(tokens: ExpertTokens) -> bool:
 
 
 def _gain(moments: ExpertMoments) -> float:
-    """The factor a of `losses`."""
+    """The factor a in the formula of `losses`."""
     return 2 / (1 + sum(moments.fewer(f) for f in range(FOLDS)) / FOLDS)
 
 
 def _measure(
     batch: ExpertBatch, expert: int, made: dict[Version, Pair], refitted: dict[Version, Refitted | None]
 ) -> dict[Version, tuple[Measured, Measured]]:
-    """An expert's losses at every version, on its own tokens and on others of the layer."""
+    """Measure an expert's losses at every version, on its own tokens and on others of the layer."""
     tokens, n = batch.tokens[expert], len(batch.tokens[expert].measure)
     clusters, around = (cluster_of(t, batch.block, batch.spare) for t in (tokens.measure, tokens.others))
     groups = clusters % GROUPS
@@ -269,7 +269,7 @@ def _measure(
 def replace_starved(
     batch: ExpertBatch, wanted: str, maker: str, made: Pair, version: Version
 ) -> tuple[Pair, list[str]]:
-    """Replace starved experts in `made` by a fallback's if it has less error on held-out tokens.
+    """Replace a starved expert in `made` by a fallback method's result if that has less error on held-out tokens.
 
     The settings name the method `wanted`; `maker` made this version. Returns the matrices, and each expert's method.
     """
@@ -299,7 +299,7 @@ def replace_starved(
 def _errors(
     batch: ExpertBatch, made: Pair, exact: dict[int, Tensor], at: dict[int, int], version: Version
 ) -> dict[int, float]:
-    """Relative error of each expert in `exact`; its matrices are at position at[expert] of `made`."""
+    """Relative error of each expert in `exact`; at[expert] is the position of its matrices in `made`."""
     values = [dequantise(q, version) for q in made]
     out = {}
     for i, want in exact.items():

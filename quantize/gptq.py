@@ -2,17 +2,17 @@
 
 One factor of the second moments serves every width. One loop over the columns serves every row, width and expert of a
 batch. The list gives the additions to GPTQ (Frantar et al., 2022, section 3) and the output error at 4 / 3 / 2 / 1 bits
-on held-out tokens of trained experts (256 by 256 and 128, groups of 64). gptqmodel has 0.00087, 0.00375, 0.0195, and
-signs times the mean magnitude 0.207.
+on held-out tokens of trained experts (256 by 256 and 128, groups of 64). For comparison, gptqmodel has 0.00087, 0.00375
+and 0.0195, and signs times the mean magnitude have 0.207 at 1 bit.
 
-- Grids that minimise the error the factor predicts (`lanes`), zero points to a 16th (4 bits) to 64th (2 bits) of a
-  code, and stored values in the loop: 0.00085, 0.00351, 0.0151, 0.088.
-- Columns by falling diagonal within a group (`factor`): 8 % less.
+- Grids that minimise the error the factor predicts (`lanes`), zero points in steps of a 16th (4 bits) to a 64th (2
+  bits) of a code, and the loop computing with values as stored: 0.00085, 0.00351, 0.0151, 0.088.
+- Columns ordered by falling diagonal within a group (`factor`): 8 % less.
 - Two sweeps of coordinate descent over the groups: each group's scale and zero point by least squares, then each
   column's best code, all else fixed: 0.00067, 0.00276, 0.0115, 0.059. A third sweep gains 1 to 3 %.
 
-Tried and left out: quantising again on the fitted grids without descent (1 %, at one bit 5 %), the order of whole
-groups (nothing), two-bit levels of the form +-a+-b (3 to 8 % worse, and an eighth of a bit more).
+Tried and left out: quantising again on the fitted grids without descent (gains 1 %, at one bit 5 %), ordering whole
+groups (gains nothing), two-bit levels of the form +-a+-b (3 to 8 % worse, and an eighth of a bit more).
 
 Time, one core at 180 GFLOP/s, gate_up of Qwen3-30B-A3B (1,536 by 2,048), three widths: the products need
 cols^3 / 3 + widths * rows * cols^2 * (1 + 2 * sweeps) = 100 GFLOP, 0.55 s; measured 1.1 s
@@ -37,8 +37,9 @@ _SUB = 16  # columns that pass on their errors one by one; later columns get the
 # Bytes of the experts in a batch. On a CPU, small experts gain a third from batches of about eight; those of 2,048
 # columns lose a little.
 BATCH_BYTES = {"cpu": 1 << 25, "cuda": 1 << 32}
-# With few lanes, dispatch dominates a step along the columns. So matrices of few rows are batched up to LANES lanes, in
-# up to NARROW times the memory. Refits of 16 rows of 1,024 columns take 7 % less than with 512 or 2,048 lanes.
+# With few lanes (rows times widths), dispatch dominates a step along the columns. So matrices of few rows are batched
+# to LANES lanes, in up to NARROW times the memory. Refits of 16 rows of 1,024 columns take 7 % less than with 512 or
+# 2,048 lanes.
 LANES, NARROW = 1024, 8
 
 
@@ -64,7 +65,7 @@ def quantise_widths(weight: Tensor, moments: Tensor, versions: Sequence[Version]
 
 
 def wide_rows(rows: int) -> int:
-    """Rows padded to a multiple of LANE, so that a version's codes do not depend on the others."""
+    """Round `rows` up to a multiple of LANE, so that a version's codes do not depend on the other versions."""
     return -(-rows // LANE) * LANE
 
 
@@ -91,7 +92,7 @@ def _batch(weight: Tensor, moments: Tensor, versions: Sequence[Version], group_s
 
 
 class Work:
-    """Codes uint8 and errors float32 [experts, cols, lanes], grids float32 [experts, groups, lanes]."""
+    """A batch's state: codes uint8, errors float32 [experts, cols, lanes], grids float32 [experts, groups, lanes]."""
 
     def __init__(self, weight: Tensor, factored: Factored, versions: Sequence[Version], group_size: int) -> None:
         experts, self._rows, cols = weight.shape
@@ -138,12 +139,12 @@ class Work:
             self.codes[:, start:end] = codes
 
     def sweep(self) -> None:
-        """Visit each group: fit the grid to the codes, then each column's codes, all else fixed."""
+        """Visit each group: fit the grid to the codes, then choose each column's codes anew, all else fixed."""
         moments = self._factored.damped
         inverse_diagonal = 1 / moments.diagonal(dim1=-2, dim2=-1)
         for g, (start, end) in enumerate(self._blocks):
             inside = moments[:, start:end, start:end]
-            slope = moments[:, start:end] @ self.error  # minus half the derivative by the values
+            slope = moments[:, start:end] @ self.error  # minus half the derivative of the error by the values
             codes, error = self.codes[:, start:end].float(), self.error[:, start:end]
             self._regrid(g, codes, slope, error, inside)
             scale, inverse = self.scale[:, g], 1 / self.scale[:, g]
@@ -191,7 +192,7 @@ class Work:
         moved = self._lanes.stored_zero(moved)
 
         def fitted(z: Tensor) -> tuple[Tensor, Tensor]:
-            """The best scale for a zero point, as stored, and what it adds to the error."""
+            """The best scale for zero point `z`, in stored form, and its change of the error."""
             dd = cc - 2 * z * c1 + z * z * total
             dd_old = cc - (z + zero) * c1 + z * zero * total
             gd = gc - z * g1
@@ -213,7 +214,7 @@ class Work:
         self.scale[:, g], self.zero[:, g] = new, new_zero
 
     def result(self, versions: Sequence[Version]) -> list[Quantised]:
-        """The result in the matrix's order of columns."""
+        """The batch at every version, its columns in the matrix's own order."""
         place = self._factored.order.argsort(dim=-1)
         scale = self.scale * self._unit[:, None, None]
         out = []

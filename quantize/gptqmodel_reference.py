@@ -1,7 +1,7 @@
 """GPTQ (Frantar et al., 2022) through the gptqmodel library, one matrix and one width a call.
 
 The library's model classes support neither fused experts nor given second moments, so its GPTQ class is used directly
-with injected moments. Widths 4, 3 and 2; it has no one-bit form. The result, with scales rounded to BF16, is the
+with injected moments. It makes widths 4, 3 and 2, and no one-bit form. The result, with scales rounded to BF16, is the
 reference for `gptq`.
 """
 

@@ -27,7 +27,7 @@ class Quantised:
     zero: Tensor | None  # uint8 [experts, rows, groups] in units of 2**(bits-8), or None for "midpoint"
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Quantised:
-        """The batch with all of its tensors changed alike."""
+        """Apply `change` to each tensor, and return the new batch."""
         return Quantised(change(self.codes), change(self.scale), None if self.zero is None else change(self.zero))
 
     def replaced(self, experts: Mapping[int, int], other: Quantised) -> Quantised:
@@ -104,7 +104,7 @@ def dequantise(q: Quantised, version: Version) -> Tensor:
 
 
 def _parts(matrices: Tensor) -> Iterator[tuple[int, slice]]:
-    """Split [experts, rows, cols] into rows that fit a CPU core's cache."""
+    """Yield indexes (expert, rows) that cut [experts, rows, cols] into parts that fit a CPU core's cache."""
     experts, rows, cols = matrices.shape
     step = rows if matrices.is_cuda else max(1, _TOGETHER // max(1, cols))
     for e in range(experts):

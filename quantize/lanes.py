@@ -19,21 +19,21 @@ from .grid import fix_scale
 # Shares of the group's range that a search starts from, and least-squares steps from the best of them. Measured at 2
 # bits: five starts and five steps gain 0.5 %, three starts and one step lose 3 %; a fine comb without steps loses 8 %.
 STARTS = (0.95, 0.8, 0.65)
-FINE_STARTS = (1.02, 1.0, 0.97)  # for more than FINE codes: at 8 bits, clipping by the others costs 4.5 times the error
+FINE_STARTS = (1.02, 1.0, 0.97)  # for more than FINE codes: at 8 bits, clipping by STARTS gives 4.5 times the error
 FINE = 16
 ROUNDS = 3
-# Products of matrices add up the lanes beyond a multiple of LANE in another order.
+# Matrix products add up the lanes beyond a multiple of LANE in another order, so rows are padded to one.
 LANE = 64
 _CHUNK = 1 << 17  # elements, 512 KiB of float32: a few fit a core's cache
 
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Constants of lanes."""
+    """Constants of each lane."""
 
     top: Tensor  # float32 [lanes], the largest code
     unit: Tensor  # float32 [lanes], steps of a stored zero point in one code
-    # Bool [lanes], whether the zero point is the middle of the codes; None if it is for no lane.
+    # Bool [lanes], whether the zero point is the middle of the codes; None if no lane has that.
     midpoint: Tensor | None
 
     @staticmethod
@@ -50,13 +50,13 @@ class Lanes:
         return Lanes(self.top[start:end], self.unit[start:end], middle)
 
     def stored_zero(self, zero: Tensor) -> Tensor:
-        """Zero points [..., lanes] in codes after rounding to their stored form."""
+        """Round zero points [..., lanes], in units of a code, to their nearest stored values."""
         stored = (zero * self.unit).round_().clamp_(0, 255).div_(self.unit)
         return stored if self.midpoint is None else torch.where(self.midpoint, self.top / 2, stored)
 
 
 def stored_scale(scale: Tensor, other: Tensor) -> Tensor:
-    """Scales after rounding to their stored form, float32; `other` replaces those that are not finite."""
+    """Round scales to their nearest stored values, float32; `other` replaces those that are not finite."""
     return fix_scale(torch.where(torch.isfinite(scale), scale, other)).float()
 
 
@@ -107,7 +107,7 @@ class _Search:
         return best[1], best[2]
 
     def _start(self, share: Tensor) -> tuple[Tensor, Tensor]:
-        """The grid over a share [lanes] of the group's range; one bit takes the mean magnitude."""
+        """The grid over a share [lanes] of the group's range; at one bit, from the mean magnitude instead."""
         scale = self._range * share
         zero = torch.nan_to_num(self._low * share / -scale)
         if self._lanes.midpoint is not None:
@@ -115,7 +115,7 @@ class _Search:
         return stored_scale(scale, self._range), self._lanes.stored_zero(zero)
 
     def _measure(self, scale: Tensor, zero: Tensor) -> tuple[Tensor, ...]:
-        """Error (up to a constant), scale, zero, and the codes' sums c, x c and c c."""
+        """Round values x to codes c: error (up to a constant), scale, zero, and weighted sums of c, x c and c c."""
         codes = torch.addcmul(zero[:, None], self._block, (1 / scale)[:, None], out=self._codes)
         codes.round_().clamp_(min=0).clamp_(max=self._lanes.top)
         c = (self._share @ codes)[:, 0]

@@ -1,21 +1,21 @@
-"""The loss of an expert's quantised matrices: its output's error against BF16 on tokens they were not fitted to.
+"""The loss of an expert's quantised matrices: the output's error against BF16 on tokens they were not fitted to.
 
 Fitted weights have less error on the tokens they were fitted to: with 1,024 columns of correlated inputs the true loss
 is 2.4, 1.4 and 1.1 times as large, at 256, 1,024 and 4,096 tokens. If an expert must learn from all its tokens, the
-loss on them is multiplied by a factor rho from cross-fitting (`crossfit`). With s the error on a fold of weights fitted
-to all tokens and h that of weights fitted to the other folds, both summed over folds,
+loss on them is multiplied by a factor rho from cross-fitting (`crossfit`). Let s be the error, on a fold, of weights
+fitted to all tokens, and h that of weights fitted to the other folds, both summed over folds. Then
 
     rho = 1 + a (h / s - 1),   a = 2 / (1 + r),
 
-where r is the ratio of the shipped weights' evidence to that of the others. With evidence m in tokens, the loss is to
+where r is the shipped weights' evidence over that of the refitted ones. With evidence m in tokens, the loss is to
 first order L (1 + c/m) on new tokens and L (1 - c/m) on those learnt from (Akaike's argument), so h = L (1 + r c/m),
 s = L (1 - c/m), and the wanted t = L (1 + c/m): t - s = (h - s) * 2 / (1 + r). `python -m benchmarks.losses` measures
 how near t is to the truth, by tokens and bits.
 
 Each of an expert's two matrices has its own rho. Their errors x and y, as shares of the output's square, combine to a
 loss of x + y - x y (measured: at one bit, where it matters, the last term is 1.2 x y on both kinds of tokens). The
-sampled rows of down give y, the loss gives x, and rho x and rho y give the corrected loss. Standard errors are a
-jackknife over groups of tokens, whole windows of text if there are enough (tokens of a text resemble one another).
+sampled rows of down give y, the loss gives x, and rho x and rho y give the corrected loss. A jackknife over groups of
+tokens gives standard errors; groups are whole windows of text if there are enough (tokens of a text are alike).
 `doubt` adds the variance that the jackknife does not cover.
 """
 
@@ -60,7 +60,7 @@ class RowErrors:
 
     groups: Tensor  # float64 [2, GROUPS], by group of tokens
     rows: Tensor  # float64 [2, sampled], by row
-    share: float  # rows that a sampled one represents
+    share: float  # the number of rows that a sampled row represents
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Correction:
     """Cross-fitting's errors of an expert's two matrices at one version."""
 
     matrices: tuple[RowErrors, RowErrors]
-    gain: tuple[float, float]  # a of each matrix
+    gain: tuple[float, float]  # the factor a of each matrix
 
 
 def loss(exact: Tensor, got: Tensor, gates: Tensor) -> Loss:
@@ -102,7 +102,7 @@ def measure(
     count = int(used.sum())
     if not count:
         return Measured(Loss(0, 0, 0), Loss(0, 0, 0), 0, 0)
-    # The whole, then all but one group: [7, 1 + groups] and [2, 1 + groups].
+    # Columns: the whole, then all but one group. [7, 1 + groups] and [2, 1 + groups].
     tokens, fitted, rest, fitted_gated, rest_gated, outputs, fitted_outputs = _and_without_each(sums[:, used])
     own, other = _and_without_each(own[:, used]), _and_without_each(other[:, used])
     rho, shares = _factors(fitted, fitted_outputs, own, other, correction)
@@ -138,7 +138,7 @@ def _and_without_each(sums: Tensor) -> Tensor:
 def _factors(
     fitted: Tensor, outputs: Tensor, own: Tensor, other: Tensor, correction: Correction | None
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """The factor of the loss in every column, and each matrix's share of the loss in the first."""
+    """The loss's correction factor in every column, and each matrix's share of the loss in the first column."""
     if correction is None:
         return torch.ones_like(fitted), (torch.zeros(()), torch.zeros(()))
     ratio = torch.where(own > 0, other / own.clamp(min=1e-300), torch.ones_like(own))
@@ -149,14 +149,14 @@ def _factors(
     second = down * whole
     first = (whole - second) / (1 - second).clamp(min=1e-3)
     both = rho[0] * first + rho[1] * second - rho[0] * first * rho[1] * second
-    # Beyond this loss the version is worse than omitting the expert, and x y no longer the overlap.
+    # Beyond this loss the version is worse than omitting the expert, and x y no longer measures the overlap.
     usable = (whole > 0) & (rho * torch.stack([first, second]) < MOST).all(0)
     linear = (1 - down) * rho[0] + down * rho[1]
     return torch.where(usable, both / whole.clamp(min=1e-300), linear), (1 - down[0], down[0])
 
 
 def _ratio_variance(rows: Tensor) -> float:
-    """The sampling variance of the ratio of sums over rows, own and other [2, rows]."""
+    """The sampling variance of sum(other) / sum(own); `rows` holds own and other, [2, rows]."""
     own, other = rows
     count, total = len(own), float(own.sum())
     if count < 2 or total <= 0:

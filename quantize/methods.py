@@ -1,6 +1,6 @@
 """The table of quantisers, from which recipes, builds, loss tables and reports read.
 
-A new one is a file of this folder with a function `quantise_widths`, and a line at the end of METHODS. Importing this
+A new quantiser is a file here with a function `quantise_widths`, and a line at the end of METHODS. Importing this
 module imports neither torch nor a quantiser: an entry's function is imported when it is first called.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A Python distribution that a method needs, and its least version."""
+    """A Python distribution that a method needs, and the lowest version that works."""
 
     name: str
     least: str
@@ -36,19 +36,19 @@ class Method:
     name: str  # its name in recipes, loss tables and reports
     quantise: Quantiser  # quantises a batch of experts at several widths; arguments and result as in `quantise_all`
     needs_moments: bool = False  # whether it reads second moments; otherwise they may be None
-    one_bit: str | None = None  # the method that makes one bit instead
-    # Methods tried too for starved experts, in this order; the best on held-out tokens is kept. A fallback reads no
+    one_bit: str | None = None  # the method that makes one-bit versions instead
+    # Methods also tried for starved experts, in this order; the best on held-out tokens is kept. A fallback reads no
     # moments.
     fallbacks: tuple[str, ...] = ()
     least_bits: int = 1  # as a fallback, the fewest bits at which it is tried
-    # As a fallback, it is tried if the best so far has more than this share of the first fallback's error.
+    # As a fallback, it is tried if the best error so far is more than this share of the first fallback's error.
     worth: float = 0.0
     named: bool = True  # whether a recipe may name it
     library: Library | None = None  # the library that it needs
 
 
 def in_file(name: str) -> Quantiser:
-    """A function that imports a module of this folder and calls its `quantise_widths`."""
+    """Make a function that imports a module of this folder and calls the module's `quantise_widths`."""
 
     def quantise(weight: Tensor, moments: Tensor | None, versions: Sequence[Version]) -> dict[Version, Quantised]:
         module = importlib.import_module(f".{name}", __package__)
@@ -80,7 +80,7 @@ DEFAULT = METHODS[0].name
 
 
 def get(name: str) -> Method:
-    """The entry of that name; ValueError for an unknown one."""
+    """The entry of METHODS with this name. Raises ValueError for an unknown name."""
     for entry in METHODS:
         if entry.name == name:
             return entry

@@ -1,16 +1,16 @@
 """Second moments of the inputs of an expert's matrices, shrunk toward the layer's if the expert has few tokens.
 
 An estimate from n tokens of a d-dimensional input has rank n and misleads GPTQ unless n is several times d. Tokens of
-the whole layer, sent through the same expert, give a moment matrix of full rank with some bias. It is mixed in as K
-tokens more, where d is the columns of the matrix:
+the whole layer, sent through the same expert, give a moment matrix of full rank with some bias. It is mixed in as if
+from K more tokens, where d is the columns of the matrix:
 
     M = (n * M_expert + K * M_layer) / (n + K),   K = d / 2.
 
-"Moments" are E[x x^T] throughout: half of GPTQ's Hessian, which is of the squared error by a row's weights.
+"Moments" are E[x x^T] throughout: half of GPTQ's Hessian of the squared error with respect to a row's weights.
 
 The rule is the posterior mean of a covariance under a prior worth K observations (inverse Wishart; Haff, 1980). K was
 measured on trained experts with 256 and 128 columns, quantised by gptqmodel, as output error on held-out tokens: from
-d/4 to d it is flat at every n from 3 to 1000 and every width. With K = d/2 the 2-bit error is 0.070 at n = 3 (unshrunk
+d/4 to d this is flat for all n from 3 to 1000 and all widths. With K = d/2 the 2-bit error is 0.070 at n = 3 (unshrunk
 0.149, rounding 0.162), 0.067 at 128 (0.090) and 0.058 at 1000 (0.059).
 
 Products are summed by fold, so that the moments without a fold, which cross-fitting needs (`crossfit`), take no further
@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 PRIOR = 0.5  # K over the columns of the matrix
-# Rows a strip of a product computed from the diagonal on, and the most strips: 4,096 tokens of 2,048 columns take 0.61
-# of the whole product's time on one core, in two strips 0.69.
+# A product is made in strips of STRIP rows or more, each from the diagonal on, at most STRIPS of them: 4,096 tokens of
+# 2,048 columns take 0.61 of the whole product's time on one core, in two strips 0.69.
 STRIP, STRIPS = 256, 16
-NEGLIGIBLE = 8  # at this many times K the layer's part changes no error by 1 %, and is not computed
+NEGLIGIBLE = 8  # from 8 K tokens on, the layer's part changes errors by less than 1 % and is not computed
 
 
 def second_moments(inputs: Tensor, gates: Tensor | None = None) -> Tensor:
@@ -56,7 +56,7 @@ class FoldSums:
 
     @staticmethod
     def empty(cols: int, folds: int, device: torch.device) -> FoldSums:
-        """Sums of no token."""
+        """Sums over no tokens: zeros."""
         weights, counts = torch.zeros(folds, dtype=torch.float64), torch.zeros(folds, dtype=torch.int64)
         return FoldSums(torch.zeros(folds, cols, cols, device=device), weights, counts)
 
@@ -73,7 +73,7 @@ class FoldSums:
                 self.counts[f] += len(here)
 
     def mean(self, without: int | None = None) -> tuple[Tensor, int]:
-        """The mean [cols, cols] over all folds or all but one, and its tokens; zero without tokens."""
+        """The mean [cols, cols] over all folds or all but one, and the number of its tokens; zero without tokens."""
         kept = [f for f in range(len(self.counts)) if f != without and self.counts[f]]
         if not kept:
             return torch.zeros_like(self.products[0]), 0
@@ -93,7 +93,7 @@ def _add_product(into: Tensor, weighted: Tensor, x: Tensor) -> None:
 
 
 def _mirror(square: Tensor) -> Tensor:
-    """Copy the upper triangle to the lower one."""
+    """Copy the upper triangle to the lower one, in place."""
     cols = len(square)
     for a in range(0, cols, STRIP):
         b = min(a + STRIP, cols)

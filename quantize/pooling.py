@@ -6,8 +6,8 @@ between experts, is fitted to all experts of the layer (a random-effects mean; D
 estimate is the precision-weighted mean of `own` and `m * others`; without tokens of its own an expert has the second
 alone, with an error of tau.
 
-A variance from few groups is uncertain and correlates with the loss: it is shrunk to the layer's as if by PSEUDO more
-groups.
+A variance from few groups is uncertain and correlates with the loss: it is shrunk toward the layer's, as if PSEUDO
+more groups had the layer's variance.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FEW = 3
 
 
 def measured_row(versions: Sequence[tuple[Measured, Measured]]) -> dict[str, list[float]]:
-    """One expert's row of every table in MEASURED, from its (own, others) of each version."""
+    """One expert's row of every table in MEASURED, from its pair (own, others) at each version."""
     out: dict[str, list[float]] = {name: [] for name in MEASURED}
     for pair in versions:
         for on, found in zip(("own", "others"), pair, strict=True):
@@ -46,7 +46,7 @@ def measured_row(versions: Sequence[tuple[Measured, Measured]]) -> dict[str, lis
 
 
 def pooled(raw: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The losses and their standard errors from MEASURED, float32 [experts, versions]: "mse", "mse_error" and so on."""
+    """Pool the tables MEASURED to losses and standard errors, float32 [experts, versions]: "mse", "mse_error" ..."""
     out: dict[str, Tensor] = {}
     for part in PARTS:
         keys = [f"own.{key}" for key in (part, f"{part}.variance", "groups", "doubt")]
@@ -61,10 +61,10 @@ def pool(
     own: Tensor, own_variance: Tensor, own_groups: Tensor, doubt: Tensor,
     others: Tensor, others_variance: Tensor, others_groups: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One version's estimates and standard errors; all tensors float64 [experts]."""
+    """Pool one version's losses: returns estimates and standard errors. All tensors are float64 [experts]."""
     has, around = (own_groups > 0) & (own > 0), (others_groups > 0) & (others > 0)
     spread = _spread(own, own_variance, own_groups, has)
-    mine = torch.where(has, spread / own_groups.clamp(min=1) + doubt, torch.inf)  # variances over squared losses
+    mine = torch.where(has, spread / own_groups.clamp(min=1) + doubt, torch.inf)  # variance over squared loss
     theirs = torch.where(around, _spread(others, others_variance, others_groups, around) / others_groups, torch.inf)
     theirs = theirs.nan_to_num(nan=torch.inf)
     both = has & around

@@ -18,7 +18,7 @@ def quantise_widths(weight: Tensor, moments: Tensor | None, versions: Sequence[V
 
 
 def quantise(weight: Tensor, version: Version) -> Quantised:
-    """Quantise float32 [experts, rows, cols]; each group's minimum and maximum, and 0, lie within its grid.
+    """Quantise float32 [experts, rows, cols]; each group's grid spans its minimum, its maximum and 0.
 
     At one bit, where a grid from minimum to maximum would be worse than zeroing the weights, the levels are plus and
     minus the group's mean magnitude.

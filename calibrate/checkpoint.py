@@ -33,8 +33,8 @@ _NAMES_CODE = ("config.json", "tokenizer_config.json", "processor_config.json", 
 
 
 def companions(checkpoint: Path) -> list[str]:
-    """Names of the files that a bundle copies: those that match COMPANIONS, and Python files if a configuration names
-    classes of the model's own (`auto_map`)."""
+    """Names of the files that a bundle copies: those that match COMPANIONS, and Python files if `auto_map` in a
+    configuration names classes of the model's own code."""
     patterns = (*COMPANIONS, "*.py") if any(_has_code(checkpoint / n) for n in _NAMES_CODE) else COMPANIONS
     found = {
         p.relative_to(checkpoint).as_posix() for pattern in patterns for p in checkpoint.glob(pattern) if p.is_file()
@@ -72,7 +72,7 @@ class Checkpoint:
         return "BF16" if weight in self.encoded else self._entry(weight).dtype
 
     def stored_dtype(self, weight: str) -> str:
-        """The stored dtype of a weight: its scheme if it is encoded."""
+        """The stored dtype of a weight, or the scheme's name if the weight is encoded (codes and scales)."""
         return self.encoded[weight].scheme.name if weight in self.encoded else self._entry(weight).dtype
 
     def shape(self, weight: str) -> tuple[int, ...]:
@@ -105,7 +105,7 @@ class Checkpoint:
 def open_checkpoint(name: str | Path, revision: str | None = None) -> Checkpoint:
     """Open a model directory, or download a Hub model by its id; `revision` is its branch, tag or commit.
 
-    Raises InputError, naming a file that is missing, truncated or unusable.
+    Raises InputError, which names the missing, truncated or unusable file.
     """
     path = Path(name)
     if path.is_dir() and revision is not None:
@@ -177,7 +177,7 @@ def _config(path: Path) -> tuple[Any, Scheme | None]:
 
 
 def _files(path: Path) -> dict[str, set[str]]:
-    """File name -> the tensors that the index places in it."""
+    """Map each file's name to the tensors that the index places in the file."""
     index = path / DENSE_INDEX
     if not index.exists():
         if (path / DENSE).exists():

@@ -1,7 +1,7 @@
-"""The dense matrices of a model that may have versions, and their second moments from calibration.
+"""Find a model's dense matrices that may have versions, and collect their second moments in calibration.
 
 Two second moments of a matrix's inputs are kept: of tokens to learn from, and of held-out windows. With the latter the
-matrix's error is the trace of a product and needs no outputs. Matrices that read one tensor (q, k and v) share both.
+matrix's error is the trace of a product and needs no outputs. Matrices with the same input (q, k, v) share both.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from .stream import StreamedModel
 
 HELD_OUT = 4  # one window in four is held out
-TOKENS = 1 << 16  # tokens to learn from, about: a bound on time, whose effect on the error is not measured
-SPARE = 16  # the least tokens a column to learn from
+TOKENS = 1 << 16  # about the tokens to learn from; bounds the time, and its effect on the error is not measured
+SPARE = 16  # the fewest tokens to learn from, per column
 # Share of a matrix's relative error that reaches its block's output if other operations follow. On tiny-qwen3-moe at 4
 # bits, by KL divergence against o's and the experts' errors of the same layer: q 0.39, k 0.49, v 0.44, geometric means
 # over six layers.
@@ -31,9 +31,9 @@ PASSED = 0.4
 
 
 def dense_matrices(stream: StreamedModel) -> tuple[DenseMatrix, ...]:
-    """The Linears of the decoder layers outside experts and routers in model order, then an untied output projection.
+    """List the decoder layers' Linears outside experts and routers in model order, then an untied output projection.
 
-    Small ones and those kept in float32 are left out."""
+    Small Linears and those kept in float32 are left out."""
     model = stream.model
     tied, head = set(model.all_tied_weights_keys), model.get_output_embeddings()
     inside = tuple(f"{layer.module}." for layer in stream.expert_layers.values())
@@ -53,16 +53,16 @@ def dense_matrices(stream: StreamedModel) -> tuple[DenseMatrix, ...]:
 
 @dataclass(frozen=True)
 class DenseMoments:
-    """Second moments of the inputs of a part's dense matrices."""
+    """Second moments of the inputs of the dense matrices of a part (a decoder layer, or all else)."""
 
     # `learn`, `held`: for each group of matrices with the same input, E[x x^T] over tokens to learn from and held-out
     # tokens, float32 [cols, cols]; without held-out windows, `held` is `learn`.
     learn: tuple[Tensor, ...]
     held: tuple[Tensor, ...]
     group: Mapping[str, int]  # module -> index of its group; modules that were never called are missing
-    # Module -> the mean square that a relative error of 1 is taken to add to an element of the hidden state: that of
-    # its block's output (attention, the MLP), times PASSED unless its output is the block's; for the output projection,
-    # that of its input.
+    # Module -> the mean square that a relative error of 1 is taken to add to an element of the hidden state: the mean
+    # square of the output of the matrix's block (attention, the MLP), times PASSED unless the matrix makes that output.
+    # For the output projection it is the mean square of its input.
     signal: Mapping[str, float]
     tokens: int  # tokens that went through the part
 
@@ -72,12 +72,12 @@ class DenseMoments:
 
 
 class DenseWatch:
-    """Collector of the inputs of one part's dense matrices, while batches go through the part."""
+    """Collects second moments of the inputs of one part's dense matrices while batches go through the part."""
 
     def __init__(self, modules: Mapping[str, Any], blocks: Mapping[str, Any], windows: int, length: int) -> None:
-        """Take the matrices' Linears by name, and by the same names their blocks, which add to the hidden state."""
+        """`modules`: the matrices' Linears by name; `blocks`: by the same names, the block (attention, MLP) of each."""
         self._modules, self._blocks, self._windows, self._length = modules, blocks, windows, length
-        # Of each group: sums of x x^T over tokens to learn from and held-out ones, and the numbers of these tokens.
+        # For each group (same input): sums of x x^T over tokens to learn from and held-out ones, and their numbers.
         self._sums: list[tuple[Tensor, Tensor]] = []
         self._counts: list[list[int]] = []
         self._of: dict[str, int] = {}
@@ -90,7 +90,7 @@ class DenseWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Collect the inputs of the modules inside the context."""
+        """Collect the moments of the modules' inputs inside the context."""
         hooks = []
         for name, m in self._modules.items():
             hooks.append(m.register_forward_pre_hook(lambda m, args, n=name: self._read(n, args[0])))
@@ -104,7 +104,7 @@ class DenseWatch:
                 hook.remove()
 
     def batch(self, windows: int) -> None:
-        """Count the windows of a finished batch."""
+        """End a batch of `windows` windows."""
         self._first += windows
         self._now.clear()
         self._made.clear()
@@ -140,7 +140,7 @@ class DenseWatch:
 
     @torch.inference_mode()
     def moments(self) -> DenseMoments:
-        """The collected moments, which are divided in place: call it once."""
+        """Divide the collected sums in place to give the moments: call this once."""
         pairs = list(zip(self._sums, self._counts, strict=True))
         learn = tuple(sums[0].div_(max(1, n)).cpu() for sums, (n, _) in pairs)
         held = tuple(sums[1].div_(n).cpu() if n else m for (sums, (_, n)), m in zip(pairs, learn, strict=True))
@@ -155,7 +155,7 @@ class DenseWatch:
 
 
 def watch_part(stream: StreamedModel, matrices: Sequence[DenseMatrix], windows: int, length: int) -> DenseWatch:
-    """Make the watch of a part's matrices. A block is a direct child of a decoder layer."""
+    """Make the DenseWatch of a part's matrices. A block is a direct child of a decoder layer."""
     modules = {m.module: stream.model.get_submodule(m.module) for m in matrices}
     blocks = {}
     for m in matrices:
@@ -166,7 +166,7 @@ def watch_part(stream: StreamedModel, matrices: Sequence[DenseMatrix], windows: 
 
 
 def save_moments(moments: DenseMoments) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and metadata that `load_moments` reads."""
+    """Convert moments to the tensors and metadata that `load_moments` reads."""
     tensors = {f"learn.{i}": m for i, m in enumerate(moments.learn)}
     tensors |= {f"held.{i}": m for i, m in enumerate(moments.held)}
     facts = {"group": dict(moments.group), "signal": dict(moments.signal), "tokens": moments.tokens}

@@ -27,7 +27,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The names of the two tensors that hold a weight."""
+    """A weight that two tensors hold: its scheme, and the names of the codes and the scales."""
 
     scheme: Scheme
     codes: str
@@ -39,7 +39,7 @@ class Encoded:
 
 
 def read_scheme(where: object, document: Any) -> Scheme | None:
-    """The scheme that a config's `quantization_config` names; None without one.
+    """The scheme that a config's `quantization_config` names; None if the config has none.
 
     Raises InputError for a scheme that moepack does not read.
     """

@@ -1,7 +1,7 @@
-"""A transformers experts module of any layout as matrices [rows, cols] and one forward function.
+"""Read a transformers experts module of any layout as matrices [rows, cols], and compute with such matrices.
 
-Layouts differ: transposed, gate and up interleaved, biases, no gate. Rows keep the module's order, so that its own
-`_apply_gate` works on them.
+Layouts differ: transposed, gate and up interleaved, biases, no gate. Rows keep the module's order, so that the module's
+own `_apply_gate` works on them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def is_experts_module(module: Any) -> bool:
 
 
 def parameter_names(module: Any) -> dict[str, tuple[str, str | None]]:
-    """Matrix name -> parameter names of its weight and bias."""
+    """Map each matrix's name to the parameter names of its weight and bias."""
     first = "gate_up" if module.has_gate else "up"
     return {m: (f"{m}_proj", f"{m}_proj_bias" if module.has_bias else None) for m in (first, "down")}
 
@@ -65,7 +65,7 @@ class ExpertWeights:
         return self._map(lambda t: t[experts.start : experts.stop], len(experts))
 
     def copied(self) -> ExpertWeights:
-        """A copy: pickling a view would send the whole tensor behind it."""
+        """A copy, for pickling: a pickled view would hold the whole tensor behind it."""
         return self._map(torch.clone, self.layer.experts)
 
     def _map(self, function: Callable[[Tensor], Tensor], experts: int) -> ExpertWeights:

@@ -1,8 +1,8 @@
 """The calibration pass: every batch goes through one decoder layer, then through the next.
 
-First the model runs with a recorder in place of each decoder layer. It keeps the embeddings' output and the keyword
-arguments of each layer (masks and rotary tables differ between layers). All windows have one length and no padding, so
-batches of a size share these arguments. Arguments that depend on the text, as ids, are kept for each batch.
+First the model runs with a recorder in place of each decoder layer. Recorders keep the embeddings' output and each
+layer's keyword arguments (masks and rotary tables differ between layers). All windows have one length and no padding,
+so batches of equal size share these arguments. Arguments that depend on the text, such as ids, are kept per batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Take = Callable[[Tensor, Tensor, Tensor], None]  # inputs, experts and gates of 
 
 
 class _HiddenOnly(Tensor):
-    """The hidden states that a recorder returns. Unpacking them raises: the model expects more."""
+    """The hidden states that a recorder returns. A model that unpacks them expects more: this raises _ReturnsMore."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -55,7 +55,7 @@ class Observation:
 
 
 class CalibrationPass:
-    """The activations between two layers, and the step through a layer."""
+    """The activations of all batches between two layers, and the methods that take them through a layer."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class CalibrationPass:
         seen_in: Path | None = None,
         reusing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Take windows of ids, int64 [windows, length], of which `batch_size` go through a layer together.
+        """`ids`: windows of token ids, int64 [windows, length]; `batch_size` windows go through a layer together.
 
         `hidden_in` and `seen_in` are folders for files that hold the next layer's inputs, and the inputs of a layer's
         experts; None keeps them in memory. `reusing` is a context for all batches of a layer after the first, which may
@@ -86,7 +86,7 @@ class CalibrationPass:
     def start(self) -> None:
         """Embed every batch and record each layer's arguments. The part outside the layers must be loaded."""
         stream = self._stream
-        same: dict[tuple[int, int], tuple[bool, Tensor]] = {}  # for a batch, whose layers share tensors
+        same: dict[tuple[int, int], tuple[bool, Tensor]] = {}  # compared pairs of one batch: layers share tensors
 
         def is_same(a: Any, b: Any) -> bool:
             if isinstance(a, tuple) and isinstance(b, tuple):
@@ -164,7 +164,7 @@ class CalibrationPass:
             self.hidden[batch] = hidden.to("cpu")
 
     def restore(self, hidden: Iterable[Tensor]) -> None:
-        """Continue from kept activations, a tensor for each batch."""
+        """Take up kept activations, a tensor for each batch, as the next layer's inputs."""
         self.hidden = []
         for i, batch in enumerate(hidden):
             self._keep(i, batch)
@@ -205,7 +205,7 @@ class CalibrationPass:
         watching = watch.watching() if watch else nullcontext()
         with ExitStack() as rest, watching, observing(module, buffer.take), torch.inference_mode():
             for i, hidden in enumerate(self.hidden):
-                if i == 1:  # `_keep` and `_Buffer` have allocated what outlives the layer
+                if i == 1:  # by now `_keep` and `_Buffer` have allocated all that outlives the layer
                     rest.enter_context(self._reusing())
                 arguments = {**self._arguments[(index, len(hidden))], **self._own.get((index, i), {})}
                 mapped = self._stream.experts_in is not None
@@ -253,7 +253,7 @@ class _Buffer:
 
 @contextmanager
 def observing(module: Any, take: Take) -> Iterator[None]:
-    """Pass the inputs, experts and gates of each call of an experts module to `take`; None observes nothing."""
+    """Pass the inputs, experts and gates of each call of an experts module to `take`; do nothing if it is None."""
     from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
     if module is None:

@@ -1,4 +1,4 @@
-"""Some experts of a layer made ready for the quantisers: their weights on the device, their tokens, their forward.
+"""Make some experts of a layer ready for the quantisers: their weights on the device, their tokens, their forward.
 
 The tokens an expert learns from, is compared on and is measured on are chosen deterministically. Neighbouring tokens
 resemble one another, so whole clusters are chosen: windows of text if there are enough, or blocks.
@@ -23,9 +23,9 @@ from .held import RowGather
 
 HELD_OUT = 8  # one cluster in eight is held out for comparing methods
 ASIDE = 16  # an expert with plenty of tokens is measured on one cluster in ASIDE, and learns from the others
-PLENTY = 16  # tokens over its widest matrix's columns; fitted to a 16th less, its loss is 0.2 % higher
+PLENTY = 16  # tokens per column of the expert's widest matrix; fitted to a 16th fewer, its loss is 0.2 % higher
 BLOCK = 32  # tokens of a block
-WINDOWS = 16  # with this many windows or more, windows are the clusters
+WINDOWS = 16  # from this number of windows on, windows are the clusters
 LAYER = 4096  # tokens that stand for the layer in an expert's second moments
 
 
@@ -70,7 +70,7 @@ def _float(tensor: Tensor | None, device: torch.device) -> Tensor | None:
 
 @dataclass(frozen=True)
 class LayerTokens:
-    """A layer's tokens apart from any expert: int64 indexes."""
+    """Tokens that stand for a layer, the same for all its experts: int64 indexes."""
 
     learn: Tensor  # at most LAYER evenly spaced tokens, none of them held out
     compare: Tensor  # at most FEW_TOKENS evenly spaced tokens, all of them held out
@@ -78,7 +78,7 @@ class LayerTokens:
 
     @staticmethod
     def of(observation: Observation) -> LayerTokens:
-        """Choose them from an observation."""
+        """Choose the tokens from an observation."""
         total = len(observation.inputs)
         block = max(1, min(BLOCK, total // (2 * HELD_OUT)))
         if total // max(1, observation.length) >= WINDOWS:
@@ -91,9 +91,9 @@ class LayerTokens:
 def expert_tokens(
     observation: Observation, layer: LayerTokens, expert: int, enough: int, plenty: int, most: int
 ) -> ExpertTokens:
-    """Choose an expert's tokens: with `enough` it is not starved; at most `most` of its own are measured.
+    """Choose an expert's tokens. With fewer than `enough` it is starved. It is measured on at most `most` of its own.
 
-    A starved expert learns from its tokens that are not held out, and is compared on the others, filled up to
+    A starved expert learns from its tokens that are not held out; methods are compared on those held out, filled up to
     FEW_TOKENS with the layer's. An expert with `plenty` is measured on one cluster in ASIDE and learns from the others.
     """
     token, slot = torch.where(observation.experts == expert)

@@ -1,6 +1,6 @@
 """Large tensors of a calibration (all activations, a layer's experts), in memory or mapped from an unnamed file.
 
-A mapped tensor is used like any other. `release` returns its pages to the system, which writes them out in time.
+A mapped tensor is used like any other. `release` returns its pages to the system, which writes them to the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _mapped: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # by addre
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, folder: Path | None = None) -> Tensor:
-    """A tensor to be filled, on the CPU; with `folder` in an unnamed file there, which is freed with the tensor.
+    """Make an uninitialised CPU tensor; with `folder`, in an unnamed file there that is freed with the tensor.
 
     Raises TargetError when the folder's disk has no room for it.
     """
@@ -44,7 +44,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, folder: Path | None = None) 
 
 
 def mapped(path: Path, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor mapped from a file, starting at `offset`; only this process sees what is written to it."""
+    """Map a tensor from a file, from byte `offset` on. Writes to the tensor stay in this process."""
     with path.open("rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     flat = torch.frombuffer(mapping, dtype=dtype, count=math.prod(shape), offset=offset)

@@ -1,8 +1,7 @@
 """A checkpoint's identity: the SHA-256 of each of its weight files, and of its configuration.
 
 Headers and sizes do not suffice: two fine-tunes of one model share both. A digest is kept with the file's size, time of
-change and inode, so that a resumed build does not read unchanged files again. Reading takes a second for 1 to 2 GB a
-thread.
+change and inode, so that a resumed build does not read unchanged files again. A thread reads 1 to 2 GB a second.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ def identity(
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """The digests of a checkpoint's files by their names, and what to pass as `known` next time.
 
-    A digest of an earlier call in `known` counts for a file whose size, time and inode are as they were. `advance`
-    receives the bytes of each read, from several threads. Raises InputError if a file cannot be read, or changes
-    meanwhile.
+    A file whose size, time and inode are unchanged keeps the digest that `known` has from an earlier call. `advance`
+    receives the bytes of each read, from several threads. Raises InputError if a file cannot be read, or changes while
+    it is read.
     """
     names = sorted({*checkpoint.headers, "config.json"})
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
@@ -39,10 +38,10 @@ def identity(
 
 
 def is_known(path: Path, known: Mapping[str, Any]) -> bool:
-    """Whether a file, perhaps on another machine, is the digested one.
+    """Whether a file, perhaps on another machine, has the digest in `known`, an entry of `identity`.
 
-    `known` is its entry of `identity`. Size and time of change decide if that time is finer than a second, as copies
-    may keep it; otherwise the bytes do. Raises InputError if it cannot be read.
+    Equal size and time of change suffice if that time has fractions of a second, which copies may keep; otherwise the
+    bytes decide. Raises InputError if the file cannot be read.
     """
     try:
         inode = path.stat().st_ino if known["mtime_ns"] % 10**9 else known["inode"]

@@ -2,8 +2,8 @@
 
 - BF16 products on a processor without BF16 instructions, where torch emulates them: in float32, rounded to BF16 once.
   A Linear of 4,096 by 14,336 on 4,096 tokens, two cores of a Xeon with AVX-512 but not BF16: 46 GFLOP/s emulated, 175
-  in float32 with all conversions; held to AVX2, 13 and 180. Both ways sum in float32 and round the sum, in another
-  order. torch's fused attention is as fast in BF16, and is left alone.
+  in float32 with all conversions; limited to AVX2, 13 and 180. Both ways sum in float32, in different orders, and round
+  the sum. torch's fused attention is as fast in BF16, and is left alone.
 - Products with experts that are mapped from a file (held.py): transformers multiplies with all experts of a layer in
   one call. Here each expert is read, moved to the tokens' device and released before the next. On a CPU no bit changes.
 """
@@ -43,7 +43,7 @@ def widened_bytes(device: torch.device, dtype: torch.dtype, values: int) -> int:
 
 
 class CalibrationProducts(TorchFunctionMode):
-    """Mode that replaces products of BF16 tensors with enough rows, and grouped products with mapped experts."""
+    """Torch mode that replaces products of BF16 tensors with enough rows, and grouped products with mapped experts."""
 
     def __init__(self, wide: bool, mapped: bool) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class CalibrationProducts(TorchFunctionMode):
 
 
 def _is_grouped(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether torch's grouped_mm gets tokens sorted by group, and no further option."""
+    """Whether a call of torch's grouped_mm has tokens sorted by group (`offs`), and no further option."""
     plain = all(value is None for name, value in kwargs.items() if name != "offs")
     return [a.ndim for a in args] == [2, 3] and kwargs.get("offs") is not None and plain
 
@@ -109,7 +109,7 @@ def _grouped(x: Tensor, weight: Tensor, ends: Tensor, wide: bool) -> Tensor:
 
 
 def _matmul(x: Tensor, y: Tensor) -> Tensor:
-    """x [..., n, k] by y [..., k, m], leading axes alike."""
+    """Multiply x [..., n, k] by y [..., k, m], leading axes alike."""
     if x.ndim == 2:
         return product(x, y.T)
     out = torch.empty(*x.shape[:-1], y.shape[-1], dtype=x.dtype)

@@ -19,7 +19,7 @@ from moepack.pack.errors import CODE_ERRORS, InputError, in_a_line
 from .checkpoint import Checkpoint, source_dtype
 from .experts import describe, is_experts_module, parameter_names
 
-# Bytes of experts or MTP layers that are read at once; reading takes up to three times as many.
+# Bytes of experts or MTP layers that are read at once; reading takes up to three times these bytes.
 AT_ONCE = 1 << 29
 Parts = dict[str, range | None]  # checkpoint weight -> a range of its first axis; None is the whole weight
 _TORCH_DTYPE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -52,8 +52,8 @@ class Skeleton:
             raise InputError(f"{name}: layers of {config.model_type} have several sets of experts: not supported")
         self.prefix = next(place[0] for place in stacks if place)
         self.layers = self.model.get_submodule(self.prefix)  # a ModuleList
-        # A folder for files to which a loaded layer's expert matrices are mapped, if they can be read some at a time;
-        # they then stay on the CPU. None keeps them in memory.
+        # A folder for files that hold a loaded layer's expert matrices, mapped and on the CPU, if the layout lets them
+        # be read some at a time. None keeps them in memory.
         self.experts_in: Path | None = None
         self._experts = {int(n[len(self.prefix) + 1 :].split(".")[0]): n for n in experts}
         # By layer index, of layers with experts.
@@ -83,7 +83,7 @@ class Skeleton:
             if dtype is not None and state[target].is_floating_point():
                 self._source_dtype[target] = dtype
                 set_tensor(self.model, target, torch.empty_like(state[target], dtype=dtype))
-        self._bytes: dict[int | None, dict[str, int]] = {}  # of each part's tensors in the checkpoint's dtypes
+        self._bytes: dict[int | None, dict[str, int]] = {}  # by part and name, in the checkpoint's dtypes
         for name, tensor in state.items():
             if name not in tied:
                 size = tensor.numel() * self._source_dtype[name].itemsize
@@ -95,7 +95,7 @@ class Skeleton:
     def _find_sources(self, state: dict[str, Any], tied: set[str]) -> bool:
         """Fill `_sources` (part -> checkpoint weights) and `_targets` (parameter -> checkpoint weights).
 
-        Returns whether one of transformers' conversions makes several parameters.
+        Returns whether one of transformers' conversions makes several parameters from one weight.
         """
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -148,7 +148,7 @@ class Skeleton:
         return self._compute_dtype[parameter] == torch.bfloat16
 
     def layer_of(self, name: str) -> int | None:
-        """Layer index in a tensor's name; None outside."""
+        """The decoder layer's index in a name; None outside the layers."""
         match = re.match(re.escape(self.prefix) + r"\.(\d+)\.", name)
         return int(match[1]) if match else None
 
@@ -171,7 +171,7 @@ class Skeleton:
         return sum(self._bytes.get(part, {}).values())
 
     def file_bytes(self, part: int | None) -> int:
-        """Bytes of a part that are on disk with `experts_in`."""
+        """Bytes of a part that lie on disk if `experts_in` is set: the experts' matrices."""
         if part is None or not self.expert_ranges(part):
             return 0
         sizes = self._bytes[part]
@@ -189,7 +189,7 @@ class Skeleton:
         few, all_of_them = len(ranges[0]), self.expert_layers[part].experts
         experts = {name: sizes.pop(name) for name in self._expert_parameters(part)}
         kept, read = sum(experts.values()), self._read_bytes(experts) * few // all_of_them
-        if on_disk:  # except the range written last
+        if on_disk:  # only the range written last is in memory
             kept -= self.file_bytes(part) * (all_of_them - few) // all_of_them
         return kept + max(read, self._read_bytes(sizes))
 
@@ -199,7 +199,7 @@ class Skeleton:
         return 2 * sum(sizes.values()) + sum(merged) // 2 + max(merged, default=0)
 
     def expert_ranges(self, part: int | None) -> list[range]:
-        """Experts of a layer that are read together, about AT_ONCE bytes; empty if the layer is read at once."""
+        """Split a layer's experts into ranges of about AT_ONCE bytes, read together; empty if all are read at once."""
         if part is None or part not in self._experts:
             return []
         experts, sizes = self.expert_layers[part].experts, self._bytes[part]
@@ -221,7 +221,7 @@ class Skeleton:
         return 2 * min(self.mtp_bytes, AT_ONCE + largest) + 2 * largest
 
     def _own_sources(self, names: Sequence[str]) -> list[str] | None:
-        """The checkpoint weights of these tensors, one for each and of its shape; None for any other layout."""
+        """The checkpoint weights of these tensors, one for each, of equal shape; None if the layout differs."""
         found = [self._targets.get(name, []) for name in names]
         if any(len(keys) != 1 for keys in found):
             return None
@@ -252,9 +252,9 @@ def set_tensor(model: Any, name: str, value: Tensor) -> None:
 def sources_of(
     experts: range, total: int, sources: Mapping[str, Sequence[str]], shapes: Mapping[str, Sequence[int]]
 ) -> Parts | None:
-    """The weights to read for `experts` of a layer of `total`; None for an unknown layout.
+    """The weights to read for `experts` of a layer that has `total`; None for an unknown layout.
 
-    A family stores a tensor for each expert, or a layer's experts along the first axis of one tensor. `sources` maps a
+    A family stores a tensor for each expert, or all experts along the first axis of one tensor. `sources` maps a
     parameter of the layer's experts to its weights in the checkpoint, `shapes` a weight to its stored shape.
     """
     out: Parts = {}

@@ -26,13 +26,13 @@ from .skeleton import Parts, Skeleton, set_tensor
 
 
 class StreamedModel(Skeleton):
-    """The skeleton of a checkpoint's model, and the loading of its parts."""
+    """The skeleton of a checkpoint's model, with methods that load and free its parts."""
 
     def load(self, part: int | None) -> dict[str, Tensor]:
         """Load a part in the checkpoint's dtypes on the CPU; encoded weights are decoded to BF16.
 
         Returns the part's tensors by name; they are also in the model until `free`. Raises InputError if the checkpoint
-        lacks one of them or has it in another shape.
+        lacks one of the tensors or has it in another shape.
         """
         experts = self._load_experts(part)
         skip = {key for name in experts for key in self._targets.get(name, [])}
@@ -42,7 +42,7 @@ class StreamedModel(Skeleton):
         self._refuse(info)
         for name in self.names(part):
             tensor = self.model.get_parameter_or_buffer(name)
-            # A tensor of one source is a view of the mapped file, whose pages would stay in memory.
+            # A tensor made of one source is a view of the mapped file, whose pages would stay in memory.
             if not tensor.is_meta and name not in self._merged and name not in experts:
                 set_tensor(self.model, name, tensor.detach().clone())
         state = self.model.state_dict()
@@ -67,7 +67,7 @@ class StreamedModel(Skeleton):
     def _read_apart(self, parts: Parts, shapes: Mapping[str, Sequence[int]]) -> tuple[dict[str, Tensor], Any]:
         """Read parameters in these shapes without changing the model; tensors may be views of mapped files.
 
-        Returns the tensors, none if transformers could not load one, and its report.
+        Returns the tensors (none if transformers could not load one of them), and transformers' report.
         """
         meta = {name: self.model.get_parameter_or_buffer(name) for name in shapes}
         try:
@@ -92,7 +92,7 @@ class StreamedModel(Skeleton):
             raise InputError(f"{self.checkpoint.name}: {name} cannot be converted: {why}")
 
     def _load_experts(self, part: int | None) -> dict[str, Tensor]:
-        """A layer's expert parameters, read some experts at a time; empty if they are read with the rest."""
+        """Read a layer's expert parameters, some experts at a time; empty if `load` reads them with the rest."""
         out: dict[str, Tensor] = {}
         for some in self.expert_ranges(part):
             assert part is not None
@@ -114,7 +114,7 @@ class StreamedModel(Skeleton):
         return out
 
     def _read_experts(self, layer: int, some: range) -> dict[str, Tensor]:
-        """The parameters of some experts of a layer, perhaps views of mapped files; empty if that fails."""
+        """Read the parameters of some experts of a layer, perhaps views of mapped files; empty if this fails."""
         parts = self._expert_parts(layer, some)
         if parts is None:
             return {}
@@ -126,9 +126,9 @@ class StreamedModel(Skeleton):
         return got
 
     def experts(self, layer: int, some: range) -> ExpertWeights:
-        """Some experts of a layer as in the checkpoint; reads only these if its layout allows it.
+        """Read some experts of a layer as they are in the checkpoint, and only these if its layout allows it.
 
-        The layer must not be loaded. Raises InputError as `load`.
+        The layer must not be loaded. Raises InputError as `load` does.
         """
         if got := self._read_experts(layer, some):
             own = {n.rpartition(".")[2]: t if n in self._merged else t.clone() for n, t in got.items()}
@@ -147,9 +147,9 @@ class StreamedModel(Skeleton):
         return self.checkpoint.files_of(self._sources.get(layer, []) if parts is None else parts)
 
     def tensors(self, part: int | None, names: Sequence[str]) -> dict[str, Tensor]:
-        """Some tensors of a part as from `load`; reads only these if the checkpoint's layout allows it.
+        """Read some tensors of a part as `load` would, and only these if the checkpoint's layout allows it.
 
-        They may be views of mapped files. The part must not be loaded. Raises InputError as `load`.
+        They may be views of mapped files. The part must not be loaded. Raises InputError as `load` does.
         """
         keys = self._own_sources(names)
         if keys is not None:
@@ -163,7 +163,7 @@ class StreamedModel(Skeleton):
         return {name: whole[name] for name in names}
 
     def dense_apart(self, part: int | None) -> bool:
-        """Whether `tensors` reads only a part's `dense_names`."""
+        """Whether `tensors` can read a part's `dense_names` without the rest of the part."""
         return self._own_sources(self.dense_names(part)) is not None
 
     def tensor_files(self, part: int | None, names: Sequence[str]) -> set[str]:
@@ -174,7 +174,7 @@ class StreamedModel(Skeleton):
     def mtp_groups(self, most: int) -> Iterator[dict[str, Tensor]]:
         """Yield the decoded tensors of the MTP layers by their checkpoint names, about `most` bytes at a time.
 
-        Empty each group before taking the next.
+        Empty each group before taking the next, so that only one is in memory.
         """
         left = list(reversed(self.mtp))
         while left:
@@ -248,14 +248,14 @@ def quiet_transformers() -> Iterator[None]:
 
 
 class LazyWeights:
-    """Lazy slices of a checkpoint's weights; its files stay open as long as the stack."""
+    """Lazy slices of a checkpoint's weights. The files stay open until `stack` closes."""
 
     def __init__(self, checkpoint: Checkpoint, stack: contextlib.ExitStack) -> None:
         self._checkpoint, self._stack = checkpoint, stack
         self._handles: dict[str, Any] = {}
 
     def weight(self, name: str, part: range | None = None) -> Any:
-        """A weight that indexing reads, decoded to BF16 if it is encoded; `part` cuts its first axis."""
+        """A weight that is read when indexed, and decoded to BF16 if encoded; `part` is a range of its first axis."""
         pair = self._checkpoint.encoded.get(name)
         if pair is None and part is None:
             return self._slice(name)
@@ -271,7 +271,7 @@ class LazyWeights:
 
 
 class _LazyWeight:
-    """A part of a weight, or an encoded weight."""
+    """A range of a weight or an encoded weight, read when indexed."""
 
     def __init__(self, slices: list[Any], pair: Encoded | None, part: range | None) -> None:
         self._slices, self._pair = slices, pair

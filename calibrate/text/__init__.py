@@ -1,1 +1,1 @@
-"""Text to windows of token ids: documents, tokenisation, and which windows a calibration takes."""
+"""Turn text into windows of token ids: documents, tokenisation, and which windows a calibration takes."""

@@ -26,7 +26,7 @@ _TITLE = re.compile(r" = (?!=).*[^=\s] = \s*")  # an article's title in WikiText
 class Conversation:
     """A conversation for chat templates."""
 
-    messages: list[dict[str, Any]]  # objects with "role" and "content", and optional fields as "tool_calls"
+    messages: list[dict[str, Any]]  # objects with "role", "content", and optional fields such as "tool_calls"
     tools: list[Any] | None = None  # descriptions of the tools that the model was offered
 
 
@@ -127,7 +127,7 @@ def _document(source: str, row: Any, column: str) -> Document:
 
 
 def _json_rows(path: Path) -> Iterator[Any]:
-    """Read rows by `json`: Arrow would give each tool call the arguments of all others."""
+    """Yield rows, read with the json module: Arrow would give each tool call the arguments of all others."""
     with path.open(encoding="utf-8-sig") as f:
         if path.suffix == ".json":
             first = next((line for line in f if line.strip()), "")
@@ -162,7 +162,7 @@ def _table(source: str) -> tuple[Any, str]:
 
 
 def _given(value: Any) -> Any:
-    """A row without null fields: Arrow gives each object the fields of all others."""
+    """Drop a row's null fields: Arrow gives each object the fields of all others."""
     if isinstance(value, dict):
         return {k: _given(v) for k, v in value.items() if v is not None}
     if isinstance(value, list):

@@ -1,9 +1,9 @@
 """Tokenise documents in linear time and constant memory.
 
 A tokenizer keeps data for each token of a text (1.6 GB for 10 MB of prose; in parts 31 MB), and some need more than
-linear time. So long texts are cut where the ids do not change: at white space, if the ids around the cut equal those of
-its left side followed by those of its right side. This assumes that a word's ids depend on at most AROUND characters on
-either side. A text without such a place stays whole.
+linear time. So long texts are cut where this does not change the ids: at white space, if the text around the cut has
+the ids of its left side followed by those of its right side. This assumes that a word's ids depend on at most AROUND
+characters on either side. A text without a place to cut stays whole.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        # The end-of-text token, if any, and the ids that the tokenizer adds before a text, as a BOS.
+        # The end-of-text token, if any, and the ids that the tokenizer adds before a text, such as BOS.
         self.end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         bare, full = self.encode("a"), list(tokenizer("a", verbose=False)["input_ids"])
         places = (i for i in range(len(full)) if bare and full[i : i + len(bare)] == bare)
@@ -41,9 +41,9 @@ class Encoder:
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def stream(self, source: str) -> Iterator[tuple[int, list[int]]]:
-        """Yield the ids of a source part by part, each with the number of its document, not counting empty ones.
+        """Yield the ids of a source part by part, each with its document's number; empty documents are not counted.
 
-        A document is `begin`, its own ids, and `end`; a chat lacks those that its template has already written.
+        A document is `begin`, its own ids, and `end`; a chat goes without those that its template has written itself.
         """
         number = 0
         for document in documents(source):
@@ -69,7 +69,7 @@ class Encoder:
         yield end
 
     def _chat(self, chat: Conversation, source: str) -> str:
-        """Render a chat; raise InputError without a template, or if it refuses the chat or omits its tool calls."""
+        """Render a chat. Raises InputError without a template, or if that refuses the chat or omits its tool calls."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise InputError(
                 f"{source}: holds chats, and this model's tokenizer has no chat template: give text, or put the "
@@ -111,7 +111,7 @@ def parts(text: str, encode: Encode, size: int = PART, around: int = AROUND) -> 
 
 
 def _cut(text: str, start: int, encode: Encode, size: int, around: int) -> tuple[int, int] | None:
-    """The end of the part from `start`, and the beginning of the next; None for the last part."""
+    """Find the end of the part that begins at `start`, and the beginning of the next; None for the last part."""
     for least in range(start + size, len(text), size):
         for tried, place in enumerate(_PLACES.finditer(text, least, min(least + size, len(text)))):
             if tried == TRIES:

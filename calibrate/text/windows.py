@@ -31,7 +31,7 @@ class Windows:
 
     ids: Tensor  # int64 [samples, length]
     taken: tuple[int, ...]  # number of windows of each source
-    turns: Tensor  # int64 [samples], the position of each in the order of choice
+    turns: Tensor  # int64 [samples], when each window was chosen: 0 for the first
 
     @property
     def digest(self) -> str:
@@ -60,7 +60,7 @@ def load_tokenizer(path: Path) -> Any:
         raise InputError(f"{path}: has no tokenizer: put tokenizer.json there")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        tokenizer("a")  # reads further settings
+        tokenizer("a")  # this reads further settings, and may fail
     except Exception as error:  # transformers may raise anything on such files
         raise InputError(f"{path}: no tokenizer that transformers can load: {in_a_line(error)}") from None
     return tokenizer
@@ -91,8 +91,8 @@ def calibration_windows(
 ) -> Windows:
     """Choose `samples` windows of `length` tokens from all sources in proportion to their weights, by the seed.
 
-    A source (`documents.documents`) with too few windows gives all it has; none is repeated. Sources take turns by
-    d'Hondt's rule: each has at least the whole windows of its share of the first n windows. Weights are positive.
+    A source (`documents.documents`) with too few windows gives all it has; no window is repeated. Sources take turns by
+    d'Hondt's rule: of the first n windows each has at least its share, rounded down. Weights are positive.
     Raises InputError without sources, or if one does not fill a window.
     """
     if not sources:

@@ -164,7 +164,7 @@ def _config(path: Path) -> tuple[Any, Scheme | None]:
 
     try:
         config = AutoConfig.from_pretrained(path)
-    except Exception as error:  # its classes depend on transformers' version
+    except Exception as error:  # the error's class depends on transformers' version
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         if document["model_type"] not in CONFIG_MAPPING:

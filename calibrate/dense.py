@@ -81,7 +81,7 @@ class DenseWatch:
         self._sums: list[tuple[Tensor, Tensor]] = []
         self._counts: list[list[int]] = []
         self._of: dict[str, int] = {}
-        self._owner: dict[int, str] = {}  # group -> the module that its moments are taken at
+        self._owner: dict[int, str] = {}  # group -> the module at which the group's inputs are summed
         self._now: list[tuple[weakref.ref[Tensor], int]] = []
         self._power: dict[int, tuple[float, int]] = {}
         self._made: list[tuple[weakref.ref[Tensor], str]] = []
@@ -104,7 +104,7 @@ class DenseWatch:
                 hook.remove()
 
     def batch(self, windows: int) -> None:
-        """End a batch of `windows` windows."""
+        """Note that a batch of `windows` windows has ended."""
         self._first += windows
         self._now.clear()
         self._made.clear()

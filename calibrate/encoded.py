@@ -19,7 +19,7 @@ _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A checkpoint's quantisation: FP8 in blocks of (rows, columns), or MXFP4 in runs of 32."""
+    """A checkpoint's quantisation: FP8 in blocks of (rows, columns), or MXFP4 in groups of 32 columns."""
 
     name: str
     block: tuple[int, int] = (1, 32)

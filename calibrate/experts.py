@@ -29,7 +29,7 @@ def parameter_names(module: Any) -> dict[str, tuple[str, str | None]]:
 
 
 def describe(index: int, name: str, module: Any) -> ExpertLayer:
-    """The descriptor of an experts module; its parameters may be on the meta device."""
+    """Describe an experts module, whose parameters may be on the meta device."""
     matrices = []
     for matrix, (weight, _) in parameter_names(module).items():
         experts, rows, cols = getattr(module, weight).shape

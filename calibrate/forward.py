@@ -24,7 +24,7 @@ from .products import widened
 from .stream import StreamedModel
 
 EXPERTS_IMPLEMENTATION = "moepack_observe"
-Take = Callable[[Tensor, Tensor, Tensor], None]  # inputs, experts and gates of a call
+Take = Callable[[Tensor, Tensor, Tensor], None]  # gets the inputs, experts and gates of a call
 
 
 class _HiddenOnly(Tensor):
@@ -50,7 +50,7 @@ class Observation:
 
     inputs: Tensor  # [tokens, hidden], in the model's compute dtype
     experts: Tensor  # int32 [tokens, top_k], the experts that the router chose
-    gates: Tensor  # float32 [tokens, top_k], their weights
+    gates: Tensor  # float32 [tokens, top_k], the gates of these experts
     length: int  # tokens of a window
 
 
@@ -253,7 +253,7 @@ class _Buffer:
 
 @contextmanager
 def observing(module: Any, take: Take) -> Iterator[None]:
-    """Pass the inputs, experts and gates of each call of an experts module to `take`; do nothing if it is None."""
+    """Pass inputs, experts and gates of each call of an experts module to `take`; do nothing if `module` is None."""
     from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
     if module is None:

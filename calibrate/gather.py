@@ -126,7 +126,7 @@ def _is_held_out(tokens: Tensor, block: int) -> Tensor:
 
 
 def _spaced(tokens: Tensor, most: int) -> Tensor:
-    """At most `most` of the tokens, evenly spaced."""
+    """Pick at most `most` of the tokens, evenly spaced."""
     if len(tokens) <= most:
         return tokens
     return tokens[torch.linspace(0, len(tokens) - 1, most).long()]

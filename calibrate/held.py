@@ -84,7 +84,7 @@ class RowGather:
         self._tensor = tensor
 
     def __getitem__(self, index: Tensor) -> Tensor:
-        """The rows at int64 [rows]."""
+        """Copy the rows at `index`, int64 [rows]."""
         if not is_mapped(self._tensor):
             return self._tensor[index]
         out = self._tensor.new_empty(len(index), *self._tensor.shape[1:])

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .forward import Observation
 
-_AT_ONCE = 1 << 14  # tokens a chunk, at least a window; each takes a row of all experts
+_AT_ONCE = 1 << 14  # tokens of a chunk, at least one window; each token takes a row of all experts
 
 
 def routing_statistics(observation: Observation, experts: int) -> dict[str, Tensor]:

@@ -179,7 +179,7 @@ class StreamedModel(Skeleton):
         left = list(reversed(self.mtp))
         while left:
             group: dict[str, Tensor] = {}
-            with contextlib.ExitStack() as stack:  # its end unmaps the files
+            with contextlib.ExitStack() as stack:  # leaving it unmaps the files
                 reader = LazyWeights(self.checkpoint, stack)
                 while left and sum(t.nbytes for t in group.values()) < most:
                     name = left.pop()

@@ -1,4 +1,4 @@
-"""Download files of a Hub repository, several at a time, with one progress bar; an interruption stops at once.
+"""Download files of a Hub repository, several at a time, with one progress bar. Interrupting does not wait for them.
 
 The repository is never listed: it may hold any number of other files. hub_name.py says why this is in pack/.
 """

@@ -21,7 +21,7 @@ FORMAT_NAME = "moepack"
 FORMAT_VERSION = 3  # the version that is written
 READABLE = (2, 3)  # the versions that are read: 2 has neither all encodings nor versions of dense matrices
 DENSE_SINCE = 3  # the first version of the format in which dense matrices have versions
-HINT = "import moepack first: this is a moepack bundle"  # tensor name in transformers' report of unknown ones
+HINT = "import moepack first: this is a moepack bundle"  # a tensor's name that plain transformers reports as unknown
 LOSSLESS = next(v.name for v in KNOWN if v.holds)  # the version that every recipe makes of dense matrices
 MAX_DIM = 1 << 24  # rows or columns of a matrix
 MAX_EXPERTS = 1 << 16
@@ -31,7 +31,7 @@ MAX_DENSE = 1 << 16  # dense matrices that have versions
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """The experts of one decoder layer; all of them have the same matrices."""
+    """The experts of one decoder layer; all of them have matrices of the same shapes."""
 
     index: int  # the decoder layer's index in the model
     module: str  # the experts module's name in the transformers model
@@ -95,7 +95,7 @@ class DenseLayer:
     """The dense matrices of one decoder layer, or all those outside the layers. Each version has one file of them."""
 
     index: int | None  # the decoder layer's index; None for matrices outside the layers
-    first: int  # the number of its first matrix in the manifest's list
+    first: int  # the number of the layer's first matrix in the manifest's `dense`
     matrices: tuple[DenseMatrix, ...]  # they follow one another in that list
 
     kind = "dense"

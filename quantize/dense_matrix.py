@@ -39,7 +39,7 @@ def row_shards(rows: int, cols: int) -> list[range]:
 def quantise_rows(
     weight: Tensor, moments: Tensor, held: Tensor, method: str, versions: Sequence[Version]
 ) -> dict[Version, tuple[Quantised, DenseLoss]]:
-    """Quantise a slice of a matrix, float32 [rows, cols], at every version: each gives a batch of one, and its loss.
+    """Quantise a slice of a matrix, float32 [rows, cols], at every version, as a batch of one, and measure its loss.
 
     `moments` are E[x x^T] over the matrix's inputs, float32 [cols, cols], and `held` the same over held-out tokens, all
     on the compute device.

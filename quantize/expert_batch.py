@@ -56,13 +56,13 @@ class ExpertTokens:
     learn: Tensor
     learn_gates: Tensor  # gate weights of `learn`, float32
     compare: Tensor  # for a starved expert, the tokens its methods are compared on; none is in `learn`
-    measure: Tensor  # its own tokens, on which its losses are measured
+    measure: Tensor  # the expert's own tokens, on which its losses are measured
     gates: Tensor  # gate weights of `measure`, float32
     learnt: Tensor  # which of `measure` are in `learn`, bool
-    others: Tensor  # further tokens of the layer that it is measured on; none was routed to it
-    gate_square: float  # mean square of its gate weights, or of the layer's if it has none: the weight of `others`
-    starved: bool  # whether it has too few tokens for its method
-    rich: bool  # whether it has enough that `measure` and `learn` can be disjoint
+    others: Tensor  # further tokens of the layer to measure the expert on; none was routed to it
+    gate_square: float  # mean square of the expert's gate weights, or the layer's if it has none: weight of `others`
+    starved: bool  # whether the expert has too few tokens for its method
+    rich: bool  # whether the expert has enough tokens for `measure` and `learn` to be disjoint
 
 
 @dataclass(frozen=True, slots=True)

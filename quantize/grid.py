@@ -77,7 +77,7 @@ def fix_zero(zero: Tensor, bits: int) -> Tensor:
 
 
 def fix_scale(scale: Tensor) -> Tensor:
-    """Round scales to bfloat16. Zero becomes the least normal number, so that a group of zeros can be divided by it."""
+    """Round scales to bfloat16. Zero becomes the least normal number, so that groups of zeros can be divided by it."""
     tiny = torch.finfo(torch.bfloat16).tiny
     return torch.where(scale == 0, tiny, scale).to(torch.bfloat16)
 

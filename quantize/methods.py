@@ -35,7 +35,7 @@ class Method:
 
     name: str  # its name in recipes, loss tables and reports
     quantise: Quantiser  # quantises a batch of experts at several widths; arguments and result as in `quantise_all`
-    needs_moments: bool = False  # whether it reads second moments; otherwise they may be None
+    needs_moments: bool = False  # whether it reads second moments; if not, these may be None
     one_bit: str | None = None  # the method that makes one-bit versions instead
     # Methods also tried for starved experts, in this order; the best on held-out tokens is kept. A fallback reads no
     # moments.

@@ -117,7 +117,7 @@ class ExpertMoments:
         return own if self.layer is None else shrink(own, tokens, self.layer.mean(without)[0], self.prior)
 
     def fewer(self, without: int) -> float:
-        """Ratio of all tokens to those outside a fold; both include `prior`."""
+        """Ratio of all tokens to those outside a fold; both counts include `prior`."""
         prior = 0.0 if self.layer is None else self.prior
         every = int(self.own.counts.sum())
         return (every + prior) / max(1.0, every - int(self.own.counts[without]) + prior)

@@ -3,8 +3,8 @@
 An expert's version is measured twice: on its own tokens, with an error that falls with their number, and on common
 tokens of the layer, which compare experts but are not its own. The relation own = m * others, with a scatter tau
 between experts, is fitted to all experts of the layer (a random-effects mean; DerSimonian and Laird, 1986). The
-estimate is the precision-weighted mean of `own` and `m * others`; without tokens of its own an expert has the second
-alone, with an error of tau.
+estimate is the precision-weighted mean of `own` and `m * others`. An expert without tokens of its own gets
+`m * others` alone, with an error of tau.
 
 A variance from few groups is uncertain and correlates with the loss: it is shrunk toward the layer's, as if PSEUDO
 more groups had the layer's variance.

@@ -69,7 +69,7 @@ class Encoder:
         yield end
 
     def _chat(self, chat: Conversation, source: str) -> str:
-        """Render a chat. Raises InputError without a template, or if that refuses the chat or omits its tool calls."""
+        """Render a chat. Raises InputError without a template, or if this refuses the chat or omits its tool calls."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise InputError(
                 f"{source}: holds chats, and this model's tokenizer has no chat template: give text, or put the "
@@ -99,7 +99,7 @@ def _called(chat: Conversation) -> Iterator[str]:
 
 
 def parts(text: str, encode: Encode, size: int = PART, around: int = AROUND) -> Iterator[str]:
-    """Cut a text into parts of about `size` characters whose ids join to those of the whole.
+    """Cut a text into parts of about `size` characters whose ids, joined, are the ids of the whole.
 
     A space between two parts is dropped if the tokenizer adds one before every text.
     """

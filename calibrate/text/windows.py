@@ -93,7 +93,7 @@ def calibration_windows(
 
     A source (`documents.documents`) with too few windows gives all it has; no window is repeated. Sources take turns by
     d'Hondt's rule: of the first n windows each has at least its share, rounded down. Weights are positive.
-    Raises InputError without sources, or if one does not fill a window.
+    Raises InputError without sources, or if a source does not fill a window.
     """
     if not sources:
         raise InputError("no calibration text: name files with --calibration, or data in the recipe")

@@ -18,7 +18,7 @@ from .. import isa
 from .bits import Bf16Bits, Buffer
 from .exponent import TILE as TILE
 
-# One name for all Python versions that installing may have built it for; OSError without it.
+# Installing builds a file named for its Python version. OSError if this Python has none.
 _library = ctypes.CDLL(str(Path(__file__).with_name(f"_exponent{sysconfig.get_config_var('EXT_SUFFIX')}")))
 _pointer, _number = ctypes.c_void_p, ctypes.c_int64
 _library.moepack_exponent_sample.argtypes = [_pointer, _number, _pointer]

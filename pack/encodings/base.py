@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ..codec.bits import Buffer
 
-Part = tuple[str, tuple[int, ...], int]  # a section without its place: kind, shape, bytes of an element
+Part = tuple[str, tuple[int, ...], int]  # a section that has no offset yet: kind, shape, bytes of an element
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Version(ABC):
     other attributes follow from the name.
     """
 
-    name: str  # its name, its folder in a bundle and its column in tables
+    name: str  # the version's name, its folder in a bundle and its column in tables
     encoding: str  # the manifest's word for the family of encodings
     bits: int  # bits of a code, at most 8; 16 for BF16
     kernel: int = field(compare=False)  # the version's number in kernels (runtime/kernels/forms.py)
@@ -45,7 +45,7 @@ class Version(ABC):
     # Whether the stored size depends on the values. Such a version is decoded on its device, or stays as it is stored.
     entropy_coded: ClassVar[bool] = False
     plain: ClassVar[bool] = False  # whether memory holds BF16 matrices (section "weight") that torch can use
-    transform: ClassVar[str | None] = None  # of activations before a product; kernels refuse versions with one
+    transform: ClassVar[str | None] = None  # of activations before a product; kernels refuse versions that have it
     matrix_boundary: ClassVar[int] = SECTION  # alignment of a matrix's begin in memory
     extent_boundary: ClassVar[int] = PAGE  # alignment of an extent's end in memory
 

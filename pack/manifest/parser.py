@@ -341,7 +341,7 @@ def _allocation(check: Checker, value: Any, found: Manifest) -> Allocation | Non
 
 
 def _chosen(check: Checker, at: str, value: Any, count: int, names: Sequence[str]) -> tuple[str, ...]:
-    """Check a list of one version's name for each of `count` experts or matrices."""
+    """Check a list that names a version for each of `count` experts or matrices."""
     row = check.items(at, value, count)
     if len(row) != count:
         check.wrong(at, "count", f"{len(row)} names, not {count}")

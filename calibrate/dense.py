@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .stream import StreamedModel
 
 HELD_OUT = 4  # one window in four is held out
-TOKENS = 1 << 16  # about the tokens to learn from; bounds the time, and its effect on the error is not measured
+TOKENS = 1 << 16  # approximate number to learn from: bounds the time; its effect on the error is not measured
 SPARE = 16  # the fewest tokens to learn from, per column
 # Share of a matrix's relative error that reaches its block's output if other operations follow. On tiny-qwen3-moe at 4
 # bits, by KL divergence against o's and the experts' errors of the same layer: q 0.39, k 0.49, v 0.44, geometric means

@@ -15,7 +15,7 @@ from .gptq import experts_at_once, working_bytes
 from .methods import method_for
 
 OTHERS = 256  # the most tokens of other experts that an expert is measured on
-SMALL = 16 << 20  # bytes, and a 16th of those counted: for small tensors and the allocator's rounding
+SMALL = 16 << 20  # bytes added, with a 16th of those counted, for small tensors and the allocator's rounding
 CODED = 0.75  # upper bound of a lossless extent relative to its BF16 matrix, except for unusual weights
 
 

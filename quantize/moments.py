@@ -28,7 +28,7 @@ PRIOR = 0.5  # K over the columns of the matrix
 # A product is made in strips of STRIP rows or more, each from the diagonal on, at most STRIPS of them: 4,096 tokens of
 # 2,048 columns take 0.61 of the whole product's time on one core, in two strips 0.69.
 STRIP, STRIPS = 256, 16
-NEGLIGIBLE = 8  # from 8 K tokens on, the layer's part changes errors by less than 1 % and is not computed
+NEGLIGIBLE = 8  # from this times K tokens on, the layer's part changes errors by less than 1 %: not computed
 
 
 def second_moments(inputs: Tensor, gates: Tensor | None = None) -> Tensor:

@@ -12,22 +12,22 @@ from moepack.runtime.store.files import Stored
 
 
 class Memory:
-    """A range of device memory. The methods are called only where parts of it are returnable."""
+    """A range of device memory. The methods are called only if `returnable`."""
 
-    returnable = False  # whether parts of it can be given back; otherwise all of it is taken from the start
+    returnable = False  # whether parts of the range can be given back; otherwise all of it is taken from the start
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor  # all of it, uint8 [bytes], beginning on a page
 
     def cost(self, start: int, size: int) -> int:
-        """Return the device's bytes that `take` would take; in memory of large pieces they may not be `size`."""
+        """Return the device bytes that `take` would use; they differ from `size` where memory comes in large pieces."""
         return size
 
     def take(self, start: int, size: int) -> None:
-        """Take these bytes before they are written. Raises MemoryError, and takes nothing, where there are none."""
+        """Take these bytes before they are written. If memory is short, take nothing and raise MemoryError."""
 
     def give_back(self, start: int, size: int) -> int:
-        """Give taken bytes back, and lose their contents. Returns the bytes that the device has back."""
+        """Give taken bytes back; their contents are lost. Returns how many bytes the device has regained."""
         return size
 
 
@@ -41,14 +41,14 @@ class Completion(Protocol):
         """Return whether the work has ended, with or without success. Never waits."""
 
     def wait(self) -> None:
-        """Wait for the end. The forward pass never calls this under a policy that does not block."""
+        """Wait for the end. The forward pass calls this only under a policy that may block."""
 
     def cancel(self) -> None:
         """Cancel the work: it ends early, or completes."""
 
 
 class Device(Protocol):
-    """Memory, one migration stream beside the compute stream, and events on both."""
+    """A device: its memory, a migration stream (for copies) beside the compute stream, and events on both."""
 
     @property
     def moved(self) -> int:
@@ -63,23 +63,23 @@ class Device(Protocol):
     def fetch(
         self, find: Callable[[], Stored], target: Tensor, layer: ExpertLayer, version: Version, packed: bool = False
     ) -> Completion:
-        """Copy an extent into a block on the migration stream; a lossless one is decoded there, unless `packed`.
+        """Copy an extent into the block `target` on the migration stream; decode a lossless extent unless `packed`.
 
-        `find` locates the extent, on the migration stream, because it may open a file. The event ends without an error
-        only after every byte of the block is in place and the digest was checked.
+        `find` locates the extent. It is called on the migration stream because it may open a file. The returned event
+        ends without an error only after every byte of the block is in place and the digest was checked.
         """
 
     def mark(self) -> Completion:
         """Return an event that ends with the compute issued so far."""
 
     def limit(self, bytes_per_second: float | None, least: int = ...) -> None:
-        """Limit the migration stream's rate; None: no limit. A copy counts as at least `least` bytes."""
+        """Limit the migration stream's rate; `None` removes the limit. A copy counts as at least `least` bytes."""
 
     def serve(self) -> None:
-        """Begin background work: loading has ended."""
+        """Begin background work. Called once the model is loaded."""
 
     def host(self) -> dict[str, Any]:
-        """Return how extents are kept on the host, ready for JSON; at least `mode`."""
+        """Return how extents are kept on the host, ready for JSON. The key `mode` is always present."""
 
     def close(self, wait: bool = True) -> None:
-        """End the migration stream, and wait for it; work that has not begun is cancelled."""
+        """End the migration stream, and wait for its thread if `wait`; work that has not begun is cancelled."""

@@ -44,7 +44,7 @@ class CpuMemory(Memory):
         self._lock = threading.Lock()
 
     def _change(self, start: int, size: int, by: int) -> list[int]:
-        """Count bytes in or out; returns the huge pages that were, or are now, taken wholly."""
+        """Count bytes in or out; return the huge pages that were wholly taken before, or are now."""
         at, changed = start - self._first, []
         for i in range(max(at // HUGE, 0), min(-(-(at + size) // HUGE), len(self._taken))):
             before = int(self._taken[i])
@@ -60,12 +60,12 @@ class CpuMemory(Memory):
                 self._map.madvise(advice, self._first + i * HUGE, HUGE)  # type: ignore[arg-type]
 
     def take(self, start: int, size: int) -> None:
-        """Count the bytes, and request huge pages; writing takes the memory."""
+        """Count the bytes, and request huge pages; the system provides memory when they are written."""
         with self._lock:
             self._advise(getattr(mmap, "MADV_HUGEPAGE", None), self._change(start, size, 1))
 
     def settle(self, start: int, size: int) -> None:
-        """Collapse huge pages that were written before all of them was taken; call it after a write."""
+        """Collapse ranges that were taken in parts into huge pages (MADV_COLLAPSE); call this after a write."""
         at = start - self._first
         with self._lock:
             late = [i for i in range(at // HUGE, -(-(at + size) // HUGE)) if i in self._late]
@@ -73,7 +73,7 @@ class CpuMemory(Memory):
             self._late.difference_update(late)
 
     def give_back(self, start: int, size: int) -> int:
-        """Return whole pages to the system."""
+        """Give whole pages back to the system."""
         with self._lock:
             self._advise(getattr(mmap, "MADV_NOHUGEPAGE", None), self._change(start, size, -1))
             self._map.madvise(mmap.MADV_DONTNEED, start, size)
@@ -81,15 +81,15 @@ class CpuMemory(Memory):
 
 
 class CpuDevice(Migration):
-    """The CPU: extents are read into their block; a lossless one is decoded into it from a staging buffer."""
+    """The CPU: extents are read into their block; a lossless extent is decoded into its block from a staging buffer."""
 
     def __init__(
         self, staging_bytes: int, on_event: Callable[[], None] = lambda: None, threads: int | None = 1
     ) -> None:
-        """Allocate the staging buffer, of the largest lossless extent that is fetched.
+        """Allocate the staging buffer: `staging_bytes` is the size of the largest lossless extent that is fetched.
 
-        `on_event` is called on the stream's thread after each fetch has ended. Extents are decoded on `threads`: one
-        beside a forward pass, None for all cores.
+        `on_event` is called on the stream's thread after each fetch has ended. `threads` decode an extent: 1 leaves the
+        other cores to the forward pass, `None` uses all cores.
         """
         super().__init__(on_event)
         self._threads = threads
@@ -132,12 +132,12 @@ class CpuDevice(Migration):
                 memory.settle(at, len(written))
 
     def mark(self) -> HostEvent:
-        """Return an ended event: compute on a CPU has ended when its call returns."""
+        """Return an event that has ended: on a CPU, compute has ended when its call returns."""
         return self._now
 
     def serve(self) -> None:
         """Do nothing: the page cache is the host's store."""
 
     def host(self) -> dict[str, Any]:
-        """Return the mode: files alone."""
+        """Return the mode `files`: extents are kept in the bundle's files alone."""
         return {"mode": "files"}

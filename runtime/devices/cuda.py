@@ -1,8 +1,8 @@
 """A CUDA device for changing versions. It has not run on a GPU yet: tests put a stand-in behind torch_cuda.py.
 
-A thread issues copies on its own stream and polls for their end. An extent in pinned memory (pinned.py) is one copy.
-Otherwise the file is read into a staging buffer, whose chunks are copied while the next ones are read. A lossless
-extent is decoded on another stream, beside the next one's copy. The forward pass waits for none of this.
+A thread issues copies on its own stream and polls for their end. An extent in pinned memory (pinned.py) takes one copy.
+Otherwise the file is read into a staging buffer, whose chunks are copied while later chunks are read. A lossless
+extent is decoded on another stream, while the next extent is copied. The forward pass waits for none of this.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from .torch_cuda import TorchGpu
 
 log = logging.getLogger("moepack.runtime")
 SLOTS = 2  # fetches under way: one is decoded while the next is copied, or copied while the next is read
-MATRICES = 64  # the most matrices of an expert, which has two or three
+MATRICES = 64  # an upper bound of the matrices of one expert, which has two or three
 
 
 class RegisteredMemory(CpuMemory):
-    """Anonymous pages of the host tier; each range is pinned when it is taken. A pool's lock guards it.
+    """Anonymous pages of the host tier; each range is pinned when it is taken. The lock of their pool guards them.
 
-    Pinned pages are not swapped out, and the device can copy from them. Where the system refuses to pin more, the rest
-    is ordinary memory. `pinned` counts the registered bytes.
+    Pinned pages are not swapped out, and the device can copy from them. Once the system refuses to pin more, further
+    ranges are ordinary memory. `pinned` counts the registered bytes.
     """
 
     def __init__(self, size: int, calls: Cudart, refused: threading.Event) -> None:
-        """Take `refused`, which is set once the system has refused any memory of the device."""
+        """Reserve `size` bytes. `refused`, which all memories of a device share, is set at the first refusal to pin."""
         super().__init__(size)
         self.pinned = 0
         self._calls, self._refused = calls, refused
@@ -71,7 +71,7 @@ class RegisteredMemory(CpuMemory):
         self.pinned += size
 
     def give_back(self, start: int, size: int) -> int:
-        """Return whole pages to the system."""
+        """Unpin these bytes, and give whole pages back to the system."""
         self._let_go(start)
         return super().give_back(start, size)
 
@@ -96,11 +96,11 @@ class StreamMark:
     cancelled: bool = False
 
     def done(self) -> bool:
-        """Return whether the stream has reached it."""
+        """Return whether the stream has reached the mark."""
         return bool(self.event.query())
 
     def wait(self) -> None:
-        """Wait for it on the host."""
+        """Block the host until the stream has reached the mark."""
         self.event.synchronize()
 
     def cancel(self) -> None:
@@ -109,7 +109,7 @@ class StreamMark:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Buffers of one fetch: host staging, device staging for compressed extents, and the decoder's report."""
+    """Buffers of one fetch: host staging, device staging for lossless extents, and the decoder's report."""
 
     host: Tensor
     device: Tensor
@@ -133,17 +133,17 @@ class CudaDevice(Migration):
         granule: int = 0,
         pins: Cudart | None = None,
     ) -> None:
-        """Allocate the buffers of `slots` fetches that may be under way.
+        """Allocate buffers for `slots` fetches at a time.
 
-        `largest` and `staging` are bytes of the largest extent that is fetched, and of the largest lossless one.
-        `on_event` is called on the stream's thread after each fetch has ended. `serve` starts `host`, which is closed
-        with the device. `pins` pins memory of experts that the host runs.
+        `largest` is the size in bytes of the largest extent that is fetched, `staging` that of the largest lossless
+        extent. `on_event` is called on the stream's thread after each fetch has ended. `host` is started by `serve` and
+        closed with the device. `pins` pins memory of experts that the host runs.
         """
         self.gpu = gpu = gpu or TorchGpu(device)
         size = align(max(largest, PAGE), PAGE)
         staging = align(largest if staging is None else staging, PAGE)
         self.pinned = host
-        # The driver's calls, where experts are paged: memory is then mapped by `granule` bytes, and may be given back
+        # The driver's calls if experts are paged: memory is then mapped by `granule` bytes, and can be given back
         self.calls, self.granule = calls, granule
         self._mapped: list[MappedMemory] = []
         self._pins, self._refused = pins, threading.Event()
@@ -156,14 +156,14 @@ class CudaDevice(Migration):
         super().__init__(on_event, depth=slots)
 
     def memory(self, size: int) -> Memory:
-        """Allocate device memory; where experts are paged, reserve addresses that are mapped when taken."""
+        """Allocate device memory; if experts are paged, only reserve addresses, to which `take` maps memory."""
         if self.calls is not None:
             self._mapped.append(MappedMemory(size, self.calls, self.gpu.over, self.granule))
             return self._mapped[-1]
         return Memory(self.gpu.memory(max(align(size, PAGE), PAGE)))
 
     def host_memory(self, size: int) -> Memory:
-        """Allocate host memory that is pinned while it is taken; ordinary memory without `pins`."""
+        """Allocate host memory whose taken ranges are pinned; ordinary memory if `pins` was not given."""
         if self._pins is None:
             return CpuMemory(size)
         self._registered.append(RegisteredMemory(size, self._pins, self._refused))
@@ -172,7 +172,7 @@ class CudaDevice(Migration):
     def fetch(
         self, find: Callable[[], Stored], target: Tensor, layer: ExpertLayer, version: Version, packed: bool = False
     ) -> Completion:
-        """Copy an extent, and decode a lossless one on the device unless `packed`; `parts` then describes it."""
+        """Copy an extent; decode a lossless one on the device unless `packed`. `parts` describes a packed extent."""
 
         return self.stream.submit(lambda event: self._issue(event, find(), target, layer, version, packed))
 
@@ -228,7 +228,7 @@ class CudaDevice(Migration):
         return ended
 
     def hold(self, source: Stored) -> Held | None:
-        """Return an extent in pinned memory; None where its file must be read."""
+        """Return the extent in pinned memory, or `None` if its file must be read."""
         return self.pinned.hold(source.place) if self.pinned is not None else None
 
     def bring(
@@ -239,9 +239,10 @@ class CudaDevice(Migration):
         held: Held | None,
         before: Callable[[int], None] = lambda size: None,
     ) -> None:
-        """Issue the copies of an extent: from `held`, or from its file through `host`, with a check of its digest.
+        """Issue the copies of an extent to `there`: from `held`, or else from its file through the buffer `host`.
 
-        `before` is called with the size of each chunk before it is read or copied.
+        The digest of a file's bytes is checked. `before` is called with the size of each chunk before it is read or
+        copied.
         """
         copy = self.gpu.copy
         if held is not None:
@@ -256,7 +257,7 @@ class CudaDevice(Migration):
             source.read_into(host.numpy(), before, None, after)
 
     def parts(self, extent: Tensor) -> tuple[CodedPart, ...]:
-        """Return the parts of the packed extent that was fetched to this address."""
+        """Return the parts (coded matrices) of the packed extent that was fetched to this address."""
         return self._parts[extent.data_ptr()]
 
     def decode(
@@ -267,7 +268,7 @@ class CudaDevice(Migration):
         Returns:
             int32 [experts x matrices] in pinned memory: the decoder's reports, at the start of `report` if given.
 
-        Raises BundleError when one is not a coded matrix.
+        Raises BundleError when any of them is not a coded matrix.
         """
         try:
             found = self.gpu.decode([packed.job(i, self.gpu.copy) for packed in all_packed for i in matrices])
@@ -287,7 +288,7 @@ class CudaDevice(Migration):
             self.pinned.start()
 
     def host(self) -> dict[str, Any]:
-        """Return the state of the pinned store (HostStore.state)."""
+        """Return the state of the pinned store (`HostStore.state`), or the mode `staged` without one."""
         return self.pinned.state() if self.pinned is not None else {"mode": "staged"}
 
     def unmap(self) -> None:
@@ -296,7 +297,7 @@ class CudaDevice(Migration):
             memory.close()
 
     def close(self, wait: bool = True) -> None:
-        """End the stream's thread, then the filling."""
+        """End the stream's thread, then the filling of pinned memory; unpin the host tier's memory."""
         super().close(wait)
         if self.pinned is not None:
             self.pinned.close()
@@ -305,9 +306,9 @@ class CudaDevice(Migration):
 
 
 def find_parts(source: Stored, layer: ExpertLayer, staging: Tensor, held: Held | None) -> tuple[CodedPart, ...]:
-    """Parse a lossless extent that `bring` has copied; of a mapped one, the headers are first read into `staging`.
+    """Parse a lossless extent that `bring` has copied, and return its parts (coded matrices).
 
-    Raises BundleError when it is not well formed.
+    If `held` is mapped, its headers are first read into `staging`. Raises BundleError when the extent is malformed.
     """
     extent: Buffer = staging.numpy()[: source.size]
 
@@ -340,9 +341,9 @@ def open_cuda(
     host_memory: int | None,
     granule: int = 0,
 ) -> CudaDevice:
-    """Open the device, and pin extents of `versions` in `host_memory` bytes, by default what the system has left.
+    """Open the device, and prepare to pin extents of `versions` in `host_memory` bytes (default: all that can be).
 
-    With `granule` its memory is mapped by that many bytes.
+    A `granule` other than 0 makes device memory mapped, in units of `granule` bytes.
     """
     gpu, host, calls = TorchGpu(device), None, None
     try:

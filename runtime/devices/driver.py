@@ -1,7 +1,7 @@
 """The CUDA driver's calls on virtual memory, through the bindings that torch's CUDA wheels install (cuda-bindings).
 
-cuMemAddressReserve reserves addresses, cuMemCreate makes memory, cuMemMap and cuMemSetAccess map one to the other.
-Every error is raised. It has not run on a GPU yet: tests use bindings that enforce the driver's rules.
+cuMemAddressReserve reserves addresses, cuMemCreate makes memory, cuMemMap and cuMemSetAccess map memory to addresses.
+Every error is raised. This code has not run on a GPU yet: tests use bindings that enforce the driver's rules.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ class DriverError(MemoryError):
 
 
 class Driver:
-    """The calls for one device. Each may come from any thread, and raises DriverError.
+    """The calls for one device. Any thread may make them; a call that fails raises DriverError.
 
-    Sizes and addresses are multiples of `granularity`. No call is ordered behind work on a stream: before `unmap`, wait
-    for all work that reads or writes there.
+    Sizes and addresses are multiples of `granularity`. Calls do not wait for work on a stream: before `unmap`, wait for
+    all work that reads or writes there.
     """
 
     def __init__(self, device: int, bindings: Any = None) -> None:
-        """Take a device's index. `bindings` replaces cuda.bindings.driver in tests.
+        """Prepare calls for the device with index `device`. `bindings` replaces cuda.bindings.driver in tests.
 
         Raises InputError where the bindings are not installed.
         """
         self._cuda = cuda = bindings or _bindings()
-        # A thread may have no context yet.
+        # Calls need a CUDA context, which a thread may lack.
         self._current = contextlib.nullcontext if bindings else functools.partial(torch.cuda.device, device)
         where = cuda.CUmemLocation()
         where.type, where.id = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, device
@@ -50,7 +50,7 @@ class Driver:
         return int(out[0]) if out else 0
 
     def granularity(self) -> int:
-        """Return the bytes by which the device's memory comes: 2 MiB on GPUs so far."""
+        """Return the bytes of the smallest unit of device memory: 2 MiB on GPUs so far."""
         least = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         return self._call("cuMemGetAllocationGranularity", self._kind, least)
 
@@ -59,7 +59,7 @@ class Driver:
         return self._call("cuMemAddressReserve", size, 0, 0, 0)
 
     def unreserve(self, address: int, size: int) -> None:
-        """Release all addresses of one `reserve`, with nothing mapped there."""
+        """Release all addresses of one `reserve`, once nothing is mapped there."""
         self._call("cuMemAddressFree", address, size)
 
     def create(self, size: int) -> int:
@@ -71,11 +71,11 @@ class Driver:
         self._call("cuMemRelease", handle)
 
     def map(self, address: int, size: int, handle: int) -> None:
-        """Map all memory of a handle to an address; it must not be accessed before `allow`."""
+        """Map all memory of a handle to an address; it is accessible only after `allow`."""
         self._call("cuMemMap", address, size, 0, handle, 0)
 
     def allow(self, address: int, size: int) -> None:
-        """Let the device read and write what is mapped there."""
+        """Let the device read and write the memory mapped at these addresses."""
         self._call("cuMemSetAccess", address, size, [self._access], 1)
 
     def unmap(self, address: int, size: int) -> None:

@@ -1,7 +1,7 @@
 """Limit the C library's heap on a CPU to the memory in use, and copy dense tensors out of mapped files.
 
-Otherwise a process exceeds its budget: growing caches and freed activations leave large holes in the heap, which glibc
-keeps. `reusing` allows that for a while.
+Otherwise a process exceeds its budget: growing caches and freed activations leave large holes in the heap, whose memory
+glibc keeps. Inside the context of `reusing`, glibc may keep it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from typing import Any
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # malloc.h
-# Buffers from 512 KiB on are mapped, and return to the system when freed. On a model of hidden size 512 with caches of
-# 3,072 tokens the process's peak falls from 12 MB above the reservations to 3. Prefill takes 8 % longer (the system
-# clears each page again), decoding no longer. At 128 KiB prefill takes 45 % longer; at 2 MiB the peak hardly falls.
+# Buffers of 512 KiB or more are mapped, and return to the system when freed. On a model of hidden size 512 with caches
+# of 3,072 tokens the process's peak falls from 12 MB above the reservations to 3. Prefill takes 8 % longer (the system
+# clears each page again), decoding as long as before. At 128 KiB prefill takes 45 % longer; at 2 MiB the peak hardly
+# falls.
 MAPPED, KEPT = 512 << 10, 4 << 20
 # The limits that glibc reaches by itself. Once one is set, glibc stops adapting them.
 MOST_MAPPED, MOST_KEPT, MAPPINGS = 32 << 20, 64 << 20, 65536
@@ -37,7 +38,7 @@ def _libc() -> Any:
 
 
 def bound() -> None:
-    """Keep little freed memory in the heap, outside `reusing`. Does nothing without glibc or if the user set limits."""
+    """Make glibc keep little freed memory, except inside `reusing`. Does nothing without glibc or if limits are set."""
     with _lock:
         _limits[:] = MAPPED, KEPT
         if not _reusers:
@@ -48,10 +49,10 @@ def bound() -> None:
 def reusing() -> Iterator[None]:
     """Reuse freed memory for the next allocations inside the context, instead of mapping large buffers anew.
 
-    It saves the system from clearing every page again, and leaves holes in the heap. The holes' memory goes back at the
-    end, but holes below live memory can be taken again, where `bound` has no effect. So allocate lasting memory
-    outside. The state is the process's, and ends with the last thread inside. Does nothing without glibc, or where the
-    user has set its limits.
+    The system then need not clear every page again, but holes form in the heap. Their memory goes back at the end.
+    Later allocations may still fill holes below live memory, where `bound` has no effect, so allocate lasting memory
+    outside. The whole process is in this state until the last thread leaves the context. Does nothing without glibc, or
+    if the user has set glibc's limits.
     """
     global _reusers
     with _lock:
@@ -89,9 +90,9 @@ def trim() -> None:
 
 
 def own(model: Any) -> None:
-    """Copy parameters and buffers out of files that they may be mapped from; tied ones stay tied.
+    """Copy a model's parameters and buffers, which may be mapped from files, into own memory; tied ones stay tied.
 
-    Mapped pages belong to the system's cache, and change with the file.
+    Mapped pages belong to the system's page cache, and change with the file.
     """
     copies: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):

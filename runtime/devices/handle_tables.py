@@ -1,8 +1,8 @@
-"""Handle tables on a GPU: one for each running step, so that all of its kernels read one epoch.
+"""Handle tables on a GPU: one for each running step, so that all kernels of a step read one epoch.
 
-A step takes a table that no step reads any more. If the table has another epoch, the step copies the handles into it
-from pinned memory, on its own stream and before its kernels. Steps do not share tables, so a later step changes nothing
-for running ones.
+A step takes a table that no other step reads. If the table holds another epoch, the step copies the handles into the
+table from pinned memory, on the step's stream and before its kernels. Steps do not share tables, so a later step
+changes nothing for running ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moepack.runtime.experts.handles import Snapshot
 
 @dataclass(slots=True, eq=False)
 class HandleTable:
-    """The handles of all layers at an epoch, int64 [layers, largest number of experts]."""
+    """The handles of all layers at one epoch: `words`, int64 [layers, most experts]. `read` ends with the last use."""
 
     words: Tensor
     epoch: int
@@ -33,16 +33,16 @@ class DeviceTables:
     """The tables of one device. Every method may be called from any thread."""
 
     def __init__(self, experts: Sequence[int], device: torch.device, mark: Callable[[], Completion]) -> None:
-        """Prepare tables; `mark` makes an event that ends with the compute issued so far."""
+        """Prepare tables for layers of `experts` experts; `mark` makes an event that ends with the issued compute."""
         self._shape, self._device, self._mark = (len(experts), max(experts)), device, mark
         self._free: list[HandleTable] = []
         self._lock = threading.Lock()
         self._host: tuple[int, Tensor] | None = None
 
     def take(self, epoch: int, snapshots: Sequence[Snapshot]) -> HandleTable:
-        """Return a table with the handles of an epoch, for one step; copied on the current stream.
+        """Return a table with an epoch's handles for one step; they are copied on the current stream if need be.
 
-        Raises InputError inside the capture of a CUDA graph, whose replays would always read the same handles.
+        Raises InputError inside the capture of a CUDA graph: its replays would always read the same handles.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise InputError(
@@ -62,7 +62,7 @@ class DeviceTables:
             return table
 
     def _pinned(self, epoch: int, snapshots: Sequence[Snapshot]) -> Tensor:
-        """Return an epoch's handles in pinned memory that is never rewritten: a pending copy may read it."""
+        """Return an epoch's handles in pinned memory, never rewritten because a pending copy may read it."""
         if self._host is None or self._host[0] != epoch:
             words = np.zeros(self._shape, np.int64)
             for row, snapshot in zip(words, snapshots, strict=True):

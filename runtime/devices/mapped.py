@@ -1,6 +1,6 @@
 """Device memory that is mapped and unmapped under fixed addresses, for pools of paged experts.
 
-The driver maps pieces of 2 MiB, and blocks may share a piece. A piece is mapped while any block on it is taken.
+The driver maps pieces of 2 MiB. Several blocks may share a piece, which stays mapped while any of them is taken.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from moepack.pack.spec import align
 from .contract import Memory
 from .driver import Driver, DriverError
 
-TensorAt = Callable[[int, int], Tensor]  # address and bytes: uint8
+TensorAt = Callable[[int, int], Tensor]  # from an address and a size to a tensor, uint8 [size]
 
 
 def reserve(calls: Driver, tensor_at: TensorAt, size: int, granule: int) -> tuple[int, Tensor]:
-    """Reserve addresses without memory; returns the first, and a tensor over all.
+    """Reserve `size` addresses without memory; return the first, and a tensor over all of them.
 
-    Raises InputError where the driver refuses them, or does not map memory by `granule` bytes.
+    Raises InputError if the driver refuses, or cannot map memory in units of `granule` bytes.
     """
     least = calls.granularity()
     if granule % least:
@@ -35,12 +35,12 @@ def reserve(calls: Driver, tensor_at: TensorAt, size: int, granule: int) -> tupl
 
 
 class MappedMemory(Memory):
-    """A reserved range whose pieces have memory while bytes on them are taken. A pool's lock guards it."""
+    """A reserved range of addresses; a piece has memory while bytes on it are taken. The lock of its pool guards it."""
 
     returnable = True
 
     def __init__(self, size: int, calls: Driver, tensor_at: TensorAt, granule: int) -> None:
-        """Reserve addresses, and take no memory; raises as `reserve`."""
+        """Reserve addresses without memory. Raises InputError if `reserve` does."""
         self._calls, self._granule = calls, granule
         self._size = max(align(size, granule), granule)
         self._at, tensor = reserve(calls, tensor_at, self._size, granule)
@@ -52,7 +52,7 @@ class MappedMemory(Memory):
         return range(start // self._granule, -(-(start + size) // self._granule))
 
     def cost(self, start: int, size: int) -> int:
-        """Return the bytes of the device that `take` would take now."""
+        """Return the device bytes that `take` would use now."""
         return self._granule * sum(i not in self._handles for i in self._pieces(start, size))
 
     def take(self, start: int, size: int) -> None:
@@ -67,7 +67,7 @@ class MappedMemory(Memory):
             self._users[i] = self._users.get(i, 0) + 1
 
     def give_back(self, start: int, size: int) -> int:
-        """Give back bytes that the device no longer uses; returns how many bytes were unmapped."""
+        """Give back bytes that the device no longer uses; return how many were unmapped."""
         given = 0
         for i in self._pieces(start, size):
             self._users[i] -= 1
@@ -94,7 +94,7 @@ class MappedMemory(Memory):
         self._calls.release(handle)
 
     def close(self) -> None:
-        """Give everything back; the device no longer uses it. May be called twice."""
+        """Give everything back. The device must have stopped using it. May be called twice."""
         if not self._at:
             return
         for i in list(self._handles):

@@ -1,6 +1,6 @@
 """A stream on the host: a thread that begins one piece of work after another, events, and a rate limit.
 
-On the CPU the thread does the work itself, and releases the GIL. For a GPU it issues the work and polls for its end.
+For a CPU the thread does the work itself, and releases the GIL. For a GPU it issues the work and polls for its end.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable
 
 from moepack.runtime.store.files import Cancelled
 
-FLOOR = 4 << 20  # the least bytes that a copy counts as under a rate limit: its calls cost about 0.5 ms
-SHORT = 0.0002  # seconds of debt without a sleep, which would last a third longer than asked for
+FLOOR = 4 << 20  # under a rate limit a smaller copy counts as this many bytes: its calls cost about 0.5 ms
+SHORT = 0.0002  # seconds; shorter delays are skipped, because a sleep would last a third longer than asked for
 POLL = 0.0005  # seconds between two checks of work on a GPU
 
-Going = Callable[[], bool]  # returns whether work has ended; raises its error
+Going = Callable[[], bool]  # returns whether work has ended; raises the error of work that failed
 
 
 class HostEvent:
@@ -40,11 +40,11 @@ class HostEvent:
         self._ended.wait()
 
     def cancel(self) -> None:
-        """End the work at its next chunk."""
+        """Ask the work to stop at its next chunk."""
         self.cancelled = True
 
     def end(self, error: BaseException | None) -> None:
-        """End the event."""
+        """Mark the work as ended, with its error or `None`."""
         self.error = error
         self._ended.set()
 
@@ -53,7 +53,7 @@ class HostStream:
     """A thread that begins one piece of work after another, in order."""
 
     def __init__(self, name: str, on_event: Callable[[], None], depth: int = 1) -> None:
-        """Start the thread, which calls `on_event` after each piece of work; at most `depth` are under way."""
+        """Start the thread, which calls `on_event` after each piece of work; at most `depth` pieces are under way."""
         self._on_event, self._depth = on_event, depth
         self._work: queue.SimpleQueue[tuple[HostEvent, Callable[[HostEvent], Going | None]] | None]
         self._work = queue.SimpleQueue()
@@ -63,7 +63,7 @@ class HostStream:
         self._thread.start()
 
     def submit(self, work: Callable[[HostEvent], Going | None]) -> HostEvent:
-        """Queue work, which receives its event. Work that only begins something returns a check for its end.
+        """Queue `work`, a function called with its event. Work that only issues something returns a check for its end.
 
         Events end in the order in which their work began.
         """
@@ -146,7 +146,10 @@ class Migration:
         self.stream = HostStream("moepack-migration", on_event, depth)
 
     def gate(self, event: HostEvent, size: int) -> Callable[[int], None]:
-        """Return a function to call before each chunk of a copy: it waits for the rate, and raises Cancelled."""
+        """Return a function to call before each chunk of a copy: it waits as the rate limit asks.
+
+        The function raises Cancelled if the event was cancelled or the device is closing. `size` is the copy's bytes.
+        """
 
         def before(chunk: int) -> None:
             self.moved += chunk
@@ -163,7 +166,7 @@ class Migration:
         return before
 
     def limit(self, bytes_per_second: float | None, least: int = FLOOR) -> None:
-        """Limit copies to a rate of stored bytes; a copy counts as at least `least`."""
+        """Limit copies to a rate of stored bytes (`None`: no limit); a copy counts as at least `least` bytes."""
         self._rate, self._least = bytes_per_second, least
 
     def close(self, wait: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Measure the rate at which a device reads its memory, a bound for everything that reads weights."""
+"""Measure the rate at which a device reads its memory: no kernel reads weights faster."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 from .cpu import CpuMemory
 
-READ = 128 << 20  # bytes: more than a core's caches
+READ = 128 << 20  # bytes read: more than a core's caches hold
 
 
 def read_rate(device: torch.device) -> float | None:
-    """Return bytes a second, the best of five; None for a device that is not on this machine.
+    """Return bytes a second, the best of five, or `None` if the machine lacks the device.
 
-    On a CPU compiled kernels read with their threads, in huge pages, as they read weights.
+    On a CPU the compiled kernels read as they read weights: with all their threads, from huge pages.
     """
     try:
         run = _by_kernels() if device.type == "cpu" else _by_sum(device)

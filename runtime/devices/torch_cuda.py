@@ -1,6 +1,6 @@
-"""The calls that a CUDA device makes to torch: memory, streams for copies, decoding and filling pages, events.
+"""The calls that a CUDA device makes to torch: memory; streams for copies, decoding and filling pages; events.
 
-It is small, so that tests can replace it on a machine without a GPU.
+The module is small, so that tests can replace it on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def is_gpu(device: torch.device) -> bool:
 
 
 class TorchGpu:
-    """One GPU. `copy`, `decode`, `record` and `wait` use the stream of `migrating`, `decoding`, `loading` or
-    `computing`, inside which they are called."""
+    """One GPU. `copy`, `decode`, `record` and `wait` use the current stream, which the contexts `migrating`,
+    `decoding`, `loading` and `computing` choose."""
 
     def __init__(self, device: torch.device) -> None:
-        """Take a device; one without an index is the device that is current now."""
+        """Prepare streams on `device`; a device without an index means the current one."""
         index = device.index if device.index is not None else torch.cuda.current_device()
         self.device = torch.device("cuda", index)
         self._copies, self._decoder = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
@@ -46,36 +46,36 @@ class TorchGpu:
             yield
 
     def migrating(self) -> contextlib.AbstractContextManager[None]:
-        """Use the device and the stream for copies."""
+        """Use the device and the stream for copies inside the context."""
         return self._on(self._copies)
 
     def decoding(self) -> contextlib.AbstractContextManager[None]:
-        """Use the stream for decoding, which waits, on the device, for the copies issued so far."""
+        """Use the stream for decoding inside the context; the stream waits for the copies issued so far."""
         self._decoder.wait_stream(self._copies)
         return self._on(self._decoder)
 
     def loading(self, number: int) -> contextlib.AbstractContextManager[None]:
-        """Use one of the streams that fill pages."""
+        """Use one of the streams that fill pages inside the context."""
         return self._on(self._loads[number])
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
-        """Use the device, and keep the thread's compute stream."""
+        """Use the device, and the thread's own compute stream, inside the context."""
         return torch.cuda.device(self.device)
 
     def wait(self, event: Any) -> None:
-        """Make later work on this stream wait, on the device, for an event."""
+        """Make later work on the current stream wait for an event; the host does not wait."""
         torch.cuda.current_stream(self.device).wait_event(event)
 
     def over(self, address: int, size: int) -> Tensor:
-        """Return uint8 [size] over device addresses (`tensor_over`)."""
+        """Return a tensor, uint8 [size], over device addresses (`tensor_over`)."""
         return tensor_over(address, size, self.device)
 
     def copy(self, to: Tensor, source: Tensor) -> None:
-        """Issue one copy, from pinned memory, to it, or on the device. With other memory it would wait."""
+        """Issue one copy from or to pinned memory, or on the device. With other memory the call would wait."""
         to.copy_(source, non_blocking=True)
 
     def decode(self, jobs: Sequence[Any]) -> Tensor:
-        """Decode in one launch (exponent_triton.decode)."""
+        """Decode coded matrices in one launch (`exponent_triton.decode`)."""
         from moepack.runtime.kernels.exponent_triton import decode
 
         return decode(jobs)
@@ -92,7 +92,7 @@ class TorchGpu:
 
 
 class _Managed(ctypes.Structure):
-    """DLManagedTensor of dlpack.h, with the fields of its structures in a row, which have the same offsets."""
+    """DLManagedTensor of dlpack.h. The fields of its nested structures stand in a row, at the same offsets."""
 
     _fields_ = [
         ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
@@ -106,9 +106,9 @@ _given: list[Any] = []  # kept: torch reads an entry when the last view of its t
 
 
 def tensor_over(address: int, size: int, device: torch.device) -> Tensor:
-    """Return uint8 [size] over addresses that may have no memory yet, by DLPack, which names their device.
+    """Return a tensor, uint8 [size], over addresses that may have no memory yet, made through DLPack.
 
-    With `__cuda_array_interface__` torch asks the driver for the device, and the driver knows only mapped addresses.
+    DLPack names the device. With `__cuda_array_interface__` torch asks the driver, which knows only mapped addresses.
     """
     kind = {"cpu": 1, "cuda": 2}[device.type]
     shape, strides = (ctypes.c_int64 * 1)(size), (ctypes.c_int64 * 1)(1)

@@ -1,8 +1,8 @@
 """The CUDA runtime's calls on host memory, through the library that torch has loaded.
 
 torch's own binding (torch.cuda.cudart()) has cudaHostRegister and cudaHostUnregister, but no calls that clear an error
-or read a device's attribute. Its pinned allocator rounds up to a power of two. Every error is raised and cleared: the
-next kernel launch of the thread would report an error that stays set.
+or read a device's attribute. torch's pinned allocator rounds up to a power of two. Every error is raised and cleared:
+the thread's next kernel launch would report an error that stays set.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ READ_ONLY = 8  # cudaHostRegisterReadOnly
 
 
 class CudaError(RuntimeError):
-    """A failed call; its error has been cleared. `code` is the runtime's: 2 is out of memory, 801 not supported."""
+    """A failed call, whose error has been cleared. `code` is the runtime's: 2 is out of memory, 801 not supported."""
 
     def __init__(self, call: str, code: int, text: str) -> None:
         super().__init__(f"{call}: error {code} ({text})")
@@ -29,10 +29,10 @@ class CudaError(RuntimeError):
 
 
 class Cudart:
-    """The calls for one device. Each may come from any thread, and raises CudaError with no error left set."""
+    """The calls for one device. Any thread may make them; a call that fails clears its error and raises CudaError."""
 
     def __init__(self, device: int, library: Any = None) -> None:
-        """Open the library for a device's index. `library` replaces the CUDA runtime in tests.
+        """Open the library for the device with index `device`. `library` replaces the CUDA runtime in tests.
 
         Raises OSError when torch has no CUDA runtime.
         """
@@ -65,7 +65,7 @@ class Cudart:
             raise CudaError(name, code, self._library.cudaGetErrorString(code).decode())
 
     def attribute(self, number: int) -> int:
-        """Return an attribute of the device."""
+        """Return the device's attribute with this number (cudaDevAttr...)."""
         value = ctypes.c_int()
         self._call("cudaDeviceGetAttribute", ctypes.byref(value), number, self._device)
         return value.value
@@ -85,13 +85,13 @@ class Cudart:
         return int(address.value or 0)
 
     def free(self, address: int) -> None:
-        """Free memory of `allocate`."""
+        """Free memory that `allocate` returned."""
         self._call("cudaFreeHost", address)
 
 
 def _torchs_library() -> Any:
-    """Return torch's copy of the CUDA runtime: the library keeps errors, and another copy would clear its own."""
+    """Return the copy of the CUDA runtime that torch uses; another copy could not clear errors that this one keeps."""
     if torch.version.cuda is None:
         raise OSError("this torch was built without CUDA")
-    # By the name that torch was linked with, the loader returns the loaded copy.
+    # For the name that torch was linked with, the loader returns the copy that is loaded already.
     return ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")

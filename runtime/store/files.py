@@ -1,7 +1,7 @@
 """The backing store: extents in the bundle's files, checked against their digests before use.
 
-Extents are read, not mapped: a truncated file is then an error and not a signal, and reading is five times as fast as
-page faults. pinned.py keeps extents on the host beside the page cache.
+Extents are read, not mapped: a truncated file then raises an error instead of a signal, and reading is five times as
+fast as page faults. pinned.py keeps extents in pinned host memory.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def _state(file: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The location of one extent, and its digest."""
+    """The location of one extent in a file, and the extent's digest."""
 
     file: int  # a descriptor open for reading
     offset: int  # of its first byte
     size: int  # in bytes
     sha256: str  # the digest in hexadecimal
     where: str  # file, layer, expert and version, for errors
-    place: Place = ("", 0, 0)  # version, layer position, expert; for a dense matrix version, DENSE, its number
-    ahead: ReadAhead | None = field(default=None, compare=False, repr=False)  # may have read it already
-    # The file's state at the last check of each extent, which is not checked again until it changes; None: always
+    place: Place = ("", 0, 0)  # (version, layer position, expert); of a dense matrix: (version, DENSE, number)
+    ahead: ReadAhead | None = field(default=None, compare=False, repr=False)  # may have read the extent already
+    # The file's state when each extent was checked: not checked again while the state stays. `None`: always checked
     checked: dict[Place, tuple[int, int, int]] | None = field(default=None, compare=False, repr=False)
 
     def read_into(
@@ -62,15 +62,15 @@ class Stored:
         """Read the extent into the first `size` bytes of `out`, and check its digest. Releases the GIL.
 
         Args:
-            out: uint8, contiguous. A smaller one holds one chunk after another: the extent is checked, and not kept.
-            before: called with the size of each chunk before it is read; its exception ends the read.
+            out: uint8, contiguous. If it is smaller than the extent, each chunk overwrites the one before: the extent
+                is then checked, and not kept.
+            before: called with the size of each chunk before the chunk is read; an exception of `before` ends the read.
             read: reads some bytes from an offset of the file, and returns how many; by default `preadv`.
-            after: called with the begin and end of each chunk in the extent, once it is in `out`; the digest is checked
-                after the last chunk.
+            after: called with the begin and end of each chunk in the extent, once the chunk is in `out`; the digest is
+                checked after the last chunk.
 
         Raises:
-            BundleError: when the file cannot be read to the end, or its bytes do not match their digest; `out` is then
-                invalid.
+            BundleError: when the file cannot be read to the end, or the digest does not match; `out` is then invalid.
         """
         ready = self.ahead.take(self.place) if self.ahead is not None else None
         digest, kept, done = hashlib.sha256(), len(out) >= self.size, 0
@@ -97,7 +97,7 @@ class Stored:
                 self.checked[self.place] = _state(self.file)
 
     def read_some(self, part: memoryview, begin: int, read: Callable[[memoryview, int], int] | None = None) -> int:
-        """Read some of the extent's bytes from `begin`, unchecked; returns how many. Raises as `read_into`."""
+        """Read bytes of the extent from `begin` on, unchecked; return how many. Raises BundleError on failure."""
         try:
             at = self.offset + begin
             got = os.preadv(self.file, [part], at) if read is None else read(part, at)
@@ -108,9 +108,9 @@ class Stored:
         return got
 
     def load(self) -> Tensor:
-        """Read the extent into its own memory, uint8 [size], at a multiple of 64, which kernels rely on.
+        """Read the extent into new memory, uint8 [size], at an address that is a multiple of 64, as kernels require.
 
-        Raises as `read_into`.
+        Raises BundleError as `read_into` does.
         """
         if self.ahead is not None and (ready := self.ahead.take(self.place)) is not None:
             return ready
@@ -120,10 +120,10 @@ class Stored:
 
 
 class BackingStore:
-    """Reads extents of an open bundle. `position` counts the layers with experts."""
+    """Reads extents of an open bundle. A layer `position` counts only the layers with experts, from 0."""
 
     def __init__(self, bundle: Bundle, checks_again: bool = True) -> None:
-        """Open the store. Without `checks_again`, an extent is digested once, until its file is written to."""
+        """Open the store. Without `checks_again`, an extent is digested again only after its file has changed."""
         self.bundle = bundle
         self._checked: dict[Place, tuple[int, int, int]] | None = None if checks_again else {}
         self._lock = threading.RLock()  # a finalizer may close on the thread that holds it
@@ -133,9 +133,9 @@ class BackingStore:
         weakref.finalize(self, _close, self._files)
 
     def stored(self, version: str, position: int, number: int) -> Stored:
-        """Locate an expert's extent; at position DENSE, that of a dense matrix by its number in the manifest's list.
+        """Locate the extent of expert `number` of a layer; at position DENSE, of dense matrix `number` of the manifest.
 
-        The file is opened, and its header checked, at the first call. Raises BundleError when it is missing or damaged.
+        The first call opens the file and checks its header. Raises BundleError when the file is missing or damaged.
         """
         with self._lock:
             if self._closed:

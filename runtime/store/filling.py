@@ -1,4 +1,4 @@
-"""Fill pinned memory: many extents read at once, past the page cache where possible, each checked once."""
+"""Fill pinned memory: read many extents at once, past the page cache where possible, and check each once."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)  # errors of file systems and device
 
 
 class PageFile:
-    """A file read with O_DIRECT where possible; `direct` says whether it is, as far as is known."""
+    """A file read with O_DIRECT where possible; `direct` turns False once the system has refused O_DIRECT."""
 
     def __init__(self, path: Path, plain: int) -> None:
-        """Open the file once more. The caller keeps the descriptor `plain`."""
+        """Open the file once more, for O_DIRECT. `plain` is the caller's open descriptor, which `close` leaves open."""
         self._plain, self._fd = plain, -1
         with contextlib.suppress(OSError):  # refused, or removed: `plain` is open
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         self.direct = self._fd >= 0
 
     def read(self, part: memoryview, at: int) -> int:
-        """Read some bytes from an offset; returns how many. After a short read the rest may begin within a page."""
+        """Read bytes from offset `at`; return how many. Reads that are not whole pages use the page cache."""
         if self.direct and not at % PAGE and not len(part) % PAGE:
             try:
                 return os.preadv(self._fd, [part], at)
@@ -52,9 +52,9 @@ class PageFile:
 
 @dataclass(frozen=True, slots=True)
 class PinnedFiller:
-    """Fills regions of pinned memory, one after another, on one thread and its readers.
+    """Fills regions of pinned memory, one after another, with `threads` that read.
 
-    The callbacks are those of `read_extents`; `damaged` gets the error and the place of every bad extent.
+    `before` and `done` are passed to `read_extents`; `damaged` gets the error and the place of every bad extent.
     """
 
     calls: Cudart
@@ -65,15 +65,15 @@ class PinnedFiller:
     damaged: Callable[[str, str], None]
 
     def pin(self, path: Path, extents: Sequence[Stored]) -> tuple[set[int], Pinned | None]:
-        """Fill a region and pin it, and go down the chain on failure.
+        """Fill a region with `extents` and pin it; if a way of pinning fails, try the next one of the chain.
 
-        Returns the numbers of the good extents, and the region's memory, None if it was not pinned. The extents are in
-        the region's order, or in the file's while the chain is at mappings.
+        Returns the indices in `extents` of the good ones, and the region's memory (`None` if it was not pinned).
+        `extents` are in the region's order, which must be the file's order while the chain's mode is MAPPED.
         """
         chain, calls = self.chain, self.calls
         size = sum(stored.size for stored in extents)
         if chain.mode is Mode.MAPPED:
-            # Registered before it is checked, so that the checked pages are the ones that stay.
+            # The mapping is registered before it is checked, so that the checked pages are the pinned ones.
             if not warm(extents, self.threads, self.before):
                 return self._read(path, extents, None), None
             try:
@@ -113,7 +113,7 @@ class PinnedFiller:
             raise
 
     def _read(self, path: Path, extents: Sequence[Stored], out: Buffer | None) -> set[int]:
-        """Read and check a region's extents; returns the numbers of the good ones."""
+        """Read and check a region's extents; return the indices of the good ones."""
         rooms = None if out is None else np.split(out, np.cumsum([stored.size for stored in extents[:-1]], dtype=int))
         with contextlib.closing(PageFile(path, extents[0].file)) as file:
             read = file.read if out is not None else None
@@ -134,11 +134,11 @@ def read_extents(
     done: Callable[[Stored], None],
     read: Callable[[memoryview, int], int] | None,
 ) -> dict[int, BundleError]:
-    """Read extents in threads and check every digest; returns the errors of damaged ones by their number.
+    """Read extents in threads and check every digest; return the errors of damaged extents by their index.
 
-    `rooms` is the memory for each; without it they are checked and not kept. `before` is called with the size of each
-    chunk before it is read, and its exception ends everything; `done` after each good extent, on any thread; `read` as
-    in `Stored.read_into`.
+    `rooms` has the memory for each extent; if it is `None`, extents are checked and not kept. `before` is called with
+    the size of each chunk before the chunk is read; an exception of `before` ends everything. `done` is called after
+    each good extent, on any thread. `read` is that of `Stored.read_into`.
     """
     bad: dict[int, BundleError] = {}
 
@@ -156,7 +156,7 @@ def read_extents(
 
 
 def warm(extents: Sequence[Stored], threads: int, before: Callable[[int], None]) -> bool:
-    """Read extents into the page cache; returns whether all are complete."""
+    """Read extents into the page cache; return whether all could be read to their end."""
     complete = True
 
     def one(i: int) -> None:
@@ -176,7 +176,7 @@ def warm(extents: Sequence[Stored], threads: int, before: Callable[[int], None])
 
 
 def in_threads(work: Callable[[int], None], items: Sequence[int], threads: int) -> None:
-    """Call `work` on items in threads, in order; the first error stops them and is raised."""
+    """Call `work` on items in threads, which take them in order; the first error stops the threads and is raised."""
     queue, lock = iter(items), threading.Lock()
     errors: list[BaseException] = []
 

@@ -1,7 +1,7 @@
 """How much host memory is free, and may be pinned: what the system and the control group have left, less a margin.
 
 RLIMIT_MEMLOCK is reported, not applied: containers usually set it to 64 KiB or 8 MiB, and CUDA's drivers on Linux pin
-gigabytes despite it. Where a driver obeys it, registering fails, and the chain of pinning.py takes its next way.
+gigabytes despite it. If a driver obeys it, registering fails, and the chain of pinning.py tries its next way.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 CGROUPS, PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-MARGIN = 16  # a sixteenth of memory, at least 1 GiB, stays free: pinned pages are never swapped
+MARGIN = 16  # 1/16 of memory, at least 1 GiB, stays free: pinned pages are never swapped
 
 
 def host_limits(root: Path = CGROUPS, process: Path = PROCESS) -> dict[str, Any]:
-    """Return bytes, ready for JSON: `available_bytes`, `cgroup_bytes` (None without a limit), `memlock_bytes` (None
-    without one), `margin_bytes`, and `pinnable_bytes`, a store's default limit."""
+    """Return the limits in bytes, ready for JSON: `available_bytes`, `cgroup_bytes` and `memlock_bytes` (`None` where
+    no limit is set), `margin_bytes`, and `pinnable_bytes`, which is a store's default limit."""
     import psutil
 
     memory, cgroup = psutil.virtual_memory(), cgroup_room(root, process)
@@ -32,7 +32,7 @@ def host_limits(root: Path = CGROUPS, process: Path = PROCESS) -> dict[str, Any]
 
 
 def available_memory() -> int:
-    """Return the bytes that a process may still take, by the system and its control group."""
+    """Return the bytes that a process may still take: what the system and its control group both have left."""
     import psutil
 
     return _room(psutil.virtual_memory().available, cgroup_room(CGROUPS, PROCESS))
@@ -43,9 +43,9 @@ def _room(available: int, cgroup: int | None) -> int:
 
 
 def cgroup_room(root: Path, process: Path) -> int | None:
-    """Return the bytes that the process's control group and those above it have left; None without a limit.
+    """Return the least bytes left in the process's control group and the groups above it; `None` without a limit.
 
-    Page cache that can be dropped does not count as taken.
+    Page cache that can be dropped counts as free.
     """
     rooms = []
     for group in _groups(root, process):

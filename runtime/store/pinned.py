@@ -1,10 +1,12 @@
 """The host's store for a GPU: extents in pinned memory, filled in the background while the model is served.
 
-Regions become usable one after another. Until then, and for extents that do not fit or are damaged, a fetch reads the
-file through its staging buffers (devices/cuda.py). It never waits for the filling.
+Memory is filled in regions, which become usable one after another. A fetch reads the file through staging buffers
+(devices/cuda.py) while an extent's region is not filled, or if the extent does not fit or is damaged. It never waits
+for the filling.
 
-A region is one registration: a layer file's extents, or a part of them. A region per expert would be too many (a large
-model has some 30,000 extents, and drivers keep a table for each); a single one fails above 100 to 500 GiB.
+A region is one registration with CUDA: the extents of a layer file, or some of them. Regions of one expert would be too
+many (a large model has some 30,000 extents, and drivers keep a table for each); a single region fails above 100 to 500
+GiB.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ File = tuple[str, int]  # version, layer position
 
 @dataclass(slots=True, eq=False)
 class _Region:
-    """One registration. The store's lock guards it."""
+    """One registration: pinned memory, and (begin, size) of each extent in it. The store's lock guards it."""
 
     pinned: Pinned
     at: dict[Place, tuple[int, int]]
@@ -49,18 +51,18 @@ class Held:
     """A pinned extent while it is a copy's source."""
 
     bytes: Tensor  # uint8 [size], pinned
-    # Whether these are a file's own pages, which only the device reads: on the host a truncated file raises a signal
+    # Whether these are a file's own pages, which the host must not read: a truncated file would raise a signal
     mapped: bool
     _let_go: Callable[[], None]
 
     def release(self) -> None:
-        """Let go; call once."""
+        """End the use of the extent. Call this once."""
         self.bytes = torch.empty(0)  # a view would keep the memory
         self._let_go()
 
 
 class HostStore:
-    """Pinned extents. Every method may be called from any thread."""
+    """Extents in pinned memory. Every method may be called from any thread."""
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class HostStore:
         limit: int,
         piece: int = PIECE,
     ) -> None:
-        """Prepare to pin `limit` bytes of `versions`, the most important first, in regions of at most `piece` bytes."""
+        """Prepare to pin up to `limit` bytes of `versions`, given most important first, in regions of `piece` bytes."""
         self._store, self._versions, self._limit, self._piece = store, tuple(versions), limit, piece
         self._chain = Chain(calls)
         self._filler = PinnedFiller(calls, self._chain, readers(), self._give_way, self._one_more, self._note)
@@ -87,7 +89,7 @@ class HostStore:
     # --- fetches
 
     def hold(self, place: Place) -> Held | None:
-        """Return a pinned extent, or None if the file must be read. Never waits for the filling."""
+        """Return a pinned extent, or `None` if the file must be read. Never waits for the filling."""
         with self._lock:
             region = self._regions.get(place)
             if region is None:
@@ -103,7 +105,7 @@ class HostStore:
 
     @contextlib.contextmanager
     def fetching(self) -> Iterator[None]:
-        """Mark a read of a file, to which the filling gives way."""
+        """Mark that a fetch reads a file inside the context: the filling then pauses briefly before each chunk."""
         with self._lock:
             self._fetching += 1
         try:
@@ -162,7 +164,7 @@ class HostStore:
         return out
 
     def _fill(self, piece: Piece) -> None:
-        """Pin a region, or go on to the chain's next mode."""
+        """Fill and pin one region. If that fails, the chain goes on to its next mode."""
         try:
             extents = [self._store.stored(*piece.file, e) for e in piece.experts]
         except BundleError as error:
@@ -206,8 +208,9 @@ class HostStore:
     def state(self) -> dict[str, Any]:
         """Return the state of the store, ready for JSON.
 
-        `mode` is the way in use. `pinned_bytes` are usable, `bytes_to_go` will be read, and `file_bytes` stay in files
-        because they do not fit or are damaged. `fallbacks` are the ways given up, with reasons. `damaged` lists places.
+        `mode` is the way of pinning. `pinned_bytes` are usable, `bytes_to_go` will be read, and `file_bytes` stay in
+        files because they do not fit or are damaged. `fallbacks` are the ways given up, with reasons. `damaged` lists
+        the places of damaged extents.
         """
         with self._lock:
             usable = sum(region.at[place][1] for place, region in self._regions.items())
@@ -237,7 +240,7 @@ class HostStore:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Stop filling and free everything; no extent may be held any more. May be called twice."""
+        """Stop filling and free the regions of which no extent is held. May be called twice."""
         self._closing.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
@@ -256,7 +259,7 @@ class HostStore:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A region: some extents of one layer file, in the region's order, and their bytes."""
+    """The plan of a region: some experts of one layer file, in the region's order, and the bytes of their extents."""
 
     file: File
     experts: tuple[int, ...]
@@ -270,11 +273,12 @@ def plan_pieces(
     in_place: bool,
     most: int = PIECE,
 ) -> list[Piece]:
-    """Return the regions to pin, in order: the most wanted part of every layer, then the next of every layer.
+    """Return the regions to pin, in order: the most wanted region of every file, then the second of every file, etc.
 
-    `sizes` are bytes of every extent by expert, by file in the order of versions and layers; `wanted` is the traffic of
-    each expert. All regions take at most `limit` bytes, and one `most`. With `in_place` regions are parts of the files,
-    with extents in expert order; otherwise extents are gathered, the most wanted first.
+    `sizes` are the bytes of every extent by file and expert, files in the order of versions and layers. `wanted` is the
+    traffic of each expert. All regions together take at most `limit` bytes, each at most `most` unless one extent is
+    larger. With `in_place` a region is a contiguous part of its file, in expert order; otherwise extents are gathered,
+    the most wanted first.
     """
     rounds: list[tuple[int, Piece]] = []
     kept = None if in_place else _most_wanted(sizes, wanted, limit)
@@ -297,7 +301,7 @@ def plan_pieces(
 def _most_wanted(
     sizes: Mapping[File, Mapping[int, int]], wanted: Mapping[File, Sequence[float]], limit: int
 ) -> set[tuple[File, int]]:
-    """Return the extents with the most traffic per byte that fit."""
+    """Return extents that fit into `limit` bytes, chosen by traffic per byte, as (file, expert)."""
     every = [(-wanted[file][e] / size, i, file, e, size) for i, (file, of) in enumerate(sizes.items())
              for e, size in of.items()]  # fmt: skip
     kept = set()

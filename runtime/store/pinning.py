@@ -1,6 +1,6 @@
-"""Pinned host memory: the ways to get it, in a chain from the best to none.
+"""Pinned host memory: the ways to get it, in a chain from the best way to no pinning.
 
-A store gives up a way that fails, and keeps the reason. cudart.py clears the error.
+A store that fails in one way goes on to the next, and keeps the reason. cudart.py clears the error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .cudart import HOST_REGISTER_SUPPORTED, PORTABLE, READ_ONLY, READ_ONLY_SUPP
 
 
 class Mode(enum.StrEnum):
-    """How extents reach the device, the best first."""
+    """How extents reach the device, best way first."""
 
     MAPPED = "mapped"  # the files' own pages, registered: nothing is copied on the host
     REGISTERED = "registered"  # read into anonymous memory, which is then registered
@@ -32,7 +32,7 @@ class Mode(enum.StrEnum):
 
 @dataclass(slots=True)
 class Pinned:
-    """Pinned memory, and its mode. Only the device reads a mapping's bytes: a truncated file would raise a signal."""
+    """Pinned memory, and its mode. Only the device may read MAPPED bytes: a truncated file would signal the host."""
 
     mode: Mode
     bytes: Buffer
@@ -45,7 +45,7 @@ class Pinned:
 
 
 class Chain:
-    """A store's position in the chain. One thread advances it."""
+    """A store's place in the chain of ways. Only one thread calls `fall`."""
 
     def __init__(self, calls: Cudart) -> None:
         self.mode = Mode.MAPPED  # the present way
@@ -60,20 +60,20 @@ class Chain:
             self.fall(str(error))
 
     def fall(self, reason: str) -> None:
-        """Give up the present way."""
+        """Give up the present way for the next one."""
         self.reasons.append((self.mode, reason))
         self.mode = list(Mode)[list(Mode).index(self.mode) + 1]
 
 
 def anonymous(size: int) -> Buffer:
-    """Return pages of zeros that take memory when written, and are freed with the last view of them."""
+    """Return uint8 [size] of zeros. Pages take memory when written, and are freed with their last view."""
     return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
 def pin_mapping(calls: Cudart, file: int, offset: int, size: int) -> Pinned:
-    """Register pages of a file's mapping, with a fault for each outside the page cache.
+    """Map a range of a file and register its pages; each page outside the page cache costs a fault.
 
-    Raises CudaError, OSError or ValueError when that fails.
+    Raises CudaError, OSError or ValueError on failure.
     """
     inside = offset % mmap.ALLOCATIONGRANULARITY
     mapping = mmap.mmap(file, inside + size, access=mmap.ACCESS_READ, offset=offset - inside)
@@ -90,14 +90,14 @@ def pin_mapping(calls: Cudart, file: int, offset: int, size: int) -> Pinned:
 
 
 def pin_filled(calls: Cudart, memory: Buffer) -> Pinned:
-    """Register anonymous memory after it was filled (empty pages would be zeroed first); raises CudaError."""
+    """Register anonymous memory, filled before (empty pages would be zeroed first). Raises CudaError on failure."""
     address = memory.ctypes.data
     calls.register(address, len(memory), PORTABLE)
     return Pinned(Mode.REGISTERED, memory, lambda: calls.unregister(address))
 
 
 def allocate(calls: Cudart, size: int) -> Pinned:
-    """Allocate pinned memory from CUDA; raises CudaError."""
+    """Allocate pinned memory from CUDA. Raises CudaError on failure."""
     address = calls.allocate(size)
     return Pinned(Mode.ALLOCATED, _at(address, size), lambda: calls.free(address))
 
@@ -110,7 +110,7 @@ def probe(calls: Cudart, size: int = 64 << 20) -> list[dict[str, Any]]:
     """Try each way of pinning on `size` bytes. A store uses the first that works.
 
     Returns:
-        One row a way: `mode`, `works`, and the failure's `reason`, or `bytes_per_second` of pinning alone.
+        One row for each way: `mode`, `works`, and the failure's `reason` or the `bytes_per_second` of pinning alone.
     """
     chain, rows = Chain(calls), []
     given_up = dict(chain.reasons)

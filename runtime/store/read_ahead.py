@@ -1,6 +1,6 @@
 """Read ahead while a model is loaded: threads read and check the extents that the loader will ask for, in its order.
 
-The loader takes one extent at a time, and waits only where the disk is slower than that.
+The loader takes one extent at a time, and waits only if the disk is slower than the loader.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 READERS = 4  # the most threads: enough for a disk's queue; a core digests 0.5 to 2 GB/s
-RUN = 4 << 20  # bytes that a thread reads before it hands them over: single small extents cost too much
-WAITING = 32 << 20  # the most bytes read and not taken yet: on a CPU they exceed the budget for a while
+RUN = 4 << 20  # bytes that a thread reads before handing them over: handing over single small extents costs too much
+WAITING = 32 << 20  # the most bytes read and not taken yet: on a CPU they come on top of the budget for a while
 
 Place = tuple[str, int, int]  # version, layer position, expert
 Report = Callable[[int, int], None]
@@ -26,7 +26,7 @@ _report: contextvars.ContextVar[Report | None] = contextvars.ContextVar("moepack
 
 @contextlib.contextmanager
 def loading_report(report: Report | None) -> Iterator[None]:
-    """Call `report` with the bytes taken and the bytes in all, for loads inside, which transformers starts."""
+    """Call `report(bytes taken so far, total bytes)` for loads inside the context, which transformers starts."""
     token = _report.set(report)
     try:
         yield
@@ -36,7 +36,7 @@ def loading_report(report: Report | None) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Run:
-    """Extents that one thread reads in order, and their results."""
+    """A run: extents that one thread reads in order and hands over together, and their results."""
 
     places: list[Place] = field(default_factory=list)
     size: int = 0
@@ -46,7 +46,7 @@ class _Run:
 
 
 class ReadAhead:
-    """Reads in its own threads. `take` may be called from any thread."""
+    """Reads extents in its own threads. `take` may be called from any thread."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class ReadAhead:
         load: Callable[[Place], Tensor],
         threads: int | None = None,
     ) -> None:
-        """Start to read `wanted`, extents with their bytes; `load` reads and checks one."""
+        """Start to read `wanted`, pairs of an extent's place and bytes; `load` reads and checks one extent."""
         self._runs: collections.deque[_Run] = collections.deque()
         self._of: dict[Place, tuple[_Run, int]] = {}
         run = _Run()
@@ -80,9 +80,9 @@ class ReadAhead:
             thread.start()
 
     def take(self, place: Place) -> Tensor | None:
-        """Return a checked extent; None if it was not wanted or no thread has begun it: the caller then reads it.
+        """Return a checked extent, or `None` if it was not wanted or no thread has begun it: the caller then reads it.
 
-        Raises BundleError when it cannot be read or is damaged.
+        Raises BundleError when the extent cannot be read or is damaged.
         """
         if getattr(self._mine, "reading", False):
             return None
@@ -92,7 +92,7 @@ class ReadAhead:
                 return None
             self._taken += size
             taken, begun = self._taken, run.begun
-            if not begun:  # waiting for its turn would take longer
+            if not begun:  # waiting until a thread reads it would take longer
                 run.places.remove(place)
                 run.size -= size
         result: Tensor | BaseException | None = None
@@ -131,7 +131,7 @@ class ReadAhead:
             return None
 
     def close(self) -> None:
-        """End the threads; extents that were not begun are not read."""
+        """End the threads; runs that no thread has begun stay unread."""
         with self._change:
             self._runs.clear()
             self._change.notify_all()

@@ -241,8 +241,7 @@ class CudaDevice(Migration):
     ) -> None:
         """Issue the copies of an extent to `there`: from `held`, or else from its file through the buffer `host`.
 
-        The digest of a file's bytes is checked. `before` is called with the size of each chunk before it is read or
-        copied.
+        A file's digest is checked. `before` is called with the size of each chunk before it is read or copied.
         """
         copy = self.gpu.copy
         if held is not None:

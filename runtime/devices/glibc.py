@@ -16,9 +16,8 @@ from typing import Any
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # malloc.h
 # Buffers of 512 KiB or more are mapped, and return to the system when freed. On a model of hidden size 512 with caches
-# of 3,072 tokens the process's peak falls from 12 MB above the reservations to 3. Prefill takes 8 % longer (the system
-# clears each page again), decoding as long as before. At 128 KiB prefill takes 45 % longer; at 2 MiB the peak hardly
-# falls.
+# of 3,072 tokens the process's peak falls from 12 MB above the reservations to 3. Prefill takes 8 % longer (pages are
+# cleared again), decoding as long as before. At 128 KiB prefill takes 45 % longer; at 2 MiB the peak hardly falls.
 MAPPED, KEPT = 512 << 10, 4 << 20
 # The limits that glibc reaches by itself. Once one is set, glibc stops adapting them.
 MOST_MAPPED, MOST_KEPT, MAPPINGS = 32 << 20, 64 << 20, 65536

@@ -146,10 +146,7 @@ class Migration:
         self.stream = HostStream("moepack-migration", on_event, depth)
 
     def gate(self, event: HostEvent, size: int) -> Callable[[int], None]:
-        """Return a function to call before each chunk of a copy: it waits as the rate limit asks.
-
-        The function raises Cancelled if the event was cancelled or the device is closing. `size` is the copy's bytes.
-        """
+        """Return a function to call before each chunk of a copy: it waits for the rate limit, or raises Cancelled."""
 
         def before(chunk: int) -> None:
             self.moved += chunk

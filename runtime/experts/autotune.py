@@ -1,6 +1,6 @@
 """Measure up to how many tokens an expert runs faster from packed bytes than from unpacked ones.
 
-A search over a few numbers of tokens, on four experts at a time, takes 0.05 to 0.25 seconds an encoding and dtype.
+A search over a few numbers of tokens, on four experts at a time, takes 0.05 to 0.25 seconds for an encoding and dtype.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from moepack.runtime.kernels.reference import plain_weights, sections_of
 
 Limits = npt.NDArray[np.int64] | None
 ROWS, COLS, EXPERTS, RUNS = 256, 2048, 4, 5
-ENOUGH = 0.12  # seconds after which the search stops: slow machines gain little
+ENOUGH = 0.12  # seconds after which the search stops: on slow machines a longer search gains little
 
 
 def measure_limit(dtype: torch.dtype, name: str, candidates: Sequence[int], threads: int) -> int:
-    """The largest of rising `candidates` at which packed bytes are no slower than tiles, ours or torch's."""
-    clock = time.thread_time if threads == 1 else time.perf_counter  # a thread's own time leaves out other processes
+    """The largest number of tokens of the rising `candidates` at which packed bytes are as fast as unpacked tiles."""
+    clock = time.thread_time if threads == 1 else time.perf_counter  # thread time leaves other processes out
     fused, unpacked = _ways(dtype, name, threads, clock)
     low, high, began = 0, len(candidates) - 1, clock()
     while low < high and clock() - began < ENOUGH:
@@ -41,11 +41,11 @@ def measure_limit(dtype: torch.dtype, name: str, candidates: Sequence[int], thre
 def _ways(
     dtype: torch.dtype, name: str, threads: int, clock: Callable[[], float]
 ) -> tuple[Callable[[int], float], Callable[[int], float]]:
-    """Return two functions from tokens an expert to seconds: of packed bytes, and of unpacked ones."""
+    """Return two functions from tokens of each expert to seconds: one for packed bytes, one for unpacked weights."""
     m, version = Matrix("m", ROWS, COLS), Version.of(name)
     extents = torch.zeros(EXPERTS, version.resident_size((m,)), dtype=torch.uint8)
     extents.random_(0, 256, generator=torch.Generator().manual_seed(0))
-    # As scales and weights, numbers between 1/128 and 2: with denormal ones torch's products took ten times as long.
+    # Make all scales and weights lie between 1/128 and 2: with denormal ones torch's products took ten times as long.
     extents.view(torch.int16).bitwise_and_(0x03FF).bitwise_or_(0x3C00)
     forms = LayerForms((m,), (version,))
 

@@ -1,9 +1,9 @@
-"""The kernel for each device, version and number of tokens an expert, by a short autotune.
+"""The choice of a kernel by device, version and number of tokens of an expert, with a short autotune.
 
-Up to a limit of tokens, a CPU multiplies an expert straight from its packed bytes. Beyond, it unpacks tiles of weights
-and multiplies them in the compiled library (BF16 activations on a processor that multiplies BF16) or in torch. The
-limit depends on the machine and the number of threads. It is measured when first needed, in up to a quarter of a second
-an encoding, and kept in the user's cache.
+Up to a limit of tokens, a CPU multiplies an expert straight from its packed bytes. Above the limit, it unpacks tiles of
+weights and multiplies them in the compiled library (BF16 activations on a processor that multiplies BF16) or in torch.
+The limit depends on the machine and the number of threads. It is measured when first needed, in up to a quarter of a
+second for each encoding, and kept in the user's cache.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from moepack.runtime.kernels.forms import compiled, compiled_names, kernel_of
 if TYPE_CHECKING:
     from moepack.runtime.kernels.affine_native import LayerForms
 
-# Tokens up to which an expert runs from its own bytes, by the dtype of activations and the name of its encoding, for
-# machines that cannot keep measurements.
+# For machines that cannot keep measurements: tokens up to which an expert runs from its packed bytes, by
+# "<dtype of activations> <name of the encoding>".
 DEFAULTS = {f"float32 {name}": kernel_of(name).float32 for name in compiled_names()}
 DEFAULTS |= {f"bfloat16 {name}": kernel_of(name).bfloat16 for name in compiled_names()}
 BESIDE_AMX = {f"bfloat16 {name}": kernel_of(name).beside_amx for name in compiled_names()}
 VARIABLE = "MOEPACK_LIMITS"
-AGAINST = "by_torch of normal numbers"  # the other side of measurements; a new name discards the old ones
-TABLES = 15  # older measurements that the file keeps: of other machines, levels and numbers of threads
+AGAINST = "by_torch of normal numbers"  # what packed bytes are measured against; a new name discards old measurements
+TABLES = 15  # older measurements that the file keeps, of other machines, instruction sets and numbers of threads
 CANDIDATES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
@@ -63,28 +63,28 @@ def _native() -> Any:
 
 
 def native_layer(layer: ExpertLayer, versions: Sequence[Version], device: torch.device) -> LayerForms | None:
-    """A layer's forms for the compiled CPU kernels; None where they do not run one of the versions."""
+    """A layer's forms (byte offsets for the compiled CPU kernels), or `None` if these cannot run every version."""
     native = _native() if device.type == "cpu" and compiled(versions) else None
     return None if native is None else native.LayerForms(layer.matrices, versions)
 
 
 def prepare(dtype: torch.dtype, versions: tuple[Version, ...], device: torch.device) -> None:
-    """Measure unknown limits, in under a second, before the first pass needs them."""
+    """Measure the limits that are unknown, in under a second, before the first pass needs them."""
     if device.type == "cpu" and _native() is not None and compiled(versions):
         direct_limits(dtype if dtype == torch.bfloat16 else torch.float32, versions)
 
 
 def kept_bytes(layer: ExpertLayer, tokens: int, top_k: int) -> int:
-    """The most bytes that the compiled CPU kernels keep between passes of so many tokens; 0 without them."""
+    """The most bytes that the compiled CPU kernels keep between passes of `tokens` tokens; 0 without these kernels."""
     native, slots, threads = _native(), tokens * top_k, torch.get_num_threads()
     if native is None:
         return 0
-    pairs = zip(layer.matrices, (tokens, slots), strict=True)  # each with its activations
+    pairs = zip(layer.matrices, (tokens, slots), strict=True)  # each matrix with its number of activations
     return max(int(native.kept_bytes(m, layer.experts, slots, n, tokens, threads)) for m, n in pairs)
 
 
 def dense_kept_bytes(shapes: Sequence[tuple[int, int]], tokens: int) -> int:
-    """As `kept_bytes`, for products of dense matrices [rows, cols] that share an input."""
+    """The bytes of `kept_bytes`, but for dense matrices of `shapes` [rows, cols] that share an input."""
     if _native() is None:
         return 0
     from moepack.runtime.kernels import dense_native
@@ -93,16 +93,16 @@ def dense_kept_bytes(shapes: Sequence[tuple[int, int]], tokens: int) -> int:
 
 
 def unpacked_bytes(tokens: int, cols: int) -> int:
-    """The most bytes that torch's products of so many tokens take beside tokens and results; 0 without kernels."""
+    """The most bytes that torch's products of `tokens` tokens take beside inputs and results; 0 without kernels."""
     return 0 if _native() is None else bytes_beside(tokens, cols)
 
 
 def direct_limits(
     dtype: torch.dtype, versions: tuple[Version, ...], threads: int | None = None
 ) -> npt.NDArray[np.int64]:
-    """The most tokens with which an expert in each version runs straight from its bytes, int64 [versions], read-only.
+    """The most tokens with which an expert runs straight from packed bytes, by version: int64 [versions], read-only.
 
-    They are measured for one number of threads (default: torch's) when they are first asked for.
+    The limits hold for one number of threads (default: torch's). They are measured when they are first asked for.
     """
     return _direct_limits(dtype, versions, threads or torch.get_num_threads())
 
@@ -113,24 +113,24 @@ def _direct_limits(dtype: torch.dtype, versions: tuple[Version, ...], threads: i
 
 
 def dense_limits(dtype: torch.dtype, names: Sequence[str], threads: int | None = None) -> list[int]:
-    """The same limits for the encodings of matrices of a `dense_native.MatrixGroup`."""
+    """The limits of `direct_limits`, for the encodings of the matrices of a `dense_native.MatrixGroup`."""
     short = str(dtype).removeprefix("torch.")
     return _limits([f"{short} {name}" for name in names], threads or torch.get_num_threads())
 
 
-forget = _direct_limits.cache_clear  # limits are then read from the file again
+forget = _direct_limits.cache_clear  # after this call, limits are read from the file again
 
 
 def defaults() -> dict[str, int]:
-    """The limits without a measurement."""
+    """The limits that are used without measurements."""
     native = _native()
     return DEFAULTS | (BESIDE_AMX if native is not None and native.LEVELS[native.level] == "amx" else {})
 
 
 def _limits(names: Sequence[str], threads: int, again: bool = False) -> list[int]:
-    """The limits of "<dtype> <encoding>" names on this machine; unknown ones are measured and kept.
+    """The limits of "<dtype> <encoding>" names on this machine; measures and keeps unknown limits.
 
-    Where nothing can be kept, they are the defaults: separate measurements would give processes different bits.
+    If nothing can be kept, they are the defaults: separate measurements would give processes different bits.
     """
     if _native() is None or _fixed():
         return [defaults()[name] for name in names]
@@ -149,7 +149,7 @@ def _limits(names: Sequence[str], threads: int, again: bool = False) -> list[int
 
 
 def _fixed() -> bool:
-    """Whether MOEPACK_LIMITS asks for the default limits; InputError for a value other than "fixed"."""
+    """Whether MOEPACK_LIMITS asks for the default limits. Raises InputError for a value other than "fixed"."""
     asked = os.environ.get(VARIABLE, "")
     if asked not in ("", "fixed"):
         raise InputError(f"{VARIABLE}={asked}: it may be `fixed`, or not set")
@@ -173,7 +173,7 @@ def _file() -> Path:
 
 
 def _read() -> dict[str, dict[str, int]]:
-    """The measurements by machine and number of threads, the latest last; none where the file is malformed."""
+    """The measurements by machine and number of threads, the latest last; empty if the file is malformed."""
     try:
         tables = json.loads(_file().read_text())["tables"]
         out = {str(m): {str(n): int(v) for n, v in limits.items()} for m, limits in tables.items()}
@@ -193,7 +193,7 @@ def _write(machine: str, limits: dict[str, int]) -> None:
 
 @contextlib.contextmanager
 def _locked() -> Iterator[None]:
-    """Let one process at a time measure; the next one then reads its measurements."""
+    """Let one process at a time measure; the next process then reads what the first has measured."""
     _file().parent.mkdir(parents=True, exist_ok=True)
     with _file().with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -210,7 +210,7 @@ def _processor() -> str:
 
 
 def _machine(threads: int) -> str:
-    """The key of a measurement: machine, instruction set, the library's build, torch, threads."""
+    """The key of a measurement: machine, instruction set, build of the library, version of torch, threads."""
     native = _native()
     level, build = ("none", "") if native is None else (native.LEVELS[native.level], native.build())
     here = f"{platform.node()} {_processor()} {level} {build}"
@@ -220,7 +220,7 @@ def _machine(threads: int) -> str:
 def autotune() -> dict[str, int]:
     """Measure every limit again for torch's number of threads, in a second or two, and keep them.
 
-    Returns the limits by dtype and encoding: the defaults without compiled kernels, or where nothing can be kept.
+    Returns the limits by dtype and encoding. They are the defaults without compiled kernels, or if nothing can be kept.
     """
     limits = dict(zip(DEFAULTS, _limits(list(DEFAULTS), torch.get_num_threads(), again=True), strict=True))
     forget()
@@ -228,7 +228,7 @@ def autotune() -> dict[str, int]:
 
 
 def source() -> str:
-    """The source of the limits, for reports."""
+    """A sentence for reports that says where the limits come from."""
     threads = torch.get_num_threads()
     if _native() is None:
         return "none: the kernels are not compiled"

@@ -1,7 +1,7 @@
 """The routing of one step: counts and gate sums by layer and expert, added up on the device.
 
-Nothing waits for the device before the step has ended: its numbers are copied once, behind its last kernel, and read
-when they have arrived.
+Nothing waits for the device before the step has ended. The numbers are copied once, behind the step's last kernel, and
+read when they have arrived.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 
 
 class Counters:
-    """One step's counters. After `clear` they serve another step."""
+    """The counters of one step. After `clear` they can serve another step."""
 
     def __init__(self, experts: Sequence[int], gates: bool, device: torch.device) -> None:
         self._experts, shape = tuple(experts), (len(experts), max(experts, default=0) + 1)
-        with torch.inference_mode(False):  # they outlive the pass that makes them
+        with torch.inference_mode(False):  # the counters outlive the pass that makes them
             # [layers, the most experts + 1] on the device; the last column counts indices past the experts
             self.counts = torch.zeros(shape, dtype=torch.int64, device=device)
             self.sums = torch.zeros(shape, dtype=torch.float64, device=device) if gates else None  # of gate weights
-        self.mask: Tensor | None = None  # int64 [tokens], 0 for padding, which does not count; None without padding
+        self.mask: Tensor | None = None  # int64 [tokens], 0 for padding, which is not counted; `None` without padding
         self.used = False  # whether anything was added
-        self.within: list[tuple[slice, Counters]] = []  # parts of the step's tokens, and their counters
-        self.tokens = 0  # of the step, where there are such parts
+        self.within: list[tuple[slice, Counters]] = []  # ranges of the step's tokens, each with counters of its own
+        self.tokens = 0  # the step's tokens, if `within` has ranges
         self._sent: tuple[Tensor, Tensor | None] | None = None
         self._event: torch.cuda.Event | None = None
 
@@ -48,16 +48,16 @@ class Counters:
                 counters.add(position, index[part], weights[part])
 
     def layer(self, position: int) -> npt.NDArray[np.int64]:
-        """A layer's counts so far, int64 [experts]: waits for the device."""
+        """A layer's counts so far, int64 [experts]. Waits for the device."""
         out: npt.NDArray[np.int64] = self.counts[position, : self._experts[position]].cpu().numpy().copy()
         return out
 
     def gates(self, position: int) -> npt.NDArray[np.float64] | None:
-        """A layer's gate sums so far, float64 [experts], where they are counted: waits for the device."""
+        """A layer's gate sums so far, float64 [experts], or `None` if gates are not counted. Waits for the device."""
         return None if self.sums is None else self.sums[position, : self._experts[position]].cpu().numpy().copy()
 
     def send(self) -> None:
-        """Copy the ended step's numbers to the host, behind its kernels."""
+        """Issue the copy of the ended step's numbers to the host, behind the step's kernels."""
         for _, counters in self.within:
             counters.send()
         if self.counts.device.type != "cuda" or not self.used:
@@ -68,11 +68,11 @@ class Counters:
         self._event.record()
 
     def arrived(self) -> bool:
-        """Whether `take` would not wait."""
+        """Whether the numbers are on the host, so that `take` returns at once."""
         return (self._event is None or self._event.query()) and all(c.arrived() for _, c in self.within)
 
     def take(self) -> tuple[list[npt.NDArray[np.int64]], list[npt.NDArray[np.float64]]]:
-        """Counts and gate sums, [experts] a layer: views that `clear` ends. Waits where they have not arrived."""
+        """Counts and gate sums, [experts] for each layer: views, valid until `clear`. Waits until they have arrived."""
         if self._event is not None:
             self._event.synchronize()
         counts, sums = self._sent or (self.counts, self.sums)

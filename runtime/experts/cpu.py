@@ -1,8 +1,8 @@
 """The experts' forward on a CPU with compiled kernels.
 
-One call a matrix runs all experts: those with few tokens straight from their packed bytes, those with many in tiles
-unpacked into a buffer that stays in cache. Where the processor does not multiply BF16, or activations are float32,
-torch multiplies by those tiles instead. backends.py measures the limit between few and many.
+One call a matrix runs all experts. Those with few tokens run straight from their packed bytes, those with many in tiles
+of weights, unpacked into a buffer that stays in cache. If the processor does not multiply BF16, or activations are
+float32, torch multiplies by the tiles. backends.py measures the limit. A slot is one of a token's top_k choices.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from .handles import LayerCall, Snapshot
 
 Limits = npt.NDArray[np.int64]
-Many = list[tuple[int, Tensor]]  # experts, and their slots in order
+Many = list[tuple[int, Tensor]]  # each expert with many slots, and these slots in order
 
 
 def forward(call: LayerCall) -> Tensor:
-    """`experts_forward` on a CPU: [tokens, hidden]."""
+    """Run `experts_forward` on a CPU; return [tokens, hidden]."""
     return summed(call, rows(call))
 
 
 def rows(call: LayerCall, threads: int | None = None) -> Tensor:
-    """The output of every slot's expert, [slots, hidden], float32 or bfloat16, before its gate weighs it.
+    """The output of every slot's expert, [slots, hidden], float32 or bfloat16, before gates are applied.
 
-    An expert's rows have the same bits beside any other experts, and on any number of kernel `threads` (default:
+    An expert's rows have the same bits whichever other experts run, and on any number of kernel `threads` (default:
     torch's). Rows of slots without an expert are undefined.
     """
     module, experts = call.module, call.experts
@@ -45,7 +45,7 @@ def rows(call: LayerCall, threads: int | None = None) -> Tensor:
     if not len(x):
         return x.new_empty(0, call.hidden.shape[-1])
     index = call.index.long().contiguous()
-    limits = backends.direct_limits(x.dtype, experts.of.versions)  # torch's threads: a tier's own make the same bits
+    limits = backends.direct_limits(x.dtype, experts.of.versions)  # for torch's threads, so that a tier's bits agree
     many = [] if has_tiles(x.dtype) or len(x) <= limits.min() else _many(index, experts, limits)
     h = _matrix(call, 0, x, index, many, limits, threads)
     h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
@@ -56,7 +56,7 @@ def rows(call: LayerCall, threads: int | None = None) -> Tensor:
 
 
 def summed(call: LayerCall, y: Tensor) -> Tensor:
-    """Rows weighted and added over a token's slots, in their order: [tokens, hidden] in hidden's dtype."""
+    """Rows `y` weighted by gates and added over each token's slots, in order: [tokens, hidden] in hidden's dtype."""
     out = torch.empty(len(call.hidden), call.hidden.shape[-1], dtype=y.dtype)
     gates = call.weights.detach()
     gates = gates if gates.dtype in DTYPES else gates.float()
@@ -66,7 +66,7 @@ def summed(call: LayerCall, y: Tensor) -> Tensor:
 
 
 def _many(index: Tensor, experts: Snapshot, limits: Limits) -> Many:
-    """The experts with more slots than their version's limit."""
+    """The experts that have more slots than the limit of their version."""
     flat = index.reshape(-1)
     order = torch.argsort(flat, stable=True)
     counts = torch.bincount(flat, minlength=experts.of.layer.experts)[: experts.of.layer.experts].tolist()
@@ -82,9 +82,9 @@ def _many(index: Tensor, experts: Snapshot, limits: Limits) -> Many:
 def _matrix(
     call: LayerCall, matrix: int, x: Tensor, index: Tensor, many: Many, limits: Limits, threads: int | None
 ) -> Tensor:
-    """One matrix of every slot: [slots, rows] in x's dtype, rounded where the model's own forward rounds.
+    """Every slot's product by one matrix: [slots, rows] in x's dtype, rounded where the model's own forward rounds.
 
-    Without that rounding, a token near two experts could choose another one than in the plain model.
+    Without this rounding, a token with nearly equal router scores could choose other experts than in the plain model.
     """
     experts, pages, native = call.experts, call.pages, call.experts.of.native
     assert native is not None

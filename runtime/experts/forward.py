@@ -1,7 +1,7 @@
 """The function behind transformers' experts interface, for every family: from routing to the weighted sum.
 
-Kernels read extents as they are (cpu.py, gpu.py). Without kernels, weights are dequantised for each call and dropped.
-An expert's handle says which version is active (handles.py).
+Kernels read extents as they are (cpu.py, gpu.py). Without kernels, weights are dequantised anew for each call. An
+expert's handle says which version is active (handles.py). A slot is one of a token's top_k choices.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     Args:
         self: the experts module; its `_moepack` holds the layer's handles.
         hidden_states: [tokens, hidden].
-        top_k_index: [tokens, top_k]; an index past the last expert (expert parallelism's sentinel) adds nothing.
+        top_k_index: [tokens, top_k]; an index past the last expert (the sentinel of expert parallelism) adds nothing.
         top_k_weights: [tokens, top_k].
 
     Returns:
-        [tokens, hidden], summed over a token's experts in the order of its top_k: the same bits every time.
+        [tokens, hidden], summed over a token's experts in the order of its top_k, so with the same bits every time.
     """
     experts: LayerExperts | None = getattr(self, "_moepack", None)
     if experts is None:
@@ -56,13 +56,13 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         where = f"hidden states are on {hidden_states.device}, the experts on {experts.of.device}"
         raise InputError(f"{where}: a loaded bundle does not move; pass device= to moepack.load")
     step, position = step_of(experts.model), experts.position  # opened by ForwardWrapper.step
-    if step is None and experts.steps is not None:  # this module was called by itself
+    if step is None and experts.steps is not None:  # this module was called outside a forward pass of the model
         with experts.steps.alone():
             return experts_forward(self, hidden_states, top_k_index, top_k_weights)
     if step is not None:
-        if step.counters is not None:  # by RoutingStatistics.counters, or ForwardWrapper.step for a trace
+        if step.counters is not None:  # set by RoutingStatistics.counters, or by ForwardWrapper.step for a trace
             step.counters.add(position, top_k_index, top_k_weights)
-        for watcher in step.watchers:  # by Serving.count_routing
+        for watcher in step.watchers:  # set by Serving.count_routing
             watcher.add(position, top_k_index, top_k_weights)
     if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
         if experts.no_gradients:
@@ -87,7 +87,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 def _inside_mtp() -> bool:
     """Whether transformers is running layers for multi-token prediction, which have experts of their own.
 
-    Such a module looks like a module made from a bundle's config alone. Only the caller differs.
+    Their experts module looks like a module made from a bundle's config alone. Only the caller tells them apart.
     """
     from transformers import modeling_layers
 
@@ -112,9 +112,9 @@ def _run(call: LayerCall) -> Tensor:
 
 
 def made_up(experts: Snapshot, index: Tensor, weights: Tensor) -> Tensor:
-    """Gate weights [tokens, top_k], scaled: those of a token's present experts have the sum that all had.
+    """Gate weights [tokens, top_k], scaled so that a token's present experts take over the weights of absent ones.
 
-    Weights stay as they are where all of a token's experts are absent.
+    The sum over a token's experts stays the same. If all of them are absent, its weights do not change.
     """
     if experts.places <= _ALL:
         return weights
@@ -126,9 +126,9 @@ def made_up(experts: Snapshot, index: Tensor, weights: Tensor) -> Tensor:
 
 
 def beside(call: LayerCall, tier: HostTier) -> Tensor:
-    """Run a layer on a CPU: each side computes the rows of its own slots, and one sum adds them in the slots' order.
+    """Run a layer on a CPU beside a host tier: each computes the rows of its own experts' slots, one sum adds all rows.
 
-    So the result has the same bits wherever the experts are.
+    The sum follows the order of slots, so the result has the same bits wherever the experts are.
     """
     experts = call.experts
     served = replace(call, index=experts.only(call.index, _ALL))
@@ -150,7 +150,7 @@ def beside(call: LayerCall, tier: HostTier) -> Tensor:
 
 
 def across(call: LayerCall, tier: HostTier) -> Tensor:
-    """Run a layer on a device with a host tier, and add their results.
+    """Run a layer on a device other than the host and on the host tier, and add both results.
 
     Activations go to the host before the device's kernels are launched. The calling thread waits for the host, never
     for the device.
@@ -171,14 +171,14 @@ def across(call: LayerCall, tier: HostTier) -> Tensor:
 
 
 def _read(call: LayerCall) -> int:
-    """Bytes of the chosen experts: each is read once a call."""
+    """Bytes of the chosen experts, each of which is read once a call."""
     experts = call.experts
     chosen = torch.bincount(call.index.reshape(-1), minlength=experts.of.layer.experts)[: experts.of.layer.experts]
     return sum(experts.handles[e].extent.numel() for e in chosen.nonzero().squeeze(1).tolist())
 
 
 def _rows(call: LayerCall, threads: int | None = None) -> Tensor:
-    """The output of every slot's expert on a CPU, or anywhere without kernels: [slots, hidden]."""
+    """The output of every slot's expert, [slots, hidden]: on a CPU, or on any device without kernels."""
     if call.experts.of.backend == "native":
         from .cpu import rows
 
@@ -190,7 +190,7 @@ def _rows(call: LayerCall, threads: int | None = None) -> Tensor:
 
 
 def _sum(call: LayerCall, y: Tensor) -> Tensor:
-    """Weight rows and add them over a token's slots, as `_rows`: [tokens, hidden] in hidden's dtype."""
+    """Weight the rows of `_rows` by gates and add them over a token's slots: [tokens, hidden] in hidden's dtype."""
     if call.experts.of.backend == "native":
         from .cpu import summed
 
@@ -211,15 +211,15 @@ def _on_device(call: LayerCall) -> Tensor:
 
 
 def reference_forward(call: LayerCall) -> Tensor:
-    """`experts_forward` in plain torch on any device: each expert's weights are dequantised for its tokens.
+    """Run `experts_forward` in plain torch on any device; each expert's weights are dequantised for its tokens.
 
-    Differentiable by hidden states and gates; a backward pass dequantises again instead of keeping the weights.
+    Gradients flow to hidden states and gates. A backward pass dequantises again instead of keeping the weights.
     """
     return _reference_sum(call, reference_rows(call))
 
 
 def reference_rows(call: LayerCall) -> Tensor:
-    """The output of every slot's expert, [slots, hidden]; zeros for a slot without one."""
+    """The output of every slot's expert, [slots, hidden]; zeros for a slot without an expert."""
     tokens, top_k = call.index.shape
     experts = call.experts.of.layer.experts
     flat = call.index.reshape(-1)

@@ -1,6 +1,6 @@
-"""The experts' forward on a GPU: one routing geometry, one launch a version and matrix, no wait for the device.
+"""The experts' forward on a GPU: one sort of slots by expert, one launch for each version and matrix, no waiting.
 
-The kernel makes the gate activation silu(gate) * up on halves; other families' own `_apply_gate` runs between products.
+The first product computes silu(gate) * up too; another gate activation of a family runs between the two products.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def forward(call: LayerCall) -> Tensor:
-    """`experts_forward` on a GPU: [tokens, hidden]."""
+    """Run `experts_forward` on a GPU; return [tokens, hidden]."""
     module, experts, hidden, pages = call.module, call.experts, call.hidden, call.pages
     tokens, top_k = call.index.shape
     x = (hidden if hidden.dtype in (torch.float32, torch.bfloat16) else hidden.float()).detach().contiguous()
@@ -27,7 +27,7 @@ def forward(call: LayerCall) -> Tensor:
     tiling = DECODE if tokens * top_k <= DECODE.tokens * count else PREFILL
     geometry = route(call.index.long(), count, tiling.tokens)
     handles, slots, fused = experts.device_table(), tokens * top_k, _fuses(module)
-    first_forms, second_forms = zip(*experts.of.forms.values(), strict=True)  # by the version's number
+    first_forms, second_forms = zip(*experts.of.forms.values(), strict=True)  # each by the version's number
     h = x.new_empty(slots, first.rows // 2 if fused else first.rows)
     if pages is not None:
         pages.ready(0)
@@ -36,7 +36,7 @@ def forward(call: LayerCall) -> Tensor:
         h = (module._apply_gate(h) if module.has_gate else module.act_fn(h)).contiguous()
     if pages is not None:
         pages.ready(1)
-    y = x.new_zeros(slots, second.rows)  # rows of experts past the last stay zero
+    y = x.new_zeros(slots, second.rows)  # rows of slots with an index past the last expert stay zero
     product(second, second_forms, experts.served, handles, geometry, h, y, tiling)
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y) * (call.index.reshape(-1, 1) < count)
@@ -45,7 +45,7 @@ def forward(call: LayerCall) -> Tensor:
 
 
 def _fuses(module: Any) -> bool:
-    """Whether the family computes silu(gate) * up on two halves."""
+    """Whether the family's gate activation is silu(gate) * up on two halves."""
     gate, act = getattr(type(module), "_apply_gate", None), getattr(module, "act_fn", None)
     name = str(getattr(act, "__name__", type(act).__name__)).lower().removesuffix("activation")
     silu = isinstance(act, torch.nn.SiLU) or name == "silu"

@@ -1,6 +1,6 @@
 """The experts of a layer as the forward pass finds them: a handle names each expert's active version.
 
-Publishing makes a new snapshot of a layer; a forward pass (forward.py) reads the one it began with.
+Publishing makes a new snapshot of a layer. A forward pass (forward.py) reads the snapshot with which it began.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from .packed import GpuPackedExtent, PackedExtent
 class Handle:
     """One expert's active placement."""
 
-    version: Version | None  # None where the expert is absent
-    # The expert as it is in memory (`Version.sections`), uint8, beginning on a multiple of 64. An expert that is packed
-    # or in the backing store is there only while its layer runs.
+    version: Version | None  # `None` if the expert is absent
+    # The expert as it is in memory (`Version.sections`), uint8, beginning on a multiple of 64. For an expert that is
+    # packed or in the backing store, these bytes are valid only while its layer runs.
     extent: Tensor
-    weights: tuple[Tensor, ...]  # BF16 views [rows, cols] of a plain version's matrices; empty for others
+    weights: tuple[Tensor, ...]  # BF16 views [rows, cols] of the matrices of a plain (BF16) version; else empty
     biases: tuple[Tensor | None, ...]  # BF16 views [rows] by matrix
     where: Where = Where.DEVICE
     packed: PackedExtent | GpuPackedExtent | None = None  # the compressed bytes of an expert on the device
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes on the expert's device, without the window's."""
+        """Bytes that the expert takes on its device, without the window into which paged experts are decoded."""
         if self.packed is not None:
             return self.packed.extent.numel()
         return self.extent.numel() if self.where is Where.DEVICE else 0
@@ -60,8 +60,8 @@ class ServedLayer:
 
     def __init__(self, layer: ExpertLayer, versions: Sequence[Version], device: torch.device) -> None:
         self.layer, self.device, self.versions = layer, device, tuple(versions)
-        # By a version's name: the form of each matrix, the version's number in a handle (its place in the manifest),
-        # and the sections of each matrix by kind
+        # By a version's name: the form (byte offsets) of each matrix, the version's number in a handle (its index in
+        # `versions`), and the sections of each matrix by kind
         self.forms = {v.name: make_forms(layer.matrices, v) for v in self.versions}
         self.numbers = {v.name: i for i, v in enumerate(self.versions)}
         self.sections = {v.name: sections_of(layer.matrices, v) for v in self.versions}
@@ -77,7 +77,7 @@ class ServedLayer:
         where: Where = Where.DEVICE,
         packed: PackedExtent | GpuPackedExtent | None = None,
     ) -> Handle:
-        """The handle of a version whose bytes are in `extent`, as in `Handle`."""
+        """Make the handle of a version whose bytes are in `extent`; arguments are as in `Handle`."""
         weights = plain_weights(extent, self.sections[version.name])
         biases = tuple(section(extent, s["bias"]) if "bias" in s else None for s in self.sections[version.name])
         return Handle(version, extent, weights, biases, where, packed)
@@ -89,24 +89,24 @@ class ServedLayer:
 
 
 class Snapshot:
-    """The experts of one layer as a step sees them. It never changes."""
+    """The experts of one layer as a step sees them. A snapshot never changes."""
 
     def __init__(
         self,
         of: ServedLayer,
-        table: npt.NDArray[np.uint64],  # [experts], read by kernels: an extent's address and its version's number
-        handles: tuple[Handle, ...],  # the active placements, by expert; they keep the extents alive
-        on_device: Tensor | None = None,  # `table`, int64
+        table: npt.NDArray[np.uint64],  # [experts], for kernels: an extent's address plus the number of its version
+        handles: tuple[Handle, ...],  # the active placements, by expert; handles keep the extents alive
+        on_device: Tensor | None = None,  # `table` as int64 on the device
     ) -> None:
         self.of, self.table, self.handles, self._on_device = of, table, handles, on_device
         self._maps: dict[frozenset[Where], Tensor] = {}
 
     def over(self, words: Tensor) -> Snapshot:
-        """The same snapshot with a table that is on the device already."""
+        """The same snapshot, with `words` as the table that is on the device already."""
         return Snapshot(self.of, self.table, self.handles, words[: len(self.table)])
 
     def device_table(self) -> Tensor:
-        """The handle table on the device, int64 [experts]. A first call without one copies it and waits."""
+        """The handle table on the device, int64 [experts]. If it is not there yet, copies it and waits."""
         if self._on_device is None:
             device = self.of.device
             with torch.inference_mode(False):
@@ -123,16 +123,16 @@ class Snapshot:
 
     @cached_property
     def places(self) -> frozenset[Where]:
-        """Where its experts are."""
+        """All places at which experts of the layer are."""
         return frozenset(h.where for h in self.handles)
 
     @cached_property
     def paged(self) -> npt.NDArray[np.bool_]:
-        """Whether each expert's weights have memory only while they are needed, bool [experts]."""
+        """Whether each expert's weights are in memory only while they are needed, bool [experts]."""
         return np.array([h.where in PAGED for h in self.handles], bool)
 
     def only(self, index: Tensor, here: frozenset[Where]) -> Tensor:
-        """The router's choice [tokens, top_k] with a number past the last expert for experts that are not in `here`."""
+        """The router's choice [tokens, top_k], with a number past the last expert for those at places not in `here`."""
         if self.places <= here:
             return index
         count = len(self.handles)
@@ -166,21 +166,21 @@ class LayerCall:
     hidden: Tensor  # [tokens, hidden]
     index: Tensor  # [tokens, top_k]; an index past the last expert adds nothing
     weights: Tensor  # [tokens, top_k]
-    pages: Any = None  # of experts that are decoded for this call: `RunPages` (runtime/paging/filler.py)
+    pages: Any = None  # the `RunPages` (runtime/paging/filler.py) of experts that are decoded for this call
 
 
 class LayerExperts:
     """The handles of one layer."""
 
     model: object = None  # the key of the model, by which the running step is found (runtime/step.py)
-    position = 0  # the layer's place among the model's layers of experts
-    # The model's forward wrapper, which opens a step for a call outside any; None once the model is freed
+    position = 0  # the layer's position among the model's layers of experts
+    # The model's forward wrapper, which opens a step for a call outside any step; `None` once the model is freed
     steps: StepOpener | None = None
-    number = -1  # of the module for its operator (op.py)
-    no_gradients = ""  # why gradients are refused; empty where they are not
+    number = -1  # the number under which op.py knows the module
+    no_gradients = ""  # why gradients are refused; empty if they are allowed
 
     def __init__(self, layer: ExpertLayer, versions: Sequence[Version], device: torch.device) -> None:
-        """Start without experts: `publish` gives each its first version."""
+        """Start without experts: `publish` then gives each expert its first version."""
         self.of = ServedLayer(layer, versions, device)
         self.current = Snapshot(self.of, np.zeros(0, np.uint64), ())  # for a step that begins now
 
@@ -189,14 +189,14 @@ class LayerExperts:
         raise InputError("a loaded bundle is neither copied nor pickled: load it again, with moepack.load")
 
     def let_go(self) -> None:
-        """Forget the forward wrapper: it refers to the layer, and a circle of references would keep its memory."""
+        """Forget the forward wrapper, which refers to this layer: a cycle of references would keep the memory."""
         self.steps = None
 
     def publish(self, expert: int, made: Handle) -> None:
-        """Make a placement active for steps that begin from now on; one thread at a time.
+        """Make a placement active for steps that begin from now on. Only one thread may call this at a time.
 
-        First placements come in the experts' order. A step that has begun reads the old one: the caller keeps its bytes
-        until the last such step has ended.
+        The first placements of all experts are published in the experts' order. A step that has begun reads the old
+        placement, whose bytes the caller must keep until the last of these steps has ended.
         """
         before, word = self.current, 0
         if made.version is not None:
@@ -210,5 +210,5 @@ class LayerExperts:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of all active versions."""
+        """Bytes that all active versions take on the device."""
         return sum(h.resident_bytes for h in self.current.handles)

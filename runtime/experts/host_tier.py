@@ -1,7 +1,7 @@
 """The host tier: threads that run a layer's experts in host memory while the device runs its own.
 
-Weights stay, and activations travel: one round trip a layer (context-aware-cxl-ndp, sections 2.2 and 4.1). A limit on
-the bytes read a second simulates a slower tier than the machine's memory. forward.py gives it work.
+Weights stay in host memory, and activations travel: one round trip a layer (context-aware-cxl-ndp, sections 2.2 and
+4.1). A limit on the bytes read a second simulates memory slower than the machine's. forward.py gives the tier work.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Work = Callable[..., tuple[Tensor, int]]  # returns a result, and the bytes of w
 
 
 class CudaLink:
-    """Copies activations to the host and back, through torch's pinned buffers, which stay until their copies end."""
+    """Copies activations to the host and back, through pinned buffers that torch keeps until their copies end."""
 
     def fetch(self, *tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-        """Begin to copy tensors to the host, on the compute stream. The result waits for them, on any thread."""
+        """Begin to copy tensors to the host, on the compute stream; return a function that waits and returns them."""
         copied = tuple(t.detach().to("cpu", non_blocking=True) for t in tensors)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(tensors[0].device))
@@ -38,15 +38,15 @@ class CudaLink:
         return arrived
 
     def send(self, made: Tensor, device: torch.device) -> Tensor:
-        """A result on the device, from a pinned copy, on the compute stream; nothing waits."""
+        """Return a copy of a result on the device, made through pinned memory on the compute stream without waiting."""
         pinned = torch.empty(made.shape, dtype=made.dtype, pin_memory=True)
         return pinned.copy_(made).to(device, non_blocking=True)
 
 
 class HostCall:
-    """A layer's call of the tier: a context whose body runs beside the call.
+    """A layer's call of the tier: a context whose body runs at the same time as the call.
 
-    Its exit waits for the call, after an interruption too: the call reads memory that the pass's step keeps.
+    Leaving the context waits for the call, even if interrupted: the call reads memory that the pass's step keeps.
     """
 
     def __init__(self, work: Work, arrive: Callable[[], tuple[Tensor, ...]]) -> None:
@@ -54,13 +54,13 @@ class HostCall:
         self.unwanted = False
         self._work: Work | None = work
         self._arrive: Callable[[], tuple[Tensor, ...]] | None = arrive
-        enabled = torch.is_autocast_enabled("cpu")  # a tier's thread has neither the caller's modes nor autocasting
+        enabled = torch.is_autocast_enabled("cpu")  # the tier's thread does not inherit the caller's autocasting
         self._cast = torch.autocast("cpu", dtype=torch.get_autocast_dtype("cpu"), enabled=enabled)
         self._error: BaseException | None = None
         self._ended = threading.Event()
 
     def run(self, tier: HostTier) -> None:
-        """Do the work and keep to the tier's rate, on the tier's thread."""
+        """Do the work on the tier's thread, then sleep as long as the tier's rate asks."""
         try:
             if self.unwanted:
                 return
@@ -79,7 +79,7 @@ class HostCall:
         except BaseException as error:
             self._error = error
         finally:
-            self._work = self._arrive = None  # they refer to the model
+            self._work = self._arrive = None  # these functions refer to the model
             self._ended.set()
 
     def __enter__(self) -> HostCall:
@@ -99,16 +99,16 @@ class HostCall:
 
 
 class HostTier:
-    """A thread that runs one layer's call after another, of any pass; its kernels run on several threads."""
+    """A thread that runs one layer's call after another, for all passes; the kernels of a call use several threads."""
 
     def __init__(self, threads: int | None = None, rate: float | None = None, link: CudaLink | None = None) -> None:
         """Start the thread.
 
-        `threads` counts the kernels' (default: torch's number, which torch's products always use: their bits may depend
+        `threads` run the kernels (default: torch's number; torch's products always use that, as their bits may depend
         on it). A call reads at most `rate` bytes of weights a second. `link` leads to a device other than the host.
         """
         self.threads, self.rate, self.link = threads, rate, link
-        self.bytes, self.seconds, self.calls = 0, 0.0, 0  # read, spent and made since the start
+        self.bytes, self.seconds, self.calls = 0, 0.0, 0  # bytes read, seconds spent and calls made since the start
         self.closed = self._ended = False  # once closed, calls run on their callers' threads
         self.counting = threading.Lock()
         self._norms: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -117,7 +117,7 @@ class HostTier:
         self._thread.start()
 
     def beside(self, work: Work, arrive: Callable[[], tuple[Tensor, ...]] = tuple) -> HostCall:
-        """Begin a call: `work` on the result of `arrive`. The call's context then raises errors of either."""
+        """Begin a call, which runs `work` on the result of `arrive`. Leaving its context raises errors of both."""
         job = HostCall(work, arrive)
         if self.closed:
             job.run(self)
@@ -128,7 +128,7 @@ class HostTier:
         return job
 
     def module(self, module: Any) -> Any:
-        """An experts module for the host: its norm, which has weights, is copied once."""
+        """Return an experts module for the host: `module`, or a stand-in with a copy of a norm that has weights."""
         if not getattr(module, "has_post_expert_norm", False):
             return module
         if module not in self._norms:
@@ -150,7 +150,7 @@ class HostTier:
                     job.run(self)
 
     def close(self, wait: bool = True) -> None:
-        """End the thread after the calls that were made. May be called twice."""
+        """End the thread once the calls made so far have run. May be called twice."""
         self.closed = True
         self._jobs.put(None)
         if wait and threading.current_thread() is not self._thread:

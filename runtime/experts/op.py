@@ -1,8 +1,8 @@
 """The torch operators `moepack::experts` and `moepack::dense`, which compiled models call.
 
-An operator takes tensors and numbers, so each module is registered under a number while it lives. The operators run
-`experts_forward` and `PackedLinear.forward`: results are equal to the bit. A compiled pass is one step, from its first
-layer of experts to its last (`ForwardWrapper.compiled_layer`).
+An operator takes tensors and numbers, so each module is registered under a number while the module lives. The operators
+run `experts_forward` and `PackedLinear.forward`, so results equal those of uncompiled models to the bit. A compiled
+pass is one step, from its first layer of experts to its last (`ForwardWrapper.compiled_layer`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _gone() -> InputError:
 
 @torch.library.custom_op("moepack::experts", mutates_args=())
 def experts(hidden: Tensor, index: Tensor, weights: Tensor, layer: int) -> Tensor:
-    """Run the experts of the module with number `layer`: [tokens, hidden]; raises InputError when the model is freed.
+    """Run the experts of the module with number `layer`: [tokens, hidden]. Raises InputError when the model is freed.
 
     `hidden` is [tokens, hidden]; `index` and `weights` are [tokens, top_k], the router's choice.
     """
@@ -52,7 +52,7 @@ def _(hidden: Tensor, index: Tensor, weights: Tensor, layer: int) -> Tensor:
 
 @torch.library.custom_op("moepack::dense", mutates_args=())
 def dense(x: Tensor, number: int, rows: int) -> Tensor:
-    """Run the packed linear map with this number, which has `rows` rows; raises as `experts`."""
+    """Run the packed linear map registered under `number`; return [..., rows]. Raises InputError as `experts` does."""
     if (module := _modules.get(number)) is None:
         raise _gone()
     made: Tensor = module.forward(x)

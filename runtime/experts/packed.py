@@ -1,6 +1,6 @@
 """A lossless extent that stays compressed in memory, and is decoded to a fixed address when its layer runs.
 
-Its digest was checked when it was read. Decoding raises the errors that only it can find.
+The digest was checked when the extent was read. Decoding raises errors that only decoding can find.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class _Stored:
 
     extent: Tensor  # uint8, exactly the extent
     layer: ExpertLayer
-    forms: Sequence[Form]  # the place of each matrix, once decoded
-    target: Tensor  # uint8, the memory that they are decoded to: its address stays
+    forms: Sequence[Form]  # the place of each decoded matrix in `target`
+    target: Tensor  # uint8, the memory that matrices are decoded to; its address never changes
     where: str  # file, layer, expert and version, for errors
 
     def damaged(self, why: str = "a matrix does not decode") -> BundleError:
-        """The error for bytes that are not a coded matrix."""
+        """Return the error for bytes that are not a coded matrix."""
         return BundleError.single(self.where, "codec", why)
 
 
 @dataclass(eq=False)
 class PackedExtent(_Stored):
-    """One expert's extent in host memory. Methods raise BundleError when the extent is not well formed."""
+    """One expert's extent in host memory. Methods raise BundleError when the extent is malformed."""
 
     def __post_init__(self) -> None:
         self._opened: list[Any] = [None] * len(self.layer.matrices)
@@ -56,7 +56,7 @@ class PackedExtent(_Stored):
             raise self.damaged(str(error)) from None
 
     def opened(self, matrix: int) -> int:
-        """The address from which a kernel decodes one matrix (affine_native.CodedExperts); 0 where none can."""
+        """The address from which a kernel can decode one matrix (affine_native.CodedExperts); 0 if no kernel can."""
         if self._opened[matrix] is None:
             if (native := _native()) is None:
                 return 0
@@ -66,13 +66,13 @@ class PackedExtent(_Stored):
         return int(self._opened[matrix][1])
 
     def bias(self, matrix: int) -> None:
-        """Write one matrix's bias, if it has any, to its place."""
+        """Write the bias of a matrix, if it has one, to its place in `target`."""
         at = self.forms[matrix].bias
         if at >= 0 and (bias := self._parts[matrix][1]) is not None:
             self.target.numpy()[at : at + bias.nbytes].view(np.uint16)[:] = bias
 
     def decode(self, matrix: int, threads: int | None) -> None:
-        """Write one matrix and its bias to their places; releases the GIL."""
+        """Decode one matrix to its place in `target`, and write its bias. Releases the GIL."""
         low, count = self.forms[matrix].low, 2 * self.layer.matrices[matrix].weights
         room = self.target.numpy()[low : low + count].view(np.uint16)
         try:
@@ -91,14 +91,14 @@ def _native() -> ModuleType | None:
 class CodedPart:
     """One coded matrix inside an extent."""
 
-    at: int  # offset of its coded bytes
-    size: int  # of its coded bytes
-    header: Buffer  # a copy of their first 48
-    bias: int  # offset of its bias; -1 without one
+    at: int  # offset of the coded bytes in the extent
+    size: int  # number of coded bytes
+    header: Buffer  # a copy of the first 48 coded bytes
+    bias: int  # offset of the bias in the extent; -1 without a bias
 
 
 def parts_of(layer: ExpertLayer, extent: Buffer) -> tuple[CodedPart, ...]:
-    """The parts of an extent whose directory and headers are on the host; raises CodecError for a malformed one."""
+    """Locate the coded matrices of an extent, of which the host has the directory and headers. Raises CodecError."""
     out, start = [], extent.ctypes.data
     for m, (coded, bias) in zip(layer.matrices, directory(layer.matrices, extent), strict=True):
         parse(coded, m.weights)
@@ -109,12 +109,12 @@ def parts_of(layer: ExpertLayer, extent: Buffer) -> tuple[CodedPart, ...]:
 
 @dataclass(eq=False)
 class GpuPackedExtent(_Stored):
-    """One expert's extent in device memory; `parts` were found on the host before it went there."""
+    """One expert's extent in device memory; `parts` locate its matrices, found on the host before the copy."""
 
     parts: Sequence[CodedPart]
 
     def job(self, matrix: int, copy: Copy) -> Any:
-        """The decode job of one matrix. Its bias is copied by `copy`; both run on the current stream."""
+        """Copy the bias of one matrix by `copy`, and return the job that decodes the matrix on the current stream."""
         from moepack.runtime.kernels.exponent_triton import DecodeJob
 
         part, form, m = self.parts[matrix], self.forms[matrix], self.layer.matrices[matrix]

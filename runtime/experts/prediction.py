@@ -1,4 +1,4 @@
-"""Predicts the next layer's routing: its router is called on this layer's hidden states (dymoe, equation 6).
+"""Prediction of the next layer's routing: the next router is called on this layer's hidden states (dymoe, equation 6).
 
 Calling the router itself keeps the family's scores, groups, biases and corrections.
 """
@@ -21,14 +21,14 @@ from moepack.pack.spec import ExpertLayer
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A layer's router, by its parent and name, so that a replaced one (by an adapter) is found."""
+    """A layer's router, by its parent module and name, so that a router replaced by an adapter is found."""
 
     parent: Any
     name: str
-    beside: tuple[str, ...]  # names of its forward's arguments after hidden states; attributes of the parent
+    beside: tuple[str, ...]  # the router's further arguments after hidden states, as attributes of the parent
 
     def ask(self, hidden: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """Its choice for [tokens, hidden]: experts and their weights, [tokens, top_k].
+        """The router's choice for `hidden` [tokens, hidden]: experts and their weights, [tokens, top_k].
 
         Hooks on the router are not called, because transformers collects routers' outputs by them.
         """
@@ -46,29 +46,29 @@ class Router:
 
 
 class Prediction:
-    """The next layers' routing, and its accuracy. One pass at a time."""
+    """Predictions of the next layer's routing, and their accuracy. Serves one pass at a time."""
 
     def __init__(self, model: Any, layers: Sequence[ExpertLayer]) -> None:
-        """Find the routers; raises InputError when one is not found, or does not answer."""
+        """Find the routers. Raises InputError when a router is missing or cannot be called."""
         self._layers = tuple(layers)
         self._routers = [_router_of(model, layer) for layer in layers]
         self._last: tuple[int, Tensor] | None = None
-        # By layer: choices of text tokens that were predicted (0 for the first layer); all in passes with a prediction
+        # [layers], expert choices of tokens other than padding: those predicted correctly, and all with a prediction
         self.hits, self.choices = np.zeros(len(layers), np.int64), np.zeros(len(layers), np.int64)
 
     @torch.no_grad()
     def ahead(
         self, position: int, hidden: Tensor, index: Tensor, mask: Tensor | None
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | tuple[None, None]:
-        """The predicted routing of the layer after `position`: counts and sums of gate weights, [experts].
+        """Predict the routing of the layer after `position`: counts and sums of gate weights, [experts].
 
-        Waits for the device. None after the last layer.
+        Waits for the device. Returns (None, None) at the last layer.
 
         Args:
-            position: of the layer that is reached.
-            hidden: [tokens, hidden], its experts' input.
-            index: [tokens, top_k], its own router's choice, which is compared with the prediction.
-            mask: [tokens], 0 for padding, which does not count.
+            position: the layer that is reached.
+            hidden: [tokens, hidden], the input of its experts.
+            index: [tokens, top_k], the choice of its router, which is compared with the earlier prediction.
+            mask: [tokens], 0 for padding, which is not counted.
         """
         mine = slice(None) if mask is None or len(mask) != len(index) else mask != 0
         self._score(position, index, mine)
@@ -91,12 +91,12 @@ class Prediction:
         self.choices[position] += hit.numel()
 
     def rates(self) -> list[float | None]:
-        """By layer, the share of choices that were predicted; None without predictions."""
+        """For each layer, the share of choices that were predicted; `None` without predictions."""
         return [h / n if n else None for h, n in zip(self.hits.tolist(), self.choices.tolist(), strict=True)]
 
 
 def _router_of(model: Any, layer: ExpertLayer) -> Router:
-    """The experts' sibling with a matrix [experts, hidden], preferably one named gate or router."""
+    """Find a layer's router: a sibling of the experts with a matrix [experts, hidden]; gate and router come first."""
     above, _, own = layer.module.rpartition(".")
     parent = model.get_submodule(above)
     width = layer.matrices[0].cols

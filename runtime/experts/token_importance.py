@@ -1,8 +1,8 @@
 """The heavy hitters of a prompt: the tokens that receive most attention (dymoe, section 4.2.1).
 
-While a prompt is read, a model's attention has another name in transformers' interface. The function of that name calls
-the model's own (so results are the same to the bit), and adds up the attention that each token receives from the
-queries and keys. Other models and other passes do not use that name.
+While a prompt is read, the model's config names another attention function in transformers' interface. That function
+calls the model's own (so results are the same to the bit), and computes from queries and keys how much attention each
+token receives. Other models and other passes do not use that name.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from moepack.pack.spec import ExpertLayer
 from moepack.runtime.step import current
 
 PREFIX = "moepack_"  # before the names of transformers' attention functions
-ELEMENT = 12  # bytes in which an attention weight is made: the product, in float32, and its softmax
-EAGER = "eager_attention_forward"  # what a model's own file calls its plain attention
+ELEMENT = 12  # bytes of memory to compute one attention weight: the product, in float32, and its softmax
+EAGER = "eager_attention_forward"  # the name of plain attention in a model's own file
 
 
 @torch.no_grad()
@@ -46,22 +46,22 @@ def attention_received(
 
     Args:
         query: [batch, heads, queries, size].
-        key: [batch, key heads, keys, size]; heads share keys in groups.
-        mask: [batch or 1, heads or 1, queries, keys], bool (True: is seen) or to be added; None: all keys are seen, or
-            with `causal` those up to the query's own place, counted from the first.
-        causal: whether a query sees no key after its own; the last query's own key is the last.
-        text: bool [batch, queries], False for padding; None without padding.
-        softcap: limit of products, by tanh.
-        sinks: [heads], logits that receive attention and belong to no key.
-        workspace: bytes for a chunk of queries.
+        key: [batch, key heads, keys, size]; groups of heads share keys.
+        mask: [batch or 1, heads or 1, queries, keys], bool (True: the key is seen) or numbers to add to logits. With
+            `None` a query sees all keys, or if `causal` the keys up to its own index.
+        causal: whether a query sees only keys up to its own; the last query's key is the last key.
+        text: bool [batch, queries], False for padding; `None` without padding.
+        softcap: the limit that tanh sets to logits; `None` sets no limit.
+        sinks: [heads], logits that take up attention and belong to no key.
+        workspace: bytes of memory for a chunk of queries.
     """
     batch, heads, queries, size = query.shape
     groups, keys = key.shape[1], key.shape[2]
     shared, weights = heads // groups, max(1, workspace // ELEMENT)
-    if weights < shared * keys:  # too little for one query of the heads that share keys
+    if weights < shared * keys:  # too little memory for one query of all heads that share keys
         key, groups, shared = key.repeat_interleave(shared, dim=1), heads, 1
     out = torch.zeros(batch, keys, dtype=torch.float32, device=query.device)
-    step = max(1, min(groups, weights // (shared * keys)))  # groups of heads at a time, and queries
+    step = max(1, min(groups, weights // (shared * keys)))  # groups of heads at a time; `rows` queries at a time
     rows = max(1, min(queries, weights // (step * shared * keys)))
     for b in range(batch):
         at = torch.arange(queries, device=query.device) if text is None else text[b].nonzero()[:, 0]
@@ -90,9 +90,9 @@ def attention_received(
 
 
 def heavy_hitters(scores: Tensor, share: float, text: Tensor | None = None) -> Tensor:
-    """The tokens of the highest scores [batch, tokens], bool: this share of each sequence, rounded up.
+    """Mark the tokens with the highest scores, bool [batch, tokens]: the `share` of each sequence, rounded up.
 
-    Among equals the first are chosen, and never padding, for which `text`, bool [batch, tokens], is False.
+    Among equal `scores` [batch, tokens] the first are chosen, but never padding: False in `text`, bool [batch, tokens].
     """
     real = torch.ones_like(scores, dtype=torch.bool) if text is None else text
     most = (real.sum(1, keepdim=True) * share - 1e-6).ceil()
@@ -103,12 +103,12 @@ def heavy_hitters(scores: Tensor, share: float, text: Tensor | None = None) -> T
 
 
 class TokenImportance:
-    """The heavy hitters of the prompt that is being read, by layer. One pass at a time."""
+    """The heavy hitters of the prompt that is being read, by layer. Serves one pass at a time."""
 
     def __init__(self, model: Any, layers: Sequence[ExpertLayer], share: float, workspace: int) -> None:
-        """Take a model's layers of experts. `share` of a sequence's tokens are heavy hitters.
+        """Find the attention of each layer with experts. A `share` of a sequence's tokens are heavy hitters.
 
-        Raises InputError when a layer's attention cannot be observed.
+        `workspace` bytes hold attention weights. Raises InputError when a layer's attention cannot be observed.
         """
         self._share, self._layers, self._workspace = share, tuple(layers), workspace
         self._positions = {id(_attention_of(model, layer.module)): i for i, layer in enumerate(layers)}
@@ -127,12 +127,12 @@ class TokenImportance:
 
     @contextlib.contextmanager
     def watching(self, shape: tuple[int, int], text: Tensor | None, cached: int) -> Iterator[None]:
-        """Observe a pass over a prompt.
+        """Observe the attention of a pass over a prompt inside the context.
 
         Args:
-            shape: of its tokens, [batch, tokens].
-            text: [batch x tokens], 0 for padding; None where there is none.
-            cached: tokens that caches hold before it.
+            shape: the shape of the pass's tokens, (batch, tokens).
+            text: [batch x tokens], 0 for padding; `None` without padding.
+            cached: tokens that the caches hold before the pass.
 
         Raises InputError when the model's attention was changed to one that cannot be observed.
         """
@@ -151,7 +151,7 @@ class TokenImportance:
             self._heavy.clear()
 
     def saw(self, module: Any, query: Tensor, key: Tensor, mask: Tensor | None, given: dict[str, Any]) -> None:
-        """Note an attention layer's call."""
+        """Compute and keep the heavy hitters of one attention layer's call; `given` are its further arguments."""
         position = self._positions.get(id(module))
         if position is None or (query.shape[0], query.shape[2]) != self._shape:
             return
@@ -162,14 +162,14 @@ class TokenImportance:
             given.get("softcap"), given.get("s_aux"), self._workspace,
         )  # fmt: skip
         tokens, keys = query.shape[2], key.shape[2]
-        first = self._cached if keys > self._cached + tokens else keys - tokens  # a cache of a fixed length is longer
+        first = self._cached if keys > self._cached + tokens else keys - tokens  # a cache of fixed length has more keys
         self._heavy[position] = heavy_hitters(received[:, first : first + tokens], self._share, self._text)
 
     def important(self, position: int, index: Tensor) -> npt.NDArray[np.int64] | None:
-        """The number of heavy hitters for each expert of a layer (dymoe, equation 2), int64 [experts].
+        """The number of heavy hitters routed to each expert of a layer (dymoe, equation 2), int64 [experts].
 
-        `index` is [tokens, top_k]; a number past the last expert is ignored. Waits for the device. None where the
-        layer's attention was not observed.
+        `index` is [tokens, top_k]; a number past the last expert is ignored. Waits for the device. Returns `None` if
+        the layer's attention was not observed.
         """
         heavy, experts = self._heavy.pop(position, None), self._layers[position].experts
         if heavy is None or heavy.numel() != len(index):
@@ -180,7 +180,7 @@ class TokenImportance:
 
 
 def refused(kind: str, why: str) -> InputError:
-    """The error for a model whose attention cannot be observed."""
+    """Return the error for a model whose attention cannot be observed."""
     return InputError(
         f"policy importance needs attention weights, which {kind}'s layers do not give ({why}): load it with "
         "attn_implementation='sdpa' or 'eager' where it has those, or name by=counts, which does without"
@@ -188,12 +188,12 @@ def refused(kind: str, why: str) -> InputError:
 
 
 def _attention_of(model: Any, experts: str) -> Any:
-    """The attention in the decoder layer of an experts module."""
+    """Find the attention module in the decoder layer that has these experts. Raises InputError if there is none."""
     path = experts.split(".")
     ends = [
         n for n in range(1, len(path)) if isinstance(model.get_submodule(".".join(path[: n - 1])), torch.nn.ModuleList)
     ]
-    name = ".".join(path[: ends[-1]]) if ends else ""  # the model's
+    name = ".".join(path[: ends[-1]]) if ends else ""  # the decoder layer, or else the whole model
     for module in model.get_submodule(name).modules():
         forward = inspect.unwrap(type(module).forward)
         code = getattr(forward, "__code__", None)
@@ -205,7 +205,7 @@ def _attention_of(model: Any, experts: str) -> Any:
 
 
 def _watched(name: str) -> Callable[..., Any]:
-    """The attention function under PREFIX + name."""
+    """Make the attention function that is registered as PREFIX + name."""
 
     def forward(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **given: Any) -> Any:
         own = sys.modules[type(module).__module__]

@@ -1,12 +1,10 @@
 """The host's store for a GPU: extents in pinned memory, filled in the background while the model is served.
 
-Memory is filled in regions, which become usable one after another. A fetch reads the file through staging buffers
-(devices/cuda.py) while an extent's region is not filled, or if the extent does not fit or is damaged. It never waits
-for the filling.
+Regions become usable one after another. A fetch never waits for the filling: it reads the file through staging buffers
+(devices/cuda.py) while an extent's region is not filled, or if the extent does not fit or is damaged.
 
-A region is one registration with CUDA: the extents of a layer file, or some of them. Regions of one expert would be too
-many (a large model has some 30,000 extents, and drivers keep a table for each); a single region fails above 100 to 500
-GiB.
+A region is one CUDA registration: a layer file's extents, or some of them. A region per expert would be too many (a
+large model has some 30,000 extents, and drivers keep a table for each); a single region fails above 100 to 500 GiB.
 """
 
 from __future__ import annotations
@@ -208,9 +206,8 @@ class HostStore:
     def state(self) -> dict[str, Any]:
         """Return the state of the store, ready for JSON.
 
-        `mode` is the way of pinning. `pinned_bytes` are usable, `bytes_to_go` will be read, and `file_bytes` stay in
-        files because they do not fit or are damaged. `fallbacks` are the ways given up, with reasons. `damaged` lists
-        the places of damaged extents.
+        `mode` is the way in use. `pinned_bytes` are usable, `bytes_to_go` will be read, and `file_bytes` stay in files
+        because they do not fit or are damaged. `fallbacks` are the ways given up, with reasons. `damaged` lists places.
         """
         with self._lock:
             usable = sum(region.at[place][1] for place, region in self._regions.items())
@@ -276,9 +273,8 @@ def plan_pieces(
     """Return the regions to pin, in order: the most wanted region of every file, then the second of every file, etc.
 
     `sizes` are the bytes of every extent by file and expert, files in the order of versions and layers. `wanted` is the
-    traffic of each expert. All regions together take at most `limit` bytes, each at most `most` unless one extent is
-    larger. With `in_place` a region is a contiguous part of its file, in expert order; otherwise extents are gathered,
-    the most wanted first.
+    traffic of each expert. All regions together take at most `limit` bytes, each at most `most`. With `in_place`
+    regions are parts of the files, with extents in expert order; otherwise extents are gathered, most wanted first.
     """
     rounds: list[tuple[int, Piece]] = []
     kept = None if in_place else _most_wanted(sizes, wanted, limit)

@@ -1,8 +1,8 @@
-"""Routers and attention of a served model on a CPU: their modules' own code, with one of its global names replaced.
+"""Routers and attention of a served model on a CPU: the modules' own code, with one global name replaced in it.
 
 In a router, `F.linear` becomes the kernels' product. In attention, `ALL_ATTENTION_FUNCTIONS` gives a function that runs
 the kernel for a single new token, and the requested function otherwise. A module whose code does not read these names
-does not change. A router does not change if its numbers would differ.
+stays as it is, and so does a router whose results would differ by more than rounding.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from moepack.runtime.kernels.dense_native import PLAIN_FORM, KernelMatrix, Matri
 
 from .linears import in_place_of, learns, most_tokens
 
-ROWS = 16  # random tokens that a router is tried on
-CLOSE = 2.0**-6  # the greatest difference of results, over the greatest number
+ROWS = 16  # random tokens on which a router is tried
+CLOSE = 2.0**-6  # the greatest difference allowed between two results, as a share of their greatest number
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 
 
 class _Names:
-    """A namespace of functions with some of them replaced."""
+    """A namespace `of` functions, some of which are replaced."""
 
     def __init__(self, of: Any, **replaced: Any) -> None:
         self._of = of
@@ -37,7 +37,7 @@ class _Names:
 
 
 def _with_name(function: types.FunctionType, name: str, value: Any) -> types.FunctionType:
-    """Copy a function with one of its global names replaced, in the function that its decorators wrap."""
+    """Copy a function with one of its global names replaced; a decorated function is replaced inside its decorators."""
     names, cells, inner = {**function.__globals__, name: value}, function.__closure__, None
     if (wrapped := getattr(function, "__wrapped__", None)) is not None:
         inner = _with_name(wrapped, name, value)
@@ -51,7 +51,7 @@ def _with_name(function: types.FunctionType, name: str, value: Any) -> types.Fun
 
 
 def _reads(module: nn.Module, name: str) -> types.FunctionType | None:
-    """The forward of a module without its decorators, where its code reads a global name that was not replaced."""
+    """Return a module's forward without decorators if it reads this global name, not yet replaced; else `None`."""
     function = inspect.unwrap(type(module).forward)
     if "forward" in module.__dict__ or not isinstance(function, types.FunctionType):
         return None
@@ -61,9 +61,9 @@ def _reads(module: nn.Module, name: str) -> types.FunctionType | None:
 
 
 def serve_routers(model: nn.Module, experts: Sequence[str]) -> dict[str, int]:
-    """Let the kernels do the linear maps of BF16 routers; returns how many of each class.
+    """Let the kernels compute the linear maps of BF16 routers; return the number of routers changed, by class.
 
-    The model is on a CPU, with its weights loaded. `experts` names its experts' modules; routers are their siblings.
+    The model is on a CPU with loaded weights. `experts` names the modules of experts; routers are their siblings.
     """
     done: dict[str, int] = {}
     most = most_tokens()
@@ -98,7 +98,7 @@ def _router_linear(weight: Tensor, most: int) -> Callable[..., Tensor]:
 
 
 def _agree(module: nn.Module, own: Callable[..., Any]) -> bool:
-    """Whether a router gives the same numbers in both ways, except for rounding. Its choices follow from them."""
+    """Whether a router gives the same numbers with the forward `own`, except for rounding; choices follow from them."""
     weight: Any = module.weight
     x = torch.randn(ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
     try:
@@ -115,10 +115,10 @@ def _agree(module: nn.Module, own: Callable[..., Any]) -> bool:
 
 
 class _Registry(_Names):
-    """transformers' attention functions, with the kernel for one new token."""
+    """transformers' table of attention functions, in which "sdpa" uses the kernel for one new token."""
 
     def get_interface(self, name: str, default: Any) -> Any:
-        """Look a function up as transformers does."""
+        """Return an attention function by name, as transformers' own table does."""
         found = self._of.get_interface(name, default)
         return _one_token(found) if name == "sdpa" else found
 
@@ -126,12 +126,12 @@ class _Registry(_Names):
         return _one_token(self._of[name]) if name == "sdpa" else self._of[name]
 
 
-SPECIAL = ("softcap", "s_aux", "position_bias", "cache", "sinks")  # options that the kernel does not have
+SPECIAL = ("softcap", "s_aux", "position_bias", "cache", "sinks")  # options that the kernel does not support
 
 
 @functools.cache
 def _one_token(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """An attention function that runs the kernel for one new token without a mask, and `plain` otherwise."""
+    """Return an attention function that runs the kernel for one new token without a mask, and `plain` otherwise."""
 
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -165,7 +165,7 @@ def _attention(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def serve_attention(model: nn.Module) -> dict[str, int]:
-    """Let the kernel do the attention of single new tokens; returns how many modules of each class."""
+    """Let the kernel compute the attention of single new tokens; return the number of modules changed, by class."""
     done: dict[str, int] = {}
     for module in model.modules():
         function = _reads(module, REGISTRY)

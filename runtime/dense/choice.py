@@ -12,13 +12,13 @@ ALLOCATION = "allocation"  # the versions that the manifest names
 
 
 def choose_dense(text: str | None, bundle: Bundle, policy: str | None = None) -> tuple[Version, ...]:
-    """A version for every entry of the manifest's `dense`; empty for a bundle whose dense matrices have none.
+    """Choose a version for every entry of the manifest's `dense`; empty if the bundle has no dense versions.
 
     Args:
-        text: a version's name; "allocation"; None for the allocation's versions where the policy is its map too, else
-            for the most precise version that is here.
+        text: a version's name, or "allocation" for the versions in the manifest's allocation. `None` means "allocation"
+            if the policy serves the allocation too, else the most precise version present.
 
-    Raises InputError for a version that is not here, or an allocation without dense versions.
+    Raises InputError for a version that is not present, or an allocation without dense versions.
     """
     manifest, here = bundle.manifest, {v.name: v for v in bundle.dense_versions}
     if not manifest.dense:
@@ -44,7 +44,7 @@ def choose_dense(text: str | None, bundle: Bundle, policy: str | None = None) ->
 
 
 def dense_change(bundle: Bundle, versions: Sequence[Version], item: int) -> int:
-    """Bytes of memory that the matrices take in these versions beyond what they take with weights of `item` bytes."""
+    """Bytes that dense matrices take in these versions, minus their bytes with weights of `item` bytes each."""
     if not versions:
         return 0
     pairs = zip(bundle.manifest.dense, versions, strict=True)

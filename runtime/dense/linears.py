@@ -1,8 +1,8 @@
 """Products of a served model's dense matrices on a CPU, by the kernels that run its experts.
 
-torch reads BF16 weights at half the memory's bandwidth for one token. Here a matrix is in huge pages, in the layout of
-an expert with that matrix alone (kernels/forms.py). One call multiplies all maps that share an input. torch multiplies
-BF16 matrices where a pass has many tokens (kernels/by_torch.py).
+For one token, torch reads BF16 weights at half the memory's bandwidth. Here a matrix is in huge pages, laid out like an
+expert that has this matrix alone (kernels/forms.py). One call multiplies all linear maps that share an input. If a pass
+has many tokens, torch multiplies BF16 matrices (kernels/by_torch.py).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from moepack.runtime.store.files import DENSE, BackingStore
 
 from .packed import PackedLinear
 
-FEW = 16  # tokens: up to here, one call makes the products of all maps that share them
-MISSES = 2  # calls in a row whose spare results were not used, after which a group's maps are multiplied one by one
-# Names of maps that share an input in most families. Elsewhere the group dissolves as it runs (`Group.run`).
+FEW = 16  # tokens up to which one call computes the products of all maps that share an input
+MISSES = 2  # after this many calls in a row with unused results of other maps, a group's maps are multiplied one by one
+# Names of maps that share an input in most families. In other families `Group.run` dissolves the group at run time.
 SIBLINGS = (
     ("q_proj", "k_proj", "v_proj"),
     ("q_proj", "kv_a_proj_with_mqa"),
@@ -43,12 +43,12 @@ SIBLINGS = (
 
 
 def most_tokens() -> int:
-    """The most tokens for which the kernels multiply by a BF16 matrix; for more, torch does.
+    """The most tokens for which the kernels multiply by a BF16 matrix; torch multiplies for more.
 
-    Measured on one core of an EPYC with AVX-512 BF16, our time over torch's for [4096, 2048] and [2048, 4096], torch
-    kept to the same instruction sets. With BF16 tiles: 0.7 to 1.3 up to 16 tokens and 0.85 to 1.0 up to 64, too little
-    to keep their results beside torch's for. Without tiles the bytes are read directly: 0.4 to 0.6 up to 64 tokens with
-    AVX-512 or AVX2, but 1.4 to 5 by plain C. There the limit is measured on this machine.
+    The kernels' time over torch's, with the same instruction sets, was measured on one core of an EPYC with AVX-512
+    BF16 for [4096, 2048] and [2048, 4096]. With BF16 tiles it is 0.7 to 1.3 up to 16 tokens and 0.85 to 1.0 up to 64,
+    too small a gain to keep more tokens' results for. Without tiles the bytes are read directly: 0.4 to 0.6 up to 64
+    tokens with AVX-512 or AVX2, but 1.4 to 5 in plain C. So without tiles the limit is measured on this machine.
     """
     from moepack.runtime.kernels.affine_native import has_tiles
 
@@ -58,7 +58,7 @@ def most_tokens() -> int:
 
 
 def linears(model: nn.Module, experts: Sequence[str]) -> dict[str, nn.Linear]:
-    """A model's dense matrices by their modules' names, in its order, without those inside the modules `experts`."""
+    """A model's dense matrices by module name, in the model's order, without those inside the modules `experts`."""
     inside = tuple(f"{name}." for name in experts)
     return {
         name: module
@@ -70,7 +70,7 @@ def linears(model: nn.Module, experts: Sequence[str]) -> dict[str, nn.Linear]:
 
 
 def groups(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Group the names of maps that share an input, in the order of their first ones."""
+    """Yield the names of linear maps in groups that share an input; groups are ordered by their first name."""
     left: dict[str, Any] = dict.fromkeys(names)
     for name in names:
         if name not in left:
@@ -89,13 +89,13 @@ class PackedMatrix:
 
     matrix: Matrix
     version: Version
-    extent: Tensor  # uint8, beginning on a multiple of 64: as an expert's with this matrix alone
+    extent: Tensor  # uint8, beginning on a multiple of 64: laid out like an expert that has this matrix alone
 
 
 class Group:
-    """Maps that share an input: the first call makes the others' results too.
+    """Linear maps that share an input: a call of the first one computes and keeps the results of the others too.
 
-    A kept result is used only for the very same tensor, unchanged. Each thread keeps its own.
+    A kept result is used only if the input is the very same tensor, unchanged. Each thread keeps results of its own.
     """
 
     def __init__(self, parts: Sequence[PackedMatrix]) -> None:
@@ -108,7 +108,7 @@ class Group:
         return self
 
     def run(self, which: int, x: Tensor) -> Tensor:
-        """The product of one map and x [..., cols], float32 or bfloat16."""
+        """Return the product of map number `which` and x [..., cols], float32 or bfloat16."""
         kept, few = self._kept, x.numel() <= FEW * x.shape[-1]  # many tokens' results would take much memory
         if self._size > 1 and few:
             made = kept.__dict__.pop("made", None)
@@ -132,7 +132,7 @@ class Group:
         return out
 
     def _products(self, x: Tensor, which: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """[..., rows] of each matrix asked for."""
+        """Return the products [..., rows] by each of the matrices with these numbers."""
         from moepack.runtime.kernels import dense_native as native
         from moepack.runtime.kernels.affine_native import DTYPES
 
@@ -154,18 +154,18 @@ class Group:
 
 
 def _unchanged(x: Tensor, state: Tensor | int) -> bool:
-    """Whether a tensor has not changed. Tensors of inference mode do not count their changes, and are compared."""
+    """Whether a tensor is unchanged: by its version number, or in inference mode, which has none, by its values."""
     return torch.equal(x, state) if isinstance(state, Tensor) else not x.is_inference() and x._version == state
 
 
 class Place:
-    """Where the kernels find a linear map's weights. A copy of the module has no place: torch multiplies by it."""
+    """Where the kernels find a linear map's weights. A copied module has no place: torch multiplies by its weights."""
 
     def __init__(self, module: nn.Linear, group: Group, which: int, most: int) -> None:
         self.group, self.which, self.most, self._at = group, which, most, _addresses(module)
 
     def holds(self, module: nn.Linear) -> bool:
-        """Whether the module still has the weights that it had."""
+        """Whether the module's weights are still at the addresses where they were."""
         return _addresses(module) == self._at
 
     def __deepcopy__(self, memo: object) -> None:
@@ -177,7 +177,7 @@ def _addresses(module: nn.Linear) -> tuple[int, int | None]:
 
 
 def in_place_of(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
-    """A subclass of `kind` with that forward. It has `kind`'s name, and copies of its modules are of class `kind`."""
+    """Make a subclass of `kind` with this forward and `kind`'s name. A copied or pickled module is of class `kind`."""
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
 
     def reduce(self: Any, protocol: object) -> Any:
@@ -187,7 +187,7 @@ def in_place_of(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.M
 
 
 def _linear(self: Any, input: Tensor) -> Tensor:
-    """y = W x + b of x [..., cols]: by the kernels for few tokens in BF16 without gradients, else by torch."""
+    """Return y = W x + b of x [..., cols]: by the kernels for few BF16 tokens without gradients, else by torch."""
     place = self._moepack_place
     if (
         place is None
@@ -209,14 +209,14 @@ ServedLinear = in_place_of(nn.Linear, _linear)
 
 
 def learns(*tensors: Tensor | None) -> bool:
-    """Whether autograd records operations on these."""
+    """Whether autograd records operations on any of these tensors."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def prepare(model: nn.Module, bundle: Bundle, versions: Sequence[Version]) -> None:
-    """Remove the weights of the bundle's dense matrices from a model, before it is loaded.
+    """Remove the weights of the bundle's dense matrices from a model before loading; packed ones get a PackedLinear.
 
-    Raises InputError for a matrix that the model does not have.
+    Raises InputError for a matrix that the model lacks.
     """
     modules = dict(model.named_modules())
     for described, version in zip(bundle.manifest.dense, versions, strict=True):
@@ -235,8 +235,8 @@ def serve(model: nn.Module, bundle: Bundle, versions: Sequence[Version], compile
     """Load a model's dense matrices after its other weights, and let the kernels multiply by them.
 
     Args:
-        versions: one for each dense matrix of the bundle; if empty, the model's own matrices are moved.
-        compiled: whether the model is on a CPU, and there are compiled kernels.
+        versions: one for each dense matrix of the bundle; if empty, the model's own are moved into huge pages.
+        compiled: whether the model is on a CPU that has compiled kernels.
         plain: whether the kernels multiply by BF16 matrices too.
 
     Raises BundleError when an extent is damaged.
@@ -262,7 +262,7 @@ def serve(model: nn.Module, bundle: Bundle, versions: Sequence[Version], compile
 
 
 def _room(shapes: Mapping[str, tuple[Matrix, Version]]) -> dict[str, Tensor]:
-    """One range of huge pages, split into extents."""
+    """Allocate one range of huge pages, and split it into an extent for each name."""
     sizes = {name: align(v.resident_size((m,)), SECTION) for name, (m, v) in shapes.items()}
     memory = CpuMemory(sum(sizes.values()))
     memory.take(0, sum(sizes.values()))
@@ -290,7 +290,7 @@ def _move(found: Mapping[str, nn.Linear]) -> dict[str, PackedMatrix]:
 
 
 def _views(extent: Tensor, matrix: Matrix, version: Version) -> tuple[Tensor, Tensor | None]:
-    """The BF16 weight and bias of a decoded matrix."""
+    """Views of the BF16 weight and bias of a decoded matrix."""
     (sections,) = sections_of((matrix,), version)
     (weight,) = plain_weights(extent, [sections])
     return weight, section(extent, sections["bias"]) if matrix.bias else None
@@ -326,7 +326,7 @@ def _load(model: nn.Module, bundle: Bundle, versions: Sequence[Version]) -> dict
                     if bias is not None:
                         module.bias = nn.Parameter(bias.to(device, dtype), requires_grad=False)
                     if module.weight.data_ptr() != weight.data_ptr():
-                        continue  # in another dtype: the extent is not read again
+                        continue  # converted to another dtype or device: the extent is not read again
                 out[name] = PackedMatrix(matrix, version, extent)
     finally:
         host.close()
@@ -335,7 +335,7 @@ def _load(model: nn.Module, bundle: Bundle, versions: Sequence[Version]) -> dict
 
 
 def _device(model: nn.Module, name: str) -> torch.device:
-    """The device of a matrix: that of its nearest loaded neighbours."""
+    """The device of a matrix that is not loaded yet: the device of its nearest loaded neighbours."""
     while name:
         name = name.rpartition(".")[0]
         found = next((t for t in model.get_submodule(name).parameters() if t.device.type != "meta"), None)

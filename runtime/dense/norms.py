@@ -1,7 +1,7 @@
 """Normalisations of a served model's BF16 rows on a CPU by one kernel call, in place of eight of torch's operations.
 
-A module's name does not tell its arithmetic. So when a model is loaded, each of the kernel's forms is compared with the
-module on random rows and weights. The form that agrees replaces the module's code; without one it does not change.
+A module's name does not tell its arithmetic. So when a model is loaded, each variant (form) of the kernel is compared
+with the module on random rows and weights. A form that agrees replaces the module's code; else the code stays.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from moepack.runtime.kernels.dense_native import norm
 from .linears import in_place_of, learns
 
 FORMS = (0, 1, 2)  # small.c
-ROWS = 64  # random rows that a form is tried on
-EQUAL = 0.998  # share of their numbers that must have the same bits
-APART = 2  # units in the last place: one of the rounding before the weight, which may double it
+ROWS = 64  # random rows on which a form is tried
+EQUAL = 0.998  # share of the rows' numbers that must have the same bits
+APART = 2  # units in the last place by which others may differ: rounding before the weight makes one, doubled by it
 
 
 @functools.cache
 def _served(kind: type[nn.Module], form: int, epsilon: float) -> type[nn.Module]:
-    """A class of normalisations that calls the kernel where it can."""
+    """Make a subclass of `kind` that calls the kernel when inputs allow it."""
     plain, added = kind.forward, ctypes.c_double(epsilon)
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def _served(kind: type[nn.Module], form: int, epsilon: float) -> type[nn.Module]
 
 
 def serve_norms(model: nn.Module) -> dict[str, int]:
-    """Let the kernel do the normalisations whose results it matches; returns how many of each class.
+    """Let the kernel compute the normalisations that it reproduces; return the number of modules changed, by class.
 
     A class is tried once for each size of rows.
     """
@@ -82,7 +82,7 @@ def _epsilon(module: nn.Module) -> float | None:
 
 
 def _form(module: nn.Module, epsilon: float) -> int | None:
-    """The kernel's form that agrees with the module on random weights (on ones, all forms agree); None without one."""
+    """The kernel's form that agrees with the module on random weights (on ones, all agree); `None` if no form does."""
     generator = torch.Generator().manual_seed(0)
     try:
         probe: Any = copy.deepcopy(module)

@@ -1,4 +1,4 @@
-"""A linear map whose weights are a version's packed bytes. It replaces torch's in a model.
+"""A linear map whose weights are the packed bytes of a version. It replaces `nn.Linear` in a model.
 
 On a CPU the compiled kernels multiply by the packed bytes; elsewhere the weights are dequantised for each call.
 """
@@ -17,9 +17,9 @@ from moepack.runtime.kernels.reference import dequantise, section, sections_of
 
 
 class PackedLinear(nn.Module):
-    """y = W x + b with W packed."""
+    """The linear map y = W x + b, with packed W."""
 
-    packed: Tensor  # uint8, the extent; empty until weights are loaded
+    packed: Tensor  # uint8, the extent with W and b; empty until weights are loaded
 
     def __init__(self, matrix: Matrix, version: Version) -> None:
         super().__init__()
@@ -27,11 +27,11 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = matrix.cols, matrix.rows
         self.register_buffer("packed", torch.empty(0, dtype=torch.uint8), persistent=False)
         (self._sections,) = sections_of((matrix,), version)
-        self.group: Any = None  # linears.Group, and which of its maps this is
+        self.group: Any = None  # a linears.Group; `which` is the number of this map in it
         self.which, self._number = 0, enter(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply x [..., cols]; the result has its dtype."""
+        """Return W x + b for x [..., cols], in the dtype of x."""
         if torch.compiler.is_compiling():
             made: Tensor = torch.ops.moepack.dense(x, self._number, self.out_features)
             return made
@@ -44,7 +44,7 @@ class PackedLinear(nn.Module):
         return out.to(x.dtype)
 
     def weights(self, dtype: torch.dtype) -> Tensor:
-        """[rows, cols], dequantised."""
+        """Return the dequantised W, [rows, cols]."""
         if not self.packed.numel():
             raise InputError("a packed linear map was called before its weights were loaded")
         return dequantise(self.packed, self._sections, self.matrix, self.version, dtype)

@@ -1,8 +1,8 @@
-"""Experts' products on a CPU by the compiled library in c/; importing raises OSError where it was not compiled.
+"""Experts' products on a CPU by the compiled library in c/. The import raises OSError if the library was not compiled.
 
-Called through ctypes, which releases the GIL. Tensors must be on the CPU and contiguous; the library checks neither
-addresses nor sizes. Work runs on torch's OpenMP threads where they are GNU's, else on threads that the library keeps,
-because two sets of threads on the same cores would wait for one another. `threads` defaults to torch's number.
+The library is called through ctypes, which releases the GIL. Tensors must be on the CPU and contiguous; the library
+checks neither addresses nor sizes. Work runs on torch's OpenMP threads if they are GNU's, because two sets of threads
+on the same cores would wait for one another; else on the library's own. `threads` defaults to torch's number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moepack.pack.spec import Matrix, Version
 
 from .forms import make_forms
 
-# One name for all Python versions that installing may have built it for; OSError where there is none.
+# The file's name depends on the Python version for which the library was built; OSError if the file is missing.
 _path = Path(__file__).with_name(f"_affine{sysconfig.get_config_var('EXT_SUFFIX')}")
 library = ctypes.CDLL(str(_path))  # dense_native.py calls it too
 WORD, POINTER = ctypes.c_int64, ctypes.c_void_p
@@ -60,25 +60,25 @@ class _Combine(ctypes.Structure):
 
 
 def use_level(limit: int = BEST) -> int:
-    """Let the library use instruction sets up to `limit`, an index into LEVELS, and BEST; returns the level it took."""
+    """Let the library use instruction sets up to `limit` and BEST, indices into LEVELS; return the level in use."""
     global level
     level = int(library.moepack_affine_level(min(limit, BEST)))
     return level
 
 
 def build() -> str:
-    """Identity of this build of the library: when its file was written, and its size."""
+    """Identity of this build of the library: the time and size of its file."""
     facts = _path.stat()
     return f"{facts.st_mtime_ns:x}-{facts.st_size:x}"
 
 
 def levels() -> tuple[str, ...]:
-    """The levels that this machine has, lowest first: the values for MOEPACK_ISA."""
+    """The names of the instruction sets that this machine has, lowest first: the values for MOEPACK_ISA."""
     return LEVELS[: HERE + 1]
 
 
 def use_openmp(wanted: bool = True) -> bool:
-    """Run on the GNU OpenMP threads that this process already has; returns whether there are any."""
+    """Run on the GNU OpenMP threads of this process if `wanted`; return whether it has any."""
     start = None
     with contextlib.suppress(OSError):
         maps = Path("/proc/self/maps").read_text().splitlines() if wanted else []
@@ -97,12 +97,12 @@ openmp = use_openmp()
 
 
 class CodedExperts:
-    """Matrices of a product that are decoded into their place first, and the results."""
+    """Matrices that a product decodes into their place before it uses them, and a report about decoding."""
 
     def __init__(self, experts: int) -> None:
-        # Addresses of exponent_native.Opened; 0 for a matrix that is in its place
+        # By expert, the address of its exponent_native.Opened; 0 for a matrix that is decoded already
         self.opened = np.zeros(experts, np.uint64)
-        # The number of the expert whose bytes are not a coded matrix, plus 1; the decoder's status; nanoseconds
+        # 1 + the expert whose bytes are not a coded matrix (0: none); the decoder's status; nanoseconds of decoding
         self.report = np.zeros(3, np.int64)
 
     @property
@@ -111,7 +111,7 @@ class CodedExperts:
         return float(self.report[2]) / 1e9
 
     def hand(self, gemm: _Gemm) -> None:
-        """Write the matrices' addresses into a product's arguments."""
+        """Write the addresses of matrices and report into a product's arguments."""
         from moepack.pack.codec import exponent_native
 
         gemm.coded, gemm.report = self.opened.ctypes.data, self.report.ctypes.data
@@ -119,7 +119,7 @@ class CodedExperts:
 
 
 class BadCodes(CodecError):
-    """The codes of a matrix of `expert` are not well formed."""
+    """A matrix of `expert` has malformed codes."""
 
     def __init__(self, expert: int, status: int) -> None:
         self.expert = expert
@@ -127,18 +127,18 @@ class BadCodes(CodecError):
 
 
 def has_tiles(dtype: torch.dtype) -> bool:
-    """Whether experts with many tokens of that dtype run in tiles: of BF16, on a processor that multiplies it."""
+    """Whether experts with many tokens of this dtype run in tiles: BF16, on a processor that multiplies BF16."""
     return dtype == torch.bfloat16 and level >= LEVELS.index("avx512-bf16")
 
 
 class LayerForms:
-    """The forms of a layer's matrices in all its versions. Kernels read them beside handles."""
+    """The forms (byte offsets) of a layer's matrices in all versions, which kernels read beside handles."""
 
     def __init__(self, matrices: Sequence[Matrix], versions: Sequence[Version]) -> None:
         self.matrices = tuple(matrices)
-        self.numbers = {v.name: i for i, v in enumerate(versions)}  # in a handle
+        self.numbers = {v.name: i for i, v in enumerate(versions)}  # a version's number in a handle
         forms = [make_forms(self.matrices, v) for v in versions]
-        self.unlimited = np.full(len(versions), 1 << 62, np.int64)  # the `limits` that leave no expert out
+        self.unlimited = np.full(len(versions), 1 << 62, np.int64)  # `limits` so high that they include every expert
         self._rows = [np.array([f[i].row() for f in forms], np.int64) for i in range(len(self.matrices))]
         self._at = [(int(rows.ctypes.data), rows.strides[0]) for rows in self._rows]
 
@@ -148,7 +148,7 @@ class LayerForms:
         return first + version * each
 
     def unknown(self, matrix: int, version: int) -> ValueError:
-        """The error for a version's form of a matrix that the library does not know."""
+        """Return the error for a version whose form of this matrix the library does not know."""
         names = list(self.numbers)
         if version >= len(names):
             return ValueError(f"a handle has version number {version}: this layer has {', '.join(names)}")
@@ -156,7 +156,7 @@ class LayerForms:
 
 
 def unknown_form(name: str, bits: int, group: int) -> ValueError:
-    """The error for an encoding that the library does not know."""
+    """Return the error for an encoding that the library does not know."""
     return ValueError(f"{name}: the compiled kernels do not know its encoding (number {bits}, groups of {group})")
 
 
@@ -171,23 +171,23 @@ def product(
     threads: int | None = None,
     coded: CodedExperts | None = None,
 ) -> None:
-    """y = W x + b of every slot: out[s] is the product of expert index[s] and x[s // (slots / activations)].
+    """Compute out[s] = W x + b for every slot s, by expert index[s], of the activation x[s // (slots / activations)].
 
     Args:
-        matrix: the number of the expert's matrix.
+        matrix: the number of the matrix in each expert.
         handles: the handle table, uint64 [experts].
-        x: float32 or bfloat16 [activations, cols]; slots are a multiple of activations.
-        index: int64 [slots] or [activations, slots / activations]; an expert past the last is left out.
-        out: float32 or bfloat16 [slots, rows]; rows of slots that are left out are not written.
-        limits: int64 [versions], slots: an expert with more runs in tiles where `has_tiles` holds for x (for many,
-            weights are rounded to BF16), and is left out elsewhere.
-        coded: BF16 matrices to decode first, to where their handles point.
+        x: float32 or bfloat16 [activations, cols]; the number of slots is a multiple of the number of activations.
+        index: int64 [slots] or [activations, slots / activations]; a slot whose index is past the last is skipped.
+        out: float32 or bfloat16 [slots, rows]; rows of skipped slots are not written.
+        limits: int64 [versions]. An expert with more slots than its version's limit runs in tiles if `has_tiles` holds
+            for x's dtype (weights are rounded to BF16 if slots are many), and is skipped otherwise.
+        coded: BF16 matrices to decode first, to the places to which their handles point.
 
     Raises:
-        BadCodes: for one of `coded` that is not well formed; `out` is then partly written.
+        BadCodes: for a malformed matrix of `coded`; `out` is then partly written.
         ValueError: for tensors of other shapes or dtypes, or that are not contiguous; for a form that the library does
             not know, before anything is written.
-        MemoryError: when there is no room for activations.
+        MemoryError: when memory for activations is short.
     """
     m, slots, rows = forms.matrices[matrix], index.numel(), x.shape[0]
     if x.shape[-1] != m.cols or out.shape != (slots, m.rows) or not slots or slots % max(1, rows):
@@ -214,7 +214,7 @@ def product(
 
 
 def kept_bytes(m: Matrix, experts: int, slots: int, activations: int, most: int, threads: int) -> int:
-    """The most bytes that products of these sizes keep between calls, at any versions, limits and levels.
+    """The most bytes that products of these sizes keep between calls, for any versions, limits and instruction sets.
 
     `most` is the greatest number of slots of one expert.
     """
@@ -223,12 +223,12 @@ def kept_bytes(m: Matrix, experts: int, slots: int, activations: int, most: int,
 
 
 def holds() -> int:
-    """Bytes that the library keeps between calls now."""
+    """Bytes of memory that the library keeps now for later calls."""
     return int(library.moepack_affine_holds())
 
 
 def release() -> None:
-    """Give back what the library keeps between calls."""
+    """Free the memory that the library keeps between calls."""
     library.moepack_affine_release()
 
 
@@ -241,13 +241,13 @@ def unpack(
     first: int = 0,
     threads: int | None = None,
 ) -> None:
-    """Weights of an affine version, transposed: out[c, r] is that of row first + r and column c.
+    """Unpack weights of an affine (quantised) version, transposed: out[c, r] is the weight of row first + r, column c.
 
     Args:
         matrix, version: the numbers of the expert's matrix and version.
         extent: uint8, the whole extent.
-        out: float32 or bfloat16 [cols, n], contiguous, n a multiple of 16; rows past the matrix come as zeros.
-        first: a multiple of 16.
+        out: float32 or bfloat16 [cols, n], contiguous, n a multiple of 16; rows past the matrix's last become zeros.
+        first: the first row, a multiple of 16.
 
     Raises ValueError for an `out` that does not fit, or a form that the library cannot unpack.
     """
@@ -262,7 +262,7 @@ def unpack(
 
 
 def unpack_at(cols: int, extent: Tensor, form: int, out: Tensor, first: int, threads: int | None) -> bool:
-    """As `unpack`, by the address of a form and without checks; returns whether the library cannot."""
+    """Unpack as `unpack` does, but by the address of a form and unchecked; return True if the library cannot."""
     call = _Unpack(
         cols, first, first + out.shape[1], out.shape[1], out.dtype == torch.bfloat16,
         threads or torch.get_num_threads(), extent.data_ptr(), form, out.data_ptr(),
@@ -271,16 +271,16 @@ def unpack_at(cols: int, extent: Tensor, form: int, out: Tensor, first: int, thr
 
 
 def combine(y: Tensor, index: Tensor, gates: Tensor, experts: int, out: Tensor, threads: int | None = None) -> None:
-    """out[t] = sum over a token's slots, in order and in float32, of gate times y.
+    """Add up gate times y over each token's slots, in order and in float32, into out[token].
 
-    Where y and the gates are both bfloat16, a weighted row is rounded to it before it is added, as in a model's own
-    forward. Without that rounding, a token near two experts could choose another one than in the plain model.
+    If y and the gates are both bfloat16, a weighted row is rounded to bfloat16 before it is added, as in a model's own
+    forward. Without that rounding, a token with nearly equal router scores could choose other experts than there.
 
     Args:
         y: float32 or bfloat16 [tokens * top_k, hidden].
         index: int64 [tokens, top_k].
         gates: float32 or bfloat16 [tokens, top_k].
-        experts: their number; slots of an index past them are left out.
+        experts: the number of experts; slots with an index past the last expert are skipped.
         out: float32 or bfloat16 [tokens, hidden].
     """
     tokens, top_k = index.shape
@@ -300,6 +300,6 @@ def combine(y: Tensor, index: Tensor, gates: Tensor, experts: int, out: Tensor, 
 
 
 def read(addresses: npt.NDArray[np.uint64], size: int, threads: int | None = None) -> None:
-    """Read `size` bytes at each address: benchmarks compare kernels' times with it."""
+    """Read `size` bytes at each address: a lower bound of time to which benchmarks compare kernels."""
     count = threads or torch.get_num_threads()
     library.moepack_affine_read(ctypes.c_void_p(addresses.ctypes.data), WORD(len(addresses)), WORD(size), WORD(count))

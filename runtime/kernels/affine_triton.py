@@ -1,9 +1,9 @@
-"""Experts' products on a GPU, straight from their extents: a grouped product, one launch a version.
+"""Experts' products on a GPU, straight from their extents: a grouped product, one launch for each version.
 
-Programs find an expert's extent (FORMAT.md, "Affine extents") through the handle table and leave at once where its
-version is not the launch's, so all launches of a layer share one routing geometry. Nothing waits for the device, and a
-CUDA graph may capture it. Codes count from the middle of their range, which BF16 holds exactly: tensor cores multiply
-codes, and scales and zero points are applied to each group's sums in float32.
+Programs find an expert's extent (FORMAT.md, "Affine extents") through the handle table, and return at once if the
+expert's version is not the launch's. So all launches of a layer share one `Geometry`. Nothing waits for the device, and
+a CUDA graph may capture the launches. Codes, minus the middle of their range, are exact in BF16: tensor cores multiply
+them, and scales and zero points are applied to each group's sums in float32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BLOCK: tl.constexpr = tl.constexpr(16)  # rows stored side by side
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """One program's tile: `tokens` slots of one expert by `rows` rows; BF16 matrices take `columns` at a time."""
+    """The tile of one program: `tokens` slots of an expert by `rows` rows; of BF16 matrices, `columns` at a time."""
 
     tokens: int
     rows: int
@@ -40,19 +40,19 @@ PREFILL = Tiling(64, 128, warps=8)
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The slots of each block of programs; the same for every version and matrix of a layer's pass."""
+    """Slots sorted by expert and cut into blocks, the same for every version and matrix of a layer's pass."""
 
-    order: Tensor  # int32 [slots]: slots by expert, in order; those of experts past the last come last
-    expert: Tensor  # int32 [blocks]
-    first: Tensor  # int32 [blocks]: a block's first place in `order`
-    count: Tensor  # int32 [blocks]: a block's slots
+    order: Tensor  # int32 [slots]: the slots sorted by expert; slots with an index past the last expert come last
+    expert: Tensor  # int32 [blocks]: the expert of each block
+    first: Tensor  # int32 [blocks]: where a block's slots begin in `order`
+    count: Tensor  # int32 [blocks]: the number of a block's slots
     tokens: int  # the most slots of a block
 
 
 def route(index: Tensor, experts: int, tokens: int) -> Geometry:
-    """Sort slots by expert and cut them into blocks of `tokens`, on the device and without waiting.
+    """Sort slots by expert and cut them into blocks of `tokens` slots, on the device and without waiting.
 
-    `index` is int64 [tokens, top_k]; an expert past the last adds nothing.
+    `index` is int64 [tokens, top_k]; a slot with an index past the last expert adds nothing.
     """
     flat = index.reshape(-1).clamp(0, experts)
     slots = flat.numel()
@@ -73,7 +73,7 @@ def route(index: Tensor, experts: int, tokens: int) -> Geometry:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _plane(base, offset, cols, row, here, g, P: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Bits of one plane for one group: int32 [ROWS, GROUP]."""
+    """Read the P-bit codes of one plane for one group of columns: int32 [ROWS, GROUP]."""
     words = (cols * P + 31) // 32
     w = g * (GROUP * P // 32) + tl.arange(0, GROUP * P // 32)
     at = ((row // _BLOCK)[:, None] * words + w[None, :]) * _BLOCK + (row % _BLOCK)[:, None]
@@ -89,7 +89,7 @@ def _group(  # type: ignore[no-untyped-def]
     base, low, high, scale, zero, cols, row, here, g, x, sums, total,
     BITS: tl.constexpr, GROUP: tl.constexpr, STORED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Add one group's share to total [TOKENS, ROWS]."""
+    """Return total [TOKENS, ROWS] plus the product over one group of columns."""
     if BITS == 16:
         k = g * GROUP + tl.arange(0, GROUP)
         weights = (base + low).to(tl.pointer_type(tl.bfloat16))
@@ -174,16 +174,16 @@ def product(
     tiling: Tiling,
     gated: bool = False,
 ) -> None:
-    """y = W x + b of every slot, one launch a version on the current stream; nothing waits.
+    """Compute y = W x + b for every slot, by one launch for each version on the current stream, without waiting.
 
     Args:
-        forms: its form in every version, by the version's number.
-        served: the version numbers in the handles: a launch each.
+        forms: the matrix's form in every version, by the version's number.
+        served: the version numbers that handles contain; each costs a launch.
         handles: int64 [experts] on the device.
-        geometry: from `route`, with the tiling's `tokens`.
-        x: float32 or bfloat16 [activations, cols]; slots are a multiple of activations.
-        out: [slots, rows], or [slots, rows / 2] gated; rows of slots of absent experts are not written.
-        gated: compute silu(gate) * up of the two halves of the rows.
+        geometry: the result of `route` with the tiling's `tokens`.
+        x: float32 or bfloat16 [activations, cols]; the number of slots is a multiple of the number of activations.
+        out: [slots, rows], or [slots, rows / 2] if `gated`; rows of slots of absent experts are not written.
+        gated: whether to compute silu(gate) * up of the two halves of the rows.
 
     Raises:
         InputError: for an encoding that the kernels do not know.
@@ -198,7 +198,7 @@ def product(
         raise ValueError(f"{matrix.name}: x {x.dtype}, handles {handles.dtype}, {matrix.rows} rows")
     if geometry.tokens != tiling.tokens or not (x.is_contiguous() and out.is_contiguous()):
         raise ValueError(f"{matrix.name}: the geometry is of another tiling, or a tensor is not contiguous")
-    # Triton's interpreter multiplies the bits of BF16 numbers, not the numbers: there, and there alone, in float32.
+    # WIDEN: Triton's interpreter multiplies the bits of BF16 numbers instead of their values, so it gets float32.
     grid = (len(geometry.expert), triton.cdiv(made, tiling.rows))
     for number in served:
         f = forms[number]

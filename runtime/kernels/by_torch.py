@@ -1,7 +1,7 @@
 """Products of many tokens by torch on a CPU, some rows of the weights at a time: for processors without BF16 tiles.
 
-Without BF16 instructions torch emulates them, several times slower than float32 (docs/design/build.md) and in memory
-that no budget counts. There both sides are converted, and sums rounded once.
+Without BF16 instructions torch emulates BF16 products, several times slower than float32 (docs/design/build.md) and in
+memory that no budget counts. In that case both factors are converted to float32, and sums are rounded once.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import Tensor
 
 from moepack.pack.isa import emulated
 
-ROWS = 256  # of weights at a time: 1 MiB of BF16 at 2,048 columns, half a core's second-level cache
-TOKENS = 512  # at a time, for each of which the weights are unpacked again
+ROWS = 256  # rows of weights at a time: 1 MiB of BF16 at 2,048 columns, half a core's second-level cache
+TOKENS = 512  # tokens at a time; the weights are unpacked again for the next ones
 
 Weights = Callable[[int, int, torch.dtype], Tensor]
 
 
 def multiply(x: Tensor, weights: Weights, out: Tensor, bias: Tensor | None = None) -> None:
-    """out = W x + b, for x [tokens, cols] in float32 or bfloat16, out [tokens, rows] of x's dtype and bias [rows].
+    """Write W x + b into out [tokens, rows], for x [tokens, cols] in float32 or bfloat16 and bias [rows].
 
-    `weights` gives rows `first` to `last` of W in a dtype, transposed: [cols, last - first].
+    `out` has x's dtype. `weights(first, last, dtype)` returns rows `first` to `last` of W as [cols, last - first].
     """
     rows = out.shape[1]
     dtype = torch.float32 if emulated(x.device, x.dtype) else x.dtype
@@ -35,17 +35,17 @@ def multiply(x: Tensor, weights: Weights, out: Tensor, bias: Tensor | None = Non
                 if bias is not None:
                     made += bias[first:last]
                 out[start : start + TOKENS, first:last] = made
-                del made  # before the next is made
+                del made  # frees its memory before the next product
             del few
 
 
 def of_matrix(weight: Tensor) -> Weights:
-    """The `weights` of a matrix [rows, cols]."""
+    """Return the `weights` function of `multiply` for a matrix [rows, cols]."""
     return lambda first, last, dtype: weight[first:last].to(dtype).T
 
 
 def of_packed(cols: int, unpack: Callable[[Tensor, int], None]) -> Weights:
-    """The `weights` of a packed matrix; `unpack(tile, first)` writes rows from `first` on into a tile [cols, rows]."""
+    """Return `weights` of a packed matrix; `unpack(tile, first)` fills a [cols, rows] tile from row `first`."""
 
     def rows(first: int, last: int, dtype: torch.dtype) -> Tensor:
         tile = torch.empty(cols, -(-(last - first) // 16) * 16, dtype=dtype)
@@ -56,13 +56,13 @@ def of_packed(cols: int, unpack: Callable[[Tensor, int], None]) -> Weights:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """torch's `linear` of x [..., cols]."""
+    """Return W x + b for x [..., cols] and W [rows, cols], as `torch.nn.functional.linear` does."""
     out = x.new_empty(*x.shape[:-1], len(weight))
     multiply(x.reshape(-1, x.shape[-1]), of_matrix(weight), out.view(-1, len(weight)), bias)
     return out
 
 
 def bytes_beside(tokens: int, cols: int) -> int:
-    """The most bytes that `multiply` takes beside x [tokens, cols] and out: tokens, weights and their product."""
+    """The most bytes that `multiply` takes beside x [tokens, cols] and out: converted tokens, weights, a product."""
     some = min(tokens, TOKENS)
     return 4 * (some * cols + ROWS * (cols + some))

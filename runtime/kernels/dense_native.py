@@ -1,4 +1,4 @@
-"""Dense products, normalisations and attention of one token, on a CPU by the library of affine_native.py."""
+"""Dense products, normalisations, and attention of one token on a CPU, by the library of affine_native.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .affine_native import DTYPES, POINTER, WORD, has_tiles, library, unknown_fo
 from .by_torch import multiply, of_matrix, of_packed
 from .forms import Form, kernel_of
 
-PLAIN_FORM = Form(LOSSLESS, Version.of(LOSSLESS).kernel, 0, 0, 0, 0, 0, 0, -1)  # a BF16 matrix [rows, cols] as it is
+PLAIN_FORM = Form(LOSSLESS, Version.of(LOSSLESS).kernel, 0, 0, 0, 0, 0, 0, -1)  # of a plain BF16 tensor [rows, cols]
 
 
 class _Attend(ctypes.Structure):
@@ -45,24 +45,24 @@ _norm.restype = None
 
 @dataclass(frozen=True, slots=True)
 class KernelMatrix:
-    """One matrix that `dense` multiplies by, on the CPU."""
+    """One matrix by which `dense` multiplies, on the CPU."""
 
-    form: Form  # the places of its parts in `data`, by `forms.make_forms`; `PLAIN_FORM` for a BF16 matrix
+    form: Form  # the matrix's byte offsets in `data`, from `forms.make_forms`; `PLAIN_FORM` for a BF16 matrix
     rows: int
     cols: int
     data: Tensor  # uint8, the whole extent; or bfloat16 [rows, cols]. Contiguous
-    bias: Tensor | None = None  # bfloat16 [rows], for a matrix whose form has none
+    bias: Tensor | None = None  # bfloat16 [rows], for a matrix whose form has no bias
 
 
 class MatrixGroup:
-    """Matrices that share an input, for `dense`; its results are in their order."""
+    """Matrices that share an input, for `dense`, which returns results in the same order."""
 
     def __init__(
         self, matrices: Sequence[KernelMatrix], limits: Mapping[torch.dtype, Sequence[int]] | None = None
     ) -> None:
-        """Take limits by the input's dtype: tokens up to which each matrix is read from its bytes (default: forms.py).
+        """Check the matrices. `limits`, by the input's dtype, are tokens up to which each runs from its packed bytes.
 
-        Raises ValueError for no matrices, different columns, or tensors that are not as KernelMatrix describes them.
+        Default limits are in forms.py. Raises ValueError without matrices, or for unequal columns or unfit tensors.
         """
         self.matrices, self.cols = tuple(matrices), matrices[0].cols if matrices else 0
         kernels = [kernel_of(m.form.name) for m in matrices]
@@ -93,7 +93,7 @@ class MatrixGroup:
         self._at, self._count = ctypes.addressof(self._call), len(matrices)
 
     def unpack(self, number: int, out: Tensor, first: int, threads: int) -> None:
-        """As affine_native's `unpack`, of one of the matrices."""
+        """Unpack weights of matrix `number` as `affine_native.unpack` does."""
         m, form = self.matrices[number], self._forms.ctypes.data + number * self._forms.strides[0]
         if unpack_at(m.cols, m.data, form, out, first, threads):
             raise unknown_form(m.form.name, m.form.bits, m.form.group)
@@ -106,16 +106,16 @@ def _bias_address(m: KernelMatrix) -> int | None:
 
 
 def dense(of: MatrixGroup, x: Tensor, threads: int | None = None) -> tuple[Tensor, ...]:
-    """y = W x + b for each of several matrices, in one call: few tokens straight from their bytes, many in tiles.
+    """Return y = W x + b for each of several matrices: few tokens straight from packed bytes, many in tiles.
 
-    x is float32 or bfloat16 [..., cols]. Results are [..., rows] in x's dtype, contiguous parts of one tensor. Bits
-    do not depend on the number of threads (default: torch's) and on the other matrices. torch multiplies many tokens by
-    unpacked weights where this processor has no tiles for them.
+    x is float32 or bfloat16 [..., cols]. Results are [..., rows] in x's dtype, contiguous parts of one tensor. Their
+    bits depend neither on the number of threads (default: torch's) nor on the other matrices. If the processor has no
+    tiles for x's dtype, torch multiplies many tokens by unpacked weights.
 
     Raises:
         ValueError: for an x of another dtype or number of columns; for a form that the library does not know, before
             anything is computed.
-        MemoryError: when there is no room for activations.
+        MemoryError: when memory for activations is short.
     """
     cols = of.cols
     if x.shape[-1] != cols or x.dtype not in DTYPES:
@@ -159,17 +159,17 @@ def _dense_by_torch(of: MatrixGroup, number: int, x: Tensor, out: Tensor, thread
 
 
 def dense_kept_bytes(shapes: Sequence[tuple[int, int]], tokens: int, threads: int) -> int:
-    """The most bytes that `dense` keeps between calls, for matrices of these [rows, cols]; the cols are equal."""
+    """The most bytes that `dense` keeps between calls, for matrices of these (rows, cols) with equal cols."""
     units = sum(-(-rows // 64) for rows, _ in shapes)
     sizes = (len(shapes), units, shapes[0][1], tokens, threads)
     return int(library.moepack_affine_dense_kept(*map(WORD, sizes)))
 
 
 def norm(x: Tensor, weight: Tensor, form: int, epsilon: ctypes.c_double) -> Tensor:
-    """x [..., cols] over its root mean square by row, times weight [cols]; all BF16, contiguous, on the CPU.
+    """Return rows of x [..., cols] over their root mean square, times weight [cols]; all BF16, contiguous, on the CPU.
 
-    `form` is 0 to round before the weight, 1 to round after it, 2 for a weight of 1 + weight in float32. `epsilon` is
-    added to the mean square.
+    `form` says where results are rounded: 0 before the weight, 1 after it; 2 multiplies by 1 + weight in float32.
+    `epsilon` is added to the mean square.
     """
     out, cols = torch.empty_like(x), x.shape[-1]
     if weight.shape != (cols,):
@@ -179,19 +179,19 @@ def norm(x: Tensor, weight: Tensor, form: int, epsilon: ctypes.c_double) -> Tens
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, threads: int | None = None) -> Tensor:
-    """Attention of one new token of each sequence, every key seen: softmax(scale * q k) v, summed in float32.
+    """Attention of one new token of each sequence, which sees every key: softmax(scale * q k) v, summed in float32.
 
     Args:
         query: bfloat16 [batch, heads, 1, cols].
-        key: bfloat16 [batch, groups, length, cols]; heads are a multiple of groups, and follow one another in each.
-        value: bfloat16 [batch, groups, length, out]. The last axes of all three are dense.
+        key: bfloat16 [batch, groups, length, cols]; each group serves heads / groups heads that follow one another.
+        value: bfloat16 [batch, groups, length, out]. The last axis of all three has stride 1.
 
     Returns:
         bfloat16 [batch, 1, heads, out].
 
     Raises:
         ValueError: for tensors of other shapes or strides.
-        MemoryError: when there is no room for scores.
+        MemoryError: when memory for scores is short.
     """
     batch, heads, _, cols = query.shape
     groups, length, out_cols = value.shape[1:]

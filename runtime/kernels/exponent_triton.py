@@ -1,10 +1,9 @@
 """Decode coded matrices on a GPU: compressed bytes in device memory to BF16, many matrices in one launch.
 
-FORMAT.md, "Coded matrices". A program decodes a few tiles, a warp a tile, a lane of the warp a lane of the tile. A
-table of descriptors on the device locates the matrices, so that experts of any shapes are one launch. Bytes have passed
-their digest; even so every index is bounded, nothing is written outside `out`, and lanes that end wrongly are reported.
-
-A weight costs its coded bits read and 2 bytes written: 10.7 / 8 + 2 = 3.3 bytes, which is the floor on the time.
+FORMAT.md, "Coded matrices", has the format. A program decodes a few tiles: a warp for each tile, a lane of the warp for
+each lane of the tile. A table on the device says where the matrices are, so experts of any shapes share a launch. Bytes
+have passed their digest; still every index is bounded, writes stay inside `out`, and lanes that end wrongly are
+reported. A weight costs its coded bits read and 2 bytes written: 10.7 / 8 + 2 = 3.3 bytes, a lower bound of the time.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from torch import Tensor
 from moepack.pack.codec.bits import Buffer
 from moepack.pack.codec.exponent import Code, coded_size
 
-TILES = 4  # tiles, and warps, of a program
+TILES = 4  # tiles of a program, and its warps
 
 _TILE: tl.constexpr = tl.constexpr(8192)
-_ROW: tl.constexpr = tl.constexpr(128)  # weights the lanes of a tile decode in one step
+_ROW: tl.constexpr = tl.constexpr(128)  # weights that the lanes of a tile decode in one step
 _HEADER_WORDS: tl.constexpr = tl.constexpr(12)
 _LANE_WORDS: tl.constexpr = tl.constexpr(9)
 _FIELDS: tl.constexpr = tl.constexpr(5)
@@ -32,7 +31,7 @@ _FIELDS: tl.constexpr = tl.constexpr(5)
 
 @triton.jit
 def _four(p, exponents):  # type: ignore[no-untyped-def]
-    """Four BF16 numbers as int64, of four bytes of signs and mantissas and four of exponents."""
+    """Return four BF16 numbers as int64, made of four bytes of signs and mantissas (`p`) and four of exponents."""
     low = (p & 0x7F7F7F7F) | ((exponents << 7) & 0x80808080)
     high = (p & 0x80808080) | ((exponents >> 1) & 0x7F7F7F7F)
     a = (low & 0xFF) | ((high & 0xFF) << 8) | ((low & 0xFF00) << 8) | ((high & 0xFF00) << 16)
@@ -42,7 +41,7 @@ def _four(p, exponents):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _patch(patch_starts, patches, n_patches, plane, out, tile, live, size, lane):  # type: ignore[no-untyped-def]
-    """Write the weights whose exponents have no code word."""
+    """Write the weights whose exponents have no code word: they are stored apart, as patches."""
     begin = tl.load(patch_starts + tile, mask=live, other=0).to(tl.int64)
     count = tl.load(patch_starts + tile + 1, mask=live, other=0).to(tl.int64) - begin
     count = tl.minimum(count, n_patches - begin)
@@ -134,16 +133,16 @@ def _decode(descriptors, tables, status, K: tl.constexpr):  # type: ignore[no-un
 class DecodeJob:
     """One coded matrix to decode."""
 
-    coded: Tensor  # its bytes on the device, uint8, beginning on a multiple of 4 and readable up to the next one
-    header: Buffer  # its first 48 bytes on the host, of a matrix that `pack.exponent.parse` accepted
-    out: Tensor  # where its weights go, bfloat16 on the same device, contiguous, beginning on a multiple of 8 bytes
+    coded: Tensor  # the coded bytes on the device, uint8, from a multiple of 4 and readable up to the next multiple
+    header: Buffer  # the first 48 of these bytes on the host, of a matrix that `pack.exponent.parse` accepted
+    out: Tensor  # memory for the weights, bfloat16 on the same device, contiguous, beginning on a multiple of 8 bytes
 
 
 def decode(jobs: Sequence[DecodeJob]) -> Tensor:
-    """Decode matrices in one launch on the current stream; nothing waits.
+    """Decode matrices in one launch on the current stream, without waiting.
 
     Returns:
-        int32 [jobs] on the device: 0, or 1 for a matrix whose lanes did not end where they should.
+        int32 [jobs] on the device: 0 for a good matrix, 1 for a matrix whose lanes did not end where they should.
 
     Raises ValueError for buffers that do not fit the header, or are not aligned.
     """

@@ -1,7 +1,7 @@
 """The kernels' table of encodings, and the forms and handles that kernels read. Pure arithmetic.
 
-A form gives the offsets of a matrix's parts in an extent. A handle is one 64-bit number, an extent's address with the
-version's number in its low bits, so that publishing another version of an expert is one store.
+A form gives the byte offsets of a matrix's parts (codes, scales, zero points, bias) in an extent. A handle is a 64-bit
+number: an extent's address, with the version's number in the low bits. So one store publishes another version.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Matrix, Version, encoding_of, version_names
 
-VERSION_BITS = 6  # extents begin on a multiple of 64, so the address leaves these free
+VERSION_BITS = 6  # low bits of a handle: 0 in the address, because extents begin on a multiple of 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +21,12 @@ class Kernel:
 
     float32: int = 0  # with activations in float32
     bfloat16: int = 0
-    beside_amx: int = 0  # in bfloat16, where AMX runs more tokens
-    compiled: bool = True  # whether C and Triton have a case for it; without one torch dequantises the layer, slowly
+    beside_amx: int = 0  # in bfloat16, if AMX runs experts with more tokens
+    compiled: bool = True  # whether C and Triton have a case for the encoding; else torch dequantises the layer, slowly
 
 
-# By `Version.kernel`, a number that C and Triton know too. Limits were measured on one AVX-512 core, those of BF16
-# beside torch's product and beside AMX tiles.
+# By `Version.kernel`, a number that C and Triton know too. Limits were measured on one AVX-512 core: against torch's
+# product, and for `beside_amx` against AMX tiles.
 KERNELS = {
     16: Kernel(64, 4, 4),
     8: Kernel(128, 24, 4),
@@ -38,7 +38,7 @@ KERNELS = {
 
 
 def kernel_of(name: str) -> Kernel:
-    """The entry of an encoding's name.
+    """Return the entry of KERNELS for an encoding's name.
 
     Raises InputError for an encoding without an entry, or with a transform that no kernel applies.
     """
@@ -52,7 +52,7 @@ def kernel_of(name: str) -> Kernel:
 
 
 def compiled(versions: Iterable[Version]) -> bool:
-    """Whether C and Triton have a case for every one of these."""
+    """Whether C and Triton have a case for every one of these versions."""
     return all(kernel_of(v.name).compiled for v in versions)
 
 
@@ -63,10 +63,10 @@ def compiled_names() -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One matrix in one version: byte offsets into an extent, as the kernels read them; a bias of -1 means none.
+    """The layout of one matrix in one version: byte offsets into an extent; a `bias` of -1 means that there is none.
 
     In a plain version the BF16 matrix [rows, cols] begins at `low`, row-major. `bits` is the encoding's number in
-    KERNELS. The kernels read the fields after the name, in this order.
+    KERNELS. The kernels read all fields but the name, in this order.
     """
 
     name: str
@@ -80,12 +80,12 @@ class Form:
     bias: int
 
     def row(self) -> tuple[int, ...]:
-        """The fields that kernels read."""
+        """The fields that kernels read, in their order."""
         return astuple(self)[1:]
 
 
 def make_forms(matrices: Sequence[Matrix], version: Version) -> tuple[Form, ...]:
-    """The form of every matrix of an expert in one version; raises InputError as `kernel_of`."""
+    """The forms of all matrices of an expert in one version. Raises InputError if `kernel_of` does."""
     kernel_of(version.name)
     at: list[dict[str, int]] = [{} for _ in matrices]
     for s in version.sections(matrices):
@@ -101,9 +101,9 @@ def make_forms(matrices: Sequence[Matrix], version: Version) -> tuple[Form, ...]
 
 
 def handle(address: int, version: int) -> int:
-    """The handle of an extent at `address`, in the layer's version number `version`.
+    """The handle of an extent at `address`; `version` is the number of its version in the layer.
 
-    Raises ValueError when the address does not leave the low bits free, or the number does not fit them.
+    Raises ValueError when the low bits of the address are not 0, or the number does not fit into them.
     """
     if address % (1 << VERSION_BITS) or not 0 <= version < 1 << VERSION_BITS:
         raise ValueError(f"an extent begins on a multiple of 64 and has a version below 64, not {address}, {version}")

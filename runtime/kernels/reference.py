@@ -1,6 +1,6 @@
-"""Weights of an extent in plain torch on any device: the reference for other kernels, and the fallback.
+"""The weights of an extent, in plain torch on any device: the reference for other kernels, and their fallback.
 
-Values are equal to those of `Version.dequantise`.
+Values equal those of `Version.dequantise`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from moepack.pack.spec import Matrix, Section, Version
 
-Sections = dict[str, Section]  # of one matrix, by kind
+Sections = dict[str, Section]  # the sections of one matrix by kind: weight, plane0, plane1, scale, zero, bias
 
 
 def sections_of(matrices: Sequence[Matrix], version: Version) -> list[Sections]:
-    """Where each matrix of an extent has its sections."""
+    """The sections (byte ranges) of each matrix in an extent."""
     by_matrix: list[Sections] = [{} for _ in matrices]
     for s in version.sections(matrices):
         by_matrix[s.matrix][s.kind] = s
@@ -24,16 +24,16 @@ def sections_of(matrices: Sequence[Matrix], version: Version) -> list[Sections]:
 
 
 def plain_weights(extent: Tensor, sections: Sequence[Sections]) -> tuple[Tensor, ...]:
-    """BF16 views [rows, cols] of an extent's matrices; none of a version that is not plain."""
+    """BF16 views [rows, cols] of an extent's matrices; empty unless the version is plain BF16."""
     at = [s["weight"] for s in sections if "weight" in s]
     return tuple(extent[s.offset : s.end].view(torch.bfloat16).view(s.shape) for s in at)
 
 
 def section(extent: Tensor, s: Section) -> Tensor:
-    """One section of an extent (uint8, on any device): a bias as BF16 [rows], others [rows padded to 16, ...].
+    """One section of an extent (uint8, on any device): a bias is BF16 [rows], others have rows padded to 16.
 
-    Planes come as uint8 [rows, 4 * words]: the packing is little-endian, so bytes in order hold codes in order. Scales
-    are BF16 [rows, groups], zeros uint8 [rows, groups].
+    Planes (bits of codes) are uint8 [rows, 4 * words]: packing is little-endian, so bytes in order hold codes in order.
+    Scales are BF16 [rows, groups], zero points uint8 [rows, groups].
     """
     raw = extent[s.offset : s.end]
     if len(s.shape) == 1:
@@ -44,7 +44,7 @@ def section(extent: Tensor, s: Section) -> Tensor:
 
 
 def unpack(plane: Tensor, bits: int, cols: int) -> Tensor:
-    """Codes uint8 [rows, cols] of a plane's bytes [rows, n]."""
+    """Return the codes, uint8 [rows, cols], of a plane's bytes [rows, n]."""
     if bits == 8:
         return plane[:, :cols]
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=plane.device)
@@ -53,7 +53,7 @@ def unpack(plane: Tensor, bits: int, cols: int) -> Tensor:
 
 
 def dequantise(extent: Tensor, sections: Sections, matrix: Matrix, version: Version, dtype: torch.dtype) -> Tensor:
-    """A matrix of an affine extent (uint8) as [rows, cols] in `dtype`: exact in float32, else rounded once."""
+    """Return a matrix of a quantised extent (uint8) as [rows, cols] in `dtype`: exact in float32, else rounded once."""
     codes = unpack(section(extent, sections["plane0"]), version.planes[0], matrix.cols)
     for p, bits in enumerate(version.planes[1:], 1):
         part = unpack(section(extent, sections[f"plane{p}"]), bits, matrix.cols)

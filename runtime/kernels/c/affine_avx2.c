@@ -42,12 +42,12 @@ typedef struct {
 #define BYTES(p) _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p))))
 #define STREAM(p) _mm_prefetch((const char *)(p), _MM_HINT_T0)
 
-INLINE __m256 look_up_avx2(Table8 t, __m256i w) { /* a permutation takes 3 bits; the fourth chooses between two */
+INLINE __m256 look_up_avx2(Table8 t, __m256i w) { /* a permutation uses 3 index bits; the fourth chooses one of two */
     return _mm256_blendv_ps(_mm256_permutevar8x32_ps(t.low, w), _mm256_permutevar8x32_ps(t.high, w),
                             _mm256_castsi256_ps(_mm256_slli_epi32(w, 28)));
 }
 
-INLINE void store_bf16_avx2(uint16_t *to, __m256 v) { /* as narrow(), of numbers */
+INLINE void store_bf16_avx2(uint16_t *to, __m256 v) { /* rounds as narrow() does, but not NaN */
     __m256i w = _mm256_castps_si256(v), odd = _mm256_and_si256(_mm256_srli_epi32(w, 16), _mm256_set1_epi32(1));
     w = _mm256_srli_epi32(_mm256_add_epi32(w, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF))), 16);
     __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(w, w), 8);

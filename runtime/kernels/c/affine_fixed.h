@@ -1,5 +1,5 @@
-/* One instruction set's loops over experts' rows for BF16 activations; a C file includes this after affine_rows.h, whose
- * macros it uses, having defined
+/* One instruction set's loops over experts' rows for BF16 activations. The loops use the macros of affine_rows.h. A C file
+ * includes this file after affine_rows.h, and defines before
  *
  *   PARTS                            1: fields of 16 bits times activations' 16; 2: fields of 8 bits times their two bytes
  *   FR                               vectors of rows that one pass takes: together whole lines of 16 words
@@ -11,22 +11,22 @@
  *   ARRANGE(to, from, order)         64 bytes: to[i] = from[order[i]], of 16-bit or, with two PARTS, 8-bit elements
  *   THIRD(low, high, half, k)        with two PARTS: fields of two bits, field k of `low`, with their third bits on top
  *
- * An activation is 16-bit integers times a power of two, one for each 128 columns: 2^14 or more stands for the greatest of
- * them. Sums of codes times integers are exact, so their order does not matter and every instruction set makes the same
- * bits; each group's sum is then rounded to float32 and added in order. An integer differs from its activation by at most
- * 1/32640 of the greatest in its 128 columns, and by nothing where that has at least 2^-7 of the greatest (but for 255/256
- * of the power of two above the greatest). BF16 itself rounds the greatest by up to 1/512. Activations that are not finite
- * make every result NaN. */
+ * An activation becomes 16-bit integers times a power of two, one for each 128 columns, such that the greatest number of
+ * these columns becomes 2^14 or more. Sums of codes times integers are exact, so their order does not matter and every
+ * instruction set makes the same bits; each group's sum is then rounded to float32 and added in order. The error of an
+ * integer is at most 1/32640 of the greatest of the 128 columns, and 0 for numbers of at least 2^-7 of the greatest (except
+ * 255/256 of the power of two above the greatest). BF16 itself rounds the greatest by up to 1/512. Activations that are
+ * not finite make every result NaN. */
 
 #define FIXED 128 /* columns that share a power of two: a multiple of every group size */
 
 #define FIELD (16 / PARTS)                    /* bits of a field */
-#define FIELDS(p) (FIELD / (p))               /* of a word of a plane of p bits */
-#define CHAINS(T) ((T) == 1 ? PARTS : 1)      /* sums side by side, so that additions do not wait for one another */
+#define FIELDS(p) (FIELD / (p))               /* fields of a word of a plane of p bits */
+#define CHAINS(T) ((T) == 1 ? PARTS : 1)      /* separate sums, so that additions do not wait for one another */
 #define MASK(p) ((int32_t)(PARTS == 2 ? ((1u << (p)) - 1) * 0x01010101u : ((1u << (p)) - 1) * 0x00010001u))
 
-/* The source of each element of 32 columns, for planes of 1, 2, 4 and 8 bits. A field k of a word holds columns k,
- * k + FIELDS, ... of the word's. */
+/* The index of each element's source within 32 columns, for planes of 1, 2, 4 and 8 bits. Field k of a word holds the
+ * word's columns k, k + FIELDS, ... */
 #if PARTS == 2
 static uint8_t NAME(orders)[4][64];
 #else
@@ -83,7 +83,7 @@ CALLED void NAME(prepare_fixed)(const Gemm *m, const void *from, Prepared *p) {
     }
 }
 
-/* Words [from, to) of a plane of p bits of FR vectors of rows, against T activations. */
+/* Adds to `acc` the products of words [from, to) of a plane of p bits, for FR vectors of rows and T activations. */
 INLINE void NAME(fixed_plane)(const int p, const int T, const uint32_t *words, int64_t from, int64_t to,
                               const int32_t *const *x, I acc[FR][TB][2][PARTS]) {
     const I mask = SETI(MASK(p));
@@ -104,7 +104,7 @@ INLINE void NAME(fixed_plane)(const int p, const int T, const uint32_t *words, i
 }
 
 #if PARTS == 2
-/* As fixed_plane, of three bits: the high plane's are put above the low one's, which saves half the products. */
+/* As fixed_plane, for codes of three bits: joining the bits of both planes first saves half the products. */
 INLINE void NAME(fixed_three)(const int T, const uint32_t *low, const uint32_t *high, int64_t from, int64_t to,
                               const int32_t *const *x, I acc[FR][TB][2][PARTS]) {
     for (int64_t w = from; w < to; w += 2) {
@@ -125,13 +125,13 @@ INLINE void NAME(fixed_three)(const int T, const uint32_t *low, const uint32_t *
 }
 #endif
 
-INLINE I NAME(folded)(const int T, I acc[2][PARTS]) { /* the sums of one vector of rows, put together */
+INLINE I NAME(folded)(const int T, I acc[2][PARTS]) { /* the total of one vector of rows' sums */
     I part[PARTS];
     UNROLL for (int i = 0; i < PARTS; i++) part[i] = CHAINS(T) == 2 ? ADDI(acc[0][i], acc[1][i]) : acc[0][i];
     return PARTS == 2 ? ADDI(SHL(part[0], 8), part[PARTS - 1]) : part[0];
 }
 
-/* FR vectors of rows from `row` on, for T activations, into out[(r * T + t) * L]. */
+/* Products of FR vectors of rows from `row` on and T activations, into out[(r * T + t) * L]. */
 INLINE void NAME(fixed_rows)(const int bits, const int T, const Gemm *m, const Form *f, const uint8_t *base, int64_t row,
                              const Prepared *const *x, float *out) {
     const int p = bits == 3 ? 2 : bits;
@@ -186,8 +186,8 @@ INLINE void NAME(fixed_rows)(const int bits, const int T, const Gemm *m, const F
     UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) STOREF(out + (r * T + t) * L, total[r][t]);
 }
 
-/* A row of a BF16 matrix. Activations stay BF16: 4 bytes a column push a row's lines out of a first-level cache of 32 KiB
- * (measured at 2048 columns: 13 GB/s so, 30 as here, 31 for reading). */
+/* Products of a row of a BF16 matrix. Activations stay BF16: as float32 they push a row's lines out of a first-level cache
+ * of 32 KiB (measured at 2048 columns: 13 GB/s with float32, 30 with BF16, 31 for reading alone). */
 INLINE void NAME(pairs)(const int T, const int64_t cols, const uint16_t *w, const Prepared *const *x, float *out) {
     const int64_t step = 4 * L, whole = cols - cols % step;
     F acc[TB][2][2];
@@ -211,7 +211,7 @@ INLINE void NAME(pairs)(const int T, const int64_t cols, const uint16_t *w, cons
 #define FIXED_CASE(bits, T) \
     case bits: NAME(fixed_rows)(bits, T, m, job->form, job->base, at, x, part); break;
 
-/* Rows [row, end), at most UNIT and beginning on a block, for T activations; results go to their slots. */
+/* Products of rows [row, end), at most UNIT and beginning on a block, and T activations; `slot` says where results go. */
 #define FIXED_ROWS(T) \
     CALLED void NAME(fixed_rows_##T)(const Gemm *m, const Job *job, int64_t row, int64_t end, const Prepared *const *x, \
                                      const int64_t *slot) { \

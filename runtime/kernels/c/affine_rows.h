@@ -1,5 +1,5 @@
-/* One instruction set's loops over experts' rows for float32 activations, and unpacking; a C file of its own includes this,
- * having defined
+/* One instruction set's loops over experts' rows for float32 activations, and unpacking. The instruction set's C file
+ * includes this file, and defines before
  *
  *   NAME(x), INLINE, CALLED, WHOLE   x with the set's suffix; how inner, outer and other files' functions are declared
  *   L                                lanes of a vector: 16, 8 or 1 (rows of a packed matrix, columns of a BF16 one)
@@ -14,18 +14,18 @@
  *   RB, TB                           vectors of rows, and activations, that one pass holds in registers
  *   STREAM(at)                       a hint to fetch the line at `at`
  *
- * The inner step of a packed product is a look-up: the 16 values that 4 bits of codes can add to a sum are a LUT, made once
- * an activation, and 4 bits of 16 rows fetch from it in one permutation: 64 one-bit or 32 two-bit weights in three
- * instructions. 4-bit codes fetch the code itself and multiply; 8-bit codes
- * are made numbers. Codes count from the middle of their range, so that a zero
- * point corrects little: scale * (sum code * x - zero * sum x).
+ * The inner step of a packed product is a look-up. A LUT, made once for each activation, has the 16 values that 4 bits of
+ * codes can add to a sum. 4 bits of 16 rows look up their values in one permutation: 64 one-bit or 32 two-bit weights in
+ * three instructions. For 4-bit codes the LUT has the codes, which are then multiplied; 8-bit codes are converted to
+ * numbers. Codes count from the middle of their range, so that a zero point corrects little:
+ * scale * (sum code * x - zero * sum x).
  */
 
-#define AHEAD 48 /* lines that are fetched ahead of their use */
+#define AHEAD 48 /* cache lines that are fetched ahead of their use */
 #define UNROLL _Pragma("GCC unroll 16")
 #define QUAD 4.0f /* LUTs of four one-bit codes are for codes worth 4: the high plane of three bits */
 
-/* n results for one slot from row `row` on, `stride` apart: bias added, stored. */
+/* Add the bias to n results, `stride` apart, and store them for one slot from row `row` on. */
 static inline void put(const Gemm *m, const Job *job, int64_t slot, int64_t row, int64_t n, const float *from, int stride) {
     const uint16_t *bias = job->bias ? job->bias + row : 0;
     int64_t at = slot * job->rows + row;
@@ -54,8 +54,8 @@ static const float two_bits[16] = {-1.5f, -.5f, .5f, 1.5f, -1.5f, -.5f, .5f, 1.5
                                    -1.5f, -.5f, .5f, 1.5f, -1.5f, -.5f, .5f, 1.5f};
 static const float one_bit[16] = {-.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f};
 
-/* Words [from, to) of one plane of R vectors of rows, against T activations. `values` has a LUT for each 4 bits of a
- * row, or, of codes of `codes` bits, the activation itself. */
+/* Adds to `acc` the products of words [from, to) of one plane, for R vectors of rows and T activations. `values` has a LUT
+ * for each 4 bits of a row, or for codes of `codes` bits the activation itself. */
 INLINE void NAME(plane)(const int codes, const int R, const int T, const uint32_t *const *words, int64_t from, int64_t to,
                         const float *const *values, F acc[RB][TB]) {
     const int each = codes == 8 ? 8 : 4, fields = 32 / each; /* bits at a time */
@@ -84,7 +84,7 @@ INLINE void NAME(plane)(const int codes, const int R, const int T, const uint32_
     }
 }
 
-/* R vectors of rows from `row` on, for T activations, into out[r * T + t]. */
+/* Products of R vectors of rows from `row` on and T activations, into out[r * T + t]. */
 INLINE void NAME(packed)(const int bits, const int R, const int T, const Gemm *m, const Form *f, const uint8_t *base,
                          int64_t row, const Prepared *const *x, float *out) {
     const int64_t groups = ceil_div(m->cols, f->group), per_word = bits == 3 ? 16 : 32 / bits;
@@ -132,7 +132,7 @@ INLINE void NAME(packed)(const int bits, const int R, const int T, const Gemm *m
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T; t++) STOREF(out + (r * T + t) * L, total[r][t]);
 }
 
-/* R rows of a BF16 matrix for T activations, into out[r * T + t]. */
+/* Products of R rows of a BF16 matrix and T activations, into out[r * T + t]. */
 INLINE void NAME(plain)(const int R, const int T, const Gemm *m, const Form *f, const uint8_t *base, int64_t row,
                         const Prepared *const *x, float *out) {
     const uint16_t *w[RB];
@@ -167,7 +167,7 @@ INLINE void NAME(plain)(const int R, const int T, const Gemm *m, const Form *f, 
     case 8: PACKED(8, R, T); break; \
     }
 
-/* Rows [row, end), at most UNIT and beginning on a block, for T activations; results go to their slots. */
+/* Products of rows [row, end), at most UNIT and beginning on a block, and T activations; `slot` says where results go. */
 #define ROWS(T, R) \
     CALLED void NAME(rows_##T)(const Gemm *m, const Job *job, int64_t row, int64_t end, const Prepared *const *x, \
                                const int64_t *slot) { \
@@ -213,7 +213,7 @@ CALLED void NAME(rows)(const Gemm *m, const Job *job, int64_t row, int64_t end, 
     for (; t < n; t++) NAME(rows_1)(m, job, row, end, x + t, slot + t);
 }
 
-/* One activation: padded with zeros to whole 32s; its sums by group; its LUTs. */
+/* Prepare one activation: pad it with zeros to a multiple of 32 columns, add up its groups, make its LUTs. */
 CALLED void NAME(prepare)(const Gemm *m, const void *from, Prepared *p) {
     const int64_t cols = m->cols, padded = 32 * ceil_div(cols, 32);
     int64_t c;
@@ -248,7 +248,7 @@ CALLED void NAME(prepare)(const Gemm *m, const void *from, Prepared *p) {
         }
     }
 }
-/* Weights of R vectors of rows from `row` on, column after column, `ld` numbers apart: scale * (code - zero), exact. */
+/* Unpack R vectors of rows from `row` on, column after column, `ld` numbers apart: scale * (code - zero), exact. */
 INLINE void NAME(unpack)(const int bits, const int R, const Unpack *m, int64_t row, uint8_t *out) {
     const Form *f = m->form;
     const int p = bits == 3 ? 2 : bits, per_word = 32 / p;
@@ -315,7 +315,7 @@ INLINE void NAME(unpack)(const int bits, const int R, const Unpack *m, int64_t r
     case 8: NAME(unpack)(8, R, m, row + r, at); break; \
     }
 
-/* Rows [row, row + n), n a multiple of 16: two vectors at a time, which of BF16 fill a line. */
+/* Unpack rows [row, row + n), n a multiple of 16: two vectors at a time, which fill a cache line in BF16. */
 WHOLE void NAME(moepack_unpack)(const Unpack *m, int64_t row, int64_t n, uint8_t *out) {
     const int64_t size = m->out_bf16 ? 2 : 4;
     int64_t r = 0;

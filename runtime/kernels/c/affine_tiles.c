@@ -1,21 +1,20 @@
 /* Products of experts with many tokens, for processors that multiply BF16: with AVX-512 BF16, or with AMX's tiles.
  *
- * One step is 32 columns: a tile A of 16 rows by 32 columns, row-major, times a tile B of 32 columns by 16, two columns'
- * numbers side by side in a 32-bit word, adds to 16 x 16 float32 sums. Packed weights, whose words hold following columns
- * of 16 rows side by side, unpack straight into B, and activations are A. They unpack to codes, exact in BF16, whose sums
- * over a group are then scaled; or, where many tokens share them, to weights rounded to BF16. BF16 weights are A as they
- * lie in their extent, and activations are B; the sums are then transposed. Sums are made in one order, so neither threads
- * nor other experts change a result's bits. tiles.h fills the tiles.
- */
+ * One step is 32 columns. It multiplies a tile A of 16 rows by 32 columns, row-major, by a tile B of 32 columns by 16, in
+ * which a 32-bit word has the numbers of two columns, and adds the products to 16 x 16 float32 sums. For packed weights,
+ * whose words have successive columns of 16 rows side by side, weights are unpacked straight into B, and activations are A.
+ * Weights become codes, exact in BF16, whose sums over a group are scaled; or, if many tokens share them, numbers rounded
+ * to BF16. BF16 weights are A as they lie in their extent, and activations are B; then the sums are transposed. Sums are
+ * made in a fixed order, so neither threads nor other experts change a result's bits. tiles.h fills the tiles. */
 #include "gemm.h"
 
 #define STEP 32 /* columns of a tile */
-#define TILE 1024 /* bytes of one */
+#define TILE 1024 /* bytes of a tile */
 #define DEPTH 8 /* steps unpacked at a time: two blocks of rows take 16 KiB of the first-level cache */
 #define BATCH 512 /* slots of one expert that share unpacked weights */
 #define SCRATCH (2 * DEPTH * TILE + BATCH / 32 * 4 * TILE) /* a thread's tiles of weights and sums */
 
-/* Bytes of one expert's activations in tiles, and of their sums: blocks of 16 slots. */
+/* Bytes of one expert's activations in tiles (blocks of 16 slots), and of the sums of activations. */
 static size_t arranged(const Gemm *m, int64_t slots) {
     return (size_t)(ceil_div(slots, 16) * ceil_div(m->cols, STEP) * (TILE + 64));
 }
@@ -33,22 +32,22 @@ size_t moepack_tiles_kept(const Gemm *m, int64_t most) {
 
 #include "tiles.h"
 
-/* An expert batch: up to BATCH slots of one expert; `x` holds their activations in tiles, [blocks of 16][steps], and `sums`
- * those over each step's columns, [blocks][steps][16]. */
+/* An expert batch: up to BATCH slots of one expert. `x` has their activations in tiles, [blocks of 16][steps], and `sums` the
+ * sums of activations over each step's columns, [blocks][steps][16]. */
 typedef struct {
     const Job *job;
     int64_t first, count;
-    int64_t blocks; /* of activations that it arranges: none where an earlier batch has the same */
+    int64_t blocks; /* of activations that the batch arranges in tiles: 0 if an earlier batch has the same activations */
     uint8_t *x;
     float *sums;
 } Batch;
 
 typedef struct {
-    int64_t batch, from, to; /* panels: 32 rows each */
+    int64_t batch, from, to; /* panels [from, to) of 32 rows each */
 } Task;
 
-/* sums[2][2][16][16] (+)= A B over `steps`, for na blocks of A's rows and nb of B's columns. Strides are bytes: between rows
- * of A, between steps, and between blocks. */
+/* sums[2][2][16][16] (+)= A B over `steps`, for na blocks of A's rows and nb blocks of B's columns. Strides between rows of
+ * A, between steps and between blocks are bytes. */
 typedef struct {
     const uint8_t *a, *b, *ahead; /* ahead: the next 32 rows of BF16 weights, `ahead_row` apart, or 0 */
     int64_t a_row, a_step, a_block, b_step, b_block, ahead_row, steps;
@@ -111,7 +110,7 @@ AMX static void configure(void) { _tile_loadconfig(&tiles); }
 
 AMX static void release(void) { _tile_release(); }
 
-/* Tiles 0 to 3 are sums, 4 and 5 A, 6 and 7 B. */
+/* AMX's tiles 0 to 3 have sums, 4 and 5 have A, 6 and 7 have B. */
 AMX static __attribute__((noinline)) void multiply_amx(const Multiply *q) {
     const uint8_t *a = q->a, *b = q->b;
     __asm__ volatile("" ::: "memory"); /* GCC does not know that its intrinsics read and write memory */
@@ -184,7 +183,7 @@ WIDE static void put_block(const Gemm *m, const Job *job, const int64_t *slot, i
     }
 }
 
-/* ---- one panel, 32 rows, of one batch: sums[blocks / 2][2][2][16][16], of the blocks of A and of B */
+/* ---- one panel (32 rows) of one batch: sums[blocks / 2][2][2][16][16], by blocks of A and B */
 static void weight_panel(const Run *run, const Batch *batch, int64_t row, uint8_t *scratch, float *sums) {
     const Gemm *m = run->m;
     const Form *f = batch->job->form;
@@ -195,8 +194,8 @@ static void weight_panel(const Run *run, const Batch *batch, int64_t row, uint8_
     const uint16_t *weight = (const uint16_t *)(base + f->low);
     for (int64_t from = 0; from < steps; from += DEPTH) {
         const int64_t n = steps - from < DEPTH ? steps - from : DEPTH;
-        /* BF16 weights are copied where a tile would pass their end; and for many tokens, whose repeated reading of rows a
-         * power of two apart misses the first-level cache. */
+        /* BF16 weights are copied if a tile would pass their end, and for many tokens: reading rows that are a power of two
+         * apart again and again misses the first-level cache. */
         const int whole = plain && row + 32 <= rows && (from + n) * STEP <= m->cols && blocks <= 4;
         if (!plain)
             weights_panel(m, f, base, rows, row, from, n, scratch);
@@ -227,7 +226,7 @@ static void weight_panel(const Run *run, const Batch *batch, int64_t row, uint8_
     }
 }
 
-/* sums += scale * (made - zero * sum of x), for one block of slots and one of rows. */
+/* sums += scale * (made - zero * sum of x), for one block of slots and one block of rows. */
 INLINE void scale_in(const int stored, const float *made, __m512 scale, __m512 less, const float *of_x, int first,
                      float *sums) {
     UNROLL for (int t = 0; t < 16; t++) {
@@ -238,8 +237,8 @@ INLINE void scale_in(const int stored, const float *made, __m512 scale, __m512 l
     }
 }
 
-/* Group after group, pair of blocks after pair: while the tiles multiply, the next group's codes are unpacked, and the sums
- * before are scaled. */
+/* Goes through the groups, and in each through pairs of blocks: while the tiles multiply, the next group's codes are
+ * unpacked, and the sums made before are scaled. */
 WIDE static void code_panel(const Run *run, const Batch *batch, int64_t row, uint8_t *scratch, float *sums) {
     const Gemm *m = run->m;
     const Form *f = batch->job->form;
@@ -295,7 +294,7 @@ static void panel(const Run *run, const Batch *batch, int64_t row, uint8_t *scra
     const int plain = job->form->bits == 16;
     const int64_t blocks = ceil_div(batch->count, 16);
     float *sums = (float *)(scratch + 2 * DEPTH * TILE);
-    /* measured: scaling sums wins up to some 100 tokens in groups of 128, and half as many in groups half as large */
+    /* measured: scaling sums is faster up to some 100 tokens in groups of 128, 50 in groups of 64 */
     (2 * blocks * STEP <= 3 * job->form->group ? code_panel : weight_panel)(run, batch, row, scratch, sums);
     for (int64_t b = 0; b < blocks; b++)
         for (int r = 0; r < 2 && row + 16 * r < job->rows; r++) {
@@ -338,7 +337,7 @@ int moepack_tiles_level(int limit) {
     return level;
 }
 
-/* An earlier batch with the same arranged activations, of a matrix that shares its slots; else 0. */
+/* Finds an earlier batch, of another matrix, that has arranged the same slots' activations; else returns 0. */
 static const Batch *arranged_by(const Batch *batches, int64_t n, const Job *job, int64_t first, int64_t count) {
     while (n-- && batches[n].job->first == job->first)
         if (batches[n].first == first && batches[n].count == count &&
@@ -358,7 +357,7 @@ int moepack_tiles_product(const Gemm *m, const Job *jobs, int64_t n, const int64
     if (!batches) return 1;
     Task *tasks = (Task *)(batches + batches_of);
     int failed = 0;
-    for (int64_t j = 0, done = 0; j < n && !failed;) { /* slots of one round: as many as there is room for */
+    for (int64_t j = 0, done = 0; j < n && !failed;) { /* one round: all slots for which there is room */
         int64_t n_batches = 0, n_tasks = 0, cost = 0;
         const size_t scratch = (size_t)m->threads * SCRATCH;
         size_t at = scratch;

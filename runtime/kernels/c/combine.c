@@ -1,7 +1,7 @@
-/* Weights unpacked for another library's products, and a token's experts weighted and added. */
+/* Unpack weights for products that another library makes; weight and add the outputs of a token's experts. */
 #include "gemm.h"
 
-/* ---- weights, for products of many tokens that another library makes */
+/* ---- unpack weights, for products of many tokens that another library makes */
 typedef struct {
     const Unpack *m;
     atomic_llong next;
@@ -16,7 +16,7 @@ static void unpack_all(void *argument) {
                           (uint8_t *)m->out + (row - m->from) * (m->out_bf16 ? 2 : 4));
 }
 
-/* Returns 0, or 2 for a form without a kernel; BF16 has none here. */
+/* Returns 0, or 2 for a form without a kernel, as BF16 is here. */
 int moepack_affine_unpack(const Unpack *m) {
     if (!known(m->form) || m->form->bits == 16) return 2;
     UnpackRun run = {.m = m};
@@ -28,9 +28,9 @@ int moepack_affine_unpack(const Unpack *m) {
 
 /* ---- a token's experts, weighted and added in the order of its slots */
 typedef struct {
-    int64_t tokens, top_k, cols, experts, from_bf16, out_bf16, round, threads; /* round: weighted results to BF16 */
+    int64_t tokens, top_k, cols, experts, from_bf16, out_bf16, round, threads; /* round: whether to round weighted results */
     const void *from;     /* [tokens * top_k, cols] */
-    const int64_t *index; /* slots of experts past the last are left out */
+    const int64_t *index; /* the expert of each slot; slots with an index past the last are skipped */
     const float *gates;
     void *out; /* [tokens, cols] */
 } Combine;

@@ -1,7 +1,7 @@
-/* Products straight from packed bytes, in rounds: activations are prepared, then rows are multiplied, on some threads.
+/* Products straight from packed bytes, in rounds: threads prepare activations, then multiply rows by them.
  *
- * Sums are made in one order, and those of BF16 activations times codes in integers, so neither threads nor the experts
- * beside it change a result's bits. level.c chooses the loops, threads.c runs the threads.
+ * Sums are made in a fixed order, and for BF16 activations times codes in integers. So neither the number of threads nor
+ * other experts change a result's bits. level.c chooses the loops, threads.c runs the threads.
  */
 #include <time.h>
 
@@ -11,11 +11,10 @@ static const Loops *loops_of(const Gemm *m) { return m->x_bf16 ? moepack_fixed :
 
 /* ---- matrices that are decoded when they are needed
  *
- * A thread decodes the rows of a task and multiplies by them while they are in its second-level cache, so that they are
- * not read from memory. Tasks are small, because all threads wait for
- * the last one. */
+ * A thread decodes the rows of a task and multiplies by them while they are in the core's second-level cache, so that they
+ * are not read from memory. Tasks are small, because all threads wait for the last one. */
 #define CHUNK 32768 /* weights of a task: 64 KiB */
-#define DECODED 64   /* codec tiles that a thread takes at a time beforehand */
+#define DECODED 64   /* codec tiles that a thread takes at a time when matrices are decoded before products */
 
 static int64_t nanoseconds(void) {
     struct timespec t;
@@ -46,7 +45,7 @@ static void decode_some(void *argument) {
             decode_part(run->m, run->jobs + i / parts, i % parts * DECODED, least((i % parts + 1) * DECODED, run->tiles));
 }
 
-/* Decode jobs that have more than `most` slots now. Returns 0, 1 when memory is short, or -1 when one was bad. */
+/* Decode the jobs that have more than `most` slots at once. Returns 0; 1 when memory is short; -1 for a bad matrix. */
 int moepack_decode_now(const Gemm *m, Job *jobs, int64_t n, int64_t most) {
     if (!m->coded) return 0;
     Decoding run = {.m = m, .jobs = malloc((size_t)(n + 1) * sizeof(Job)), .tiles = ceil_div(m->rows * m->cols, m->tile)};
@@ -59,7 +58,7 @@ int moepack_decode_now(const Gemm *m, Job *jobs, int64_t n, int64_t most) {
     return atomic_load(m->report) ? -1 : 0;
 }
 
-/* Rows of a task that end where codec tiles do. */
+/* The rows of a task, such that they end where a codec tile ends. */
 static int64_t coded_step(const Gemm *m) {
     int64_t step = BLOCK;
     while (step < m->rows && step * m->cols % m->tile) step += BLOCK;
@@ -75,8 +74,8 @@ typedef struct {
     const Gemm *m;
     const Job *jobs;
     const Task *tasks;
-    const int64_t *order, *source;  /* slots by expert; the number of each prepared activation */
-    const Prepared *const *of_slot; /* beside `order` */
+    const int64_t *order, *source;  /* slots by expert; the index in x of each prepared activation */
+    const Prepared *const *of_slot; /* the prepared activation of each entry of `order` */
     Prepared *prepared;
     int64_t n_tasks, n_prepared;
     atomic_llong next, next_prepared;
@@ -105,13 +104,13 @@ static void run_tasks(void *argument) {
     }
 }
 
-#define TOGETHER 4 /* the most slots of one pass over an expert's rows (TB) */
-#define BESIDE (sizeof(Prepared) + sizeof(void *)) /* bytes of a slot beside its prepared activation */
-#define NEEDS_SUMS 1 /* floats, and their sums */
+#define TOGETHER 4 /* the most slots in one pass over an expert's rows (TB) */
+#define BESIDE (sizeof(Prepared) + sizeof(void *)) /* bytes of a slot in addition to its prepared activation */
+#define NEEDS_SUMS 1 /* floats, and sums of them */
 #define NEEDS_QUADS 2
 #define NEEDS_PAIRS 4
-#define NEEDS_FIXED 8 /* integers' sums and units; shifted left, integers for planes of 1, 2, 4 and 8 bits */
-#define NEEDS_ALL (NEEDS_FIXED - 1) /* the most: those of BF16 activations take less */
+#define NEEDS_FIXED 8 /* sums and units of integers; shifted left by 1 to 4, integers for planes of 1, 2, 4 and 8 bits */
+#define NEEDS_ALL (NEEDS_FIXED - 1) /* the needs that take most: all of float32; those of BF16 activations take less */
 
 static int needs_of(const Gemm *m, const Form *f) {
     if (f->bits == 16) return 0;
@@ -122,7 +121,7 @@ static int needs_of(const Gemm *m, const Form *f) {
            (f->bits == 2 || f->bits == 3 ? NEEDS_PAIRS : 0);
 }
 
-/* Place p's parts at `at` and after; returns their bytes. */
+/* Set p's pointers to memory from `at` on; returns the bytes they need. */
 static size_t place(const Gemm *m, int needs, uint8_t *at, Prepared *p) {
     const size_t padded = 32 * (size_t)ceil_div(m->cols, 32), each = padded / 32 + 16;
     uint8_t *next = at;
@@ -144,22 +143,22 @@ static size_t prepared_size(const Gemm *m, int needs) {
     return place(m, needs, 0, &p);
 }
 
-/* The direct path's part of the arena for n jobs' `slots` slots: lists, then prepared activations. */
+/* Sizes of the arena's part for direct products: lists, then prepared activations. */
 typedef struct {
-    int64_t most;        /* activations there are */
-    size_t own;          /* bytes for each thread, where each prepares for itself, or 0 */
+    int64_t most;        /* the number of activations, at most */
+    size_t own;          /* bytes for each thread, if each prepares activations for itself; or 0 */
     size_t lists, round, all; /* round: bytes of prepared activations at a time */
 } Room;
 
-/* Half a megabyte a thread costs nothing. Against rounds of 24 MB that threads prepared together, products of
- * Qwen3-30B-A3B's shape with 16 and 128 tokens take 0.94 to 1.02 times as long on one thread, because prepared activations
- * are still in the second-level cache when they are read, and 0.7 to 1.0 times on two interrupted ones, which do not wait
- * for each other; 256 KB, 512 KB and 1 MB do not differ. A share must hold what one pass over rows takes: where too many
- * threads times such shares pass MOST, they do prepare together. */
+/* Each thread prepares activations for itself in OWN bytes. Compared with rounds of 24 MB that threads prepare together,
+ * products of Qwen3-30B-A3B's shape with 16 and 128 tokens take 0.94 to 1.02 times as long on one thread, because prepared
+ * activations are still in the second-level cache when they are read. They take 0.7 to 1.0 times as long on two threads
+ * that are interrupted, which need not wait for each other. 256 KB, 512 KB and 1 MB do not differ. A thread's share must
+ * hold the activations of one pass over rows. If all threads' shares exceed MOST, threads prepare together. */
 #define OWN ((size_t)512 << 10)
 #define MOST ((size_t)24 << 20)
 
-static int64_t tasks_of(const Gemm *m, int64_t rows) { return ceil_div(rows, m->coded ? BLOCK : UNIT); } /* at the most */
+static int64_t tasks_of(const Gemm *m, int64_t rows) { return ceil_div(rows, m->coded ? BLOCK : UNIT); } /* an upper bound */
 
 static Room room_of(const Gemm *m, int64_t slots, int64_t n, int64_t tasks, int needs) {
     Room r = {.most = least(slots, ceil_div(m->slots, m->share))};
@@ -171,12 +170,12 @@ static Room room_of(const Gemm *m, int64_t slots, int64_t n, int64_t tasks, int 
     r.own = (pass > OWN ? pass + 63 : OWN) / 64 * 64;
     if (r.own * (size_t)m->threads > MOST) r.own = 0;
     r.round = r.own ? r.own * (size_t)m->threads : pass > MOST ? pass : MOST;
-    if (prepared <= r.round) r.own = 0; /* one round for all: an activation is prepared once for all experts */
+    if (prepared <= r.round) r.own = 0; /* all fit one round: each activation is prepared once for all experts */
     r.all = r.lists + (prepared < r.round ? prepared : r.round);
     return r;
 }
 
-/* Expert batches that each thread prepares for itself: threads wait for one another only at the end. */
+/* Expert batches whose activations each thread prepares for itself: threads wait for one another only at the end. */
 typedef struct {
     const Gemm *m;
     const Job *batches;
@@ -213,7 +212,7 @@ static void run_alone(void *argument) {
 static void alone_product(const Gemm *m, const Job *jobs, int64_t n, int64_t slots, const int64_t *order, const Room *room,
                           uint8_t *at) {
     Job *batches = (Job *)at;
-    const int64_t even = ceil_div(slots, 4 * m->threads * TOGETHER) * TOGETHER; /* so that the last batches even out */
+    const int64_t even = ceil_div(slots, 4 * m->threads * TOGETHER) * TOGETHER; /* so that threads end together */
     Alone run = {.m = m, .batches = batches, .order = order, .room = at + room->lists, .own = room->own};
     for (int64_t j = 0; j < n; j++) {
         const int64_t fit = (int64_t)((room->own - 64) / (prepared_size(m, needs_of(m, jobs[j].form)) + BESIDE));
@@ -228,11 +227,11 @@ static void alone_product(const Gemm *m, const Job *jobs, int64_t n, int64_t slo
     moepack_parallel(run_alone, &run, (int)least(run.n, m->threads));
 }
 
-#define ALONE 65536 /* products that a thread makes while another is woken */
-#define DECODING 16 /* products that decoding a weight takes as long as */
+#define ALONE 65536 /* products that one thread computes in the time that waking another takes */
+#define DECODING 16 /* products that one thread computes in the time that decoding a weight takes */
 
-/* Jobs that run straight from their bytes, in rounds of as many expert batches as have room. An expert is divided into
- * several only where it has more slots than a round has room for. */
+/* Run jobs straight from their bytes, in rounds of the expert batches that fit. An expert is divided into several batches
+ * only if it has more slots than fit a round. */
 int moepack_direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, const int64_t *order, int64_t *seat,
                           Arena *arena) {
     int all = 0;
@@ -252,7 +251,7 @@ int moepack_direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, c
     Job *batches = (Job *)(of_slot + slots);
     Task *tasks = (Task *)(batches + n);
     for (int64_t j = 0, done = 0; j < n;) {
-        /* seat: of each activation, 0 or 1 + its place among the prepared; entries that are used are 0 again at the end */
+        /* seat: by activation, 0 or 1 + its index among the prepared ones; used entries are set back to 0 at the end */
         int64_t n_batches = 0, n_prepared = 0, n_tasks = 0, cost = 0, weights = 0;
         size_t used = 0;
         for (; j < n; j++, done = 0) {
@@ -289,7 +288,7 @@ int moepack_direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, c
             at += prepared_size(m, (int)needs[i]);
             seat[source[i]] = 0;
         }
-        const int64_t share = cost / (m->threads * 8) + 1; /* work of one task, so that the last ones even out */
+        const int64_t share = cost / (m->threads * 8) + 1; /* work of one task, so that threads end together */
         for (int64_t p = 0; p < n_batches; p++) {
             const int64_t rows = batches[p].rows;
             int64_t step = m->threads < 2 ? rows : UNIT * (share / batches[p].count + 1);

@@ -1,4 +1,4 @@
-/* Shared by the files of the CPU kernels: a product's arguments, its loops, BF16 numbers, threads. */
+/* Declarations that the CPU kernels share: a product's arguments, loops, BF16 numbers, threads. */
 #ifndef MOEPACK_GEMM_H
 #define MOEPACK_GEMM_H
 #include <stdatomic.h>
@@ -10,16 +10,16 @@
 #define HAVE_X86 1
 #endif
 
-#define BLOCK 16 /* rows whose words stand side by side */
-#define UNIT 64 /* rows that one step of work makes */
-#define ROUND (24 << 20) /* bytes of activations in tiles at a time */
+#define BLOCK 16 /* rows whose words are stored side by side */
+#define UNIT 64 /* rows that one step of work computes */
+#define ROUND (24 << 20) /* the most bytes of activations in tiles at a time */
 
 /* One matrix in one version: offsets of its parts in an extent. In BF16 (`bits` 16) `low` is the matrix, row-major. */
 typedef struct {
     int64_t bits, group, stored, low, high, scale, zero, bias; /* bias: -1 without one */
 } Form;
 
-/* Whether there are kernels for a form: every switch over `bits` has these cases and no other. */
+/* Whether there are kernels for a form. Every switch over `bits` has exactly these cases. */
 static inline int known(const Form *f) {
     switch (f->bits) {
     case 16: return 1;
@@ -37,17 +37,17 @@ typedef struct {
     int64_t rows, cols, experts, versions, slots, share; /* slot s reads activation s / share */
     int64_t x_bf16, out_bf16, tiles, threads;
     const void *x;
-    const int64_t *index; /* the expert of every slot; one past the last adds nothing and leaves the output alone */
+    const int64_t *index; /* the expert of every slot; a slot with an index past the last is skipped: no output */
     void *out;            /* [slots, rows] */
     const uint64_t *handles;
     const Form *forms;
-    const int64_t *limits; /* by version: an expert with more slots runs in tiles, or without `tiles` is left out */
-    /* BF16 matrices that are to be decoded into their place first: by expert what `decode` takes, or 0; or 0 for none. It
-     * decodes whole codec tiles [first, last) of `tile` weights each, and returns 0 or what is bad. */
+    const int64_t *limits; /* by version: an expert with more slots runs in tiles, or is skipped without `tiles` */
+    /* BF16 matrices to decode into their place first: by expert, the argument for `decode`, or 0; a null pointer for none.
+     * `decode` decodes whole codec tiles [first, last) of `tile` weights each, and returns 0 or an error. */
     const void *const *coded;
     int64_t (*decode)(const void *, int64_t, int64_t);
     int64_t tile;
-    atomic_llong *report; /* 1 + the expert that is bad, what is bad, nanoseconds that threads spent decoding */
+    atomic_llong *report; /* 1 + the first bad expert, its error, nanoseconds that threads spent decoding */
 } Gemm;
 
 /* One matrix's part of a product: `count` slots, those at `order[first]` and after. */
@@ -70,17 +70,17 @@ typedef struct {
     void *out;
 } Unpack;
 
-/* One activation; of what follows `at`, what the versions at hand read. Of float32 activations its sums over 32, 64 and 128
- * columns, and LUTs. Of BF16 ones integers (affine_fixed.h): their sums over 32 columns, by 128 columns what a 1 of them
- * stands for, and they themselves, 16 bits each, in the order of planes of 1, 2, 4 and 8 bits. */
+/* One activation, prepared; fields after `at` are set only if the versions in use read them. For float32 activations: the
+ * numbers, sums over 32, 64 and 128 columns, and LUTs. For BF16 (affine_fixed.h): `fixed`, integers of 16 bits in the order
+ * of planes of 1, 2, 4 and 8 bits, their sums over 32 columns and more, and `units`, the value of a 1 by 128 columns. */
 typedef struct {
     const void *at;
     float *x, *sums[3], *quads, *pairs, *units;
     int32_t *totals[3], *fixed[4];
 } Prepared;
 
-/* One instruction set's loops for float32 activations (affine_rows.h) or BF16 ones (affine_fixed.h): prepare one; rows
- * [from, to), at most UNIT, of one job for its prepared activations and slots. And rows [row, row + n) unpacked. */
+/* One instruction set's loops for float32 activations (affine_rows.h) or BF16 ones (affine_fixed.h). `prepare` takes one
+ * activation; `rows` computes rows [from, to), at most UNIT, of a job. Unpacking takes rows [row, row + n). */
 typedef struct {
     void (*prepare)(const Gemm *, const void *, Prepared *);
     void (*rows)(const Gemm *, const Job *, int64_t, int64_t, const Prepared *const *, const int64_t *, int64_t);
@@ -92,7 +92,7 @@ extern const Loops moepack_floats_plain, moepack_floats_avx2, moepack_floats_avx
 extern const Loops moepack_fixed_plain, moepack_fixed_avx2, moepack_fixed_avx512, moepack_fixed_vnni;
 extern Unpacking moepack_unpack_plain, moepack_unpack_avx2, moepack_unpack_avx512;
 
-/* Memory that is kept between calls and grows to what they need. */
+/* Memory that is kept between calls, and grows as they need. */
 typedef struct {
     uint8_t *at;
     size_t size;
@@ -116,7 +116,7 @@ static inline uint16_t narrow(float value) { /* to nearest, ties to even; NaN st
     return (uint16_t)((word + 0x7FFF + (word >> 16 & 1)) >> 16);
 }
 
-/* Room for `size` bytes, aligned to pages; returns 0, or 1 when memory is short. */
+/* Make room for `size` bytes, aligned to pages; contents are lost. Returns 0, or 1 when memory is short. */
 static inline int grow(Arena *arena, size_t size) {
     if (arena->size >= size) return 0;
     free(arena->at);
@@ -127,17 +127,17 @@ static inline int grow(Arena *arena, size_t size) {
     return 0;
 }
 
-/* `work` on `threads` threads at once; a call may find no work left. */
+/* Call `work` on `threads` threads at once. A call may begin when others have done all the work. */
 void moepack_parallel(void (*work)(void *), void *argument, int threads);
 
 /* The loops in use (level.c). */
 extern const Loops *moepack_floats, *moepack_fixed;
 extern Unpacking *moepack_unpacking;
 
-/* Decode jobs that have more than `most` slots now. Returns 0, 1 when memory is short, or -1 when one was bad. */
+/* Decode the jobs that have more than `most` slots at once. Returns 0; 1 when memory is short; -1 for a bad matrix. */
 int moepack_decode_now(const Gemm *m, Job *jobs, int64_t n, int64_t most);
 
-/* Jobs that run straight from their bytes. `seat`: zeros, one an activation. Returns 0, 1 without memory, or -1. */
+/* Run jobs straight from their bytes. `seat`: a zero for each activation. Returns 0; 1 when memory is short; -1 as above. */
 int moepack_direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, const int64_t *order, int64_t *seat,
                            Arena *arena);
 
@@ -147,12 +147,12 @@ size_t moepack_direct_kept(const Gemm *m, int64_t slots, int64_t n, int64_t task
 /* Use plain C, AVX2 or AVX-512 (0, 1, 2) in small.c. */
 void moepack_small_level(int level);
 
-/* Use tiles (affine_tiles.c) up to `limit`, which the processor has: 0 none, 1 AVX-512 BF16, 2 AMX. Returns what is used. */
+/* Use tiles (affine_tiles.c) up to `limit`, a level that the processor has: 0 none, 1 AVX-512 BF16, 2 AMX. Returns it. */
 int moepack_tiles_level(int limit);
 
-/* Jobs of many slots, BF16 activations: weights unpacked into tiles as they are needed. Returns 0, or 1 without memory. */
+/* Run jobs of many slots, BF16 activations: weights are unpacked into tiles as needed. Returns 0; 1 when memory is short. */
 int moepack_tiles_product(const Gemm *m, const Job *jobs, int64_t n, const int64_t *order, Arena *arena);
 
-/* The most bytes of an arena for such jobs, where no expert has more than `most` slots. */
+/* The most bytes of an arena that moepack_tiles_product takes if no expert has more than `most` slots. */
 size_t moepack_tiles_kept(const Gemm *m, int64_t most);
 #endif

@@ -1,11 +1,11 @@
-/* The loops that this processor runs. */
+/* The choice of loops for this processor. */
 #include "../../../pack/codec/isa.h"
 #include "gemm.h"
 
 const Loops *moepack_floats = &moepack_floats_plain, *moepack_fixed = &moepack_fixed_plain;
 Unpacking *moepack_unpacking = moepack_unpack_plain;
 
-/* Use instruction sets up to `limit`, a level of isa.h; returns the one taken. */
+/* Use instruction sets up to `limit`, a level of isa.h; returns the level in use. */
 int moepack_affine_level(int limit) {
     int best = (int)least(limit, isa_level());
     moepack_floats = &moepack_floats_plain, moepack_fixed = &moepack_fixed_plain;

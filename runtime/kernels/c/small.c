@@ -1,7 +1,7 @@
 /* The work of a decoding step between products: normalisations of BF16 rows, and attention of one new token.
  *
- * Sums are float32 in LANES parts, so results differ from torch's in their last bits. The caller compares them
- * with a module's (runtime/dense/). Loops are compiled for each instruction set, and level.c picks.
+ * Sums are float32 in LANES parts, so results differ from torch's in the last bits. runtime/dense/ compares results with a
+ * module's before it uses these loops. Loops are compiled for each instruction set, and level.c chooses.
  */
 #include <math.h>
 
@@ -44,20 +44,20 @@ SMALL void norm(const Norm *m) {
     }
 }
 
-/* One token's attention: out[b][h] = sum over j of softmax(scale * q . k_j) v_j, all BF16. Strides count numbers; rows of
- * `cols` (q, k) and `out_cols` (v, out) numbers are dense. `heads` of q share each of `groups` heads of k and v. */
+/* One token's attention: out[b][h] = sum over j of softmax(scale * q . k_j) v_j, all BF16. Strides count numbers. Rows of
+ * `cols` (q, k) and `out_cols` (v, out) numbers have stride 1. `heads` heads of q share each of `groups` heads of k and v. */
 typedef struct {
     const uint16_t *q, *k, *v;
     uint16_t *out; /* [batch][heads * groups][out_cols] */
     int64_t batch, groups, heads, length, cols, out_cols;
     int64_t q_batch, q_head, k_batch, k_head, k_row, v_batch, v_head, v_row;
     float scale;
-    float *room; /* for each thread: attend_room() floats */
+    float *room; /* attend_room() floats for each thread */
 } Attend;
 
 static int64_t attend_room(const Attend *m) { return m->heads * (m->length + m->cols + m->out_cols) + m->cols + m->out_cols + 64; }
 
-/* One head of k and v and the heads of q that share it. */
+/* The attention of one head of k and v, with the heads of q that share it. */
 SMALL void attend(const Attend *m, int64_t b, int64_t g, float *room) {
     const int64_t heads = m->heads, n = m->length, cols = m->cols, out_cols = m->out_cols;
     float *scores = room, *q = scores + heads * n, *sums = q + heads * cols, *row = sums + heads * out_cols;

@@ -24,7 +24,7 @@ typedef struct {
 } Pool;
 
 static Pool pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
-static pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER; /* one call at a time has the pool; another runs on its own thread */
+static pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER; /* one call at a time has the pool; others run on one thread */
 
 static void *worker(void *number) {
     unsigned seen = 0;
@@ -50,7 +50,7 @@ static void *worker(void *number) {
     return 0;
 }
 
-static void after_fork(void) { /* a child has none of its parent's threads */
+static void after_fork(void) { /* a child process has none of its parent's threads */
     pool = (Pool){.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
     pthread_mutex_init(&busy, 0);
 }
@@ -92,7 +92,7 @@ void moepack_parallel(void (*work)(void *), void *argument, int threads) {
     pthread_mutex_unlock(&busy);
 }
 
-/* ---- reading memory only: the least time of a kernel that reads as many bytes */
+/* ---- reading memory only: a lower bound of the time of kernels that read as many bytes */
 typedef struct {
     const uint8_t *const *at;
     int64_t n, size;

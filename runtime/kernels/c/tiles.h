@@ -5,7 +5,7 @@
 #define WIDE __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,fma")))
 #define INLINE WIDE static inline __attribute__((always_inline))
 
-/* ---- arranging */
+/* ---- arranging activations in tiles */
 INLINE __mmask32 of_step(int64_t cols, int64_t step) { /* the columns of a step inside the matrix */
     int64_t left = cols - step * STEP;
     return left >= STEP ? 0xFFFFFFFF : left <= 0 ? 0 : (1u << left) - 1;
@@ -27,7 +27,7 @@ INLINE void turn(__m512i v[16]) { /* 16 x 16 words, transposed */
     }
 }
 
-/* The activations of up to 16 slots: tiles B beside BF16 weights, else A. Missing rows and columns are 0. */
+/* Arrange the activations of up to 16 slots: as tiles B for BF16 weights, else A. Missing rows and columns become 0. */
 WIDE static void arrange(const Gemm *m, const int64_t *slot, int64_t n, int turned, int64_t steps, uint8_t *out,
                          float *sums) {
     const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3F80);
@@ -52,9 +52,9 @@ INLINE __m512 bf16_row(const uint16_t *p) {
 }
 
 /* ---- weights
- * Control of _mm512_multishift_epi64_epi8: of every 32-bit word the eight bits from bit `at` on and those from
- * bit `at + apart` on, each into the low byte of a 16-bit number. They begin with two codes of following columns of a row
- * and are indices into a LUT of BF16 numbers. Positions count within a 64-bit lane, which holds the words of two rows. */
+ * The control of _mm512_multishift_epi64_epi8: it takes the eight bits of every 32-bit word from bit `at` on and those from
+ * bit `at + apart` on, each into the low byte of a 16-bit number. These bytes begin with the codes of two successive columns
+ * of a row, and are indices into a LUT of BF16 numbers. A 64-bit lane, in which positions count, has two rows' words. */
 INLINE __m512i fields(int at, int apart) {
     uint64_t a = (uint64_t)at % 64, b = (uint64_t)(at + apart) % 64;
     return _mm512_set1_epi64((int64_t)(a | b << 16 | (a + 32) % 64 << 32 | (b + 32) % 64 << 48));
@@ -64,10 +64,10 @@ INLINE __m512 byte_code(__m512i w) { /* (w & 255) - 127.5, which has 8 significa
     return _mm512_sub_ps(_mm512_cvtepi32_ps(_mm512_and_si512(w, _mm512_set1_epi32(255))), _mm512_set1_ps(127.5f));
 }
 
-/* Codes of 16 rows, steps [from, from + n), counted from the middle of their range, which BF16 holds exactly, into tiles B
- * that lie 2 tiles apart. A word of B holds two following columns of a row: one multishift makes both indices, one
- * permutation looks both up. It reads five bits of an index, of which the upper ones belong to the codes after it: the LUT
- * repeats itself, so that they do not matter. Of three bits the third comes from the high plane, moved above the other two. */
+/* Unpack codes of 16 rows, steps [from, from + n), into tiles B that lie 2 tiles apart. Codes count from the middle of their
+ * range, so that they are exact in BF16. A word of B has two successive columns of a row: one multishift makes both indices,
+ * one permutation looks both up. It reads five bits of an index. The upper ones may belong to the next codes, so the LUT
+ * repeats itself. The third bit of three-bit codes comes from the high plane, and is put above the other two. */
 INLINE void codes(const int bits, const Gemm *m, const Form *f, const uint8_t *base, int64_t row, int64_t from, int64_t n,
                   uint8_t *out) {
     const int p = bits == 3 ? 2 : bits; /* bits of a code in the low plane, and words of a step there */
@@ -102,7 +102,7 @@ INLINE void codes(const int bits, const Gemm *m, const Form *f, const uint8_t *b
     }
 }
 
-/* As codes(), but scale * (code - zero) in float32, rounded to BF16: for so many tokens that scaling their sums would take
+/* As codes(), but scale * (code - zero) in float32, rounded to BF16. Used for many tokens, if scaling their sums would take
  * longer than scaling weights. Each word gives one column of 16 rows at a time; two columns are rounded and interleaved. */
 INLINE void weights(const int bits, const Gemm *m, const Form *f, const uint8_t *base, int64_t row, int64_t from, int64_t n,
                    uint8_t *out) {
@@ -148,7 +148,7 @@ INLINE void weights(const int bits, const Gemm *m, const Form *f, const uint8_t 
     }
 }
 
-/* 32 rows from `row` on, as many as there are: tiles B, those of the two blocks in turns. */
+/* Unpack up to 32 rows from `row` on into tiles B; the tiles of the two blocks of rows alternate. */
 #define PANEL(name) \
     WIDE static void name##_panel(const Gemm *m, const Form *f, const uint8_t *base, int64_t rows, int64_t row, int64_t from, \
                                   int64_t n, uint8_t *out) { \
@@ -164,7 +164,7 @@ INLINE void weights(const int bits, const Gemm *m, const Form *f, const uint8_t 
 PANEL(codes)
 PANEL(weights)
 
-/* 32 rows of a BF16 matrix into tiles A, those of the two blocks in turns; missing rows and columns are 0. */
+/* Copy 32 rows of a BF16 matrix into tiles A; tiles of the two blocks alternate. Missing rows and columns become 0. */
 WIDE static void copy_panel(const Gemm *m, const uint16_t *weight, int64_t rows, int64_t row, int64_t from, int64_t n,
                             uint8_t *out) {
     for (int r = 0; r < 32; r++) {

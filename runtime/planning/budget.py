@@ -1,6 +1,6 @@
-"""The budget of device memory: named reservations whose sum never exceeds it. Standard library only.
+"""The budget of device memory: named reservations whose sum never exceeds the budget. Standard library only.
 
-It counts bytes that other code takes or gives back.
+This module only counts bytes; other code takes memory and gives it back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class BudgetTracker:
         """Reserve `fixed` bytes (M_fixed, planning/fixed.py) under the name "fixed".
 
         Raises:
-            ValueError: when they exceed the budget.
+            ValueError: when the fixed bytes exceed the budget.
         """
         if budget < 0 or not 0 <= fixed <= budget:
             raise ValueError(f"{fixed} fixed bytes do not fit a budget of {budget}")
@@ -45,7 +45,7 @@ class BudgetTracker:
             return True
 
     def release(self, name: str, size: int) -> None:
-        """Release `size` bytes of a name. Raises ValueError when fewer are reserved under it."""
+        """Release `size` bytes of a name. Raises ValueError when fewer are reserved under this name."""
         with self._lock:
             held = self._named.get(name, 0)
             if not 0 <= size <= held:

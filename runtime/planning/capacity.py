@@ -1,4 +1,4 @@
-"""The bytes that each layer's experts may take beyond their base placements. Pure arithmetic on bytes of blocks."""
+"""The bytes that each layer's experts may take beyond their base placements. Pure arithmetic on the sizes of blocks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Sizes = Sequence[Sequence[int]]  # [layers][placements], bytes of one expert
 
 
 def base_bytes(sizes: Sizes, experts: Sequence[int], placement: int = -1) -> int:
-    """Return the bytes of all experts at one placement, by default the base."""
+    """Return the bytes of all experts at one placement; by default at the base, the last."""
     return sum(n * row[placement] for row, n in zip(sizes, experts, strict=True))
 
 
 def even_room(sizes: Sequence[int], experts: Sequence[int], room: int) -> list[int]:
-    """Return how many items fit each layer, the same share in every layer, within `room` bytes.
+    """Return the number of items for each layer, about the same share in every layer, that fit `room` bytes together.
 
-    `sizes` [layers] are bytes of an item, `experts` [layers] the numbers of items.
+    `sizes` [layers] are the bytes of one item, `experts` [layers] the number of items.
     """
     whole = sum(s * n for s, n in zip(sizes, experts, strict=True))
     share = min(1.0, max(0, room) / whole) if whole else 0.0
@@ -37,7 +37,7 @@ def even_room(sizes: Sequence[int], experts: Sequence[int], room: int) -> list[i
 def even_bytes(sizes: Sizes, experts: Sequence[int], room: int) -> list[int]:
     """Return the bytes that each layer may use above the base: the same share of its size at the best placement.
 
-    Counted in the smallest step between two placements, so that little of a layer's part stays unused.
+    A layer's bytes are a multiple of the smallest step between two placements, so that few of them stay unused.
 
     `sizes` [layers][placements] have the base last; `experts` are [layers].
     """
@@ -51,9 +51,9 @@ def even_bytes(sizes: Sizes, experts: Sequence[int], room: int) -> list[int]:
 
 
 def bytes_by_loss(ladders: Sequence[Ladder], traffic: Table, room: int) -> list[int]:
-    """Return the bytes that each layer may use above the base: those of the upgrades that save the most loss per byte,
-    over all layers, until the room is used up. `traffic` [layers][experts] counts tokens.
-    """
+    """Return the bytes that each layer may use above the base, shared by the loss saved per byte.
+
+    The best upgrades of all layers are taken until `room` is used up. `traffic` [layers][experts] counts tokens."""
     rates = [ladder.rates(np.array(row, float)).ravel() for ladder, row in zip(ladders, traffic, strict=True)]
     costs = [ladder.cost.ravel() for ladder in ladders]
     layer = np.repeat(np.arange(len(rates)), [len(row) for row in rates])

@@ -1,6 +1,6 @@
 """Choose the policy and the versions that serve a bundle, for plans, loading and downloads.
 
-It reads the manifest and the policy's map, no weights, and imports no torch.
+This module reads the manifest and the policy's map, but no weights, and imports no torch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ log = logging.getLogger("moepack.runtime")
 
 
 def choose_policy(text: str | None, bundle: Bundle, devices: Sequence[torch.device], in_budget: bool) -> Policy:
-    """Return the policy of a name. By default the most precise version; in a budget `hotness`, or `uniform` where no
-    version can change, with a line in the log.
+    """Return the policy with this name. The default serves the most precise version; in a budget it is `hotness`, or
+    `uniform` if versions cannot change on these devices or in this bundle, which is logged.
 
     Raises:
         InputError: for an unknown policy, or one that needs a budget.
@@ -41,7 +41,7 @@ def choose_policy(text: str | None, bundle: Bundle, devices: Sequence[torch.devi
 
 
 def ladders_of(bundle: Bundle, options: LiveOptions) -> list[Ladder]:
-    """Return the ladders of placements that a policy may use on a bundle.
+    """Return the ladders (placements, best first) from which a policy may choose on a bundle.
 
     Raises:
         InputError: when the bundle lacks a version that the options name.
@@ -53,9 +53,9 @@ def ladders_of(bundle: Bundle, options: LiveOptions) -> list[Ladder]:
 
 
 def versions_of(text: str | None, bundle: Bundle, in_budget: bool) -> tuple[str, ...]:
-    """Return the versions that a policy may serve, the most precise first: those to fetch for it.
+    """Return the versions that a policy may serve, the most precise first. A download fetches these.
 
-    The bundle has the versions that could be fetched; their files are not read.
+    The bundle lists the versions that could be fetched; their files are not read.
 
     Raises:
         InputError: for a policy that does not exist, needs a budget, or does not fit the bundle.

@@ -21,7 +21,7 @@ def read_config(bundle: str | Path, manifest: Manifest | None, **options: Any) -
     `bundle` is a directory or Hub id; `options` are those of `AutoConfig.from_pretrained`.
 
     Raises:
-        InputError: when transformers rejects it, or it does not fit the manifest.
+        InputError: when transformers rejects the configuration, or it does not fit the manifest.
     """
     import torch
     from transformers import AutoConfig
@@ -52,7 +52,7 @@ def check_config(name: str | Path, **options: Any) -> None:
     """Check a model's configuration for absurd numbers before transformers builds anything from them.
 
     Raises:
-        InputError: for such a number.
+        InputError: for an absurd number.
     """
     from transformers import PretrainedConfig
 

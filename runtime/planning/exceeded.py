@@ -1,7 +1,7 @@
 """Errors of a memory budget, in the form that other programs recognise as out of memory.
 
-Batch-size finders lower the batch at a `RuntimeError` of one argument with " out of memory." in it (accelerate, and
-with it transformers' Trainer and lm-eval), or at torch's `OutOfMemoryError`.
+Programs that search for a batch size lower it after torch's `OutOfMemoryError`, or after a `RuntimeError` with a single
+argument that contains " out of memory." (accelerate, and with it transformers' Trainer and lm-eval).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class BudgetExceeded(InputError, torch.OutOfMemoryError):
 
 
 class TooSmallError(BudgetExceeded):
-    """A memory budget that is too small; `least` is the smallest that works, in bytes."""
+    """A memory budget is too small; `least` is the smallest budget that works, in bytes."""
 
     def __init__(self, text: str, least: int) -> None:
         self.least = least

@@ -1,7 +1,7 @@
 """M_fixed: the device memory of a served model outside its experts (dynaexq, section 3.3).
 
-It is the dense tensors, the requested KV cache, a forward pass's activations and the staging buffer. `load`, which
-reserves it, and `moepack plan`, which predicts it, measure it alike on a skeleton (skeleton.py).
+M_fixed has the dense tensors, the requested KV cache, a forward pass's activations and the staging buffer. `load`
+reserves these bytes and `moepack plan` predicts them; both measure them on a skeleton (skeleton.py).
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from .config import TOP_K
 from .kv_cache import KvShape
 
 log = logging.getLogger("moepack.runtime")
-FAR = 4096  # tokens of the longest context that is measured, at least: activations grow with the cache
-LOOPED = 2048  # the longest context that is measured where the number of operations grows with it (0.1 ms each)
-KEPT = 8  # measurements kept in the process: one model is often planned for, and loaded again
+FAR = 4096  # the longest context measured has at least this many tokens: activations grow with the cache
+LOOPED = 2048  # the longest context measured for models whose number of operations (0.1 ms each) grows with the context
+KEPT = 8  # measurements kept in the process: one model is often planned and loaded several times
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """M_fixed by its parts, in bytes."""
+    """The parts of M_fixed, in bytes."""
 
     dense: int  # parameters and buffers outside the experts
-    kv: int = 0  # the requested cache
+    kv: int = 0  # the requested KV cache
     activations: int = 0  # the most that a forward pass takes beside weights and cache
     staging: int = 0  # the buffer through which lossless extents are decoded
-    window: int = 0  # the memory that paged experts are decoded into while their layer runs
+    window: int = 0  # the memory into which paged experts are decoded while their layer runs
 
     @property
     def total(self) -> int:
-        """The sum."""
+        """M_fixed, the sum of the parts."""
         return self.dense + self.kv + self.activations + self.staging + self.window
 
     def __str__(self) -> str:
@@ -51,16 +51,16 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Bytes of a forward pass beside weights and cache, bilinear in its tokens and in the cache's length."""
+    """The bytes of a forward pass beside weights and cache, bilinear in the pass's tokens and the cache's length."""
 
-    # `passes`, `lengths`: the tokens of two measured passes, and two lengths of the cache after them
+    # `passes`, `lengths`: the numbers of tokens of two measured passes, and two lengths of the cache after a pass
     passes: tuple[int, int] = (1, 2)
     lengths: tuple[int, int] = (1, 2)
-    # Bytes measured for one sequence: both lengths with the first pass, then with the second
+    # Bytes measured for one sequence: the first pass at both lengths, then the second pass at both lengths
     corners: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
 
     def bytes(self, tokens: int, length: int, batch: int = 1) -> int:
-        """Return the bytes of a pass of `tokens` tokens that leaves caches of `length` tokens."""
+        """Return the bytes of a pass of `tokens` tokens after which caches have `length` tokens."""
         x = (tokens - self.passes[0]) / max(1, self.passes[1] - self.passes[0])
         y = (length - self.lengths[0]) / max(1, self.lengths[1] - self.lengths[0])
         a, b, c, d = self.corners
@@ -69,13 +69,13 @@ class Activations:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredNeeds:
-    """The measured needs of a workload."""
+    """The measured memory that a workload needs."""
 
     workload: Workload
     kv: KvShape  # how a sequence's cache grows
     activations: int  # bytes of the largest requested pass, at the longest requested cache
     passes: Activations  # bytes of other passes
-    # The part of `activations` that kernels keep between passes, or unpack and convert weights into; `passes` lacks it
+    # The part of `activations` that kernels keep between passes or use to unpack and convert weights; not in `passes`
     kept: int = 0
 
     @property
@@ -84,7 +84,7 @@ class MeasuredNeeds:
         return self.kv.bytes(self.workload.kv_tokens, self.workload.batch)
 
     def beside(self, tokens: int, length: int, batch: int) -> int:
-        """Return the bytes of a pass beside weights and caches; within the workload, at most the reserved bytes."""
+        """Return the bytes of a pass beside weights and caches; within the workload, at most `activations`."""
         asked = self.workload
         if not asked.prefill_tokens:
             return 0
@@ -94,7 +94,7 @@ class MeasuredNeeds:
 
 
 def dense_bytes(model: Any, layers: Sequence[ExpertLayer] = ()) -> int:
-    """Return the bytes of a model's parameters and buffers, tied ones once, without the experts of `layers`."""
+    """Return the bytes of a model's parameters and buffers outside the experts of `layers`; tied ones count once."""
     from .skeleton import EXPERT_PARAMETERS
 
     modules = [model.get_submodule(layer.module) for layer in layers]
@@ -106,10 +106,10 @@ def dense_bytes(model: Any, layers: Sequence[ExpertLayer] = ()) -> int:
 def measure(
     bundle: Bundle, config: Any, dtype: torch.dtype, device: torch.device, workload: Workload
 ) -> tuple[MeasuredNeeds, int]:
-    """Measure a workload on the skeleton of a model, in about ten forward passes without arithmetic.
+    """Measure the memory of a workload on a model's skeleton, in about ten forward passes without arithmetic.
 
     Returns:
-        The needs, and the bytes of the skeleton's dense tensors.
+        What the workload needs, and the bytes of the skeleton's dense tensors.
 
     Raises:
         InputError: for a model whose forward pass does not run on a skeleton.
@@ -136,7 +136,7 @@ _known: dict[Any, tuple[MeasuredNeeds, int]] = {}
 
 
 def plain_config(config: Any) -> dict[str, Any]:
-    """Return a model's config as a dictionary, without the bundle's part."""
+    """Return a model's config as a dictionary, without the entry that moepack adds to it."""
     return {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
 
 
@@ -176,13 +176,13 @@ def _measure(
 
 
 def top_k(config: Any) -> int:
-    """Return the number of experts of a token, from a config."""
+    """Return the number of experts to which a layer sends a token, from a config."""
     text = config.get_text_config()
     return int(next((k for name in TOP_K if (k := getattr(text, name, None))), 8))
 
 
 def dense_arena(model: Any, tokens: int) -> int:
-    """Return the bytes that CPU kernels keep between calls for a model's linear maps, grouped by shared inputs."""
+    """Return the bytes that CPU kernels keep between calls for a model's linear maps, called by shared inputs."""
     together: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for name, module in model.named_modules():
         if type(module) is torch.nn.Linear:
@@ -194,8 +194,8 @@ def dense_arena(model: Any, tokens: int) -> int:
 def on_cuda(model: Any, layers: Sequence[ExpertLayer], device: torch.device, needs: MeasuredNeeds) -> int:
     """Run the largest requested pass on a GPU, and return the allocator's peak in bytes.
 
-    It includes what cuBLAS and attention kernels allocate, which the skeleton does not see. Only the skeleton measures
-    long caches.
+    The peak includes memory of cuBLAS and attention kernels, which the skeleton does not see. Long caches are measured
+    only on the skeleton.
     """
     from .skeleton import Probe
 

@@ -1,4 +1,4 @@
-"""The bytes of KV caches of any architecture, and how they grow with tokens: the bytes of the tensors they hold."""
+"""The bytes of KV caches of any architecture, counted from their tensors, and how the bytes grow with tokens."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """How the cache of one sequence grows."""
+    """How the bytes of one sequence's cache grow with its tokens."""
 
-    # For each tensor, bytes at no tokens, bytes a token, and the most bytes (a sliding window), or None
+    # For each tensor: bytes without tokens, bytes a token, and the most bytes (a sliding window) or `None`
     parts: tuple[tuple[int, int, int | None], ...] = ()
 
     def bytes(self, tokens: int, batch: int = 1) -> int:
@@ -31,17 +31,17 @@ class KvShape:
         return sum(slope for _, slope, _ in self.parts)
 
     def tokens(self, size: int, batch: int, most: int) -> int:
-        """Return the most tokens, up to `most`, at which the caches of `batch` sequences fit `size` bytes."""
+        """Return the most tokens a sequence, up to `most`, with which caches of `batch` sequences fit `size` bytes."""
         return bisect.bisect_right(range(1, most + 1), size, key=lambda tokens: self.bytes(tokens, batch))
 
 
 def storages(cache: Any) -> dict[int, int]:
-    """Return the bytes of the storages that a cache object holds, by identity, in their order in the object."""
+    """Return the bytes of every storage that a cache object holds, by the storage's identity, in the object's order."""
     return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors(cache)}
 
 
 def cache_bytes(cache: Any) -> int:
-    """Return the bytes of a cache object: its `held_bytes`, or those of all its storages."""
+    """Return the bytes of a cache object: its `held_bytes` if it has them, else the bytes of all its storages."""
     counted = getattr(cache, "held_bytes", None)
     return int(counted) if counted is not None else sum(storages(cache).values())
 
@@ -71,5 +71,5 @@ def static_length(cache: Any) -> int:
 
 
 def sliding_window(cache: Any) -> int:
-    """Return the longest sliding window of a cache; 0 for none."""
+    """Return the longest sliding window of a cache's layers; 0 if none has a window."""
     return max((int(getattr(layer, "sliding_window", 0) or 0) for layer in getattr(cache, "layers", ())), default=0)

@@ -1,8 +1,8 @@
 """Keep a skeleton's measurements in the user's cache, so that a second plan does not repeat them.
 
 Building and running a skeleton takes most of a plan's time. Only plans read the cache; loading always measures. A
-file's name is a digest of everything that its numbers depend on. A file that cannot be read or written, or that holds
-anything but such numbers, is ignored.
+file's name is a digest of everything on which its numbers depend. Files that cannot be read or written, or hold
+anything but valid measurements, are ignored.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from .fixed import MeasuredNeeds
     from .options import Workload
 
-FILES = 64  # the most that are kept; the oldest go
-LARGEST = 1 << 20  # bytes of a file
-MOST = 1 << 50  # the largest valid size in bytes
+FILES = 64  # the most files that are kept; the oldest are removed
+LARGEST = 1 << 20  # the most bytes of a valid file
+MOST = 1 << 50  # the largest valid number in a file
 
 
 def measured(
     bundle: Bundle, config: Any, dtype: torch.dtype, device: torch.device, workload: Workload
 ) -> tuple[MeasuredNeeds, int]:
-    """Return `fixed.measure`, from the cache if it holds the same measurement.
+    """Return the result of `fixed.measure`, from the cache if the same measurement is there.
 
-    A model with code of its own is always measured: its code may change under the same name.
+    A model with code of its own (`auto_map`) is always measured: its code may change under the same name.
     """
     from .fixed import measure
 
@@ -53,7 +53,7 @@ def measured(
 
 
 def cache_folder() -> Path | None:
-    """Return the cache's folder: `moepack/plans` in XDG_CACHE_HOME, or in ~/.cache; None for a user without a home."""
+    """Return the cache's folder, `moepack/plans` in XDG_CACHE_HOME or ~/.cache; `None` for a user without a home."""
     named = os.environ.get("XDG_CACHE_HOME")
     try:
         base = Path(named) if named and Path(named).is_absolute() else Path.home() / ".cache"
@@ -63,7 +63,7 @@ def cache_folder() -> Path | None:
 
 
 def _key(bundle: Bundle, config: Any, dtype: torch.dtype, device: torch.device, workload: Workload) -> str:
-    """Return the digest of everything that the numbers depend on: model, workload, machine, programs."""
+    """Return the digest of everything on which measurements depend: model, workload, machine, programs."""
     import torch
     import transformers
 
@@ -79,7 +79,7 @@ def _key(bundle: Bundle, config: Any, dtype: torch.dtype, device: torch.device, 
 
 
 def _sources() -> list[tuple[str, int, int]]:
-    """Return the name, size and time of every file of the runtime and the families: a version's number says less."""
+    """Return the name, size and time of every file of the runtime and the families, which tell more than a version."""
     from moepack import families
 
     folders = Path(__file__).resolve().parents[1], Path(families.__file__).resolve().parent
@@ -88,7 +88,7 @@ def _sources() -> list[tuple[str, int, int]]:
 
 
 def _read(file: Path, workload: Workload) -> tuple[MeasuredNeeds, int] | None:
-    """Read a file's numbers; None for anything but a regular file of this user with valid numbers."""
+    """Read a file's measurement; return `None` unless it is a regular file of this user with valid numbers."""
     from .fixed import Activations, MeasuredNeeds
     from .kv_cache import KvShape
 
@@ -110,14 +110,14 @@ def _read(file: Path, workload: Workload) -> tuple[MeasuredNeeds, int] | None:
 
 
 def _size(value: Any, kind: type = int) -> Any:
-    """Return a number of bytes or tokens; raise ValueError for anything else."""
+    """Return `value` if it is a number of bytes or tokens; raise ValueError for anything else."""
     if type(value) not in (int, kind) or not math.isfinite(value) or not 0 <= value <= MOST:
         raise ValueError("not a size")
     return value
 
 
 def _write(file: Path, found: tuple[MeasuredNeeds, int]) -> None:
-    """Write a file in one step, and remove the oldest ones. Errors of the file system are ignored."""
+    """Write a file atomically, and remove the oldest files beyond FILES. Errors of the file system are ignored."""
     needs, dense = found
     shape = needs.passes
     kept = {

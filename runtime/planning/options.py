@@ -1,6 +1,6 @@
-"""How a bundle is loaded and served: one record, from the command line or `moepack.load` down to `attach`.
+"""How a bundle is loaded and served: one record, passed from the command line or `moepack.load` down to `attach`.
 
-It imports neither torch nor transformers, so that a wrong value is refused before they load.
+This module imports neither torch nor transformers, so that a wrong value is refused before they load.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LoadOptions:
 
     Attributes:
         device: where the model runs, as torch names it.
-        device_memory: the most that everything may take there: weights, KV cache, activations, buffers. None: no limit.
+        device_memory: the most that weights, KV cache, activations and buffers may take there; `None` sets no limit.
         policy: which version of each expert is served. `static:w4` (a version), `static:FILE.json` (a map) and
             `static:allocation` (the map in the manifest) need no budget. In a budget also `uniform` and `random`, and
             the policies that change versions while serving: `hotness`, with options such as
@@ -53,30 +53,30 @@ class LoadOptions:
             (PrefillOptions), keeps a prompt's busiest experts on the device and runs the others on the host;
             `importance` (ImportanceOptions) loads experts when a layer needs them, at two precisions by importance, and
             ahead of time; `paged` (PagedOptions) serves `bf16` from compressed bytes, decoded while a layer runs; `lru`
-            is a baseline. docs/policies.md compares them. None: the most precise version here; in a budget `hotness`,
-            or `uniform` where no version can change.
-        dtype: of the dense tensors and the activations: a torch dtype or its name; "auto" for the checkpoint's own.
-        kv_tokens: in a budget, tokens of KV cache a sequence that are reserved from the start. When a sequence needs
+            is a baseline. docs/policies.md compares them. `None` serves the most precise version present, or in a
+            budget chooses `hotness`, or `uniform` if versions cannot change.
+        dtype: the type of dense tensors and activations: a torch dtype or its name; "auto" for the checkpoint's own.
+        kv_tokens: in a budget, tokens of KV cache reserved for each sequence from the start. When a sequence needs
             more, experts are evicted; if that is not enough, the forward pass raises BudgetExceeded.
         batch: in a budget, sequences at a time.
-        prefill_tokens: in a budget, tokens a sequence of the largest forward pass, whose activations are reserved from
-            the start; 0 leaves activations out of the budget.
-        all_logits: in a budget, whether that pass returns the logits of all its tokens, as `model(ids)` does, or only
-            the last token's, as `model.generate` needs.
-        host_memory: on a GPU, bytes of host memory that may be pinned for experts; None: what the system has left, less
-            a margin. On every device, the limit for experts that the host runs.
+        prefill_tokens: in a budget, tokens of each sequence in the largest forward pass, whose activations are reserved
+            from the start; 0 leaves activations out of the budget.
+        all_logits: in a budget, whether the largest pass returns the logits of all its tokens, as `model(ids)` does, or
+            only the last token's, as `model.generate` needs.
+        host_memory: on a GPU, bytes of host memory that may be pinned for experts; `None` allows what the system has
+            left, less a margin. On every device, the limit for experts that the host runs.
         host_rate: bytes a second at which the host reads the experts that it runs (policy `prefill`), to emulate slower
-            memory; None: no limit.
-        host_threads: threads on which the host runs experts; None: all of torch's with a GPU, half of them without.
-        revision, token: of a bundle on the Hub, as in transformers.
+            memory; `None` sets no limit.
+        host_threads: threads on which the host runs experts; `None` uses all of torch's with a GPU, half without.
+        revision, token: for a bundle on the Hub, as in transformers.
         attn_implementation: as in transformers.
-        dense: the version of the matrices outside the experts (attention, shared experts, lm_head), where the bundle
-            has versions of them: `w8`, `bf16`, or `allocation`, which the manifest names. None: the most precise one
-            here; with the policy `static:allocation`, the allocation's.
-        max_tpot: the most that decoding one token may take: `50ms`, or bytes that it reads, `2GB`. No policy serves a
-            version with which the worst token would take longer.
+        dense: the version of the matrices outside the experts (attention, shared experts, lm_head), if the bundle has
+            versions of them: `w8`, `bf16`, or `allocation`, which the manifest names. `None` chooses the most precise
+            version present, or `allocation` with the policy `static:allocation`.
+        max_tpot: the most that decoding one token may take, as time (`50ms`) or as bytes read (`2GB`). Versions with
+            which the worst token would take longer are not served.
 
-    `kv_tokens`, `batch`, `prefill_tokens` and `all_logits` may be None: a command then sets its own (`filled`), and
+    `kv_tokens`, `batch`, `prefill_tokens` and `all_logits` may be `None`: a command then sets its own (`filled`), and
     `Workload` has the defaults.
 
     Raises:
@@ -116,12 +116,12 @@ class LoadOptions:
 
     @property
     def budget(self) -> int | None:
-        """Bytes of `device_memory`."""
+        """The budget in bytes that `device_memory` sets; `None` without a budget."""
         return parse_size(self.device_memory)
 
     @property
     def bound(self) -> Bound | None:
-        """The bound that `max_tpot` sets."""
+        """The bound on a token that `max_tpot` sets; `None` without a bound."""
         return parse_bound(self.max_tpot)
 
     @property
@@ -138,17 +138,17 @@ class LoadOptions:
         return getattr(torch, self.dtype) if isinstance(self.dtype, str) and self.dtype != "auto" else self.dtype
 
     def served(self) -> dict[str, Any]:
-        """Return the given fields that transformers does not know, for the plug-in."""
+        """Return the fields that are set and that transformers does not know, for moepack's plug-in to transformers."""
         return {name: value for name in SERVED if (value := getattr(self, name)) is not None}
 
     def filled(self, **values: Any) -> LoadOptions:
-        """Return a copy with these values where the options have None."""
+        """Return a copy in which these values replace `None`."""
         return replace(self, **{name: value for name, value in values.items() if getattr(self, name) is None})
 
     def with_environment(self, has_dense: bool = False) -> LoadOptions:
-        """Return a copy with MOEPACK_POLICY, MOEPACK_DENSE and MOEPACK_DEVICE_MEMORY where the options have None.
+        """Return a copy in which MOEPACK_POLICY, MOEPACK_DENSE and MOEPACK_DEVICE_MEMORY replace `None`.
 
-        The variables are for programs that load a bundle by its path. MOEPACK_DENSE counts only for a bundle with
+        These variables are for programs that load a bundle by its path. MOEPACK_DENSE is read only if the bundle has
         versions of its dense matrices (`has_dense`). Raises InputError for an invalid value.
         """
         memory = os.environ.get(DEVICE_MEMORY) or None
@@ -161,10 +161,10 @@ class LoadOptions:
         return self.filled(policy=policy, dense=dense, device_memory=memory)
 
     def parsed_policy(self) -> Policy:
-        """Return the policy; without a name, the default with or without a budget.
+        """Return the policy that `policy` names, or the default, which depends on whether there is a budget.
 
         Raises:
-            InputError: if it needs a budget and there is none.
+            InputError: if the policy needs a budget and there is none.
         """
         return parse_policy(self.policy, self.budget is not None)
 

@@ -1,6 +1,6 @@
 """Upper bounds, from shapes, of the bytes of outputs that the workload's measurement did not include.
 
-They are further logits, a loss, and every layer's hidden states, attentions or router logits.
+These outputs are further logits, a loss, and every layer's hidden states, attentions or router logits.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 
 FLAGS = ("output_hidden_states", "output_attentions", "output_router_logits")
-FUSED = ("sdpa", "flash", "flex", "paged")  # attention that neither keeps nor returns weights
+FUSED = ("sdpa", "flash", "flex", "paged")  # attention implementations that neither keep nor return weights
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """A model as it was measured."""
+    """The sizes of a model, and the outputs that its measurement included."""
 
     # `vocab`, `hidden`, `heads`, `layers`: the model's sizes; `layers` counts its decoder's
     vocab: int
@@ -27,13 +27,13 @@ class Outputs:
     routed: int  # experts of all layers
     itemsize: int  # bytes of a number in activations
     all_logits: bool  # whether the measurement included the logits of all tokens
-    flags: frozenset[str]  # the outputs that were on in the config, and were measured
+    flags: frozenset[str]  # the names of outputs that the config turned on, and that were measured
 
     @classmethod
     def of(cls, model: Any, routed: int, all_logits: bool) -> Outputs:
         """Describe a loaded model with `routed` experts in all layers."""
         config = model.config.get_text_config()
-        head = model.get_output_embeddings()  # packed, it has no `weight`; resized, the config does not know its size
+        head = model.get_output_embeddings()  # a packed head has no `weight`; a resized head's config is out of date
         return cls(
             getattr(head, "out_features", config.vocab_size),
             config.hidden_size,
@@ -46,9 +46,9 @@ class Outputs:
         )
 
     def bytes(self, config: Any, given: Mapping[str, Any], tokens: int, length: int, batch: int) -> int:
-        """Return the bytes of a pass's outputs.
+        """Return the bytes of a pass's outputs that were not measured.
 
-        `given` are the pass's arguments by name, with defaults. `tokens` and `length` count the pass's and the cached
+        `given` are the pass's arguments by name, with defaults. `tokens` and `length` are the new tokens and the cached
         tokens of each of `batch` sequences.
         """
         text, total = config.get_text_config(), tokens * batch
@@ -63,7 +63,7 @@ class Outputs:
         return size
 
     def _logits(self, given: Mapping[str, Any], tokens: int) -> int:
-        """Return a sequence's bytes for further logits, and for a loss: a float32 copy and log probabilities."""
+        """Return a sequence's bytes for further logits, and for a loss (a float32 copy and log probabilities)."""
         kept = given.get("logits_to_keep", tokens)
         kept = kept.numel() if isinstance(kept, Tensor) else min(kept or tokens, tokens)
         size = 0

@@ -1,7 +1,7 @@
-"""The costs of expert paging: the window's bytes, and the bandwidths at which experts reach it.
+"""The costs of expert paging: the window's bytes, and the bandwidths at which experts reach the window.
 
-The window holds two layers' experts (fluxmoe, section 3.1). Bandwidths are measured (section 4.2), briefly, on extents
-of the bundle.
+The window is memory for the decoded experts of two layers (fluxmoe, section 3.1). Bandwidths are measured briefly on
+extents of the bundle (section 4.2).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from moepack.runtime.policies.contract import Ladder
 from moepack.runtime.policies.placements import PAGED, Where
 
 LOADERS = 2  # threads that load experts beside the forward pass
-GRANULE = 2 << 20  # bytes by which a GPU's memory is mapped
-BRIEFLY = 0.08  # seconds of measuring one source
+GRANULE = 2 << 20  # bytes of the units in which a GPU's memory is mapped
+BRIEFLY = 0.08  # seconds for which the bandwidth of one source is measured
 
 
 @dataclass(frozen=True, slots=True)
 class WindowSize:
-    """The window's size."""
+    """The size of the window into which paged experts are decoded."""
 
-    blocks: int  # of each matrix type: the most experts of two consecutive layers (the first follows the last)
-    # Bytes of a block of each type, in whole pages: the largest matrix with its bias; on a GPU the largest expert
+    blocks: int  # for each type of matrix: the most experts of two consecutive layers (the first follows the last)
+    # Bytes of a block of each type, in whole pages: the largest matrix with its bias; on a GPU one type, whole experts
     sizes: tuple[int, ...]
 
     @property
@@ -45,14 +45,14 @@ class WindowSize:
 
 
 def page_sizes(matrices: Sequence[Matrix], version: Version) -> tuple[int, ...]:
-    """Return the bytes of each matrix of a decoded lossless expert, with its bias, in whole system pages."""
+    """Return the bytes of each matrix with its bias, in whole system pages, of a decoded lossless expert."""
     at = [f.low for f in make_forms(matrices, version)]
     whole = align(version.resident_size(matrices), PAGE)
     return tuple(b - a for a, b in pairwise([*at, whole]))
 
 
 def window_size(layers: Sequence[ExpertLayer], version: Version, granule: int = 0) -> WindowSize:
-    """Return the window of these layers; with `granule` that of a GPU, whose blocks are whole experts."""
+    """Return the window's size for these layers; with `granule`, for a GPU, whose blocks are whole experts."""
     experts = [x.experts for x in layers]
     blocks = max(a + b for a, b in pairwise([experts[-1], *experts])) if len(experts) > 1 else experts[0]
     if granule:
@@ -62,14 +62,14 @@ def window_size(layers: Sequence[ExpertLayer], version: Version, granule: int = 
 
 
 def paged_version(ladder: Ladder) -> Version | None:
-    """Return the version of the experts of a ladder that are paged; None if none are."""
+    """Return the version at which experts are paged on a ladder; `None` if the ladder has no paged placement."""
     return next((p.version for p in ladder if p.where in PAGED), None)
 
 
 def measure_rates(bundle: Bundle, ladder: Ladder) -> tuple[float, ...]:
     """Measure the bytes of weights a second that each placement of a ladder supplies; infinity for resident weights.
 
-    Packed experts are decoded on torch's threads; stored ones are read, digested and decoded by the loaders. The two
+    Packed experts are decoded on torch's threads; stored experts are read, digested and decoded by the loaders. Both
     share the cores, and are measured one after the other.
 
     Raises BundleError when a measured extent is damaged.
@@ -79,7 +79,7 @@ def measure_rates(bundle: Bundle, ladder: Ladder) -> tuple[float, ...]:
     layer, threads = bundle.layers[0], torch.get_num_threads()
     size, count = version.resident_size(layer.matrices), min(layer.experts, 4)
     outs = [[np.empty(m.weights, np.uint16) for m in layer.matrices] for _ in range(LOADERS)]
-    stored = partial(bundle.extent, version.name, 0)  # read and digested
+    stored = partial(bundle.extent, version.name, 0)  # reads and digests an expert's extent
 
     def decode(extent: Buffer, out: Sequence[np.ndarray[tuple[int], np.dtype[np.uint16]]], threads: int) -> None:
         for (coded, _), room in zip(directory(layer.matrices, extent), out, strict=True):
@@ -94,13 +94,13 @@ def measure_rates(bundle: Bundle, ladder: Ladder) -> tuple[float, ...]:
 
 
 def by_placement(ladder: Ladder, packed: float, stored: float) -> tuple[float, ...]:
-    """Return the rate of each placement of a ladder."""
+    """Return the rate of each placement of a ladder, given the rates of packed and of stored experts."""
     return tuple({Where.PACKED: packed, Where.STORED: stored}.get(p.where, float("inf")) for p in ladder)
 
 
 def rate(work: Callable[[int], object]) -> float:
-    """Return the highest rate of some work, in calls a second: other programs may slow some calls down."""
-    work(0)  # compiles a GPU's kernels
+    """Return the highest rate of calls of `work`, in calls a second: other programs may slow some calls down."""
+    work(0)  # the first call compiles a GPU's kernels
     best, began, i = float("inf"), time.perf_counter(), 0
     while time.perf_counter() - began < BRIEFLY or i < 3:
         at = time.perf_counter()

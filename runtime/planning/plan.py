@@ -1,6 +1,6 @@
-"""From a bundle, a policy and a budget to a plan: a map that never changes, or a ladder of placements and what fits.
+"""Make a plan of a bundle, a policy and a budget: a map that never changes, or a ladder of placements and what fits.
 
-It reads the bundle's calibration tables. capacity.py does the arithmetic.
+This module reads the bundle's calibration tables. capacity.py does the arithmetic.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ from .exceeded import TooSmallError
 from .fixed import Fixed
 from .paging import LOADERS, measure_rates, paged_version, window_size
 
-ROOMY = 32  # a workspace gets one in so many of the bytes beyond the least budget
-FEW = 256  # tokens at which an expert's own loss counts as much as its layer's
+ROOMY = 32  # a workspace gets 1/32 of the bytes beyond the least budget
+FEW = 256  # with this many tokens, an expert's own loss counts as much as the mean of its layer
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is served in a budget."""
+    """The placements that can be served in a budget, and their bytes."""
 
     ladder: Placements  # the placements, the best first and the base last; other fields use indices into it
-    # [layers][placements], bytes of a block, on the device or the host; 0 for an absent expert
+    # [layers][placements], bytes of a block (memory for one expert), on the device or the host; 0 for an absent expert
     blocks: tuple[tuple[int, ...], ...]
     sizes: tuple[tuple[int, ...], ...]  # [layers][placements], bytes of a block on the device; 0 on the host
-    experts: tuple[int, ...]  # [layers]
+    experts: tuple[int, ...]  # [layers], number of experts
     fixed: int  # bytes outside the experts (M_fixed): dense tensors, KV cache, activations, `staging`, `window`
     staging: int  # bytes of the staging buffer
     budget: int  # bytes for everything
     keep: bool  # whether an expert above the base keeps its base version
-    spare_blocks: int  # base blocks of each size that demotions are copied into; unused with `keep`
+    spare_blocks: int  # base blocks of each size that stay free for demotions; unused with `keep`
     traffic: Table  # [layers][experts], calibration tokens routed to each, at least one
-    losses: Sums  # float64 [experts, placements] a layer, squared error that a token adds to the layer's output
+    losses: Sums  # for each layer, float64 [experts, placements]: squared error that a token adds to the layer's output
     by_loss: bool  # whether layers share the budget by the loss that promotions save; otherwise evenly
-    # [layers][placements], how many experts may be at each, where placements do not share memory
+    # [layers][placements], the most experts at each placement, if memory is divided into blocks by placement
     most: tuple[tuple[int, ...], ...] | None = None
-    # The least bytes of on-demand loading: the largest layer's experts at the best placement; 0 with resident versions
+    # The least bytes for on-demand loading: the largest layer's experts at the best placement; 0 with resident versions
     demand: int = 0
-    workspace: int = 0  # the part of `fixed` for measuring what the policy needs to know
-    window: int = 0  # bytes that paged experts are decoded into while their layer runs, with the loaders' buffers
+    workspace: int = 0  # the part of `fixed` for measurements that the policy needs during a pass
+    window: int = 0  # bytes into which paged experts are decoded while their layer runs, with the loaders' buffers
     # `rates`, `together`: as in `Setting`
     rates: tuple[float, ...] = ()
     together: bool = False
-    granule: int = 0  # bytes by which paged experts' memory is mapped on a GPU; 0 on a CPU
+    granule: int = 0  # bytes of the units in which a GPU's memory for paged experts is mapped; 0 on a CPU
 
     @property
     def base(self) -> int:
@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def reserve(self) -> int:
-        """Bytes of the blocks that demotions are copied into: at least one block of any version but the best."""
+        """Bytes of blocks that stay free for demotions: at least one block of any version but the best."""
         if self.demand or (self.keep and len(self.ladder) == 2):
             return 0
         spare = 0 if self.keep else self.spare_blocks * sum({row[self.base] for row in self.sizes})
@@ -75,7 +75,7 @@ class Plan:
     def capacity(self, kv: int = 0) -> list[int]:
         """Return the bytes that each layer's experts may take beyond their base placements.
 
-        The fixed bytes, a KV reserve of `kv` bytes, all base versions and the blocks for demotions come first.
+        The budget first pays the fixed bytes, a KV reserve of `kv` bytes, all base versions and blocks for demotions.
         """
         left = self.budget - self.fixed - kv - base_bytes(self.sizes, self.experts) - self.reserve
         if self.demand:  # one cache for all layers
@@ -86,19 +86,19 @@ class Plan:
         return even_bytes(self.growing(), self.experts, left)
 
     def growing(self) -> list[list[int]]:
-        """Return the bytes of an expert at each placement, [layers][placements], without a base that is kept."""
+        """Return the bytes of an expert at each placement, [layers][placements]; a base that is kept counts 0."""
         return [[*row[:-1], 0 if self.keep else row[-1]] for row in self.sizes]
 
     def ladders(self) -> list[Ladder]:
-        """Return the chains of upgrades of each layer's experts."""
+        """Return the upgrades of each layer's experts as `Ladder` objects."""
         return [Ladder(row, loss, self.base) for row, loss in zip(self.growing(), self.losses, strict=True)]
 
     def expected_loss(self) -> float:
-        """Return the summed squared error on calibration's tokens, with the placements that suit them."""
+        """Return the summed squared error on calibration's tokens, with placements chosen for these tokens."""
         return sum(ladder.loss(tokens, placed) for ladder, tokens, placed in self._filled(self.capacity()))
 
     def _filled(self, capacity: Sequence[int]) -> Iterator[tuple[Ladder, Floats, Ints]]:
-        """Place each layer's experts within its bytes, by calibration's traffic."""
+        """Yield each layer's ladder, calibration tokens, and experts' placements that fit the layer's bytes."""
         for ladder, row, room in zip(self.ladders(), self.traffic, capacity, strict=True):
             tokens = np.array(row, np.float64)
             yield ladder, tokens, ladder.fill(tokens, room)
@@ -108,13 +108,13 @@ class Plan:
         return [np.bincount(placed, minlength=len(self.ladder)).tolist() for *_, placed in self._filled(capacity)]
 
     def divided(self) -> Plan:
-        """Return the plan for memory that is divided into blocks while loading: as many of each as suit calibration.
+        """Return the plan for memory that is divided into blocks while loading, in numbers that suit calibration.
 
-        On-demand loading first gets blocks at the best placement for all experts of any one layer; layers whose experts
-        have one size share them.
+        On-demand loading first gets blocks at the best placement for all experts of any one layer. Layers whose experts
+        have the same size share these blocks.
 
         Raises:
-            TooSmallError: when the budget does not hold those, of layers of different sizes.
+            TooSmallError: when the budget does not hold these blocks for layers of each size.
         """
         most = self._divided_cache() if self.demand else tuple(map(tuple, self._counts(self.capacity())))
         return replace(self, most=most)
@@ -140,7 +140,7 @@ class Plan:
         return tuple(map(tuple, counts))
 
     def policy(self, policy: Policy) -> tuple[LivePolicy, Wanted]:
-        """Make a policy that changes placements; returns it, and the placements it wants before any token."""
+        """Make a policy that changes placements; return it and the placements that it wants before any token."""
         assert policy.entry.make is not None
         setting = Setting(
             self.experts, self.ladder, self.growing(), self.traffic, self.losses, self.most, self.rates, self.together
@@ -152,21 +152,21 @@ class Plan:
 
 
 def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int, on_gpu: bool = False) -> Plan:
-    """Choose a ladder that fits a budget of bytes for everything.
+    """Choose the ladder with the least expected loss that fits `budget`, the bytes for everything.
 
     `outside` are bytes outside the experts: dense tensors, KV cache, activations, without the staging buffer. On a GPU
     `rates` are measured later, on the open device.
 
     Raises:
-        InputError: when versions are not there.
-        TooSmallError: when the budget does not hold every expert at its base placement, and with on-demand loading a
-            whole layer's at the best.
+        InputError: when versions are missing.
+        TooSmallError: when the budget does not hold every expert at the base placement, or with on-demand loading all
+            experts of a layer at the best.
     """
     ladders = ladders_of(bundle, options)
     experts = tuple(x.experts for x in bundle.layers)
     traffic, losses = calibration(bundle, ladders)
     granule = paging.GRANULE if on_gpu else 0
-    plans: list[tuple[int, Plan]] = []  # with the least budget of each
+    plans: list[tuple[int, Plan]] = []  # each with the least budget that it needs
     for ladder, loss in zip(ladders, losses, strict=True):
         blocks = tuple(tuple(block_bytes(bundle, position, p) for p in ladder) for position in range(len(experts)))
         on_device = [p.where in (Where.DEVICE, Where.PACKED) for p in ladder]
@@ -199,7 +199,7 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int, o
 
 
 def block_bytes(bundle: Bundle, position: int, placement: Placement) -> int:
-    """Return the bytes of a placement of a layer's expert, on the device or the host."""
+    """Return the bytes of a block for an expert of a layer at one placement, on the device or the host."""
     if placement.version is None or placement.where is Where.STORED:
         return 0
     if placement.where is Where.PACKED:
@@ -208,9 +208,9 @@ def block_bytes(bundle: Bundle, position: int, placement: Placement) -> int:
 
 
 def window_bytes(bundle: Bundle, ladder: Placements, staging: int, granule: int = 0) -> int:
-    """Return the bytes of the window and of the loaders' buffers; 0 without paged experts.
+    """Return the bytes of the window for paged experts and of the loaders' buffers; 0 without paged experts.
 
-    With `granule`, on a GPU, they include the unused end of each pool's last granule.
+    With `granule`, on a GPU, the bytes include the unused end of each pool's last granule.
     """
     found = paged_version(ladder)
     if found is None:
@@ -223,13 +223,13 @@ def window_bytes(bundle: Bundle, ladder: Placements, staging: int, granule: int 
 def calibration(bundle: Bundle, ladders: Sequence[Placements]) -> tuple[list[list[float]], list[Sums]]:
     """Read calibration's traffic and losses (pack/FORMAT.md, "Calibration tables").
 
-    Losses with standard errors are used as they are: those of rarely used experts lean on their layer already. In
-    bundles without standard errors, the layer's mean counts as `FEW` more tokens of each expert. An absent expert loses
-    all of its output.
+    Losses with standard errors are used as they are: for rarely used experts they lean on the layer's already. Without
+    standard errors, the layer's mean counts as `FEW` more tokens of each expert. An absent expert loses all of its
+    output.
 
     Returns:
-        Tokens routed to each expert plus one, [layers][experts]; for each ladder, squared error a token that its
-        placements add to the layer's output, gate weights included, float64 [experts, placements] a layer.
+        Tokens routed to each expert plus one, [layers][experts]. For each ladder and layer, the squared error a token
+        that each placement adds to the layer's output, gate weights included, float64 [experts, placements].
     """
     tables, traffic = bundle.calibration(), []
     losses: list[list[Floats]] = [[] for _ in ladders]
@@ -249,7 +249,7 @@ def calibration(bundle: Bundle, ladders: Sequence[Placements]) -> tuple[list[lis
 
 
 def staging_bytes(bundle: Bundle, version: Version) -> int:
-    """Return the bytes of the buffer that a lossless version is decoded from; 0 for other versions."""
+    """Return the bytes of the buffer from which a lossless version is decoded; 0 for other versions."""
     return max(_largest_extent(bundle, version, p) for p in range(len(bundle.layers))) if version.entropy_coded else 0
 
 
@@ -259,7 +259,7 @@ def _largest_extent(bundle: Bundle, version: Version, position: int) -> int:
 
 
 def unchanging(bundle: Bundle, policy: Policy, fixed: Fixed, device_memory: int | None) -> tuple[Versions, int]:
-    """Return the map of a policy that changes nothing, and the bytes of its experts.
+    """Return the map of a policy that never changes placements, and the bytes of its experts.
 
     Raises:
         InputError: when the policy does not fit the bundle.

@@ -12,7 +12,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 
 def parse_size(size: str | int | None) -> int | None:
-    """Return the bytes of a size; a plain number counts bytes. Raises InputError for anything else."""
+    """Return the bytes of a size such as "24GiB"; a number counts bytes. Raises InputError for an invalid size."""
     if size is None:
         return None
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
@@ -28,7 +28,7 @@ def parse_size(size: str | int | None) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The most that decoding a token may take, in seconds or in bytes that it reads; `text` is what the user wrote."""
+    """The most that decoding a token may take, in seconds or in bytes read; `text` is what the user wrote."""
 
     text: str
     seconds: float = math.inf
@@ -36,7 +36,7 @@ class Bound:
 
 
 def parse_bound(text: str | int | None) -> Bound | None:
-    """Read a time (`50ms`, `0.2s`, `800us`), or bytes a token (`2GB`, or a number).
+    """Read a bound on a token: a time (`50ms`, `0.2s`, `800us`), or bytes a token (`2GB`, or a number).
 
     Raises:
         InputError: for anything else, or a bound that is not above 0.

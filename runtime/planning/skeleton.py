@@ -1,9 +1,9 @@
-"""Measure forward passes beside weights on a model's skeleton: tensors that have shapes and no memory.
+"""Measure the memory of forward passes beside weights on a model's skeleton: tensors that have shapes and no memory.
 
-The skeleton is the real transformers model, built and run under torch's FakeTensorMode. Every family's own code makes
-its cache and temporaries, in about a second and without memory. On the ten families of the suite the storages equal
-those of a real forward pass on a CPU, to the byte. Memory inside one torch operation is not seen, except in a CPU's
-attention, where it is known.
+The skeleton is the real transformers model, built and run under torch's FakeTensorMode. Each family's own code makes
+cache and temporaries, in about a second and without memory. On the ten families of the test suite the storages equal
+those of a real forward pass on a CPU, to the byte. Memory that a torch operation uses inside is not seen, except for
+attention on a CPU, for which it is known.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ IMPLEMENTATION = "moepack-probe"
 EXPERT_PARAMETERS = (
     "gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias",
 )  # fmt: skip
-SHORT = 8  # tokens; a cache's slope is measured between this length and twice it
+SHORT = 8  # tokens; a cache's bytes a token are measured between this length and twice this length
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows the storages that operations make, until they are freed; those of `model` are not counted."""
+    """Counts the bytes of storages from the operation that makes them until they are freed, except those of `model`."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0  # live bytes, and the most at one time
         self.calls = 0  # operations so far
-        self._held = [*model.parameters(), *model.buffers()]  # kept, so that no new storage gets their identity
+        self._held = [*model.parameters(), *model.buffers()]  # kept alive, so that no new storage gets their identity
         self._seen: dict[int, Any] = {t.untyped_storage()._cdata: None for t in self._held}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,14 +70,14 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _packed(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Return the bytes into which the CPU's attention packs keys and values, for every head of the query."""
+    """Return the bytes into which attention on a CPU packs keys and values, once for every head of the query."""
     if query.element_size() != 2:
         return 0
     return query.shape[0] * query.shape[1] * key.shape[2] * (key.shape[3] + value.shape[3]) * key.element_size()
 
 
 def skeleton(config: Any, dtype: torch.dtype) -> tuple[Any, FakeTensorMode]:
-    """Build the model of a config without memory; returns it, and the mode to run it under."""
+    """Build the model of a config without memory; return the model and the mode under which to run it."""
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -86,10 +86,10 @@ def skeleton(config: Any, dtype: torch.dtype) -> tuple[Any, FakeTensorMode]:
         model = model_of(config, dtype=dtype)
         plan = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if any(re.search(pattern, name) for pattern in plan):  # loading keeps it in float32
+            if any(re.search(pattern, name) for pattern in plan):  # loading keeps this tensor in float32
                 tensor.data = tensor.data.float()
     for module in model.modules():
-        kind = getattr(module, "rope_type", None)  # "dynamic" and "longrope" read positions, which have no values
+        kind = getattr(module, "rope_type", None)  # "dynamic" and "longrope" read values, which positions lack here
         if isinstance(kind, str):
             module.rope_type = "default"
         elif isinstance(kind, dict):
@@ -98,12 +98,12 @@ def skeleton(config: Any, dtype: torch.dtype) -> tuple[Any, FakeTensorMode]:
 
 
 class Probe:
-    """Runs a model whose experts allocate as the real ones do, and read no weights; `calls` counts the operations."""
+    """Runs a model with stand-in experts that allocate as real ones do, without weights; `calls` counts operations."""
 
     def __init__(
         self, model: Any, layers: Sequence[ExpertLayer], device: torch.device, mode: FakeTensorMode | None = None
     ) -> None:
-        """Prepare a model on `device`, or a skeleton with its mode."""
+        """Prepare a model on `device`, or with `mode` a skeleton that stands for a model on `device`."""
         self.model, self.calls = model, 0
         self._mode: AbstractContextManager[Any] = nullcontext() if mode is None else mode
         self._on = torch.device("cpu") if mode is not None else device
@@ -112,7 +112,7 @@ class Probe:
             model.get_submodule(layer.module)._moepack_probe = layer, kind
 
     def kv_shape(self) -> KvShape:
-        """Measure how a sequence's cache grows; without parts for a model without a cache."""
+        """Measure how a sequence's cache grows; a model without a cache has a shape without parts."""
         with self._running() as live:
             cache = self._forward(None, SHORT)
             self.calls = live.calls
@@ -136,10 +136,10 @@ class Probe:
     def headroom(
         self, passes: Sequence[int], batch: int, context: int = 0, all_logits: bool = False, cached: bool = True
     ) -> list[int]:
-        """Measure the peak bytes of passes beside weights and caches, one after another on the same cache.
+        """Measure the peak bytes, beside weights and caches, of each of several passes over the same cache.
 
-        `passes` are tokens of each of `batch` sequences, `context` those that the cache holds before. `all_logits` says
-        whether a pass returns the logits of every token, or only the last; `cached` whether there is a cache.
+        A pass has `passes[i]` tokens of each of `batch` sequences; at first the cache holds `context` tokens. A pass
+        returns the logits of every token if `all_logits`, else of the last; there is a cache if `cached`.
         """
         out = []
         with self._running() as live:
@@ -161,7 +161,7 @@ class Probe:
 
     @contextmanager
     def _running(self) -> Iterator[LiveBytes]:
-        """Replace the model's experts, and follow its storages."""
+        """Replace the model's experts by stand-ins and count storages inside the context."""
         named = (getattr(module, "config", None) for module in self.model.modules())
         configs = {id(c): (c, c._experts_implementation_internal) for c in named if c is not None}
         try:
@@ -176,7 +176,7 @@ class Probe:
 
 
 def probe_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Allocate as `experts_forward` does when every token chooses one expert, the most it can take.
+    """Allocate as `experts_forward` does if all tokens choose the same expert, which takes the most memory.
 
     Arguments and result are those of `experts_forward`; the result's values are undefined.
     """
@@ -197,10 +197,10 @@ def probe_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weight
 
 
 def _product(x: Tensor, m: Matrix, tokens: int, top_k: int, kind: str) -> Tensor:
-    """Allocate the result [slots, rows] beside one expert's tokens, their results and its unpacked weights.
+    """Allocate a product's result [slots, rows], and beside it one expert's tokens, results and unpacked weights.
 
-    On a CPU with kernels it is the most that any of their paths takes, so that plans do not depend on the instruction
-    set. fixed.py counts the memory in which weights are unpacked there.
+    On a CPU with kernels this is the most that any kernel takes, so that plans do not depend on the instruction set.
+    fixed.py counts the memory in which these kernels unpack weights.
     """
     out = x.new_empty(tokens * top_k, m.rows)
     if kind == "triton":

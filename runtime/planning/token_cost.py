@@ -1,7 +1,7 @@
-"""The bytes that decoding a token reads, and the versions that a bound on them leaves.
+"""The bytes that decoding a token reads, and the versions that remain under a bound on these bytes.
 
 Promoting an expert makes tokens slower: at BF16 a token reads four times the bytes of w4. A bound holds for the worst
-token, with all of its experts at the most precise version left, so it holds under every policy.
+token, with all its experts at the most precise remaining version, and so under every policy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .sizes import Bound
 
 
 def dense_read(dense: int, config: Any) -> int:
-    """Return the dense bytes that a token reads, without an embedding table that is not tied to the output.
+    """Return the dense bytes that a token reads: all but an embedding table that is not tied to the output.
 
     `dense` are the bytes of all dense tensors, as served.
     """
@@ -28,20 +28,20 @@ def dense_read(dense: int, config: Any) -> int:
 
 
 def experts_read(bundle: Bundle, version: Version, chosen: int) -> int:
-    """Return the bytes of experts that a token reads at one version, with `chosen` experts a layer."""
+    """Return the bytes of experts that a token reads if all are at one version, with `chosen` experts in each layer."""
     return sum(min(chosen, x.experts) * version.resident_size(x.matrices) for x in bundle.layers)
 
 
 def within(
     bundle: Bundle, bound: Bound | None, outside: int, chosen: int, measure: Callable[[], float | None]
 ) -> Bundle:
-    """Return the bundle with only the versions that a bound leaves.
+    """Return the bundle with only the versions that keep every token within a bound.
 
     A token reads `outside` bytes outside the experts, and `chosen` experts in a layer. `measure` is called for a bound
-    in seconds: it returns the bytes a second that the device reads, or None if it is not on this machine.
+    in seconds: it returns the bytes a second that the device reads, or `None` if the device is not on this machine.
 
     Raises:
-        InputError: where it leaves none, with the least that a token takes.
+        InputError: when no version is left, with the least that a token takes.
     """
     if bound is None:
         return bundle

@@ -1,1 +1,1 @@
-"""Which version every expert gets under a budget in bytes or bits, for maps that never change. Pure."""
+"""The choice of a version for every expert under a budget in bytes or bits. Pure: numbers in, decisions out."""

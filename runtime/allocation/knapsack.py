@@ -1,7 +1,7 @@
-"""Which version every expert gets under a byte budget. Pure: numbers in, decisions out, no torch.
+"""The choice of a version for every expert under a budget in bytes. Pure: numbers in, decisions out, no torch.
 
-Sizes are whole extents in bytes, with scales, zero points and padding. An expert's versions are in one order
-everywhere. The same numbers give the same allocation every time. prefix_split.py has a budget in bits.
+Sizes are bytes of whole extents, with scales, zero points and padding. All tables list versions in the same order. The
+same numbers give the same allocation every time. prefix_split.py has a budget in bits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Table = Sequence[Sequence[float]]  # rows of numbers; the caller defines what a 
 
 
 class BudgetError(ValueError):
-    """A budget below `least`, the bytes of the smallest versions."""
+    """The budget is below `least`, the bytes of all experts at the smallest versions."""
 
     def __init__(self, least: float, budget: float) -> None:
         self.least = least
@@ -22,24 +22,24 @@ class BudgetError(ValueError):
 
 
 def spent(table: Table, chosen: Sequence[int]) -> float:
-    """Sum `table[expert][chosen[expert]]`: an allocation's bytes, or its loss."""
+    """Return the sum of `table[expert][chosen[expert]]`: the bytes of an allocation, or its loss."""
     return math.fsum(row[v] for row, v in zip(table, chosen, strict=True))
 
 
 def greedy(sizes: Table, losses: Table, budget: float) -> list[int]:
-    """Choose a version for every expert, within `budget` bytes, by the best loss saved per byte.
+    """Choose a version for every expert, within `budget` bytes, by the loss saved per byte.
 
-    Every expert starts at its smallest version. Upgrades along the lower convex hull of (bytes, loss) are taken in the
-    order of loss saved per byte while they fit. The loss exceeds the least possible one by at most what one upgrade
-    saves (Dantzig's bound: the upgrades before the first that does not fit solve the linear relaxation).
+    Every expert starts at its smallest version. Upgrades along the lower convex hull of (bytes, loss) are taken while
+    they fit, those that save the most loss per byte first. The total loss exceeds the least possible loss by at most
+    the saving of one upgrade (Dantzig's bound: the upgrades before the first misfit solve the linear relaxation).
 
     Args:
         sizes: sizes[expert][version], bytes.
-        losses: losses[expert][version], expected loss, in one unit.
+        losses: losses[expert][version], expected loss, in the same unit for all experts.
         budget: bytes.
 
     Returns:
-        The version's index for every expert.
+        For every expert, the index of its version.
 
     Raises:
         BudgetError: when the smallest versions exceed the budget.
@@ -54,7 +54,7 @@ def greedy(sizes: Table, losses: Table, budget: float) -> list[int]:
     for _, e, version in sorted(steps, key=lambda s: s[0]):  # stable: an expert's own upgrades stay in order
         cost = sizes[e][version] - sizes[e][chosen[e]]
         if e in blocked or total + cost > budget:
-            blocked.add(e)  # a later upgrade of this expert would build on the one that did not fit
+            blocked.add(e)  # a later upgrade of this expert would need the upgrade that did not fit
             continue
         total += cost
         chosen[e] = version
@@ -62,11 +62,11 @@ def greedy(sizes: Table, losses: Table, budget: float) -> list[int]:
 
 
 def uniform(sizes: Table, budget: float) -> list[int]:
-    """Choose one version for all experts, and the next more precise one for as many as still fit.
+    """Choose one version for all experts, and the next more precise version for the experts for which it still fits.
 
-    A baseline that ignores losses. The experts with the more precise version are spread evenly, in the order of their
-    number's bits reversed. Arguments, result and errors are as in `greedy`; versions go from the most to the least
-    precise.
+    This baseline ignores losses. The experts with the more precise version are spread evenly: experts are taken in the
+    order of their bit-reversed numbers. Arguments, result and errors are as in `greedy`; versions are given from the
+    most to the least precise.
     """
     _least(sizes, budget)
     totals = [math.fsum(column) for column in zip(*sizes, strict=True)]
@@ -94,7 +94,7 @@ def _least(sizes: Table, budget: float) -> float:
 
 
 def hull(sizes: Sequence[float], losses: Sequence[float]) -> list[int]:
-    """Return the versions on the lower convex hull, from the smallest up, each with less loss than the one before."""
+    """Return the versions on the lower convex hull of (bytes, loss): from the smallest up, with falling loss."""
     out: list[int] = []
     for v in sorted(range(len(sizes)), key=lambda v: (sizes[v], losses[v])):
         if out and not losses[v] < losses[out[-1]]:

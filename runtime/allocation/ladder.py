@@ -1,8 +1,8 @@
 """Place a layer's experts on a ladder within the layer's bytes, by the loss saved per byte. Pure numpy arithmetic.
 
-Each placement of an expert has bytes and a loss. The placements on the convex hull form a chain of upgrades, each with
-a smaller saving per byte than the one before. An expert's score, its tokens, multiplies all its losses alike. So the
-chains are made once, and only the scores change.
+Each placement of an expert has bytes and a loss. The placements on the convex hull form a chain of upgrades, each of
+which saves less per byte than the one before. All losses of an expert are multiplied by its score, the number of its
+tokens. So the chains are made once, and only the scores change.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ Ints = npt.NDArray[np.int64]
 
 
 class Ladder:
-    """The chains of one layer's experts."""
+    """The chains of upgrades of one layer's experts."""
 
     def __init__(self, sizes: Sequence[int], losses: Floats, base: int) -> None:
-        """Args:
-        sizes: [placements], bytes.
-        losses: float64 [experts, placements], squared error per token.
-        base: the placement that every expert has at least.
+        """Make the chain of every expert, from the placement `base` up.
+
+        `sizes` [placements] are bytes; `losses` are squared errors per token, float64 [experts, placements].
         """
         size, loss = np.array(sizes, np.int64), losses
         at, rows = np.full(len(loss), base), np.arange(len(loss))
@@ -40,30 +39,30 @@ class Ladder:
             cost.append(np.where(climbs, more[rows, best], 0))
             saved.append(np.where(climbs, less[rows, best], 0.0))
             at = np.where(climbs, best, at)
-        self.base, self.steps = base, len(to)  # the lowest placement; upgrades in the longest chain
-        # Arrays [experts, steps]: the placement of each upgrade (-1 behind the chain's end), the bytes that it adds,
-        # and the loss that it saves per token, above 0 where there is an upgrade
+        self.base, self.steps = base, len(to)  # the lowest placement; the number of upgrades in the longest chain
+        # Arrays [experts, steps]: the placement to which each upgrade leads (-1 behind the chain's end), the bytes that
+        # the upgrade adds, and the loss that it saves per token (0 behind the chain's end)
         self.to: Ints = np.array(to, np.int64).reshape(-1, len(loss)).T
         self.cost: Ints = np.array(cost, np.int64).reshape(-1, len(loss)).T
         self.saved: Floats = np.array(saved, np.float64).reshape(-1, len(loss)).T
         self._rate: Floats = self.saved / np.maximum(self.cost, 1)
-        self.first: Floats = self._rate[:, 0] if self.steps else np.zeros(len(loss))  # [experts], of first upgrades
+        self.first: Floats = self._rate[:, 0] if self.steps else np.zeros(len(loss))  # [experts], rate of first upgrade
         self._loss, self._size = loss, size
         self._sizes, self._least = size.tolist(), int(self.cost[self.cost > 0].min()) if self.steps else 0
 
     def rates(self, scores: Floats) -> Floats:
-        """Return the loss that every upgrade saves per byte, [experts, steps]."""
+        """Return the loss that every upgrade saves per byte, [experts, steps], for these tokens of experts."""
         out: Floats = scores[:, None] * self._rate
         return out
 
     def rate_to(self, experts: Ints, placements: Ints) -> Floats:
-        """Return the loss saved per token and byte by these placements instead of the base, [experts]."""
+        """Return the loss that these placements of `experts` save per token and byte over the base, [experts]."""
         more = self._size[placements] - self._size[self.base]
         out: Floats = (self._loss[experts, self.base] - self._loss[experts, placements]) / np.maximum(more, 1)
         return out
 
     def loss(self, scores: Floats, placements: Ints) -> float:
-        """Return the loss of these tokens with the experts at these placements."""
+        """Return the layer's loss for `scores` tokens of each expert, with the experts at these placements."""
         return float((scores * self._loss[np.arange(len(scores)), placements]).sum())
 
     def fill(
@@ -75,15 +74,15 @@ class Ladder:
         slack: int = 0,
         most: Sequence[int] | None = None,
     ) -> Ints:
-        """Place each expert within `room` bytes beyond those of the base; returns int64 [experts].
+        """Choose a placement for each expert, within `room` bytes beyond the base; return int64 [experts].
 
         Args:
             scores: float64 [experts], tokens.
             room: bytes.
-            held: int64 [experts], the placements of an earlier answer, whose upgrades count (1 + margin) times.
-            margin: the share of an incumbent's rate by which a newcomer's must exceed it.
-            slack: an incumbent's upgrade stays while its rank is less than this many places below the last that fits.
-            most: [placements], how many experts may be at each except the base, where sizes do not share memory.
+            held: int64 [experts], the placements of an earlier answer; upgrades that led to them are incumbents.
+            margin: a newcomer replaces an incumbent only if its rate is more than (1 + margin) times the incumbent's.
+            slack: an incumbent stays while its rank is less than this many places below the last upgrade that fits.
+            most: [placements], the most experts at each but the base, if memory is divided into blocks by placement.
         """
         chosen = np.full(len(scores), self.base, np.int64)
         if not self.steps or room < self._least:
@@ -111,7 +110,7 @@ class Ladder:
         return np.array(place, np.int64)
 
     def _order(self, rates: Floats, room: int, held: Ints | None, margin: float, slack: int) -> Ints:
-        """Return the upgrades that save loss, best first, as expert * steps + step."""
+        """Return the upgrades that save loss, best first and incumbents preferred, each as expert * steps + step."""
         flat = rates.ravel()
         order = np.argsort(-flat, kind="stable")
         order = order[: np.count_nonzero(flat > 0)]

@@ -1,1 +1,1 @@
-"""Which version of each expert is wanted: pure code, one file a policy."""
+"""The policies, which choose the placement of each expert: pure code, one file for each policy."""

@@ -1,6 +1,6 @@
 """`hotness`: the hottest experts of each layer at high precision, following the workload (dynaexq, section 3.5). Pure.
 
-Each layer's bytes come with the events.
+Events say how many bytes each layer's experts may take.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class HotnessOptions(DeviceOptions):
     }  # fmt: skip
 
     prior: str = "calibration"  # "calibration": experts that were busy in calibration start high; "none": all start low
-    score: str = "loss"  # upgrades are ranked per byte by traffic times loss saved a token ("loss"), or by traffic
+    score: str = "loss"  # upgrades are ranked per byte: by traffic times loss saved a token ("loss"), or by traffic
     keep: str = "no"  # "yes": a promoted expert keeps its base version; "no": the version's memory is freed
-    reserve: int = 6  # base blocks of each size for demotions without `keep`, from 1; limits the demotions at once
-    rate: float = RATE  # megabytes a second that promotions may copy; 0 for no limit
+    reserve: int = 6  # free base blocks of each size, from 1, if keep=no: the most demotions at one time
+    rate: float = RATE  # megabytes a second that promotions may copy; 0 sets no limit
     interval: float = 1.0  # T_u, seconds between decisions
     alpha: float = 0.5  # the share of a score that is kept at each decision, from 0 up to but not including 1
-    margin: float = 0.1  # the share of an incumbent's score by which a newcomer's must exceed it
+    margin: float = 0.1  # a newcomer's score must exceed an incumbent's by this share of the incumbent's
     slack: int = 1  # an incumbent stays while its rank is less than this many places below the last that fits
-    anchor: float = 0.5  # the lasting weight of the prior beside the scores, in multiples of them
+    anchor: float = 0.5  # the lasting weight of the prior, as a multiple of the weight of the scores
 
     def __post_init__(self) -> None:
         LiveOptions.__post_init__(self)
@@ -60,15 +60,15 @@ class HotnessOptions(DeviceOptions):
 class Hotness:
     """The hottest experts of each layer at high precision (dynaexq, section 3.5), on a ladder of any length.
 
-    Counters are summed over an interval T_u. Then S <- alpha S + (1 - alpha) c for every expert. Each layer's bytes go
-    to the upgrades that save the most per byte: S times the loss saved per token, divided by the bytes added
-    (allocation/ladder.py). With two versions of equal gains these are the paper's top n. A newcomer replaces an
-    incumbent only when the margin and the rank slack both allow it. An interval without tokens changes nothing.
+    Counts c are summed over an interval T_u. Then every expert's score S becomes alpha S + (1 - alpha) c. Each layer's
+    bytes go to the upgrades that save the most per byte: S times the loss saved per token, divided by the bytes added
+    (allocation/ladder.py). With two versions and equal gains these are the paper's top n. A newcomer replaces an
+    incumbent only if both `margin` and `slack` allow it. An interval without tokens changes nothing.
 
-    Beyond the paper are three things. There may be more than two versions. Loss counts beside traffic, because a busy
-    expert may lose little at a low version. Scores may start from calibration's traffic, as if it were an interval
-    before the first, so that there is a choice before any token. That prior keeps `anchor` times the weight of the
-    scores, so that after a shift in the workload its former experts do not crowd out all others.
+    Three things go beyond the paper. There may be more than two versions. Loss counts as well as traffic, because a
+    busy expert may lose little at a low version. Scores may start from calibration's traffic (the prior), as if it were
+    an interval before the first, so that there is a choice before any token. The prior keeps `anchor` times the weight
+    of the scores, so that after a shift in the workload the formerly busy experts do not crowd out all others.
     """
 
     def __init__(self, setting: Setting, options: HotnessOptions | None = None) -> None:
@@ -91,7 +91,7 @@ class Hotness:
         self._last: float | None = None
 
     def decide(self, event: Event) -> Wanted | None:
-        """Count, and decide when an interval has passed, or at once when the capacity has changed."""
+        """Add up counts; return new placements when an interval has passed or the capacity has changed, else `None`."""
         if not isinstance(event, Interval):
             return None
         for mine, new in in_turns(zip(self._counts, event.counts, strict=True)):
@@ -132,12 +132,12 @@ class Hotness:
         return [s + self._anchor * s.sum() * q for s, q in rows]
 
     def worth(self, key: Key) -> float:
-        """Rate an expert by the loss per byte that its first upgrade saves, as of the last decision."""
+        """Return the loss per byte that an expert's first upgrade saves, as of the last decision."""
         p, expert = key
         return float(self._values[p][expert] * self._ladders[p].first[expert])
 
     def wanted(self) -> Wanted:
-        """Return the current placements above the base, those worth the most per byte first."""
+        """Return the current placements above the base; experts that save the most loss per byte come first."""
         keys: list[Key] = []
         values: list[Floats] = []
         targets: list[int] = []

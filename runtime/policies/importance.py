@@ -1,7 +1,7 @@
 """`importance`: each layer's important experts at high precision, loaded on demand and ahead of time (dymoe). Pure.
 
 No expert has a resident version. A pass waits for the experts that a layer needs and the cache lacks. Meanwhile the
-experts that the next layer is predicted to need are fetched. Token importance and predictions come with the events.
+predicted experts of the next layer are fetched. Events bring token importance and predictions.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .contract import Changes, Event, Floats, Ints, Ladder, LayerReached, LiveOp
 from .mixed_cache import MixedCache
 from .placements import ABSENT, Placement, find_version
 
-HIGH, LOW = 0, 1  # placements; with `lo=absent` the low one is the base
-WORKSPACE = 1 << 18, 64 << 20  # bytes for summing attention weights: the least holds a head's weights of 21,000 keys
+HIGH, LOW = 0, 1  # placements (indices into the ladder); with `lo=absent` LOW is the base
+WORKSPACE = 1 << 18, 64 << 20  # least and most bytes to sum attention weights; the least is enough for 21,000 keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,15 @@ class ImportanceOptions(LiveOptions):
     lo: str = ""  # the version of the others, or `absent` to leave them out; by default `w2`, or the best below `hi`
     r: float = 0.75  # the share of critical experts, averaged over layers, from 0.5 to 1
     heavy: float = 0.2  # the share of a prompt's tokens that are heavy hitters, at least one token
-    # The score of an expert: "importance" (heavy hitters in a prompt, gate weights in decoding), "counts" in place of
-    # heavy hitters, or "random" for comparison
+    # The score of an expert: "importance" (heavy hitters in a prompt, gate weights in decoding), "counts" (in a prompt,
+    # tokens in place of heavy hitters), or "random" for comparison
     by: str = "importance"
     prefetch: str = "yes"  # whether the next layer's predicted experts are fetched ahead
-    # "yes": an expert that is present at high precision also serves requests for low; "no": it is replaced, so that
-    # results do not depend on earlier requests
+    # "yes": an expert present at high precision also serves requests for low; "no": it is replaced by the low version,
+    # so that results do not depend on earlier requests
     reuse: str = "yes"
-    renormalise: str = "no"  # with `lo=absent`, whether gate weights of present experts are scaled to the full sum
-    seed: int = 0  # of `by=random`
+    renormalise: str = "no"  # with `lo=absent`, whether gate weights of present experts are scaled up to the full sum
+    seed: int = 0  # the seed of `by=random`
 
     def __post_init__(self) -> None:
         LiveOptions.__post_init__(self)
@@ -59,7 +59,7 @@ class ImportanceOptions(LiveOptions):
             raise ValueError("seed is from 0")
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
-        """Return one ladder: high, low if there is one, and absent."""
+        """Return one ladder: the high version, the low version if there is one, and absent."""
         names = [v.name for v in versions]
         small = [v.name for v in versions if v.bits <= 4]
         high = find_version(self.hi or (small or names)[0], versions)
@@ -74,7 +74,7 @@ class ImportanceOptions(LiveOptions):
 
     @property
     def workspace(self) -> tuple[int, int]:
-        """Bytes for summing attention weights."""
+        """The least and the most bytes for summing attention weights; 0 unless `by` is "importance"."""
         return WORKSPACE if self.by == "importance" else (0, 0)
 
     @property
@@ -84,9 +84,9 @@ class ImportanceOptions(LiveOptions):
 
 
 def retention(layer: int, layers: int, r: float) -> float:
-    """Return the share of a layer's experts that are critical, r(l) (equation 4). Its mean over layers is `r`.
+    """Return the share of a layer's experts that are critical, r(l) (equation 4). The mean over layers is `r`.
 
-    Lambda is 2 r - 1, because the cosine's mean is one half. With one layer the share is `r`.
+    Equation 4's lambda is 2 r - 1, because its cosine term has a mean of one half. With one layer the share is `r`.
     """
     if layers == 1:
         return r
@@ -95,15 +95,15 @@ def retention(layer: int, layers: int, r: float) -> float:
 
 
 def critical(share: float, experts: int) -> int:
-    """Return how many of `experts` are critical, t_l (equation 5)."""
-    return math.ceil(share * experts - 1e-9)  # 0.7 x 10 must give 7
+    """Return the number of critical experts among `experts`, t_l (equation 5)."""
+    return math.ceil(share * experts - 1e-9)  # so that 0.7 x 10 gives 7
 
 
 class Importance:
-    """Critical experts at high precision, the others at low or left out (dymoe, section 4).
+    """Critical experts at high precision, the others at low precision or absent (dymoe, section 4).
 
-    The paper does not define M of equation 5. Here it is the number of experts that the step needs in the layer. With
-    all experts of the layer, t_l would exceed top_k in decoding, and no expert would be at low precision.
+    The paper does not define M of equation 5. Here M is the number of experts that the step needs in the layer. If M
+    were all experts of the layer, t_l would exceed top_k in decoding, and every expert would be at high precision.
     """
 
     def __init__(self, setting: Setting, options: ImportanceOptions | None = None) -> None:
@@ -121,7 +121,7 @@ class Importance:
         self.worth = self._cache.last_used
 
     def decide(self, event: Event) -> Changes | None:
-        """Return what the layer lacks, the prefetches for the next layer, and the experts that leave for both."""
+        """Return the experts that the layer lacks, prefetches for the next layer, and the experts evicted for both."""
         if not isinstance(event, LayerReached):
             return None
         room = sum(event.capacity)
@@ -149,13 +149,13 @@ class Importance:
         return {e: HIGH if i < high else self._low for i, e in enumerate(experts)}
 
     def _ahead(self, layer: int, is_prompt: bool, counts: Ints, gates: Floats) -> dict[int, int]:
-        """Return the experts to prefetch: the most frequent in a prompt, the predicted in decoding (eq. 7 and 8)."""
+        """Return the experts to prefetch: the most frequent in a prompt, all predicted in decoding (eq. 7 and 8)."""
         wants = self._designated(layer, ranked(counts, counts, gates) if is_prompt else ranked(counts, gates))
         return {e: v for e, v in wants.items() if v == HIGH or (v != self._base and not is_prompt)}
 
 
 def ranked(counts: Ints, *scores: Ints | Floats) -> list[int]:
-    """Return the experts that have tokens, by the first score, then by the next, the highest first."""
+    """Return the experts that have tokens, highest score first; ties of the first score are broken by the next."""
     here = counts.nonzero()[0]
     order = np.lexsort([-score[here] for score in reversed(scores)])
     out: list[int] = here[order].tolist()

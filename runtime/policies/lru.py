@@ -1,7 +1,7 @@
 """`lru`: recently used experts at high precision, loaded when a layer asks for them: forward passes wait. Pure.
 
-A baseline. Low versions stay beside the high ones, because experts come and go inside a forward pass. With `lo=absent`
-there are no low versions: an expert is loaded at the high version whenever a layer needs it and it is not there.
+This is a baseline. Low versions stay in memory beside high ones, because experts come and go during a forward pass.
+With `lo=absent` there are no low versions: an expert that a layer needs and lacks is loaded at the high version.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .placements import ABSENT, Placement, find_version
 
 @dataclass(frozen=True, slots=True)
 class RecentOptions(DeviceOptions):
-    """Options of `lru`, which uses two versions, or with `lo=absent` one: by default the most precise."""
+    """Options of `lru`, which uses two versions; with `lo=absent` it uses one, by default the most precise."""
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {**DeviceOptions.CHOICES, "between": ("no",)}
     keeps_low = True
@@ -28,7 +28,7 @@ class RecentOptions(DeviceOptions):
     between: str = "no"
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
-        """Return the ladders of `DeviceOptions`, or one of one version and absence."""
+        """Return the ladders of `DeviceOptions`, or with `lo=absent` one ladder: a version, and absent."""
         if not self.on_demand:
             return DeviceOptions.ladders(self, versions)
         return [(Placement(find_version(self.hi, versions) if self.hi else versions[0]), ABSENT)]
@@ -42,8 +42,8 @@ class RecentOptions(DeviceOptions):
 class Recent:
     """Recently used experts at high precision, loaded on demand, as caches for offloading do.
 
-    All layers share one cache. Experts of one call never displace each other. Where a layer asks for more than fit,
-    those with the most tokens are loaded and the others run at the base version.
+    All layers share one cache. Experts of one call never evict each other. If a layer asks for more experts than fit,
+    those with the most tokens are loaded, and the others run at the base version.
     """
 
     needs = Needs(layers=True)
@@ -54,7 +54,7 @@ class Recent:
         self.worth = self._cache.last_used
 
     def decide(self, event: Event) -> Changes | None:
-        """Return the experts to load for a layer, and those that leave for them."""
+        """Return the experts to load for a layer, and the experts evicted for them."""
         if not isinstance(event, LayerReached):
             return None
         needed = dict.fromkeys(sorted(event.counts.nonzero()[0].tolist(), key=lambda e: -event.counts[e]), 0)

@@ -1,7 +1,7 @@
 """A cache of experts at several precisions: least recently used, by bytes (dymoe, section 4.4.2). Pure.
 
-An expert is in the cache at one placement at most. A request at a better placement is a miss, and replaces it; a
-request at a worse one is a hit. All layers share the bytes, and the blocks where memory is divided into blocks.
+An expert is in the cache at one placement at most. A request for a better placement is a miss, and replaces the expert;
+a request for a worse placement is a hit. All layers share the bytes, and also the blocks if memory has blocks.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ class MixedCache:
     def __init__(
         self, sizes: Sequence[Sequence[int]], reuse: bool = True, most: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """Args:
-        sizes: [layers][placements], bytes of an expert beyond the base, which is the last and takes none.
-        reuse: whether an expert at a better placement serves a request for a worse one; otherwise it is replaced.
-        most: [layers][placements], blocks of memory; layers with experts of one size share them. None where memory is
-            not divided into blocks.
+        """Start empty. `sizes` [layers][placements] are an expert's bytes beyond the base, the last placement.
+
+        With `reuse` an expert at a better placement serves a request for a worse one; otherwise it is replaced. `most`
+        [layers][placements] are blocks of memory, shared by layers with experts of one size; `None` without blocks.
         """
-        self.held: OrderedDict[Key, int] = OrderedDict()  # their placements, the least recently used first
-        self.bytes = 0  # their size
+        self.held: OrderedDict[Key, int] = OrderedDict()  # placements of the cached experts, least recently used first
+        self.bytes = 0  # bytes of the cached experts
         self._sizes, self._reuse = sizes, reuse
         self._base = len(sizes[0]) - 1 if sizes else 0
         self._layers: list[dict[int, None]] = [{} for _ in sizes]
@@ -45,7 +44,7 @@ class MixedCache:
                     self._most[placement, size] += blocks[placement]
 
     def last_used(self, key: Key) -> int:
-        """Return the time of an expert's last use, as a count: its `worth` for policies."""
+        """Return when an expert was last used, as a count of uses: policies take it as the expert's `worth`."""
         return self._used.get(key, 0)
 
     def serve(
@@ -57,17 +56,17 @@ class MixedCache:
         coming: Ints | None = None,
         all_of_them: bool = True,
     ) -> Changes:
-        """Request a layer's experts; returns their placements, and the experts that leave for them.
+        """Request a layer's experts; return their placements, and the experts that are evicted for them.
 
-        Prefetches that are not requested leave first, then the least recently used. Where a placement has too few
-        blocks for the layer, the least important experts get the next better placement, or else a worse one.
+        Prefetched experts that are not requested are evicted first, then the least recently used. If a placement has
+        too few blocks for the layer, the least important experts get the next better placement, or else a worse one.
 
         Args:
-            layer: its position.
+            layer: the layer's position.
             wants: the requested placements, the most important expert first.
-            room: bytes that the cache may have.
-            placed, coming: the placements that the layer's experts have, and that are being copied; by default those of
-                `held`. An expert that is not requested and not at its placement is dropped.
+            room: bytes that the cache may take.
+            placed, coming: the layer's experts' present placements, and those being copied; by default as in `held`. An
+                expert that is not requested and not at the placement in `held` is dropped.
             all_of_them: whether InputError is raised unless every expert fits; otherwise the least important are left
                 out.
         """
@@ -105,7 +104,7 @@ class MixedCache:
         return Changes({(layer, e): out.pop((layer, e)) for e in wants} | out)
 
     def foresee(self, layer: int, wants: Mapping[int, int], room: int, needed: Mapping[Key, int]) -> Changes:
-        """Prefetch experts for a layer, in their order, while others can leave. Those in `needed` and `wants` stay."""
+        """Prefetch a layer's `wants` in order, while experts outside `needed` and `wants` can be evicted for them."""
         out = Changes()
         used: Counter[_Kind] = Counter()
         for expert, first in wants.items():
@@ -142,7 +141,7 @@ class MixedCache:
         return placement, self._sizes[key[0]][placement]
 
     def _allowed(self, layer: int, asked: int, used: Counter[_Kind]) -> int:
-        """Return the nearest placement with a block beside those in `used`, and count it there."""
+        """Return the placement nearest to `asked` that has a block left beside those in `used`; count it in `used`."""
         nearest = [*range(asked, -1, -1), *range(asked + 1, self._base)]
         most = self._most
         kinds = {v: (v, self._sizes[layer][v]) for v in nearest if v != self._base}
@@ -170,7 +169,7 @@ class MixedCache:
             self._taken[self._kind(key, placement)] += 1
 
     def _drop(self, key: Key) -> int:
-        """Remove an expert; returns the base placement."""
+        """Remove an expert from the cache; return the base placement, at which it then is."""
         if (have := self.held.pop(key, None)) is not None:
             self.bytes -= self._size(key, have)
             self._taken[self._kind(key, have)] -= 1

@@ -1,7 +1,7 @@
-"""`paged`: experts have memory while their layer runs; how many stay on the device, and how (fluxmoe, section 4.3).
+"""`paged`: the lossless version, decoded while a layer runs; how much stays on the device (fluxmoe, section 4.3).
 
-The experts' lossless version is in three parts: uncompressed and resident (x), compressed and resident (y), in the
-backing store (z), with x + y + z = 1. Pure; paging/ moves the pages.
+Of all experts, a share x is uncompressed on the device, a share y compressed on the device, and a share z in the
+backing store alone: x + y + z = 1. The policy is pure; paging/ moves the pages.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from moepack.pack.spec import Version
 from .contract import Event, Interval, Key, Ladder, LiveOptions, Needs, Setting, Wanted, live_entry
 from .placements import Placement, Where
 
-RESIDENT, PACKED, STORED = range(3)  # the ladder
-RATE = 200.0  # megabytes a second, as in hotness.py
+RESIDENT, PACKED, STORED = range(3)  # placements: indices into the ladder
+RATE = 200.0  # megabytes a second of copies, as in hotness.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +30,15 @@ class PagedOptions(LiveOptions):
         "share": ("even",), "stagger": ("yes", "no"), "ahead": ("yes", "no")
     }  # fmt: skip
 
-    alpha: float = 0.0  # the initial share of experts in device memory, above 0 up to 1; 0: by bandwidth (equation 8)
-    # The share of experts kept there uncompressed, where there is room; 0 as in the paper's prototype, which leaves
-    # memory to the KV cache first
+    alpha: float = 0.0  # the initial share of experts in device memory, up to 1; 0 chooses by bandwidths (equation 8)
+    # The share of experts kept uncompressed in device memory, if there is room; 0 as in the paper's prototype, which
+    # leaves memory to the KV cache first
     resident: float = 0.0
-    theta: float = 0.9  # alpha grows below this ratio of computing time to loading time, and falls above 1
+    theta: float = 0.9  # alpha grows if computing time / loading time is below theta, and falls if it is above 1
     interval: float = 0.5  # seconds between changes of alpha
-    stagger: str = "yes"  # "yes": a change is one expert of every layer; "no": as many experts of one, for comparison
-    ahead: str = "yes"  # whether prompts load the next layer's experts while one layer runs
-    rate: float = RATE  # megabytes a second read from the store to become resident; 0 for no limit
+    stagger: str = "yes"  # "yes": alpha changes by one expert of every layer; "no": by as many of one layer, to compare
+    ahead: str = "yes"  # whether prompts load the next layer's experts while a layer runs
+    rate: float = RATE  # megabytes a second read from the store to become resident; 0 sets no limit
     spare_blocks = 0
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class PagedOptions(LiveOptions):
             raise ValueError("interval is from 0")
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
-        """Return one ladder: the lossless version in its three places."""
+        """Return one ladder: the lossless version on the device, packed there, and in the store alone."""
         found = next((v for v in versions if v.entropy_coded), None)
         if found is None:
             raise InputError(f"has no lossless version to page: here are {', '.join(v.name for v in versions)}")
@@ -59,17 +59,18 @@ class PagedOptions(LiveOptions):
 class Paged:
     """The budget-aware residency planner (fluxmoe, Algorithm 2), staggered over layers.
 
-    tau_comp is measured: seconds that decoding steps took without waits. tau_load follows from the bytes that the steps
-    needed, by their source, and from the bandwidths measured while loading (6, 9, 10). rho = tau_comp / tau_load then
-    reflects the steps' routing, reuse included. Above 1 alpha falls, below theta it grows, by one expert a layer;
-    between them nothing changes. At every rho a layer's experts fit its capacity, which is what the KV cache leaves.
+    tau_comp, the seconds that decoding steps took without waits, is measured. tau_load is computed from the bytes that
+    the steps needed of each source, and from the bandwidths measured while loading (equations 6, 9, 10). So their ratio
+    rho = tau_comp / tau_load reflects the steps' routing, with reuse. If rho is above 1, alpha falls by one expert a
+    layer; if rho is below theta, alpha grows likewise; between them (the dead zone) nothing changes. At every rho a
+    layer's experts fit its capacity, which is what the KV cache leaves.
 
-    Beyond the paper, a change is dropped when it would move rho across the dead zone: alpha would oscillate. A layer's
-    experts stay in the order of calibration's traffic, so that a change moves the coldest and no two swap.
+    Beyond the paper, a change that would move rho across the dead zone is dropped: alpha would oscillate. A layer's
+    experts stay in the order of calibration's traffic, so a change moves the experts with the least and swaps none.
     """
 
     def __init__(self, setting: Setting, options: PagedOptions | None = None) -> None:
-        """Start at `alpha`. Without rates all experts that fit are wanted on the device, and rho stays None."""
+        """Start at `alpha`. Without measured rates all experts that fit are wanted on the device; rho stays `None`."""
         self.options = options = options or PagedOptions()
         self.needs = Needs(interval=min(0.1, options.interval / 4), timings=True, pages_ahead=options.ahead == "yes")
         self._setting = setting
@@ -91,7 +92,7 @@ class Paged:
         return sum(self.held) / sum(self._setting.experts)
 
     def decide(self, event: Event) -> Wanted | None:
-        """Change alpha when an interval has passed, and keep what fits."""
+        """Change alpha when an interval has passed; return the placements that fit, or `None` if they are the same."""
         if not isinstance(event, Interval):
             return None
         if self._last is None:
@@ -118,7 +119,7 @@ class Paged:
         return wanted
 
     def _fit(self, p: int, room: int) -> tuple[int, int]:
-        """Return how many experts of a layer are uncompressed, and how many in memory, in `room` bytes (12)."""
+        """Return how many experts of a layer fit `room` bytes: uncompressed ones, and all in memory (equation 12)."""
         whole, packed = self._setting.sizes[p][RESIDENT], self._setting.sizes[p][PACKED]
         held = min(self.held[p], max(0, room) // packed)
         resident = min(held, round(self.options.resident * self._setting.experts[p]))
@@ -143,7 +144,7 @@ class Paged:
         return pass_seconds(loads, self._setting.rates[PACKED:], self._setting.together)
 
     def _changes(self, by: int, capacity: Sequence[int]) -> list[int]:
-        """Return the change in each layer's experts: one in each, or as many in one layer, in turns."""
+        """Return the change in each layer's number of experts: one in each layer, or as many in one, layers in turn."""
         experts = self._setting.experts
         most = [min(n, max(0, room) // row[PACKED])
                 for n, room, row in zip(experts, capacity, self._setting.sizes, strict=True)]  # fmt: skip
@@ -155,7 +156,7 @@ class Paged:
         return [by * min(free[p], len(free)) if p == chosen else 0 for p in range(len(free))]
 
     def _moved(self, loads: Sequence[Sequence[float]], changes: Sequence[int]) -> list[list[float]]:
-        """Return the steps' loads after these changes, if a layer's experts were all equally busy."""
+        """Return the bytes a step loads, by layer and source, after these changes, if all experts are equally busy."""
         out = []
         for (packed, stored), n, change in zip(loads, self._setting.experts, changes, strict=True):
             size = min(max(change * (packed + stored) / n, -packed), stored)
@@ -163,7 +164,7 @@ class Paged:
         return out
 
     def worth(self, key: Key) -> float:
-        """Rate an expert by its share of calibration's traffic."""
+        """Return an expert's share of its layer's traffic in calibration."""
         row = self._setting.traffic[key[0]]
         return float(row[key[1]]) / float(sum(row))
 

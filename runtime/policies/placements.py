@@ -1,4 +1,4 @@
-"""Where and in which form an expert is served: a version on the device, a version run by the host, or absent."""
+"""Placements: where and at which version an expert is served (on the device, by the host), or that it is absent."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Where(enum.Enum):
     ABSENT = "absent"  # nowhere: the expert adds nothing to its tokens' sums
 
 
-PAGED = frozenset({Where.PACKED, Where.STORED})  # weights have memory while their layer runs
+PAGED = frozenset({Where.PACKED, Where.STORED})  # places whose decoded weights are in memory only while a layer runs
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One way to serve an expert; `version` is None where it is absent."""
+    """One way to serve an expert; `version` is `None` if the expert is absent."""
 
     version: Version | None
     where: Where = Where.DEVICE
@@ -46,7 +46,7 @@ ABSENT = Placement(None, Where.ABSENT)
 
 
 def read_placement(text: str, versions: Sequence[Version]) -> Placement:
-    """Return the placement of a name: `w4`, `w4@host`, `bf16@packed`, `bf16@stored` or `absent`.
+    """Return the placement with a name such as `w4`, `w4@host`, `bf16@packed`, `bf16@stored` or `absent`.
 
     Raises:
         InputError: for a placement that these versions do not have.
@@ -71,7 +71,7 @@ def find_version(name: str, versions: Sequence[Version]) -> Version:
     """Return a version by its name.
 
     Raises:
-        InputError: for a version that is not there.
+        InputError: for a version that is not among `versions`.
     """
     found = next((v for v in versions if v.name == name), None)
     if found is None:

@@ -1,7 +1,7 @@
 """`prefill`: a sequence's prompt determines the placement for its decoding (context-aware-cxl-ndp, section 4). Pure.
 
-Algorithm 1: the most important experts of each layer on the device at high precision, the others run by the host at
-widths that fall with their importance.
+Algorithm 1: each layer's most important experts are on the device at high precision; the host runs the others, at
+widths (bits) that fall with importance.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .contract import (
 )
 from .placements import Placement, Where, find_version
 
-Importance = list[Floats]  # [layers][experts], each layer's sum 1, or 0 where nothing was counted
+Importance = list[Floats]  # [layers][experts]; a layer's sum is 1, or 0 if nothing was counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class PrefillOptions(LiveOptions):
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {**LiveOptions.CHOICES, "selector": ("yes", "no")}
 
     hi: str = ""  # the version on the device; by default the most precise
-    k: int = -1  # K, experts of each layer on the device, limited by the budget; -1 for as many as it holds
+    k: int = -1  # K, experts of each layer on the device, at most what the budget holds; -1: all that it holds
     bits: float = 3.0  # the average width of a layer's experts on the host
-    # "yes": widths fall with importance, for the least loss by the loss tables; "no": all have `bits` (the paper's
-    # table 3, "w/o Expert Bitwidth Selector")
+    # "yes": widths fall with importance, chosen for the least loss by the loss tables; "no": all experts have `bits`
+    # (the paper's table 3, "w/o Expert Bitwidth Selector")
     selector: str = "yes"
     alpha: float = 0.5  # the weight of token counts beside gate weights in the importance, from 0 to 1
 
@@ -60,7 +60,7 @@ class PrefillOptions(LiveOptions):
             raise ValueError("k is from 0, or -1 for as many as the budget holds")
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
-        """Return one ladder: the version on the device, then those of 4 to 1 bits on the host."""
+        """Return one ladder: the version on the device, then the versions of 4 to 1 bits on the host."""
         high = find_version(self.hi, versions) if self.hi else versions[0]
         on_host = {v.bits: v for v in versions if v.bits in WIDTHS and v.bits <= high.bits}
         widths = sorted(on_host, reverse=True)
@@ -76,7 +76,7 @@ class PrefillOptions(LiveOptions):
 
 @dataclass(slots=True)
 class _Sequence:
-    """A live sequence: the sums over its prompts, and its importance once decoding has begun."""
+    """A live sequence: sums over its prompts, and the experts' importance, set once decoding has begun."""
 
     counts: list[Floats]
     gates: list[Floats]
@@ -86,19 +86,19 @@ class _Sequence:
 class Prefill:
     """Placement by the prompt, once a sequence (context-aware-cxl-ndp, section 4 and algorithm 1).
 
-    P and W of a sequence are the counts and gate sums of all steps that read its prompt. S = alpha P / sum P +
-    (1 - alpha) W / sum W, layer by layer. When decoding begins, the top K of each layer go to the device, and the rest
-    get widths by `prefix_split`, at the average width `bits`. Nothing changes until another sequence begins to decode.
+    P and W of a sequence are the counts and gate sums of all steps that read its prompt. In each layer, experts have
+    the importance S = alpha P / sum P + (1 - alpha) W / sum W. When decoding begins, each layer's top K go to the
+    device, and the rest get widths by `prefix_split`, at the average width `bits`. Nothing changes until another
+    sequence begins to decode.
 
-    Where the paper is silent:
+    Choices on which the paper is silent:
 
-    - Sequences that decode at the same time share the placement. S is the mean of theirs, with equal weights for
-      sequences, and for tokens within a batch behind one cache.
+    - Sequences that decode at the same time share the placement. S is the mean of their importances, with equal weights
+      for sequences, and for tokens within a batch behind one cache.
     - Before any sequence, S is calibration's traffic. A sequence that ends without decoding (a pass without a cache)
       places experts for later ones, unless another sequence decodes.
     - Experts of equal S are ordered by calibration's traffic, because a short prompt leaves most of them at 0.
-    - A smaller capacity (a KV cache grows) lowers K at once. A larger one counts when the next sequence begins to
-      decode.
+    - A smaller capacity (a KV cache grows) lowers K at once. A larger capacity is used when the next sequence decodes.
     """
 
     needs = Needs(prompts=True, gates=True, exact=True)
@@ -189,7 +189,7 @@ class Prefill:
         return zip(experts.tolist(), (self._number[w] for w in widths), strict=True)
 
     def worth(self, key: Key) -> float:
-        """Rate an expert by its importance, as of the last decision."""
+        """Return an expert's importance, as of the last decision."""
         return float(self._placed[key[0]][key[1]]) if self._placed else 0.0
 
 

@@ -1,4 +1,4 @@
-"""`random`: the versions and numbers of `uniform`, drawn at random in each layer. A baseline."""
+"""`random`: the versions of `uniform`, dealt to the experts of each layer at random. A baseline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _parse(argument: str) -> int:
 
 
 def random_map(bundle: Bundle, seed: int, room: int | None) -> Versions:
-    """Draw the map that fits `room` bytes; a seed always draws the same.
+    """Draw a map that fits `room` bytes; the same seed always draws the same map.
 
     Raises:
         BudgetError: when the smallest versions do not fit.

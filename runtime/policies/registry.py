@@ -1,4 +1,4 @@
-"""The policies by name. A new one adds its entry here."""
+"""The policies by name. The entry of a new policy is added here."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Policy:
 
     @property
     def is_live(self) -> bool:
-        """Whether it changes versions while serving."""
+        """Whether the policy changes placements while serving."""
         return self.entry.make is not None
 
 
 def parse_policy(text: str | None, in_budget: bool | None = None) -> Policy:
-    """Read NAME or NAME:ARGUMENT. None means the most precise version, and in a memory budget `hotness`.
+    """Read NAME or NAME:ARGUMENT. `None` means the most precise version, or in a memory budget `hotness`.
 
-    `in_budget` says whether there is a budget; None if that is not known yet.
+    `in_budget` says whether there is a budget; `None` if this is not known yet.
 
     Raises:
         InputError: for an unknown policy or option, or a policy that needs a budget.
@@ -63,5 +63,5 @@ def parse_policy(text: str | None, in_budget: bool | None = None) -> Policy:
 
 
 def usages(in_budget: bool | None = None) -> str:
-    """List the forms of --policy: all, or only those that need a memory budget, or only the others."""
+    """List how --policy is written: for all policies, or for those that need a budget (True) or do not (False)."""
     return ", ".join(e.usage for e in ENTRIES if in_budget is None or e.needs_budget == in_budget)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def static_map(bundle: Bundle, argument: str, room: int | None = None) -> Versions:
-    """Make the map of `static:ARGUMENT`, whatever the room.
+    """Make the map of `static:ARGUMENT`. The map does not depend on `room`.
 
     The argument is a version's name; a JSON file {"versions": [[name, ...], ...]}; "allocation", the map in the
     bundle's manifest; or nothing, for the most precise version here.

@@ -1,4 +1,4 @@
-"""`uniform`: one version for all experts, and the next better one for as many as a budget still holds."""
+"""`uniform`: one version for all experts, and the next better version for as many experts as a budget still holds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _parse(argument: str) -> None:
 
 
 def uniform_map(bundle: Bundle, room: int) -> Versions:
-    """Make the map that fits `room` bytes.
+    """Make the map of versions that fits `room` bytes.
 
     Raises:
         BudgetError: when the smallest versions do not fit.

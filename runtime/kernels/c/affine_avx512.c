@@ -41,7 +41,7 @@
 #define BYTES(p) _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p))))
 #define STREAM(p) _mm_prefetch((const char *)(p), _MM_HINT_T0)
 
-/* Rounds as narrow() does, but not NaN; results are in the high halves. The processor's own conversion drops denormals. */
+/* Rounds as narrow() does, but not NaN, into the high halves. The processor's own conversion drops denormals. */
 INLINE __m512i rounded_avx512(__m512 v) {
     __m512i w = _mm512_castps_si512(v), odd = _mm512_and_si512(_mm512_srli_epi32(w, 16), _mm512_set1_epi32(1));
     return _mm512_add_epi32(w, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
@@ -92,8 +92,8 @@ INLINE void store_bf16_avx512(uint16_t *to, __m512 v, __m512 w) {
     _mm512_storeu_si512(to, _mm512_permutexvar_epi8(_mm512_loadu_si512(order), _mm512_loadu_si512(from)))
 #define THIRD(low, high, half, k) third_vnni(low, high, 2 * k, 16 * half + k + 62)
 
-/* Codes of three bits, one in each byte: bit 2 is bit `at`, at + 4, at + 8 or at + 12 of a 32-bit word of `high`, bits 0 and
- * 1 come from `low`, from bit `down` on. Positions count within a 64-bit lane, which holds the words of two rows. */
+/* Codes of three bits, one in each byte: bit 2 is bit `at`, at + 4, at + 8 or at + 12 of a 32-bit word of `high`, the
+ * others come from `low`, from bit `down` on. Positions count within a 64-bit lane, which holds two rows' words. */
 INLINE __m512i third_vnni(__m512i low, __m512i high, int down, int at) {
     uint64_t where = 0;
     UNROLL for (int b = 0; b < 8; b++) where |= (uint64_t)((at + b / 4 * 32 + b % 4 * 4) % 64) << 8 * b;

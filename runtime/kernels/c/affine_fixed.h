@@ -1,5 +1,5 @@
-/* One instruction set's loops over experts' rows for BF16 activations. The loops use the macros of affine_rows.h. A C file
- * includes this file after affine_rows.h, and defines before
+/* One instruction set's loops over experts' rows for BF16 activations. The loops use the macros of affine_rows.h. A C
+ * file includes this file after affine_rows.h, and defines before
  *
  *   PARTS                            1: fields of 16 bits times activations' 16; 2: fields of 8 bits times their two bytes
  *   FR                               vectors of rows that one pass takes: together whole lines of 16 words
@@ -11,12 +11,12 @@
  *   ARRANGE(to, from, order)         64 bytes: to[i] = from[order[i]], of 16-bit or, with two PARTS, 8-bit elements
  *   THIRD(low, high, half, k)        with two PARTS: fields of two bits, field k of `low`, with their third bits on top
  *
- * An activation becomes 16-bit integers times a power of two, one for each 128 columns, such that the greatest number of
- * these columns becomes 2^14 or more. Sums of codes times integers are exact, so their order does not matter and every
- * instruction set makes the same bits; each group's sum is then rounded to float32 and added in order. The error of an
- * integer is at most 1/32640 of the greatest of the 128 columns, and 0 for numbers of at least 2^-7 of the greatest (except
- * 255/256 of the power of two above the greatest). BF16 itself rounds the greatest by up to 1/512. Activations that are
- * not finite make every result NaN. */
+ * An activation becomes 16-bit integers times a power of two, one for each 128 columns, such that the greatest number
+ * of these columns becomes 2^14 or more. Sums of codes times integers are exact, so their order does not matter and
+ * every instruction set makes the same bits; each group's sum is then rounded to float32 and added in order. The error
+ * of an integer is at most 1/32640 of the greatest of the 128 columns, and 0 for numbers of at least 2^-7 of the
+ * greatest (except 255/256 of the power of two above the greatest). BF16 itself rounds the greatest by up to 1/512.
+ * Activations that are not finite make every result NaN. */
 
 #define FIXED 128 /* columns that share a power of two: a multiple of every group size */
 
@@ -186,8 +186,8 @@ INLINE void NAME(fixed_rows)(const int bits, const int T, const Gemm *m, const F
     UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) STOREF(out + (r * T + t) * L, total[r][t]);
 }
 
-/* Products of a row of a BF16 matrix. Activations stay BF16: as float32 they push a row's lines out of a first-level cache
- * of 32 KiB (measured at 2048 columns: 13 GB/s with float32, 30 with BF16, 31 for reading alone). */
+/* Products of a row of a BF16 matrix. Activations stay BF16: as float32 they push a row's lines out of a first-level
+ * cache of 32 KiB (measured at 2048 columns: 13 GB/s with float32, 30 with BF16, 31 for reading alone). */
 INLINE void NAME(pairs)(const int T, const int64_t cols, const uint16_t *w, const Prepared *const *x, float *out) {
     const int64_t step = 4 * L, whole = cols - cols % step;
     F acc[TB][2][2];
@@ -211,7 +211,7 @@ INLINE void NAME(pairs)(const int T, const int64_t cols, const uint16_t *w, cons
 #define FIXED_CASE(bits, T) \
     case bits: NAME(fixed_rows)(bits, T, m, job->form, job->base, at, x, part); break;
 
-/* Products of rows [row, end), at most UNIT and beginning on a block, and T activations; `slot` says where results go. */
+/* Products of rows [row, end), at most UNIT and from a block's first, and T activations; results go to `slot`. */
 #define FIXED_ROWS(T) \
     CALLED void NAME(fixed_rows_##T)(const Gemm *m, const Job *job, int64_t row, int64_t end, const Prepared *const *x, \
                                      const int64_t *slot) { \

@@ -14,10 +14,10 @@
  *   RB, TB                           vectors of rows, and activations, that one pass holds in registers
  *   STREAM(at)                       a hint to fetch the line at `at`
  *
- * The inner step of a packed product is a look-up. A LUT, made once for each activation, has the 16 values that 4 bits of
- * codes can add to a sum. 4 bits of 16 rows look up their values in one permutation: 64 one-bit or 32 two-bit weights in
- * three instructions. For 4-bit codes the LUT has the codes, which are then multiplied; 8-bit codes are converted to
- * numbers. Codes count from the middle of their range, so that a zero point corrects little:
+ * The inner step of a packed product is a look-up. A LUT, made once for each activation, has the 16 values that 4 bits
+ * of codes can add to a sum. 4 bits of 16 rows look up their values in one permutation: 64 one-bit or 32 two-bit
+ * weights in three instructions. For 4-bit codes the LUT has the codes, which are then multiplied; 8-bit codes are
+ * converted to numbers. Codes count from the middle of their range, so that a zero point corrects little:
  * scale * (sum code * x - zero * sum x).
  */
 
@@ -54,8 +54,8 @@ static const float two_bits[16] = {-1.5f, -.5f, .5f, 1.5f, -1.5f, -.5f, .5f, 1.5
                                    -1.5f, -.5f, .5f, 1.5f, -1.5f, -.5f, .5f, 1.5f};
 static const float one_bit[16] = {-.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f};
 
-/* Adds to `acc` the products of words [from, to) of one plane, for R vectors of rows and T activations. `values` has a LUT
- * for each 4 bits of a row, or for codes of `codes` bits the activation itself. */
+/* Adds to `acc` the products of words [from, to) of one plane, for R vectors of rows and T activations. `values` has a
+ * LUT for each 4 bits of a row, or for codes of `codes` bits the activation itself. */
 INLINE void NAME(plane)(const int codes, const int R, const int T, const uint32_t *const *words, int64_t from, int64_t to,
                         const float *const *values, F acc[RB][TB]) {
     const int each = codes == 8 ? 8 : 4, fields = 32 / each; /* bits at a time */
@@ -167,7 +167,7 @@ INLINE void NAME(plain)(const int R, const int T, const Gemm *m, const Form *f, 
     case 8: PACKED(8, R, T); break; \
     }
 
-/* Products of rows [row, end), at most UNIT and beginning on a block, and T activations; `slot` says where results go. */
+/* Products of rows [row, end), at most UNIT and from a block's first, and T activations; results go to `slot`. */
 #define ROWS(T, R) \
     CALLED void NAME(rows_##T)(const Gemm *m, const Job *job, int64_t row, int64_t end, const Prepared *const *x, \
                                const int64_t *slot) { \

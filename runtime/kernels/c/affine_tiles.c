@@ -1,11 +1,12 @@
 /* Products of experts with many tokens, for processors that multiply BF16: with AVX-512 BF16, or with AMX's tiles.
  *
- * One step is 32 columns. It multiplies a tile A of 16 rows by 32 columns, row-major, by a tile B of 32 columns by 16, in
- * which a 32-bit word has the numbers of two columns, and adds the products to 16 x 16 float32 sums. For packed weights,
- * whose words have successive columns of 16 rows side by side, weights are unpacked straight into B, and activations are A.
- * Weights become codes, exact in BF16, whose sums over a group are scaled; or, if many tokens share them, numbers rounded
- * to BF16. BF16 weights are A as they lie in their extent, and activations are B; then the sums are transposed. Sums are
- * made in a fixed order, so neither threads nor other experts change a result's bits. tiles.h fills the tiles. */
+ * One step is 32 columns. It multiplies a tile A of 16 rows by 32 columns, row-major, by a tile B of 32 columns by 16,
+ * in which a 32-bit word has the numbers of two columns, and adds the products to 16 x 16 float32 sums. For packed
+ * weights, whose words have successive columns of 16 rows side by side, weights are unpacked straight into B, and
+ * activations are A. Weights become codes, exact in BF16, whose sums over a group are scaled; or, if many tokens share
+ * them, numbers rounded to BF16. BF16 weights are A as they lie in their extent, and activations are B; then the sums
+ * are transposed. Sums are made in a fixed order, so neither threads nor other experts change a result's bits. tiles.h
+ * fills the tiles. */
 #include "gemm.h"
 
 #define STEP 32 /* columns of a tile */
@@ -32,12 +33,12 @@ size_t moepack_tiles_kept(const Gemm *m, int64_t most) {
 
 #include "tiles.h"
 
-/* An expert batch: up to BATCH slots of one expert. `x` has their activations in tiles, [blocks of 16][steps], and `sums` the
- * sums of activations over each step's columns, [blocks][steps][16]. */
+/* An expert batch: up to BATCH slots of one expert. `x` has their activations in tiles, [blocks of 16][steps], and
+ * `sums` the sums of activations over each step's columns, [blocks][steps][16]. */
 typedef struct {
     const Job *job;
     int64_t first, count;
-    int64_t blocks; /* of activations that the batch arranges in tiles: 0 if an earlier batch has the same activations */
+    int64_t blocks; /* blocks of activations that the batch arranges: 0 if an earlier batch has the same */
     uint8_t *x;
     float *sums;
 } Batch;
@@ -46,8 +47,8 @@ typedef struct {
     int64_t batch, from, to; /* panels [from, to) of 32 rows each */
 } Task;
 
-/* sums[2][2][16][16] (+)= A B over `steps`, for na blocks of A's rows and nb blocks of B's columns. Strides between rows of
- * A, between steps and between blocks are bytes. */
+/* sums[2][2][16][16] (+)= A B over `steps`, for na blocks of A's rows and nb blocks of B's columns. Strides between
+ * rows of A, between steps and between blocks are bytes. */
 typedef struct {
     const uint8_t *a, *b, *ahead; /* ahead: the next 32 rows of BF16 weights, `ahead_row` apart, or 0 */
     int64_t a_row, a_step, a_block, b_step, b_block, ahead_row, steps;
@@ -194,8 +195,8 @@ static void weight_panel(const Run *run, const Batch *batch, int64_t row, uint8_
     const uint16_t *weight = (const uint16_t *)(base + f->low);
     for (int64_t from = 0; from < steps; from += DEPTH) {
         const int64_t n = steps - from < DEPTH ? steps - from : DEPTH;
-        /* BF16 weights are copied if a tile would pass their end, and for many tokens: reading rows that are a power of two
-         * apart again and again misses the first-level cache. */
+        /* BF16 weights are copied if a tile would pass their end, and for many tokens: reading rows that are a power of
+         * two apart again and again misses the first-level cache. */
         const int whole = plain && row + 32 <= rows && (from + n) * STEP <= m->cols && blocks <= 4;
         if (!plain)
             weights_panel(m, f, base, rows, row, from, n, scratch);

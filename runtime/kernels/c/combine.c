@@ -28,7 +28,7 @@ int moepack_affine_unpack(const Unpack *m) {
 
 /* ---- a token's experts, weighted and added in the order of its slots */
 typedef struct {
-    int64_t tokens, top_k, cols, experts, from_bf16, out_bf16, round, threads; /* round: whether to round weighted results */
+    int64_t tokens, top_k, cols, experts, from_bf16, out_bf16, round, threads; /* round: also weighted results */
     const void *from;     /* [tokens * top_k, cols] */
     const int64_t *index; /* the expert of each slot; slots with an index past the last are skipped */
     const float *gates;

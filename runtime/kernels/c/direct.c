@@ -1,7 +1,7 @@
 /* Products straight from packed bytes, in rounds: threads prepare activations, then multiply rows by them.
  *
- * Sums are made in a fixed order, and for BF16 activations times codes in integers. So neither the number of threads nor
- * other experts change a result's bits. level.c chooses the loops, threads.c runs the threads.
+ * Sums are made in a fixed order, and for BF16 activations times codes in integers. So neither the number of threads
+ * nor other experts change a result's bits. level.c chooses the loops, threads.c runs the threads.
  */
 #include <time.h>
 
@@ -11,8 +11,8 @@ static const Loops *loops_of(const Gemm *m) { return m->x_bf16 ? moepack_fixed :
 
 /* ---- matrices that are decoded when they are needed
  *
- * A thread decodes the rows of a task and multiplies by them while they are in the core's second-level cache, so that they
- * are not read from memory. Tasks are small, because all threads wait for the last one. */
+ * A thread decodes the rows of a task and multiplies by them while they are in the core's second-level cache, so that
+ * they are not read from memory. Tasks are small, because all threads wait for the last one. */
 #define CHUNK 32768 /* weights of a task: 64 KiB */
 #define DECODED 64   /* codec tiles that a thread takes at a time when matrices are decoded before products */
 
@@ -109,7 +109,7 @@ static void run_tasks(void *argument) {
 #define NEEDS_SUMS 1 /* floats, and sums of them */
 #define NEEDS_QUADS 2
 #define NEEDS_PAIRS 4
-#define NEEDS_FIXED 8 /* sums and units of integers; shifted left by 1 to 4, integers for planes of 1, 2, 4 and 8 bits */
+#define NEEDS_FIXED 8 /* sums and units of integers; shifted left by 1 to 4, integers for planes of 1, 2, 4, 8 bits */
 #define NEEDS_ALL (NEEDS_FIXED - 1) /* the needs that take most: all of float32; those of BF16 activations take less */
 
 static int needs_of(const Gemm *m, const Form *f) {
@@ -150,15 +150,16 @@ typedef struct {
     size_t lists, round, all; /* round: bytes of prepared activations at a time */
 } Room;
 
-/* Each thread prepares activations for itself in OWN bytes. Compared with rounds of 24 MB that threads prepare together,
- * products of Qwen3-30B-A3B's shape with 16 and 128 tokens take 0.94 to 1.02 times as long on one thread, because prepared
- * activations are still in the second-level cache when they are read. They take 0.7 to 1.0 times as long on two threads
- * that are interrupted, which need not wait for each other. 256 KB, 512 KB and 1 MB do not differ. A thread's share must
- * hold the activations of one pass over rows. If all threads' shares exceed MOST, threads prepare together. */
+/* Each thread prepares activations for itself in OWN bytes. Compared with rounds of 24 MB that threads prepare
+ * together, products of Qwen3-30B-A3B's shape with 16 and 128 tokens take 0.94 to 1.02 times as long on one thread,
+ * because prepared activations are still in the second-level cache when they are read. They take 0.7 to 1.0 times as
+ * long on two threads that are interrupted, which need not wait for each other. 256 KB, 512 KB and 1 MB do not differ.
+ * A thread's share must hold the activations of one pass over rows. If all threads' shares exceed MOST, threads prepare
+ * together. */
 #define OWN ((size_t)512 << 10)
 #define MOST ((size_t)24 << 20)
 
-static int64_t tasks_of(const Gemm *m, int64_t rows) { return ceil_div(rows, m->coded ? BLOCK : UNIT); } /* an upper bound */
+static int64_t tasks_of(const Gemm *m, int64_t rows) { return ceil_div(rows, m->coded ? BLOCK : UNIT); } /* at most */
 
 static Room room_of(const Gemm *m, int64_t slots, int64_t n, int64_t tasks, int needs) {
     Room r = {.most = least(slots, ceil_div(m->slots, m->share))};
@@ -230,8 +231,8 @@ static void alone_product(const Gemm *m, const Job *jobs, int64_t n, int64_t slo
 #define ALONE 65536 /* products that one thread computes in the time that waking another takes */
 #define DECODING 16 /* products that one thread computes in the time that decoding a weight takes */
 
-/* Run jobs straight from their bytes, in rounds of the expert batches that fit. An expert is divided into several batches
- * only if it has more slots than fit a round. */
+/* Run jobs straight from their bytes, in rounds of the expert batches that fit. An expert is divided into several
+ * batches only if it has more slots than fit a round. */
 int moepack_direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, const int64_t *order, int64_t *seat,
                           Arena *arena) {
     int all = 0;

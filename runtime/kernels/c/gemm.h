@@ -42,8 +42,8 @@ typedef struct {
     const uint64_t *handles;
     const Form *forms;
     const int64_t *limits; /* by version: an expert with more slots runs in tiles, or is skipped without `tiles` */
-    /* BF16 matrices to decode into their place first: by expert, the argument for `decode`, or 0; a null pointer for none.
-     * `decode` decodes whole codec tiles [first, last) of `tile` weights each, and returns 0 or an error. */
+    /* BF16 matrices to decode into their place first: by expert, the argument for `decode`, or 0; a null pointer for
+     * none. `decode` decodes whole codec tiles [first, last) of `tile` weights each, and returns 0 or an error. */
     const void *const *coded;
     int64_t (*decode)(const void *, int64_t, int64_t);
     int64_t tile;
@@ -70,17 +70,18 @@ typedef struct {
     void *out;
 } Unpack;
 
-/* One activation, prepared; fields after `at` are set only if the versions in use read them. For float32 activations: the
- * numbers, sums over 32, 64 and 128 columns, and LUTs. For BF16 (affine_fixed.h): `fixed`, integers of 16 bits in the order
- * of planes of 1, 2, 4 and 8 bits, their sums over 32 columns and more, and `units`, the value of a 1 by 128 columns. */
+/* One activation, prepared; fields after `at` are set only if the versions in use read them. For float32 activations:
+ * the numbers, sums over 32, 64 and 128 columns, and LUTs. For BF16 (affine_fixed.h): `fixed`, integers of 16 bits in
+ * the order of planes of 1, 2, 4 and 8 bits, their sums over 32, 64 and 128 columns, and `units`, by 128 columns the
+ * value of a 1. */
 typedef struct {
     const void *at;
     float *x, *sums[3], *quads, *pairs, *units;
     int32_t *totals[3], *fixed[4];
 } Prepared;
 
-/* One instruction set's loops for float32 activations (affine_rows.h) or BF16 ones (affine_fixed.h). `prepare` takes one
- * activation; `rows` computes rows [from, to), at most UNIT, of a job. Unpacking takes rows [row, row + n). */
+/* One instruction set's loops for float32 activations (affine_rows.h) or BF16 ones (affine_fixed.h). `prepare` takes
+ * one activation; `rows` computes rows [from, to), at most UNIT, of a job. Unpacking takes rows [row, row + n). */
 typedef struct {
     void (*prepare)(const Gemm *, const void *, Prepared *);
     void (*rows)(const Gemm *, const Job *, int64_t, int64_t, const Prepared *const *, const int64_t *, int64_t);
@@ -137,7 +138,7 @@ extern Unpacking *moepack_unpacking;
 /* Decode the jobs that have more than `most` slots at once. Returns 0; 1 when memory is short; -1 for a bad matrix. */
 int moepack_decode_now(const Gemm *m, Job *jobs, int64_t n, int64_t most);
 
-/* Run jobs straight from their bytes. `seat`: a zero for each activation. Returns 0; 1 when memory is short; -1 as above. */
+/* Run jobs straight from their bytes. `seat`: a zero for each activation. Returns as moepack_decode_now does. */
 int moepack_direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, const int64_t *order, int64_t *seat,
                            Arena *arena);
 
@@ -147,10 +148,10 @@ size_t moepack_direct_kept(const Gemm *m, int64_t slots, int64_t n, int64_t task
 /* Use plain C, AVX2 or AVX-512 (0, 1, 2) in small.c. */
 void moepack_small_level(int level);
 
-/* Use tiles (affine_tiles.c) up to `limit`, a level that the processor has: 0 none, 1 AVX-512 BF16, 2 AMX. Returns it. */
+/* Use tiles up to `limit`, which the processor has: 0 none, 1 AVX-512 BF16, 2 AMX. Returns the level in use. */
 int moepack_tiles_level(int limit);
 
-/* Run jobs of many slots, BF16 activations: weights are unpacked into tiles as needed. Returns 0; 1 when memory is short. */
+/* Run jobs of many slots, BF16 activations; unpacks weights into tiles. Returns 0; 1 when memory is short. */
 int moepack_tiles_product(const Gemm *m, const Job *jobs, int64_t n, const int64_t *order, Arena *arena);
 
 /* The most bytes of an arena that moepack_tiles_product takes if no expert has more than `most` slots. */

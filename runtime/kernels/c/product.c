@@ -20,7 +20,7 @@ __attribute__((constructor)) static void arena_at_fork(void) { pthread_atfork(0,
 
 #define FUSED 16 /* an expert with more slots is decoded beforehand, by all threads */
 
-/* Runs n jobs of `slots` slots in all straight from their bytes, `many` in tiles. `seat`: a zero for each activation. */
+/* Runs n jobs of `slots` slots in all from their bytes, `many` in tiles. `seat`: a zero for each activation. */
 static int run_jobs(const Gemm *m, Job *jobs, int64_t n, Job *late, int64_t many, int64_t slots, const int64_t *order,
                     int64_t *seat) {
     Arena own = {0, 0}, *arena = &own;
@@ -37,8 +37,8 @@ static int run_jobs(const Gemm *m, Job *jobs, int64_t n, Job *late, int64_t many
     return failed;
 }
 
-/* Returns 0; 1 when memory is short; -1 when a coded matrix was bad (see `report`); or, having done nothing, 2 + the number
- * of a version without kernels. */
+/* Returns 0; 1 when memory is short; -1 when a coded matrix was bad (see `report`); or, having done nothing, 2 + the
+ * number of a version without kernels. */
 int moepack_affine_product(const Gemm *m) {
     int64_t activations = ceil_div(m->slots, m->share);
     int64_t *count = calloc((size_t)(m->experts + 1 + m->slots + activations), sizeof(int64_t));
@@ -79,8 +79,8 @@ int moepack_affine_product(const Gemm *m) {
     return failed ? failed : m->coded && atomic_load(m->report) ? -1 : 0;
 }
 
-/* The most bytes that products of these sizes keep between calls, for any versions, limits and instruction set. Only rows,
- * cols, experts, slots, share and threads of m are read. `most`: slots that one expert can have. */
+/* The most bytes that products of these sizes keep between calls, for any versions, limits and instruction set. Only
+ * rows, cols, experts, slots, share and threads of m are read. `most`: slots that one expert can have. */
 int64_t moepack_affine_kept(const Gemm *m, int64_t most) {
     const int64_t used = least(m->experts, m->slots);
     size_t direct = moepack_direct_kept(m, m->slots, used, used * ceil_div(m->rows, BLOCK));
@@ -97,9 +97,9 @@ typedef struct {
     int64_t most[2];      /* tokens up to which the matrix runs from its packed bytes: float32, and BF16 activations */
 } Dense;
 
-/* x [tokens, cols] times n matrices: writes the results [tokens, rows] into `out`, one after another. A matrix whose `most`
- * is below `tokens` runs in tiles, or is skipped without `tiles`. Returns 0; 1 when memory is short; or, having done
- * nothing, 2 + the number of a matrix without a kernel. */
+/* x [tokens, cols] times n matrices: writes the results [tokens, rows] into `out`, one after another. A matrix whose
+ * `most` is below `tokens` runs in tiles, or is skipped without `tiles`. Returns 0; 1 when memory is short; or, having
+ * done nothing, 2 + the number of a matrix without a kernel. */
 int moepack_affine_dense(const Dense *of, int64_t n, int64_t cols, const void *x, void *out, int64_t tokens, int64_t bf16,
                          int64_t tiles, int64_t threads) {
     const Gemm m = {.cols = cols, .slots = tokens, .share = 1, .x_bf16 = bf16, .out_bf16 = bf16, .threads = threads, .x = x};

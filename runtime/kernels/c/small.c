@@ -1,7 +1,7 @@
 /* The work of a decoding step between products: normalisations of BF16 rows, and attention of one new token.
  *
- * Sums are float32 in LANES parts, so results differ from torch's in the last bits. runtime/dense/ compares results with a
- * module's before it uses these loops. Loops are compiled for each instruction set, and level.c chooses.
+ * Sums are float32 in LANES parts, so results differ from torch's in the last bits. runtime/dense/ compares results
+ * with a module's before it uses these loops. Loops are compiled for each instruction set, and level.c chooses.
  */
 #include <math.h>
 
@@ -44,8 +44,8 @@ SMALL void norm(const Norm *m) {
     }
 }
 
-/* One token's attention: out[b][h] = sum over j of softmax(scale * q . k_j) v_j, all BF16. Strides count numbers. Rows of
- * `cols` (q, k) and `out_cols` (v, out) numbers have stride 1. `heads` heads of q share each of `groups` heads of k and v. */
+/* One token's attention: out[b][h] = sum over j of softmax(scale * q . k_j) v_j, all BF16. Strides count numbers. Rows
+ * of `cols` (q, k) and `out_cols` (v, out) have stride 1. `heads` heads of q share each of `groups` heads of k, v. */
 typedef struct {
     const uint16_t *q, *k, *v;
     uint16_t *out; /* [batch][heads * groups][out_cols] */

@@ -52,9 +52,9 @@ INLINE __m512 bf16_row(const uint16_t *p) {
 }
 
 /* ---- weights
- * The control of _mm512_multishift_epi64_epi8: it takes the eight bits of every 32-bit word from bit `at` on and those from
- * bit `at + apart` on, each into the low byte of a 16-bit number. These bytes begin with the codes of two successive columns
- * of a row, and are indices into a LUT of BF16 numbers. A 64-bit lane, in which positions count, has two rows' words. */
+ * The control of _mm512_multishift_epi64_epi8: of every 32-bit word it takes the eight bits from bit `at` on and those
+ * from bit `at + apart` on, each into the low byte of a 16-bit number. These bytes begin with two successive columns'
+ * codes, and are indices into a LUT of BF16 numbers. Bits count within a 64-bit lane, which has two rows' words. */
 INLINE __m512i fields(int at, int apart) {
     uint64_t a = (uint64_t)at % 64, b = (uint64_t)(at + apart) % 64;
     return _mm512_set1_epi64((int64_t)(a | b << 16 | (a + 32) % 64 << 32 | (b + 32) % 64 << 48));
@@ -64,10 +64,10 @@ INLINE __m512 byte_code(__m512i w) { /* (w & 255) - 127.5, which has 8 significa
     return _mm512_sub_ps(_mm512_cvtepi32_ps(_mm512_and_si512(w, _mm512_set1_epi32(255))), _mm512_set1_ps(127.5f));
 }
 
-/* Unpack codes of 16 rows, steps [from, from + n), into tiles B that lie 2 tiles apart. Codes count from the middle of their
- * range, so that they are exact in BF16. A word of B has two successive columns of a row: one multishift makes both indices,
- * one permutation looks both up. It reads five bits of an index. The upper ones may belong to the next codes, so the LUT
- * repeats itself. The third bit of three-bit codes comes from the high plane, and is put above the other two. */
+/* Unpack codes of 16 rows, steps [from, from + n), into tiles B that lie 2 tiles apart. Codes count from the middle of
+ * their range, so that they are exact in BF16. A word of B has two successive columns of a row: one multishift makes
+ * both indices, one permutation looks both up. It reads five bits of an index. The upper ones may belong to the codes
+ * that follow, so the LUT repeats itself. The third bit of three-bit codes is taken from the high plane. */
 INLINE void codes(const int bits, const Gemm *m, const Form *f, const uint8_t *base, int64_t row, int64_t from, int64_t n,
                   uint8_t *out) {
     const int p = bits == 3 ? 2 : bits; /* bits of a code in the low plane, and words of a step there */
@@ -102,8 +102,8 @@ INLINE void codes(const int bits, const Gemm *m, const Form *f, const uint8_t *b
     }
 }
 
-/* As codes(), but scale * (code - zero) in float32, rounded to BF16. Used for many tokens, if scaling their sums would take
- * longer than scaling weights. Each word gives one column of 16 rows at a time; two columns are rounded and interleaved. */
+/* As codes(), but scale * (code - zero) in float32, rounded to BF16: for so many tokens that scaling their sums takes
+ * longer than scaling weights. A word gives a column of 16 rows at a time; two columns are rounded and interleaved. */
 INLINE void weights(const int bits, const Gemm *m, const Form *f, const uint8_t *base, int64_t row, int64_t from, int64_t n,
                    uint8_t *out) {
     const int p = bits == 3 ? 2 : bits, words = p; /* words of a step in the low plane */

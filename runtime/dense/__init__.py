@@ -1,1 +1,1 @@
-"""The linear maps of a served model outside its experts: which they are, and products by them."""
+"""The linear maps of a served model outside its experts: the choice of their versions, and their products."""

@@ -34,7 +34,7 @@ class Memory:
 class Completion(Protocol):
     """The end of some work on a stream."""
 
-    error: BaseException | None  # why the ended work failed; None for success
+    error: BaseException | None  # why the ended work failed; `None` after success
     cancelled: bool  # whether the work is no longer wanted
 
     def done(self) -> bool:
@@ -44,7 +44,7 @@ class Completion(Protocol):
         """Wait for the end. The forward pass calls this only under a policy that may block."""
 
     def cancel(self) -> None:
-        """Cancel the work: it ends early, or completes."""
+        """Ask the work to stop early; it may still complete."""
 
 
 class Device(Protocol):
@@ -70,7 +70,7 @@ class Device(Protocol):
         """
 
     def mark(self) -> Completion:
-        """Return an event that ends with the compute issued so far."""
+        """Return an event that ends when the compute issued so far has ended."""
 
     def limit(self, bytes_per_second: float | None, least: int = ...) -> None:
         """Limit the migration stream's rate; `None` removes the limit. A copy counts as at least `least` bytes."""

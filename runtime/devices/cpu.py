@@ -25,7 +25,7 @@ COLLAPSE = 25  # MADV_COLLAPSE, Linux 6.1
 
 
 class CpuMemory(Memory):
-    """Anonymous pages, which take memory once they are written. Several threads may use it.
+    """Anonymous pages, which take memory once they are written. Several threads may use an object.
 
     A huge page (2 MiB) is used where all of it has been taken: a thread then reads weights twice as fast (`python -m
     benchmarks.kernels`). Elsewhere pages stay small, so that writing one part does not take memory for the rest.

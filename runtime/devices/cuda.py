@@ -57,7 +57,7 @@ class RegisteredMemory(CpuMemory):
         self._registered: dict[int, int] = {}
 
     def take(self, start: int, size: int) -> None:
-        """Pin these bytes before they are written."""
+        """Take these bytes, and pin them unless the system has refused."""
         super().take(start, size)
         if self._refused.is_set():
             return
@@ -104,7 +104,7 @@ class StreamMark:
         self.event.synchronize()
 
     def cancel(self) -> None:
-        """Do nothing: issued work completes."""
+        """Do nothing: work that was issued to a stream always completes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class _Slot:
 
 
 class CudaDevice(Migration):
-    """A GPU: pinned extents if there are any, two staging buffers, one migration stream."""
+    """A GPU as a device: pinned extents if there are any, a staging buffer for each slot, one migration stream."""
 
     def __init__(
         self,

@@ -79,7 +79,7 @@ class Driver:
         self._call("cuMemSetAccess", address, size, [self._access], 1)
 
     def unmap(self, address: int, size: int) -> None:
-        """Undo one whole `map`."""
+        """Undo one `map`: address and size must be those of that call."""
         self._call("cuMemUnmap", address, size)
 
 

@@ -167,6 +167,6 @@ class Migration:
         self._rate, self._least = bytes_per_second, least
 
     def close(self, wait: bool = True) -> None:
-        """End the stream's thread."""
+        """End the stream's thread, and stop copies that are under way; wait for the thread if `wait`."""
         self._closing = True
         self.stream.close(wait)

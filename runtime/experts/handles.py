@@ -29,7 +29,7 @@ from .packed import GpuPackedExtent, PackedExtent
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """One expert's active placement."""
+    """One expert's active placement, with the tensors through which kernels read the expert."""
 
     version: Version | None  # `None` if the expert is absent
     # The expert as it is in memory (`Version.sections`), uint8, beginning on a multiple of 64. For an expert that is
@@ -84,7 +84,7 @@ class ServedLayer:
 
     @cached_property
     def on_host(self) -> ServedLayer:
-        """The same layer as the host runs it."""
+        """The same layer with the CPU as its device, for the host tier."""
         return ServedLayer(self.layer, self.versions, torch.device("cpu"))
 
 
@@ -170,7 +170,7 @@ class LayerCall:
 
 
 class LayerExperts:
-    """The handles of one layer."""
+    """The handles of one layer's experts, attached to the experts' module as `_moepack`."""
 
     model: object = None  # the key of the model, by which the running step is found (runtime/step.py)
     position = 0  # the layer's position among the model's layers of experts

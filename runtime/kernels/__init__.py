@@ -1,1 +1,1 @@
-"""Device code: from packed bytes to numbers. Imports nothing of moepack but `pack`."""
+"""Kernels: products and decoding straight from packed bytes. This folder imports only `pack` of moepack."""

@@ -1,1 +1,1 @@
-"""Memory in bytes before anything is allocated: what fits a budget, and the bytes outside the experts."""
+"""Plans of memory, made before anything is allocated: what fits a budget, and the bytes outside the experts."""

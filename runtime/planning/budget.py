@@ -9,7 +9,7 @@ import threading
 
 
 class BudgetTracker:
-    """Admission by bytes (dynaexq, section 3.3). Every method may be called from any thread.
+    """Named reservations of bytes within a budget (dynaexq, section 3.3). Any thread may call every method.
 
     Reserve before memory is taken, and release after it is given back: the memory in use then never exceeds the
     reservations.

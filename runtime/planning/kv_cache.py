@@ -19,7 +19,7 @@ class KvShape:
     parts: tuple[tuple[int, int, int | None], ...] = ()
 
     def bytes(self, tokens: int, batch: int = 1) -> int:
-        """Return the bytes of the caches of `batch` sequences of `tokens` tokens."""
+        """Return the bytes of caches for `batch` sequences, each of `tokens` tokens."""
         if tokens <= 0:
             return 0
         grown = ((constant + slope * tokens, cap) for constant, slope, cap in self.parts)
@@ -66,7 +66,7 @@ def tensors(cache: Any) -> Iterator[Tensor]:
 
 
 def static_length(cache: Any) -> int:
-    """Return the tokens for which a cache allocates memory at its first token; 0 for a cache that grows."""
+    """Return the tokens for which a static cache allocates memory at its first token; 0 for a cache that grows."""
     return max((int(getattr(layer, "max_cache_len", 0) or 0) for layer in getattr(cache, "layers", ())), default=0)
 
 

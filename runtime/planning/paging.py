@@ -40,7 +40,7 @@ class WindowSize:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all blocks."""
+        """Bytes of the whole window."""
         return self.blocks * sum(self.sizes)
 
 

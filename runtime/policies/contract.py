@@ -163,7 +163,7 @@ class LivePolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The model and the budget for which a policy that changes placements is made."""
+    """The facts about model and budget from which a policy that changes placements is made."""
 
     experts: Sequence[int]  # [layers], number of experts
     ladder: Ladder  # the placements, the best first; a policy answers with indices into the ladder

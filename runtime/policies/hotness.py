@@ -48,12 +48,12 @@ class HotnessOptions(DeviceOptions):
 
     @property
     def keeps_low(self) -> bool:
-        """See `LiveOptions`."""
+        """Whether `keep` is "yes": a promoted expert keeps its base version."""
         return self.keep == "yes"
 
     @property
     def spare_blocks(self) -> int:
-        """See `LiveOptions`."""
+        """The base blocks that stay free for demotions: `reserve`."""
         return self.reserve
 
 

@@ -144,7 +144,7 @@ class Paged:
         return pass_seconds(loads, self._setting.rates[PACKED:], self._setting.together)
 
     def _changes(self, by: int, capacity: Sequence[int]) -> list[int]:
-        """Return the change in each layer's number of experts: one in each layer, or as many in one, layers in turn."""
+        """Return the change in each layer's number of experts: one in each, or all of them in one layer, in turn."""
         experts = self._setting.experts
         most = [min(n, max(0, room) // row[PACKED])
                 for n, room, row in zip(experts, capacity, self._setting.sizes, strict=True)]  # fmt: skip

@@ -116,7 +116,7 @@ class Prefill:
         self._high: list[int] = []  # K of each layer in the last answer
 
     def decide(self, event: Event) -> Wanted | None:
-        """Place experts when a sequence begins to decode or ends without decoding, and when fewer experts fit."""
+        """Return new placements when a sequence begins to decode or ends without it, and when fewer experts fit."""
         if isinstance(event, PrefillEnded):
             self._add(event)
         elif isinstance(event, DecodingBegan):

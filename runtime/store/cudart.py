@@ -71,7 +71,7 @@ class Cudart:
         return value.value
 
     def register(self, address: int, size: int, flags: int) -> None:
-        """Pin existing pages. It is slow for gigabytes, and releases the interpreter lock."""
+        """Pin existing pages. The call is slow for gigabytes, and releases the GIL."""
         self._call("cudaHostRegister", address, size, flags)
 
     def unregister(self, address: int) -> None:

@@ -160,7 +160,7 @@ class BackingStore:
 
     @contextlib.contextmanager
     def reading_ahead(self, wanted: Iterable[Place]) -> Iterator[None]:
-        """Read and check these extents in threads, in this order, before the loader asks for them."""
+        """Read and check these extents in threads inside the context, in order, before the loader asks for them."""
         sizes = []
         for place in wanted:
             with contextlib.suppress(BundleError):  # raised again when the loader asks for it

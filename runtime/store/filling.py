@@ -45,7 +45,7 @@ class PageFile:
         return os.preadv(self._plain, [part], at)
 
     def close(self) -> None:
-        """Close the descriptor that was opened here."""
+        """Close the descriptor that `__init__` opened."""
         if self._fd >= 0:
             os.close(self._fd)
 

@@ -46,7 +46,7 @@ class _Region:
 
 @dataclass(slots=True)
 class Held:
-    """A pinned extent while it is a copy's source."""
+    """A pinned extent that is the source of a copy under way, and stays pinned until `release`."""
 
     bytes: Tensor  # uint8 [size], pinned
     # Whether these are a file's own pages, which the host must not read: a truncated file would raise a signal
@@ -115,7 +115,7 @@ class HostStore:
     # --- filling
 
     def start(self) -> None:
-        """Begin to fill in the background."""
+        """Begin to fill pinned memory in the background."""
         self._began = time.monotonic()
         self._thread.start()
 

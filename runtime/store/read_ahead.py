@@ -140,5 +140,5 @@ class ReadAhead:
 
 
 def readers() -> int:
-    """Return the number of reading threads."""
+    """Return the default number of threads that read."""
     return min(READERS, len(os.sched_getaffinity(0)))

@@ -123,7 +123,7 @@ class DenseLayer:
         return f"dense.{self.first + extent:05d}"
 
     def place(self, extent: int) -> str:
-        """The matrix of an extent, in words for messages."""
+        """The one matrix of an extent, by name, for messages."""
         return self.matrices[extent].module
 
 

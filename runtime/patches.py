@@ -125,7 +125,7 @@ class _Loader(Loader):
 
 
 class _Finder(MetaPathFinder):
-    """An import hook: finds each module of `_AFTER`, until the module has run."""
+    """An import hook: once a module of `_AFTER` has run, call its function."""
 
     def __init__(self) -> None:
         self._left = dict(_AFTER)

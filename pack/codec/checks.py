@@ -48,7 +48,7 @@ def _any(extent: Buffer, gaps: Iterator[tuple[int, int]]) -> bool:
 
 
 def check_lossless(matrices: Sequence[Matrix], extent: Buffer) -> Iterator[Wrong]:
-    """Find misplaced parts, padding that is not zero and unordered patches, in a lossless extent that decodes."""
+    """Find wrong offsets, nonzero padding and unsorted escaped exponents in a lossless extent that decodes."""
     table = extent[: _ENTRY * len(matrices)].view("<u4").reshape(-1, 2)
     ends, at = [table.nbytes], align(table.nbytes, SECTION)
     begins = []

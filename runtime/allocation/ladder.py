@@ -110,7 +110,7 @@ class Ladder:
         return np.array(place, np.int64)
 
     def _order(self, rates: Floats, room: int, held: Ints | None, margin: float, slack: int) -> Ints:
-        """Return the upgrades that save loss, best first and incumbents preferred, each as expert * steps + step."""
+        """Return upgrades that save loss, best first, those to `held` favoured, as expert * steps + chain index."""
         flat = rates.ravel()
         order = np.argsort(-flat, kind="stable")
         order = order[: np.count_nonzero(flat > 0)]

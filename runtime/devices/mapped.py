@@ -56,7 +56,7 @@ class MappedMemory(Memory):
         return self._granule * sum(i not in self._handles for i in self._pieces(start, size))
 
     def take(self, start: int, size: int) -> None:
-        """Map memory under these bytes; `give_back` undoes the call."""
+        """Put device memory behind this range, until `give_back`."""
         with contextlib.ExitStack() as undo:
             for i in self._pieces(start, size):
                 if i not in self._handles:

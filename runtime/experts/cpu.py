@@ -1,8 +1,8 @@
 """The experts' forward on a CPU with compiled kernels.
 
-One call a matrix runs all experts. Those with few tokens run straight from their packed bytes, those with many in tiles
-of weights, unpacked into a buffer that stays in cache. If the processor does not multiply BF16, or activations are
-float32, torch multiplies by the tiles. backends.py measures the limit. A slot is one of a token's top_k choices.
+One call a matrix runs all experts. Those with few tokens run straight from packed bytes, those with many (backends.py
+measures the limit) in tiles of weights, unpacked into a buffer that stays in cache. If the processor does not multiply
+BF16, or activations are float32, torch multiplies by the tiles. A slot is one of a token's top_k choices.
 """
 
 from __future__ import annotations

@@ -297,7 +297,7 @@ class Paging:
                 self._change.notify_all()
 
     def place(self, mapped: Mapped) -> None:
-        """Wait until nothing reads a block's old page (WAR); bind it to its new page. The caller owns the load."""
+        """Wait until nothing reads a block's old page (WAR); bind it to the new page, which the caller loads."""
         if mapped.at == mapped.page and not mapped.after:
             return
         for event in mapped.after:

@@ -78,7 +78,7 @@ class _Blocks:
 
 
 class Window:
-    """Blocks of each type, and the pages that have them."""
+    """Keep account of which page has which block."""
 
     def __init__(self, blocks: Sequence[int], layers: int, keeps: bool = True) -> None:
         """Set up `blocks`, the number of each type, for passes through `layers` layers.
@@ -143,7 +143,7 @@ class Window:
         return made
 
     def moved(self, mapped: Mapped) -> None:
-        """Note that a page's block is bound to it and `after` has ended; the block's old page is now unmapped."""
+        """Note that the block's earlier work has ended and it is bound to this page; its old page is unmapped."""
         if mapped.at is not None:
             self._of[mapped.page[0]].evicting.pop(mapped.at, None)
         mapped.at, mapped.after, mapped.is_moving = mapped.page, (), False

@@ -121,7 +121,7 @@ class LoadOptions:
 
     @property
     def bound(self) -> Bound | None:
-        """The bound on a token that `max_tpot` sets; `None` without a bound."""
+        """The time or bytes that a token may take, from `max_tpot`; `None` for any."""
         return parse_bound(self.max_tpot)
 
     @property

@@ -16,7 +16,7 @@ from torch import Tensor
 from moepack.families.mtp import mtp_tensors
 from moepack.pack.errors import CODE_ERRORS, InputError, in_a_line
 
-from .checkpoint import Checkpoint, source_dtype
+from .checkpoint import Checkpoint, native_version, source_dtype
 from .experts import describe, is_experts_module, parameter_names
 
 # Bytes of experts or MTP layers that are read at once; reading takes up to three times these bytes.
@@ -78,6 +78,7 @@ class Skeleton:
         if not expert_sources:
             raise InputError(f"{self.checkpoint.name}: no tensor of the checkpoint belongs to an expert")
         self.expert_dtype = source_dtype(self.checkpoint, expert_sources)  # in the checkpoint, one of EXPERT_DTYPES
+        self.native = native_version(self.checkpoint, expert_sources)  # the version that keeps experts as released
         for target, keys in self._targets.items():
             dtype = _TORCH_DTYPE.get(self.checkpoint.dtype(keys[0]))
             if dtype is not None and state[target].is_floating_point():

@@ -97,7 +97,7 @@ class Encoded:
     @staticmethod
     def from_facts(facts: Mapping[str, Any]) -> Encoded:
         """The inverse of `facts`, also after JSON made lists of its tuples."""
-        known = {n: tuple(v) if isinstance(v, list) else v for n, v in facts.items()}
+        known: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in facts.items()}
         for name in ("codes_in", "scale_in", "zeros_in", "outer_in"):
             if (part := known.get(name)) is not None:
                 known[name] = Part(part["name"], part["dtype"], tuple(part["shape"]))

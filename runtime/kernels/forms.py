@@ -26,17 +26,17 @@ class Kernel:
     triton: bool = True  # whether Triton has one, too
 
 
-# By `Version.kernel`, a number that C and Triton know too. Limits were measured on one AVX-512 core: against torch's
+# By `Version.kernel`, a number that C, and Triton but for some, know too. Limits were measured on one AVX-512 core: against torch's
 # product, and for `beside_amx` against AMX tiles.
 KERNELS = {
     16: Kernel(64, 4, 4),
-    23: Kernel(compiled=False),  # as 8 and 4, but with FP16 scales
-    22: Kernel(compiled=False),
-    21: Kernel(compiled=False),  # FP8 with a scale for each row; 20: for each block of 16 rows and group
-    20: Kernel(compiled=False),
-    19: Kernel(compiled=False),  # MXFP8
-    18: Kernel(compiled=False),  # NVFP4
-    17: Kernel(compiled=False),  # MXFP4
+    23: Kernel(128, 24, 4, triton=False),  # as 8 and 4, but with FP16 scales
+    22: Kernel(128, 16, 4, triton=False),
+    21: Kernel(128, 16, 4, triton=False),  # FP8 with a scale for each row; 20: for each group of 16 rows' columns
+    20: Kernel(128, 16, 4, triton=False),
+    19: Kernel(128, 16, 4, triton=False),  # MXFP8
+    18: Kernel(128, 16, 4, triton=False),  # NVFP4
+    17: Kernel(128, 16, 4, triton=False),  # MXFP4
     8: Kernel(128, 24, 4),
     4: Kernel(128, 16, 4),
     3: Kernel(128, 12, 2),

@@ -143,7 +143,5 @@ def activations(n: int, cols: int, dtype: torch.dtype, seed: int = 0) -> torch.T
 
 
 # Every encoding of a released checkpoint that is read in a way of its own, in every group size
-RELEASED = [
-    Version.of(e.name, size) for e in KNOWN if e.released and e.kernel > 16 for size in e.group_sizes or (0,)
-]
+RELEASED = [Version.of(e.name, size) for e in KNOWN if e.released and e.kernel > 16 for size in e.group_sizes or (0,)]
 VERSIONS = [Version.of("bf16"), *(Version.of(f"w{b}", g) for b, g in ((4, 128), (3, 64), (2, 32), (1, 64)))]

@@ -66,7 +66,10 @@ def test_the_table() -> None:
     for e in base.KNOWN:
         made = Version.of(e.name)
         assert bool(made.holds) == (made.released or not e.planes) and sum(made.planes) == (e.bits if e.planes else 0)
-        assert made.since == (4 if made.released else 3 if made.name == "w8" else 2) and Version.read(made.record()) == made
+        assert (
+            made.since == (4 if made.released else 3 if made.name == "w8" else 2)
+            and Version.read(made.record()) == made
+        )
         assert pickle.loads(pickle.dumps(made)) == made and hash(made) == hash(Version.of(e.name))
     assert Version.of("w4", 64) != Version.of("w4", 32)
     with pytest.raises(ValueError, match="does not know this form of w4"):
@@ -119,7 +122,9 @@ def test_a_bundle_holds_it_and_a_cpu_serves_it(
     assert opened.manifest.version("w6") == Version.of("w6", 32)
     expert = opened.expert("w6", opened.layers[0].index, 3)
     assert len(np.unique(expert.decode()[0].codes)) > 50
-    with pytest.raises(InputError, match="no kernel knows the encoding w6: the kernels know bf16, .*w8, .*w4, w3, w2, w1"):
+    with pytest.raises(
+        InputError, match="no kernel knows the encoding w6: the kernels know bf16, .*w8, .*w4, w3, w2, w1"
+    ):
         moepack.load(tmp_path / "bundle", policy="static:w6")
 
     request.getfixturevalue("in_table")

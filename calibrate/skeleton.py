@@ -167,6 +167,11 @@ class Skeleton:
         modules = self.layers[layer].modules()
         return sum(int(m.out_features) for m in modules if isinstance(m, torch.nn.Linear))
 
+    def dense_weights(self, layer: int) -> int:
+        """The weights of a layer's Linears, without the experts'."""
+        modules = self.layers[layer].modules()
+        return sum(m.weight.numel() for m in modules if isinstance(m, torch.nn.Linear))
+
     def part_bytes(self, part: int | None) -> int:
         """Bytes of a part in memory after loading."""
         return sum(self._bytes.get(part, {}).values())

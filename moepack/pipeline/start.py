@@ -49,10 +49,16 @@ def calibration_text(
     tokenizer = data.load_tokenizer(checkpoint.path)
     sources = [TextSource(str(s)) for s in calibration] or how.data
     names, weights = [s.source for s in sources], [s.weight for s in sources]
+    count, length = window_shape(checkpoint, recipe)
+    return names, data.calibration_windows(names, tokenizer, count, length, how.seed, weights)
+
+
+def window_shape(checkpoint: Checkpoint, recipe: Recipe) -> tuple[int, int]:
+    """The most windows that a recipe takes, and tokens of one."""
+    how = recipe.calibration
     limit = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None) or 0
     length = min(how.length, limit) if limit > 0 else how.length
-    count = max(how.most, how.samples) if how.until else how.samples
-    return names, data.calibration_windows(names, tokenizer, count, length, how.seed, weights)
+    return max(how.most, how.samples) if how.until else how.samples, length
 
 
 def start(

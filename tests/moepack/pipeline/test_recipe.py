@@ -18,7 +18,7 @@ EXPECTED = shipped()
 def test_shipped_recipes_are_valid(name: str) -> None:
     recipe = load_recipe(name)
     assert recipe.calibration.data and recipe.text
-    assert [v.name for v in recipe.version_specs()] == list(recipe.versions)
+    assert [v.name for v in recipe.version_specs()] == [v for v in recipe.versions if v != "native"]
 
 
 _SIZES = re.compile(

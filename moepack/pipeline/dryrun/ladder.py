@@ -26,7 +26,7 @@ def never_chosen(versions: Sequence[Version], matrices: Sequence[Matrix]) -> lis
     `versions` from the most to the least precise; `matrices` are those of an expert.
     """
     sizes = {v.name: v.resident_size(matrices) for v in versions}
-    weights = sum(m.weights for m in matrices)
+    weights = max(1, sum(m.weights for m in matrices))
     bits = {name: f"{8 * size / weights:.4g}" for name, size in sizes.items()}
     return [
         f"{name} takes {bits[name]} bits a weight and is never chosen: {better}, which is more precise, takes "

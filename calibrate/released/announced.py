@@ -1,4 +1,4 @@
-"""The version that keeps a checkpoint's experts as released, by its config.json alone: the tensors are not known yet."""
+"""The version that keeps experts as released, by config.json alone: the tensors are not known yet."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _PACKED = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4", "mx
 def announced_version(where: object, document: Mapping[str, Any]) -> Version:
     """The version that keeps the experts of a checkpoint as they were released; BF16 if they are not quantised.
 
-    `document` is its config.json, `where` its name in errors. Scales of GPTQ and AWQ count as FP16. Raises InputError for
-    a quantisation that is not read, and where only the tensors would tell the version, or none keeps its groups.
+    `document` is its config.json, `where` its name in errors. Scales of GPTQ and AWQ count as FP16. Raises InputError
+    for a quantisation that is not read, and where only the tensors would tell the version, or none keeps its groups.
     """
     read_scheme(where, document)  # refuses what is not read
     found = quantization_of(document)
@@ -43,7 +43,9 @@ def _version(document: Mapping[str, Any], found: Mapping[str, Any]) -> Version:
     if method == "modelopt":
         return _of(_MODELOPT[found["quant_algo"]])
     if method == "compressed-tensors":
-        made = {_compressed(g["weights"], g.get("format") or found.get("format")) for g in found["config_groups"].values()}
+        made = {
+            _compressed(g["weights"], g.get("format") or found.get("format")) for g in found["config_groups"].values()
+        }
         (version,) = made
         return version
     return _of(f"int{found['bits']}fp16", found["group_size"])

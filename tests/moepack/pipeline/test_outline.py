@@ -14,8 +14,8 @@ import torch
 from hub_stand_in import Hub, point, serve
 from support import ROOT, cli, ok, refused
 
-from moepack.calibrate.native import native_version
 from moepack.calibrate.outline import open_outline
+from moepack.calibrate.released.announced import announced_version
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Matrix, Version
 from moepack.pipeline.build import build
@@ -166,7 +166,7 @@ def pack(bits: int, group: int | None, **more: Any) -> dict[str, Any]:
 
 def test_the_native_version_follows_from_the_configuration() -> None:
     def of(quantization: Any, **more: Any) -> str:
-        version = native_version("x", {"quantization_config": quantization, **more})
+        version = announced_version("x", {"quantization_config": quantization, **more})
         return f"{version.name} {version.group_size}"
 
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -174,33 +174,35 @@ def test_the_native_version_follows_from_the_configuration() -> None:
     assert of(fp8) == "fp8 128" and of(fp8, expert_dtype="fp4") == of({**fp8, "expert_dtype": "fp4"}) == "mxfp4 32"
     assert of({**fp8, "weight_block_size": [32, 32]}) == "fp8 32" and of({"quant_method": "fp8"}) == "fp8row 0"
     assert of({**fp8, "weight_block_size": [1, 32]}) == of({"quant_method": "mxfp8"}) == "mxfp8 32"
-    assert of(pack(4, 32)) == "int4 32" and of(pack(8, None, strategy="channel")) == "int8 128"
+    assert of(pack(4, 32)) == "int4 32" and of(pack(8, 128)) == "int8 128"
     assert of({**pack(4, 16, type="float"), "format": "nvfp4-pack-quantized"}) == "nvfp4 16"
-    assert of(pack(8, None, type="float", strategy="channel")) == "fp8row 0"
-    assert of(pack(8, None, type="float", strategy="block", block_structure=[128, 128])) == "fp8 128"
+    floats = {"type": "float", "block_structure": [128, 128]}
+    by_row, by_block = (pack(8, None, strategy=strategy, **floats) for strategy in ("channel", "block"))
+    assert of({**by_row, "format": "float-quantized"}) == "fp8row 0"
+    assert of({**by_block, "format": "float-quantized"}) == "fp8 128"
     assert of({"quant_method": "modelopt", "quant_algo": "NVFP4"}) == "nvfp4 16"
     assert of({"quant_method": "gptq", "bits": 4, "group_size": 128}) == "int4fp16 128"
-    assert of({"quant_method": "awq", "w_bit": 4, "q_group_size": 64}) == "int4fp16 64"
-    assert native_version("x", {"text_config": {"quantization_config": pack(4, 32)}}).name == "int4"
+    assert of({"quant_method": "awq", "bits": 4, "group_size": 64}) == "int4fp16 64"
+    assert announced_version("x", {"text_config": {"quantization_config": pack(4, 32)}}).name == "int4"
 
 
 @pytest.mark.parametrize(
-    "quantization",
+    ("quantization", "message"),
     [
-        {"quant_method": "bitsandbytes"}, {"quant_method": "gptq", "bits": 3, "group_size": 128}, "exl3", {},
-        {"quant_method": "fp8", "weight_block_size": [100, 128]}, {"quant_method": "fp8", "weight_block_size": 3},
-        {"quant_method": "fp8", "weight_block_size": [128, 48]}, pack(4, 48), {"quant_method": "compressed-tensors"},
-        {**pack(4, 32), "config_groups": {b: pack(b, 32)["config_groups"]["group_0"] for b in (4, 8)}},
+        ({"quant_method": "bitsandbytes"}, "is already quantised"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "says bits 3"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1}, "bits 4, group_size -1, or none keeps them"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 48]}, r"weight_block_size \[128, 48\], or none keeps them"),
+        (pack(4, 48), "format pack-quantized, or none keeps them"),
+        ({**pack(4, 32), "config_groups": {b: pack(b, 32)["config_groups"]["group_0"] for b in (4, 8)}},
+         "config.json alone does not tell"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "does not tell .* quant_algo MIXED_PRECISION"),
     ], ids=str,
 )  # fmt: skip
-def test_a_quantisation_without_a_version_is_refused(quantization: Any, tmp_path: Path) -> None:
-    if quantization == {}:
-        quantization = {"quant_algo": "W4A8_AWQ"}
-    with pytest.raises(InputError, match=r"^x: experts quantised as .* have no version: moepack keeps mxfp4"):
-        native_version("x", {"quantization_config": quantization})
+def test_a_quantisation_without_a_version_is_refused(quantization: Any, message: str, tmp_path: Path) -> None:
     config = json.loads((CONFIGS / "gpt-oss-20b" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
-    with pytest.raises(InputError, match="have no version"):
+    with pytest.raises(InputError, match=message):
         open_outline(tmp_path)
 
 

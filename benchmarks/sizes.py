@@ -31,13 +31,13 @@ def row(folder: Path) -> dict[str, Any]:
     from moepack.pack.spec import Version
 
     outline = open_outline(folder)
-    assert outline is not None
+    assert outline is not None and outline.native is not None
     stream = StreamedModel(outline.checkpoint, "cpu")
     layers = list(stream.expert_layers.values())
     plain = sum(x.experts * sum(2 * (m.weights + m.rows * m.bias) for m in x.matrices) for x in layers)
     everything = sum(stream.part_bytes(part) for part in (None, *range(len(stream.layers))))
     found: dict[str, Any] = {"model": folder.name, "native": outline.native.name, "beside, GB": everything - plain}
-    named = {"native": outline.native, "bf16": Version.of("bf16")}
+    named: dict[str, Version] = {"native": outline.native, "bf16": Version.of("bf16")}
     named |= {name: Version.of(name, group) for name, group in LOSSY.items()}
     for name, version in named.items():
         found[f"experts {name}, GB"] = sum(x.experts * _extent(version, x.matrices) for x in layers)

@@ -17,9 +17,11 @@ from transformers import AutoModelForCausalLM
 
 import moepack
 from moepack.calibrate.checkpoint import open_checkpoint
+from moepack.calibrate.released.announced import announced_version
 from moepack.calibrate.stream import StreamedModel
 from moepack.pack.reader import open_bundle
 from moepack.pipeline.build import build
+from moepack.pipeline.estimate import estimate
 from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.verify import verify
 
@@ -94,3 +96,30 @@ def test_from_checkpoint_to_logits(kind: str, plain: Path, text: Path, tmp_path:
     got = logits(tmp_path / "bundle", policy=f"static:{native.name}", dtype=torch.float32)
     assert float((got - want).norm() / want.norm()) < 1e-5
     assert float((logits(tmp_path / "bundle", policy="static:w2") - want).norm() / want.norm()) > 0.01
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_the_configuration_alone_tells_the_version(kind: str, plain: Path, tmp_path: Path) -> None:
+    """But for the dtype of GPTQ's and AWQ's scales, and formats that only tensors tell apart."""
+    released(plain, tmp_path / "checkpoint", kind)
+    native = StreamedModel(open_checkpoint(tmp_path / "checkpoint")).native
+    told = announced_version(kind, json.loads((tmp_path / "checkpoint" / "config.json").read_text()))
+    assert (told.name.removesuffix("fp16"), told.group_size) == (native.name.removesuffix("fp16"), native.group_size)
+
+
+@pytest.mark.parametrize("kind", ["deepseek mxfp4", "fp8 blocks", "gptq"])
+def test_dry_runs_count_what_a_build_makes(kind: str, plain: Path, text: Path, tmp_path: Path) -> None:
+    """With the weights and from config.json alone: the bytes of the native version's files."""
+    released(plain, tmp_path / "checkpoint", kind)
+    recipe = parse_recipe(RECIPE, "native")
+    build(tmp_path / "checkpoint", tmp_path / "bundle", recipe, [text])
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only" / "config.json").write_bytes((tmp_path / "checkpoint" / "config.json").read_bytes())
+    native = open_bundle(tmp_path / "bundle").versions[0].name
+    made = sum(f.stat().st_size for f in (tmp_path / "bundle" / "experts" / native).iterdir())
+    whole = estimate(tmp_path / "checkpoint", tmp_path / "b", recipe, [text])
+    bare = estimate(tmp_path / "only", tmp_path / "b", recipe)
+    assert whole.versions[native] == bare.versions[native] == made and bare.outline == "config.json alone"
+    assert whole.checkpoint_bytes == sum(
+        t.nbytes for t in load_file(tmp_path / "checkpoint/model.safetensors").values()
+    )

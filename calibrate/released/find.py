@@ -34,6 +34,8 @@ def read_scheme(where: object, document: Mapping[str, Any]) -> Scheme | None:
     quantization = quantization_of(document)
     if not quantization:
         return None
+    if isinstance(quantization, str):
+        quantization = {"quant_method": quantization}
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     make = _METHODS.get(method) if isinstance(method, str) else None
     if make is None:

@@ -20,6 +20,7 @@ from moepack.version import __version__
 from .allocate import check_allocation
 from .artifacts import DIGESTS, RECIPE, run_record
 from .bound import MAPPED, MemoryPlan, place
+from .dryrun.ladder import never_chosen
 from .enough import enough_windows
 from .needs import Dense, needs_of
 from .recipe import Recipe, TextSource, parse_recipe, with_native, with_text
@@ -92,6 +93,8 @@ def start(
     recipe = with_native(recipe, stream.native)
     if stream.expert_dtype != "BF16" and LOSSLESS in recipe.versions:
         reporter.note(f"the {LOSSLESS} version holds {EXPERT_DTYPES[stream.expert_dtype]}")
+    for line in never_chosen(recipe.version_specs(), next(iter(stream.expert_layers.values())).matrices):
+        reporter.note(line)
     settings = recipe.calibration
     sources, windows = calibration_text(opened, recipe, calibration)
     dense = dense_parts(stream, recipe)

@@ -19,10 +19,12 @@ import moepack
 from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.released.announced import announced_version
 from moepack.calibrate.stream import StreamedModel
+from moepack.pack.encodings.released import Fp8
 from moepack.pack.reader import open_bundle
 from moepack.pipeline.build import build
 from moepack.pipeline.estimate import estimate
 from moepack.pipeline.recipe import parse_recipe
+from moepack.progress import Reporter
 from moepack.reports.verify import verify
 
 RECIPE = """
@@ -107,6 +109,20 @@ def test_the_configuration_alone_tells_the_version(kind: str, plain: Path, tmp_p
     assert (told.name.removesuffix("fp16"), told.group_size) == (native.name.removesuffix("fp16"), native.group_size)
 
 
+def test_a_build_names_versions_that_are_never_chosen(plain: Path, text: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    class Kept(Reporter):
+        def note(self, text: str) -> None:
+            lines.append(text)
+
+    released(plain, tmp_path / "checkpoint", "deepseek mxfp4")
+    recipe = parse_recipe(RECIPE.replace("w2", "w4, w2"), "native")
+    build(tmp_path / "checkpoint", tmp_path / "bundle", recipe, [text], reporter=Kept())
+    (line,) = [line for line in lines if line.startswith("w4 ")]
+    assert "is never chosen: mxfp4, which is more precise, takes" in line, "both fill two pages"
+
+
 @pytest.mark.parametrize("kind", ["deepseek mxfp4", "fp8 blocks", "gptq"])
 def test_dry_runs_count_what_a_build_makes(kind: str, plain: Path, text: Path, tmp_path: Path) -> None:
     """With the weights and from config.json alone: the bytes of the native version's files."""
@@ -123,3 +139,13 @@ def test_dry_runs_count_what_a_build_makes(kind: str, plain: Path, text: Path, t
     assert whole.checkpoint_bytes == sum(
         t.nbytes for t in load_file(tmp_path / "checkpoint/model.safetensors").values()
     )
+
+
+def test_a_dry_run_encodes_released_codes(plain: Path, text: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Where a version's bytes depend on its codes, they are read and encoded: here to what the shapes say."""
+    released(plain, tmp_path / "checkpoint", "fp8 blocks")
+    recipe = parse_recipe(RECIPE, "native")
+    plainly = estimate(tmp_path / "checkpoint", tmp_path / "b", recipe, [text])
+    monkeypatch.setattr(Fp8, "entropy_coded", True)
+    monkeypatch.setattr(Fp8, "stored_sizes", lambda version, matrices: None)
+    assert estimate(tmp_path / "checkpoint", tmp_path / "b", recipe, [text]).versions == plainly.versions

@@ -39,7 +39,7 @@ class OutlineRun(DryRun):
     """A walk through the shapes of a checkpoint."""
 
     def __init__(self, outline: Outline, native: Version, *arguments: Any) -> None:
-        """`native`: the version of experts as released. Further arguments are those of `DryRun`; ids have any values."""
+        """`native`: the version of experts as released. Other arguments are those of `DryRun`; ids have any values."""
         super().__init__(*arguments)
         self._outline, self._native = outline, native
         self._operations = 0.0  # floating-point operations of a batch, through all layers so far

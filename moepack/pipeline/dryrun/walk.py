@@ -23,7 +23,7 @@ from ..bound import BuildNeeds, MemoryPlan, peak, workers
 from ..needs import Dense
 from ..recipe import Recipe
 from ..run import EVERY
-from ..tasks.experts import ExpertBatchTask, batch_settings, exact_extent, make_expert_batch
+from ..tasks.experts import ExpertBatchTask, batch_settings, exact_extent, make_expert_batch, released_extent
 from ..tasks.row_shards import bits_of, exact_matrix, make_row_shard, row_shard_tasks
 from .report import Estimate
 
@@ -155,11 +155,11 @@ class DryRun:
         for some in stream.expert_ranges(index):
             with self._timed("read"):
                 experts = stream.experts(index, some)
-            self._add_experts(experts)
+            self._add_experts(experts, some.start)
             del experts  # before the next are read
 
-    def _add_experts(self, experts: ExpertWeights) -> None:
-        """Add the bytes of experts in entropy-coded versions."""
+    def _add_experts(self, experts: ExpertWeights, first: int = 0) -> None:
+        """Add the bytes of experts in entropy-coded versions. `first` is the first one's index in its layer."""
         from moepack.calibrate.held import release
 
         if not self._encoded:
@@ -168,7 +168,12 @@ class DryRun:
         with self._timed("encode"):
             for e in range(experts.layer.experts):
                 for version in self._encoded:
-                    self._sizes[version.name] += len(exact_extent(version, experts, e)[0])
+                    if version.released:
+                        native = self._stream.native_experts(experts.layer.index, range(first + e, first + e + 1))
+                        extent, _ = released_extent(version, native, experts, e)
+                    else:
+                        extent, _ = exact_extent(version, experts, e)
+                    self._sizes[version.name] += len(extent)
                 for matrices in experts.weights:
                     release(matrices)
                 self._reporter.advance()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+from released import same
 from released_kinds import KINDS
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -19,7 +20,9 @@ import moepack
 from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.released.announced import announced_version
 from moepack.calibrate.stream import StreamedModel
+from moepack.export import export_checkpoint
 from moepack.pack.encodings.released import Fp8
+from moepack.pack.errors import TargetError
 from moepack.pack.reader import open_bundle
 from moepack.pipeline.build import build
 from moepack.pipeline.estimate import estimate
@@ -98,6 +101,22 @@ def test_from_checkpoint_to_logits(kind: str, plain: Path, text: Path, tmp_path:
     got = logits(tmp_path / "bundle", policy=f"static:{native.name}", dtype=torch.float32)
     assert float((got - want).norm() / want.norm()) < 1e-5
     assert float((logits(tmp_path / "bundle", policy="static:w2") - want).norm() / want.norm()) > 0.01
+    check_export(tmp_path, kind)
+
+
+def check_export(folder: Path, kind: str) -> None:
+    """Every tensor that the checkpoint had comes back, byte for byte, from the bundle alone."""
+    before = load_file(folder / "checkpoint" / "model.safetensors")
+    (folder / "checkpoint").rename(folder / "elsewhere")
+    made = export_checkpoint(folder / "bundle", folder / "again")
+    after = load_file(folder / "again" / "model.safetensors")
+    assert made.left_out == () and set(after) == set(before)
+    assert all(same(after[name], tensor) for name, tensor in before.items())
+    config = json.loads((folder / "again" / "config.json").read_text())
+    assert config["quantization_config"] == KINDS[kind].quantization
+    assert StreamedModel(open_checkpoint(folder / "again")).native == open_bundle(folder / "bundle").versions[0]
+    with pytest.raises(TargetError, match="again: exists and is not empty"):
+        export_checkpoint(folder / "bundle", folder / "again")
 
 
 @pytest.mark.parametrize("kind", SERVED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,8 @@ from moepack.pack.manifest.parser import safe_path
 from moepack.pack.safetensors_file import Header, TensorEntry, read_header
 from moepack.pack.spec import EXPERT_DTYPES
 
-from .encoded import FP8, Encoded, Scheme, find_encoded, read_scheme
+from .released import Encoded, find_encoded, read_scheme
+from .released.find import Scheme
 
 # Patterns of the files besides config.json that a bundle copies: those that transformers reads for tokenizers,
 # processors and generation, and licences.
@@ -64,7 +66,7 @@ class Checkpoint:
     @property
     def weights(self) -> list[str]:
         """Names of the tensors that an unquantised checkpoint would have."""
-        parts = {name for e in self.encoded.values() for name in (e.codes, e.scales)}
+        parts = {name for e in self.encoded.values() for name in e.names}
         return [*(name for name in self.file_of if name not in parts), *self.encoded]
 
     def dtype(self, weight: str) -> str:
@@ -72,17 +74,16 @@ class Checkpoint:
         return "BF16" if weight in self.encoded else self._entry(weight).dtype
 
     def stored_dtype(self, weight: str) -> str:
-        """The stored dtype of a weight, or the scheme's name if the weight is encoded (codes and scales)."""
-        return self.encoded[weight].scheme.name if weight in self.encoded else self._entry(weight).dtype
+        """The stored dtype of a weight, or its name in EXPERT_DTYPES if the weight is encoded (codes and scales)."""
+        return self.encoded[weight].stored_dtype if weight in self.encoded else self._entry(weight).dtype
 
     def shape(self, weight: str) -> tuple[int, ...]:
-        """The stored shape of a weight, or of its codes if it is encoded."""
-        return self._entry(self.encoded[weight].codes if weight in self.encoded else weight).shape
+        """The shape of a weight after reading."""
+        return self.encoded[weight].decoded_shape if weight in self.encoded else self._entry(weight).shape
 
     def files_of(self, weights: Iterable[str]) -> set[str]:
         """The files of these weights."""
-        pairs = {weight: self.encoded.get(weight) for weight in weights}
-        stored = ((weight,) if pair is None else (pair.codes, pair.scales) for weight, pair in pairs.items())
+        stored = ((weight,) if weight not in self.encoded else self.encoded[weight].names for weight in weights)
         return {self.file_of[name] for names in stored for name in names}
 
     def weight_bytes(self, weight: str) -> int:
@@ -90,8 +91,7 @@ class Checkpoint:
         if weight not in self.encoded:
             entry = self._entry(weight)
             return entry.end - entry.begin
-        codes = self._entry(self.encoded[weight].codes)
-        return (codes.end - codes.begin) * (2 if self.encoded[weight].scheme.name == FP8 else 4)
+        return 2 * math.prod(self.encoded[weight].shape)
 
     def _entry(self, tensor: str) -> TensorEntry:
         return self.headers[self.file_of[tensor]].tensors[tensor]
@@ -158,7 +158,7 @@ def _config(path: Path) -> tuple[Any, Scheme | None]:
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
         raise InputError(f"{file}: names no model_type")
     check_counts(str(file), document)
-    scheme = read_scheme(path, document.get("quantization_config"))
+    scheme = read_scheme(path, document)
 
     from transformers import AutoConfig  # slow to import, so errors above come first
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +19,9 @@ from torch import Tensor
 from moepack.pack.errors import InputError
 
 from .checkpoint import Checkpoint
-from .encoded import Encoded
 from .experts import ExpertWeights
 from .held import empty, is_mapped, release
+from .released import Encoded
 from .skeleton import Parts, Skeleton, set_tensor
 
 
@@ -256,11 +256,18 @@ class LazyWeights:
 
     def weight(self, name: str, part: range | None = None) -> Any:
         """A weight that is read when indexed, and decoded to BF16 if encoded; `part` is a range of its first axis."""
-        pair = self._checkpoint.encoded.get(name)
-        if pair is None and part is None:
+        if name not in self._checkpoint.encoded and part is None:
             return self._slice(name)
-        names = [name] if pair is None else [pair.codes, pair.scales]
-        return _LazyWeight([self._slice(n) for n in names], pair, part)
+        return _LazyWeight(self, name, part)
+
+    def reader(self, part: range | None = None) -> Callable[[str], Tensor]:
+        """What reads a tensor of the checkpoint by its name; `part` is a range of its first axis."""
+        at: Any = ... if part is None else slice(part.start, part.stop)
+        return lambda name: self._slice(name)[at]
+
+    def encoded(self, name: str) -> Encoded | None:
+        """How a weight is encoded, None if it is not."""
+        return self._checkpoint.encoded.get(name)
 
     def _slice(self, tensor: str) -> Any:
         file = self._checkpoint.file_of[tensor]
@@ -273,11 +280,9 @@ class LazyWeights:
 class _LazyWeight:
     """A range of a weight or an encoded weight, read when indexed."""
 
-    def __init__(self, slices: list[Any], pair: Encoded | None, part: range | None) -> None:
-        self._slices, self._pair = slices, pair
-        self._part: Any = ... if part is None else slice(part.start, part.stop)
+    def __init__(self, weights: LazyWeights, name: str, part: range | None) -> None:
+        self._weights, self._name, self._part = weights, name, part
 
     def __getitem__(self, index: Any) -> Tensor:
-        read = [one[self._part] for one in self._slices]
-        whole: Tensor = read[0] if self._pair is None else self._pair.decode(*read)
-        return whole[index]
+        get, encoded = self._weights.reader(self._part), self._weights.encoded(self._name)
+        return (get(self._name) if encoded is None else encoded.decode(get))[index]

@@ -42,7 +42,7 @@ def read_scheme(where: object, document: Mapping[str, Any]) -> Scheme | None:
     try:
         return make(document, quantization)
     except InputError as error:
-        raise InputError(f"{where}: quantization_config {error.problems[0]}") from None
+        raise InputError(f"{where}: quantization_config {error}") from None
 
 
 def find_encoded(where: object, scheme: Scheme | None, tensors: Mapping[str, TensorEntry]) -> dict[str, Encoded]:
@@ -64,7 +64,7 @@ def find_encoded(where: object, scheme: Scheme | None, tensors: Mapping[str, Ten
                 raise InputError(f"{weight} is stored twice, also as {encoded.codes_in.name}")
             out[weight] = encoded
     except InputError as error:
-        raise InputError(f"{where}: {error.problems[0]}") from None
+        raise InputError(f"{where}: {error}") from None
     if not out:
         raise InputError(f"{where}: config.json says that weights are quantised, but no tensor is stored so")
     return out

@@ -1,14 +1,15 @@
 """Codes and scales of a model's matrices as the checkpoint has them, in the model's layout, and back into its tensors.
 
-transformers' own renaming and conversion says where each row of each of the checkpoint's weights goes: it is run once on
-row numbers. What is done with the codes is not decided here.
+transformers' own renaming and conversion says where each row of each of the checkpoint's weights goes: it is run once
+on row numbers. What is done with the codes is not decided here.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,11 +52,9 @@ class Placement:
     def native(self, arrays: Iterator[dict[str, Tensor | None]]) -> NativeWeight:
         """Put the sources' arrays, in the order of `sources`, in the matrix's layout."""
         first, out = self.sources[0][1], dict[str, Tensor]()
-        total = 1
-        for size in self.lead:
-            total *= size
-        for (_, encoded), places, read in zip(self.sources, self.places, arrays, strict=True):
-            for name, array in read.items():
+        total = math.prod(self.lead)
+        for places, own in zip(self.places, arrays, strict=True):
+            for name, array in own.items():
                 if array is None:
                     continue
                 rows = array.reshape(-1, array.shape[-1])
@@ -80,9 +79,7 @@ class Placement:
     def _batch(encoded: Encoded, rows: int) -> tuple[int, ...]:
         """The axes before a source's rows; the first of them may be a range."""
         *batch, each, _ = encoded.shape
-        for size in batch[1:]:
-            each *= size
-        return (rows // each, *batch[1:]) if batch else ()
+        return (rows // math.prod((*batch[1:], each)), *batch[1:]) if batch else ()
 
 
 def bits(array: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ class StreamedModel(Skeleton):
     def convert_apart(
         self, sources: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """What transformers' conversion makes of tensors in place of the checkpoint's weights, without changing the model.
+        """What transformers' conversion makes of tensors in place of weights, without changing the model.
 
         `shapes` are those of the parameters wanted; the result is empty if it makes others, or raises an error.
         """
@@ -166,7 +166,7 @@ class StreamedModel(Skeleton):
         Rows keep the module's order, and columns are those of a Linear whichever way the module keeps them. Raises
         InputError for a matrix that has no such form, and for codes or scales that are no numbers.
         """
-        return tuple(read(self, place, parts) for place, parts in self._native_places(layer, some))
+        return tuple(read(self, placement, parts) for placement, parts in self._native_places(layer, some))
 
     def write_back(self, layer: int, some: range, matrices: Sequence[NativeWeight]) -> dict[str, Tensor]:
         """The inverse of `native_experts`: the checkpoint's tensors byte for byte, by name, without their leftovers.
@@ -174,8 +174,8 @@ class StreamedModel(Skeleton):
         Of a tensor with all experts along its first axis, it has `some`.
         """
         out: dict[str, Tensor] = {}
-        for (place, _), matrix in zip(self._native_places(layer, some), matrices, strict=True):
-            for tensors in place.restore(matrix):
+        for (placement, _), matrix in zip(self._native_places(layer, some), matrices, strict=True):
+            for tensors in placement.restore(matrix):
                 out |= tensors
         return out
 

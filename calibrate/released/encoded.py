@@ -132,8 +132,11 @@ class Encoded:
             )
 
     def scale(self, get: Get) -> Tensor:
-        """The scales [..., rows, groups]: uint8 bits of E8M0 (mxfp4, mxfp8) or E4M3 (nvfp4), uint16 bits of BF16 or FP16
-        (int*), or float32 (fp8, each of a block's rows having its block's). Raises InputError for NaN or infinity."""
+        """The scales [..., rows, groups], in a dtype by the encoding. Raises InputError for NaN or infinity.
+
+        They are uint8 bits of E8M0 (mxfp4, mxfp8) or E4M3 (nvfp4), uint16 bits of BF16 or FP16 (int*), or float32 (fp8,
+        each of a block's rows having its block's).
+        """
         import torch
 
         raw, (rows, cols) = get(self.scale_in.name), self.shape[-2:]

@@ -1,4 +1,4 @@
-"""Check the tensors that belong to a weight by their headers, and options of a configuration. Each problem has one line."""
+"""Check tensors that belong to a weight by their headers, and options of a configuration. A problem has one line."""
 
 from __future__ import annotations
 

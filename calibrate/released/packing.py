@@ -32,7 +32,7 @@ def pack(codes: Tensor, bits: int, words: dtype) -> Tensor:
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % per_word))
     if bits == 4:
         codes = codes[..., 0::2] | codes[..., 1::2] << 4
-    return codes.contiguous().view(words)
+    return codes.flatten().view(words).reshape(*codes.shape[:-1], -1)  # one row may have strides that words do not
 
 
 def awq_order(codes: Tensor, inverse: bool = False) -> Tensor:

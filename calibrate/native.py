@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from .released import Encoded
 if TYPE_CHECKING:
     from .skeleton import Parts
     from .stream import StreamedModel
+
+Convert = Callable[[Mapping[str, Tensor], str, Sequence[int]], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,19 @@ class Placement:
     places: tuple[Tensor, ...]  # for each source, int64: row r of it is row places[r] of the matrix, experts counted
     lead: tuple[int, ...]  # the matrix's axes before its columns: (experts, rows), or (rows,)
 
+    def facts(self) -> dict[str, Any]:
+        """What `from_facts` needs to make this again without the checkpoint; a JSON object."""
+        places = [_runs(p) for p in self.places]
+        return {"sources": [[n, e.facts()] for n, e in self.sources], "places": places, "lead": list(self.lead)}
+
+    @staticmethod
+    def from_facts(facts: Mapping[str, Any]) -> Placement:
+        """The inverse of `facts`."""
+        sources = tuple((name, Encoded.from_facts(own)) for name, own in facts["sources"])
+        runs = [[range(start, start + step * count, step) for start, step, count in own] for own in facts["places"]]
+        places = tuple(torch.tensor([row for run in own for row in run]) for own in runs)
+        return Placement(sources, places, tuple(facts["lead"]))
+
     def native(self, arrays: Iterator[dict[str, Tensor | None]]) -> NativeWeight:
         """Put the sources' arrays, in the order of `sources`, in the matrix's layout."""
         first, out = self.sources[0][1], dict[str, Tensor]()
@@ -66,14 +81,16 @@ class Placement:
             first.version, first.group, made["codes"], made["scale"], made.get("outer"), made.get("zeros")
         )
 
-    def restore(self, weight: NativeWeight) -> Iterator[dict[str, Tensor]]:
-        """Yield each source's tensors of the checkpoint, byte for byte, by their names."""
+    def restore(self, weight: NativeWeight) -> dict[str, Tensor]:
+        """The sources' tensors of the checkpoint, byte for byte, by their names, without their leftovers."""
         flat = {name: bits(a.reshape(-1, a.shape[-1])) for name, a in weight.arrays().items()}
         own = weight.arrays()
+        out: dict[str, Tensor] = {}
         for (_, encoded), places in zip(self.sources, self.places, strict=True):
             batch = self._batch(encoded, len(places))
             read = {n: a[places].view(own[n].dtype).reshape(*batch, -1, a.shape[-1]) for n, a in flat.items()}
-            yield encoded.restore(**read)
+            out |= encoded.restore(**read)
+        return out
 
     @staticmethod
     def _batch(encoded: Encoded, rows: int) -> tuple[int, ...]:
@@ -87,11 +104,25 @@ def bits(array: Tensor) -> Tensor:
     return array.view(torch.int16) if array.dtype == torch.uint16 else array
 
 
-def place(stream: StreamedModel, parameter: str, parts: Parts, experts: int | None, transposed: bool) -> Placement:
+def _runs(places: Tensor) -> list[list[int]]:
+    """Rows as runs [first, step, count]: most families keep a weight's rows in order or interleave two."""
+    if len(places) < 2:
+        return [[int(p), 1, 1] for p in places]
+    steps = places.diff()
+    step = int(steps[0])
+    ends = torch.where(steps != step)[0].tolist() + [len(places) - 1]
+    begins = [0, *(end + 1 for end in ends[:-1])]
+    return [[int(places[a]), step, b + 1 - a] for a, b in zip(begins, ends, strict=True)]
+
+
+def place(
+    stream: StreamedModel, convert: Convert, parameter: str, parts: Parts, experts: int | None, transposed: bool
+) -> Placement:
     """Find where the rows of `parts`, weights of the checkpoint, go in a parameter that holds `experts` of them.
 
-    Raises InputError if one of the weights is not encoded, if their encodings differ, or if the parameter is more or
-    less than their rows in another order.
+    `convert` makes of int64 tensors, by the names of the weights, the parameter in the shape given, and returns None if
+    it does not. Raises InputError if one of the weights is not encoded, if their encodings differ, or if the parameter
+    is more or less than their rows in another order.
     """
     name, known = stream.checkpoint.name, stream.checkpoint.encoded
     plain = [key for key in parts if key not in known]
@@ -115,10 +146,10 @@ def place(stream: StreamedModel, parameter: str, parts: Parts, experts: int | No
         shape[0] = experts
     cols = shape[-2 if transposed else -1]
     shape[-2 if transposed else -1] = 1
-    got = stream.convert_apart(tags, {parameter: shape}, torch.int64)
-    if not got or any(known[key].shape[-1] != cols for key in parts):
+    got = convert(tags, parameter, shape)
+    if got is None or any(known[key].shape[-1] != cols for key in parts):
         raise InputError(f"{name}: {parameter} keeps the columns of its weights in another order: not supported")
-    order = (got[parameter].mT if transposed else got[parameter])[..., 0]
+    order = (got.mT if transposed else got)[..., 0]
     places = torch.argsort(order.flatten())
     if not torch.equal(order.flatten()[places], torch.arange(total)):
         raise InputError(f"{name}: {parameter} is not the rows of its weights in another order: not supported")

@@ -91,14 +91,9 @@ class StreamedModel(Skeleton):
         lacks = info.mismatched_keys or info.conversion_errors or any(tensor.is_meta for tensor in got.values())
         return ({} if lacks else got), info
 
-    def convert_apart(
-        self, sources: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], dtype: torch.dtype
-    ) -> dict[str, Tensor]:
-        """What transformers' conversion makes of tensors in place of weights, without changing the model.
-
-        `shapes` are those of the parameters wanted; the result is empty if it makes others, or raises an error.
-        """
-        return self._apart(lambda: self._convert(sources), shapes, dtype)[0]
+    def _convert_apart(self, sources: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> Tensor | None:
+        """The parameter of this shape that tensors in place of weights make; None if they make another, or none."""
+        return self._apart(lambda: self._convert(sources), {name: shape}, torch.int64)[0].get(name)
 
     def _refuse(self, info: Any) -> None:
         """Raise InputError for weights that transformers reports it could not load."""
@@ -168,15 +163,18 @@ class StreamedModel(Skeleton):
         """
         return tuple(read(self, placement, parts) for placement, parts in self._native_places(layer, some))
 
-    def write_back(self, layer: int, some: range, matrices: Sequence[NativeWeight]) -> dict[str, Tensor]:
-        """The inverse of `native_experts`: the checkpoint's tensors byte for byte, by name, without their leftovers.
+    def native_places(self, layer: int, some: range) -> tuple[Placement, ...]:
+        """Where the rows of the matrices of `native_experts` come from; they restore the checkpoint's tensors.
 
-        Of a tensor with all experts along its first axis, it has `some`.
+        Of a tensor with all experts along its first axis, that is `some` of it.
         """
+        return tuple(placement for placement, _ in self._native_places(layer, some))
+
+    def write_back(self, layer: int, some: range, matrices: Sequence[NativeWeight]) -> dict[str, Tensor]:
+        """The inverse of `native_experts`: the checkpoint's tensors byte for byte, by name, without their leftovers."""
         out: dict[str, Tensor] = {}
-        for (placement, _), matrix in zip(self._native_places(layer, some), matrices, strict=True):
-            for tensors in placement.restore(matrix):
-                out |= tensors
+        for placement, matrix in zip(self.native_places(layer, some), matrices, strict=True):
+            out |= placement.restore(matrix)
         return out
 
     def _native_places(self, layer: int, some: range) -> Iterator[tuple[Placement, Parts]]:
@@ -187,29 +185,20 @@ class StreamedModel(Skeleton):
         for weight, _ in parameter_names(module).values():
             name = f"{prefix}.{weight}"
             own = {key: parts[key] for key in self._targets.get(name, []) if key in parts}
-            yield place(self, name, own, len(some), bool(module.is_transposed)), own
+            yield place(self, self._convert_apart, name, own, len(some), bool(module.is_transposed)), own
 
-    def native_dense(self, module: str) -> NativeWeight | None:
-        """A Linear's weight as the checkpoint's codes and scales, [rows, ..]; None if the checkpoint has none.
+    def native_dense(self, module: str) -> tuple[NativeWeight, Placement] | None:
+        """A Linear's weight as the checkpoint's codes and scales, [rows, ..], and where its rows come from.
 
-        Raises InputError as `native_experts` does.
+        None if the checkpoint does not store it so. Raises InputError as `native_experts` does.
         """
-        parts = self._dense_parts(module)
-        return None if parts is None else read(self, place(self, f"{module}.weight", parts, None, False), parts)
-
-    def write_back_dense(self, module: str, weight: NativeWeight) -> dict[str, Tensor]:
-        """The inverse of `native_dense`: the checkpoint's tensors byte for byte, by name, without their leftovers."""
-        parts = self._dense_parts(module)
-        assert parts is not None
-        out: dict[str, Tensor] = {}
-        for tensors in place(self, f"{module}.weight", parts, None, False).restore(weight):
-            out |= tensors
-        return out
-
-    def _dense_parts(self, module: str) -> Parts | None:
-        """The weights that a Linear's is made of; None unless all of them are encoded."""
-        keys = self._targets.get(f"{module}.weight", [])
-        return dict.fromkeys(keys) if keys and all(k in self.checkpoint.encoded for k in keys) else None
+        name = f"{module}.weight"
+        keys = self._targets.get(name, [])
+        if not keys or not all(key in self.checkpoint.encoded for key in keys):
+            return None
+        parts: Parts = dict.fromkeys(keys)
+        placement = place(self, self._convert_apart, name, parts, None, False)
+        return read(self, placement, parts), placement
 
     def expert_files(self, layer: int, some: range) -> set[str]:
         """The files that `experts` reads."""

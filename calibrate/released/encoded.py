@@ -97,11 +97,9 @@ class Encoded:
     @staticmethod
     def from_facts(facts: Mapping[str, Any]) -> Encoded:
         """The inverse of `facts`, also after JSON made lists of its tuples."""
-        known = {n: tuple(v) if isinstance(v, list) else v for n, v in facts.items()}
-        for name in ("codes_in", "scale_in", "zeros_in", "outer_in"):
-            if (part := known.get(name)) is not None:
-                known[name] = Part(part["name"], part["dtype"], tuple(part["shape"]))
-        return Encoded(**known)
+        known: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in facts.items()}
+        parts = {n: Part(v["name"], v["dtype"], tuple(v["shape"])) for n, v in known.items() if isinstance(v, dict)}
+        return Encoded(**(known | parts))
 
     def codes(self, get: Get) -> Tensor:
         """The codes, uint8 [..., rows, cols], one a byte. Raises InputError for a NaN, or groups out of order."""

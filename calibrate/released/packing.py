@@ -41,4 +41,4 @@ def awq_order(codes: Tensor, inverse: bool = False) -> Tensor:
 
     order = torch.tensor(AWQ_ORDER)
     at = order if inverse else torch.argsort(order)
-    return codes.unflatten(-1, (-1, len(AWQ_ORDER)))[..., at].flatten(-2)
+    return codes.reshape(*codes.shape[:-1], -1, len(AWQ_ORDER))[..., at].flatten(-2)

@@ -6,7 +6,6 @@ on row numbers. What is done with the codes is not decided here.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ from moepack.pack.errors import InputError
 from .released import Encoded
 
 if TYPE_CHECKING:
-    from .skeleton import Parts
-    from .stream import StreamedModel
+    from .released.encoded import Get
+    from .skeleton import Parts, Skeleton
 
 Convert = Callable[[Mapping[str, Tensor], str, Sequence[int]], Tensor | None]
 
@@ -44,7 +43,7 @@ class NativeWeight:
 
 
 @dataclass(frozen=True)
-class Placement:
+class RowPlaces:
     """Where the rows of a matrix come from: of each source in turn, the places that its rows have in the matrix."""
 
     sources: tuple[tuple[str, Encoded], ...]  # the checkpoint's weights, with only the experts of the matrix
@@ -57,12 +56,12 @@ class Placement:
         return {"sources": [[n, e.facts()] for n, e in self.sources], "places": places, "lead": list(self.lead)}
 
     @staticmethod
-    def from_facts(facts: Mapping[str, Any]) -> Placement:
+    def from_facts(facts: Mapping[str, Any]) -> RowPlaces:
         """The inverse of `facts`."""
         sources = tuple((name, Encoded.from_facts(own)) for name, own in facts["sources"])
         runs = [[range(start, start + step * count, step) for start, step, count in own] for own in facts["places"]]
         places = tuple(torch.tensor([row for run in own for row in run]) for own in runs)
-        return Placement(sources, places, tuple(facts["lead"]))
+        return RowPlaces(sources, places, tuple(facts["lead"]))
 
     def native(self, arrays: Iterator[dict[str, Tensor | None]]) -> NativeWeight:
         """Put the sources' arrays, in the order of `sources`, in the matrix's layout."""
@@ -116,8 +115,8 @@ def _runs(places: Tensor) -> list[list[int]]:
 
 
 def place(
-    stream: StreamedModel, convert: Convert, parameter: str, parts: Parts, experts: int | None, transposed: bool
-) -> Placement:
+    stream: Skeleton, convert: Convert, parameter: str, parts: Parts, experts: int | None, transposed: bool
+) -> RowPlaces:
     """Find where the rows of `parts`, weights of the checkpoint, go in a parameter that holds `experts` of them.
 
     `convert` makes of int64 tensors, by the names of the weights, the parameter in the shape given, and returns None if
@@ -155,27 +154,19 @@ def place(
         raise InputError(f"{name}: {parameter} is not the rows of its weights in another order: not supported")
     ends = [*list(begins.values())[1:], total]
     split = tuple(places[begins[key] : end] for key, end in zip(begins, ends, strict=True))
-    return Placement(tuple((key, known[key]) for key in parts), split, tuple(order.shape))
+    return RowPlaces(tuple((key, known[key]) for key in parts), split, tuple(order.shape))
 
 
-def read(stream: StreamedModel, placement: Placement, parts: Parts) -> NativeWeight:
-    """Read a matrix from the checkpoint, one source at a time."""
-    from .stream import LazyWeights
+def read(name: str, reader: Callable[[range | None], Get], placement: RowPlaces, parts: Parts) -> NativeWeight:
+    """Read a matrix, one source at a time. `reader` reads ranges of the tensors of the checkpoint called `name`."""
 
-    with contextlib.ExitStack() as stack:
-        weights = LazyWeights(stream.checkpoint, stack)
+    def arrays() -> Iterator[dict[str, Tensor | None]]:
+        for key, encoded in placement.sources:
+            get = reader(parts[key])
+            try:
+                own = {"codes": encoded.codes(get), "scale": encoded.scale(get)}
+                yield {**own, "outer": encoded.outer(get), "zeros": encoded.zeros(get)}
+            except InputError as error:
+                raise InputError(f"{name}: {error}") from None
 
-        def arrays() -> Iterator[dict[str, Tensor | None]]:
-            for key, encoded in placement.sources:
-                get = weights.reader(parts[key])
-                try:
-                    yield {
-                        "codes": encoded.codes(get),
-                        "scale": encoded.scale(get),
-                        "outer": encoded.outer(get),
-                        "zeros": encoded.zeros(get),
-                    }
-                except InputError as error:
-                    raise InputError(f"{stream.checkpoint.name}: {error}") from None
-
-        return placement.native(arrays())
+    return placement.native(arrays())

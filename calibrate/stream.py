@@ -21,7 +21,7 @@ from moepack.pack.errors import InputError
 from .checkpoint import Checkpoint
 from .experts import ExpertWeights, parameter_names
 from .held import empty, is_mapped, release
-from .native import NativeWeight, Placement, place, read
+from .native import NativeWeight, RowPlaces, place, read
 from .released import Encoded
 from .skeleton import Parts, Skeleton, set_tensor
 
@@ -161,9 +161,9 @@ class StreamedModel(Skeleton):
         Rows keep the module's order, and columns are those of a Linear whichever way the module keeps them. Raises
         InputError for a matrix that has no such form, and for codes or scales that are no numbers.
         """
-        return tuple(read(self, placement, parts) for placement, parts in self._native_places(layer, some))
+        return tuple(self._read_native(placement, parts) for placement, parts in self._native_places(layer, some))
 
-    def native_places(self, layer: int, some: range) -> tuple[Placement, ...]:
+    def native_places(self, layer: int, some: range) -> tuple[RowPlaces, ...]:
         """Where the rows of the matrices of `native_experts` come from; they restore the checkpoint's tensors.
 
         Of a tensor with all experts along its first axis, that is `some` of it.
@@ -177,7 +177,7 @@ class StreamedModel(Skeleton):
             out |= placement.restore(matrix)
         return out
 
-    def _native_places(self, layer: int, some: range) -> Iterator[tuple[Placement, Parts]]:
+    def _native_places(self, layer: int, some: range) -> Iterator[tuple[RowPlaces, Parts]]:
         module, prefix = self.experts_module(layer), self._experts[layer]
         parts = self._expert_parts(layer, some)
         if parts is None:
@@ -187,7 +187,7 @@ class StreamedModel(Skeleton):
             own = {key: parts[key] for key in self._targets.get(name, []) if key in parts}
             yield place(self, self._convert_apart, name, own, len(some), bool(module.is_transposed)), own
 
-    def native_dense(self, module: str) -> tuple[NativeWeight, Placement] | None:
+    def native_dense(self, module: str) -> tuple[NativeWeight, RowPlaces] | None:
         """A Linear's weight as the checkpoint's codes and scales, [rows, ..], and where its rows come from.
 
         None if the checkpoint does not store it so. Raises InputError as `native_experts` does.
@@ -198,7 +198,11 @@ class StreamedModel(Skeleton):
             return None
         parts: Parts = dict.fromkeys(keys)
         placement = place(self, self._convert_apart, name, parts, None, False)
-        return read(self, placement, parts), placement
+        return self._read_native(placement, parts), placement
+
+    def _read_native(self, placement: RowPlaces, parts: Parts) -> NativeWeight:
+        with contextlib.ExitStack() as stack:
+            return read(self.checkpoint.name, LazyWeights(self.checkpoint, stack).reader, placement, parts)
 
     def expert_files(self, layer: int, some: range) -> set[str]:
         """The files that `experts` reads."""

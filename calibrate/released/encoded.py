@@ -25,7 +25,7 @@ Get = Callable[[str], "Tensor"]  # reads a tensor of the checkpoint by its name,
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StoredPart:
     """A stored tensor: its name, its dtype by the name in safetensors, and its shape."""
 
     name: str
@@ -51,10 +51,10 @@ class Encoded:
     # How the codes lie in their tensor: "plain" [..., rows, cols], "blocks" [..., rows, groups, 16], "gptq" and "awq"
     # transposed in words, "signed" int8.
     packing: str
-    codes_in: Part
-    scale_in: Part
-    zeros_in: Part | None = None
-    outer_in: Part | None = None
+    codes_in: StoredPart
+    scale_in: StoredPart
+    zeros_in: StoredPart | None = None
+    outer_in: StoredPart | None = None
     g_idx: str | None = None  # the name of the columns' groups, which must be in order
     # Rows that share a scale; 0: all of them.
     block_rows: int = 1
@@ -98,7 +98,9 @@ class Encoded:
     def from_facts(facts: Mapping[str, Any]) -> Encoded:
         """The inverse of `facts`, also after JSON made lists of its tuples."""
         known: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in facts.items()}
-        parts = {n: Part(v["name"], v["dtype"], tuple(v["shape"])) for n, v in known.items() if isinstance(v, dict)}
+        parts = {
+            n: StoredPart(v["name"], v["dtype"], tuple(v["shape"])) for n, v in known.items() if isinstance(v, dict)
+        }
         return Encoded(**(known | parts))
 
     def codes(self, get: Get) -> Tensor:
@@ -227,7 +229,7 @@ class Encoded:
             out[part.name] = self._like(outer[..., :1, :].to(part.torch_dtype), part, batch)
         return out
 
-    def _like(self, tensor: Tensor, part: Part, batch: tuple[int, ...]) -> Tensor:
+    def _like(self, tensor: Tensor, part: StoredPart, batch: tuple[int, ...]) -> Tensor:
         """A tensor's bits in a part's dtype and shape."""
         shape = (*batch, *part.shape[len(batch) :])
         return tensor.contiguous().view(part.torch_dtype).reshape(shape).contiguous()

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moepack.calibrate.checkpoint import open_checkpoint
-from moepack.calibrate.native import NativeWeight, Placement
+from moepack.calibrate.native import NativeWeight, RowPlaces
 from moepack.calibrate.released import Encoded, find_encoded, read_scheme
 from moepack.calibrate.released.values import decode
 from moepack.calibrate.stream import StreamedModel
@@ -80,7 +80,7 @@ def round_trip(path: Path, every: bool = True) -> StreamedModel:
             assert all(bytes_of(array) == bytes_of(whole[n][1:3]) for n, array in part.arrays().items())
         restored |= stream.write_back(layer, total, weights)
         for placement, weight in zip(stream.native_places(layer, total), weights, strict=True):
-            again = Placement.from_facts(json.loads(json.dumps(placement.facts()))).restore(weight)
+            again = RowPlaces.from_facts(json.loads(json.dumps(placement.facts()))).restore(weight)
             assert all(same(tensor, restored[n]) for n, tensor in again.items())
     for name, module in stream.model.named_modules():
         if type(module) is torch.nn.Linear and (dense := stream.native_dense(name)) is not None:

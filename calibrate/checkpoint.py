@@ -15,7 +15,7 @@ from moepack.pack.hub_name import on_hub
 from moepack.pack.manifest import DENSE, DENSE_INDEX
 from moepack.pack.manifest.parser import safe_path
 from moepack.pack.safetensors_file import Header, TensorEntry, read_header
-from moepack.pack.spec import EXPERT_DTYPES
+from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS, Version, encoding_of
 
 from .released import Encoded, find_encoded, read_scheme
 from .released.find import Scheme
@@ -196,6 +196,28 @@ def _files(path: Path) -> dict[str, set[str]]:
         if not (path / file).exists():
             raise InputError(f"{path / file}: missing, but {DENSE_INDEX} names it: download the checkpoint again")
     return files
+
+
+def native_version(checkpoint: Checkpoint, weights: list[str]) -> Version:
+    """The version that keeps these weights, all of one encoding, as the checkpoint has them: bf16 if not encoded.
+
+    Raises InputError if their encodings differ, or for groups that no version has.
+    """
+    found = {(e.version, e.group) for w in weights if (e := checkpoint.encoded.get(w))}
+    if not found:
+        return Version.of(LOSSLESS)
+    if len(found) > 1:
+        every = ", ".join(f"{name} in groups of {group}" for name, group in sorted(found))
+        raise InputError(f"{checkpoint.name}: expert weights are {every}: moepack keeps one encoding")
+    ((name, group),) = found
+    name = "fp8row" if name == "fp8" and not group else name
+    sizes = encoding_of(name).group_sizes or (0,)
+    if group not in sizes:
+        are = f"are {name} with a scale for {group or 'all'} columns"
+        raise InputError(
+            f"{checkpoint.name}: expert weights {are}; moepack keeps groups of {', '.join(map(str, sizes))}"
+        )
+    return Version.of(name, group)
 
 
 def source_dtype(checkpoint: Checkpoint, weights: list[str]) -> str:

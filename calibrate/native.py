@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -50,19 +50,6 @@ class RowPlaces:
     places: tuple[Tensor, ...]  # for each source, int64: row r of it is row places[r] of the matrix, experts counted
     lead: tuple[int, ...]  # the matrix's axes before its columns: (experts, rows), or (rows,)
 
-    def facts(self) -> dict[str, Any]:
-        """What `from_facts` needs to make this again without the checkpoint; a JSON object."""
-        places = [_runs(p) for p in self.places]
-        return {"sources": [[n, e.facts()] for n, e in self.sources], "places": places, "lead": list(self.lead)}
-
-    @staticmethod
-    def from_facts(facts: Mapping[str, Any]) -> RowPlaces:
-        """The inverse of `facts`."""
-        sources = tuple((name, Encoded.from_facts(own)) for name, own in facts["sources"])
-        runs = [[range(start, start + step * count, step) for start, step, count in own] for own in facts["places"]]
-        places = tuple(torch.tensor([row for run in own for row in run]) for own in runs)
-        return RowPlaces(sources, places, tuple(facts["lead"]))
-
     def native(self, arrays: Iterator[dict[str, Tensor | None]]) -> NativeWeight:
         """Put the sources' arrays, in the order of `sources`, in the matrix's layout."""
         first, out = self.sources[0][1], dict[str, Tensor]()
@@ -101,17 +88,6 @@ class RowPlaces:
 def bits(array: Tensor) -> Tensor:
     """A view of an array that torch indexes: it does not index every dtype."""
     return array.view(torch.int16) if array.dtype == torch.uint16 else array
-
-
-def _runs(places: Tensor) -> list[list[int]]:
-    """Rows as runs [first, step, count]: most families keep a weight's rows in order or interleave two."""
-    if len(places) < 2:
-        return [[int(p), 1, 1] for p in places]
-    steps = places.diff()
-    step = int(steps[0])
-    ends = torch.where(steps != step)[0].tolist() + [len(places) - 1]
-    begins = [0, *(end + 1 for end in ends[:-1])]
-    return [[int(places[a]), step, b + 1 - a] for a, b in zip(begins, ends, strict=True)]
 
 
 def place(

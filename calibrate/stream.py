@@ -187,18 +187,27 @@ class StreamedModel(Skeleton):
             own = {key: parts[key] for key in self._targets.get(name, []) if key in parts}
             yield place(self, self._convert_apart, name, own, len(some), bool(module.is_transposed)), own
 
-    def native_dense(self, module: str) -> tuple[NativeWeight, RowPlaces] | None:
-        """A Linear's weight as the checkpoint's codes and scales, [rows, ..], and where its rows come from.
+    def native_dense(self, module: str) -> NativeWeight | None:
+        """A Linear's weight as the checkpoint's codes and scales, [rows, ..]; None if the checkpoint has none.
 
-        None if the checkpoint does not store it so. Raises InputError as `native_experts` does.
+        Raises InputError as `native_experts` does.
         """
-        name = f"{module}.weight"
-        keys = self._targets.get(name, [])
-        if not keys or not all(key in self.checkpoint.encoded for key in keys):
-            return None
-        parts: Parts = dict.fromkeys(keys)
-        placement = place(self, self._convert_apart, name, parts, None, False)
-        return self._read_native(placement, parts), placement
+        parts = self._dense_parts(module)
+        return None if parts is None else self._read_native(self._dense_places(module, parts), parts)
+
+    def write_back_dense(self, module: str, weight: NativeWeight) -> dict[str, Tensor]:
+        """The inverse of `native_dense`: the checkpoint's tensors byte for byte, by name, without their leftovers."""
+        parts = self._dense_parts(module)
+        assert parts is not None, f"{module} is not stored as codes and scales"
+        return self._dense_places(module, parts).restore(weight)
+
+    def _dense_parts(self, module: str) -> Parts | None:
+        """The weights that a Linear's is made of; None unless all of them are encoded."""
+        keys = self._targets.get(f"{module}.weight", [])
+        return dict.fromkeys(keys) if keys and all(k in self.checkpoint.encoded for k in keys) else None
+
+    def _dense_places(self, module: str, parts: Parts) -> RowPlaces:
+        return place(self, self._convert_apart, f"{module}.weight", parts, None, False)
 
     def _read_native(self, placement: RowPlaces, parts: Parts) -> NativeWeight:
         with contextlib.ExitStack() as stack:

@@ -1,15 +1,14 @@
 """A weight held by several tensors of a checkpoint: read as codes and scales, decoded, and restored byte for byte.
 
-It needs no header: what it must know of the tensors can be kept as JSON. Which tensors belong together, the formats'
-modules decide.
+Which tensors belong together, the formats' modules decide.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from moepack.pack.errors import InputError
 from moepack.pack.safetensors_file import DTYPES
@@ -89,19 +88,6 @@ class Encoded:
     def names(self) -> tuple[str, ...]:
         """Names of all of the checkpoint's tensors that belong to the weight."""
         return (*self.stored, *self.leftovers)
-
-    def facts(self) -> dict[str, Any]:
-        """What `from_facts` needs to make this again; a JSON object."""
-        return {name: value for name, value in asdict(self).items() if value not in (None, ())}
-
-    @staticmethod
-    def from_facts(facts: Mapping[str, Any]) -> Encoded:
-        """The inverse of `facts`, also after JSON made lists of its tuples."""
-        known: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in facts.items()}
-        parts = {
-            n: StoredPart(v["name"], v["dtype"], tuple(v["shape"])) for n, v in known.items() if isinstance(v, dict)
-        }
-        return Encoded(**(known | parts))
 
     def codes(self, get: Get) -> Tensor:
         """The codes, uint8 [..., rows, cols], one a byte. Raises InputError for a NaN, or groups out of order."""

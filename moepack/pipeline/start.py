@@ -22,7 +22,7 @@ from .artifacts import DIGESTS, RECIPE, run_record
 from .bound import MAPPED, MemoryPlan, place
 from .enough import enough_windows
 from .needs import Dense, needs_of
-from .recipe import Recipe, TextSource, parse_recipe, with_text
+from .recipe import Recipe, TextSource, parse_recipe, with_native, with_text
 from .run import LayerWalk
 from .tasks.result import THREADS
 from .work import WorkDirectory
@@ -83,7 +83,8 @@ def start(
     if stream.mtp:
         are = "are kept beside the model" if keeps_mtp else "are left out: mtp: keep in the recipe keeps them"
         reporter.note(f"{len(stream.mtp)} tensors of layers for multi-token prediction (MTP) {are}")
-    if stream.expert_dtype != "BF16":
+    recipe = with_native(recipe, stream.native)
+    if stream.expert_dtype != "BF16" and LOSSLESS in recipe.versions:
         reporter.note(f"the {LOSSLESS} version holds {EXPERT_DTYPES[stream.expert_dtype]}")
     settings = recipe.calibration
     sources, windows = calibration_text(opened, recipe, calibration)
@@ -134,6 +135,7 @@ def _record(
             "expert_dtype": stream.expert_dtype,
             **({"mtp": recipe.mtp} if keeps_mtp else {}),
         },
+        "native": stream.native.record(),
         "decoder_layers": len(stream.layers),
         "expert_layers": [asdict(layer) for layer in stream.expert_layers.values()],
     }
@@ -162,6 +164,7 @@ def resume(
     stream = StreamedModel(opened, device)
     if stage == "quantize" or recipe.versions:  # a recipe of dense matrices alone has no valid text
         recipe = with_text(recipe)
+    recipe = with_native(recipe, stream.native)
     dense = dense_parts(stream, recipe)
     how = _fit(directory, stream, recipe, dense, memory, where["samples"], where["length"], walks=False)
     was, now = directory.settings()["calibrate"]["checkpoint"], _identity(directory, opened, reporter)

@@ -78,7 +78,7 @@ class Skeleton:
         if not expert_sources:
             raise InputError(f"{self.checkpoint.name}: no tensor of the checkpoint belongs to an expert")
         self.expert_dtype = source_dtype(self.checkpoint, expert_sources)  # in the checkpoint, one of EXPERT_DTYPES
-        self.native = native_version(self.checkpoint, expert_sources)  # the version that keeps experts as released
+        self._expert_sources = expert_sources
         for target, keys in self._targets.items():
             dtype = _TORCH_DTYPE.get(self.checkpoint.dtype(keys[0]))
             if dtype is not None and state[target].is_floating_point():
@@ -134,6 +134,11 @@ class Skeleton:
             if names:
                 with torch.no_grad():
                     self.model._init_weights(module)
+
+    @property
+    def native(self) -> Version:
+        """The version that keeps the experts as released. Raises InputError if no version does."""
+        return native_version(self.checkpoint, self._expert_sources)
 
     @property
     def loaded_dtype(self) -> torch.dtype:

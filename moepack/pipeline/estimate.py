@@ -72,8 +72,9 @@ def estimate(
         outline = open_outline(checkpoint, revision)
         opened = outline.checkpoint if outline is not None else open_checkpoint(checkpoint, revision)
     stream = StreamedModel(opened, device)
-    native = outline.native if outline is not None and outline.native is not None else stream.native
-    recipe = with_native(recipe, native)
+    if recipe.keeps_released:
+        announced = None if outline is None else outline.native
+        recipe = with_native(recipe, announced or stream.native)
     dense = dense_parts(stream, recipe)
     for line in never_chosen(recipe.version_specs(), next(iter(stream.expert_layers.values())).matrices):
         reporter.note(line)

@@ -90,7 +90,7 @@ def start(
     if stream.mtp:
         are = "are kept beside the model" if keeps_mtp else "are left out: mtp: keep in the recipe keeps them"
         reporter.note(f"{len(stream.mtp)} tensors of layers for multi-token prediction (MTP) {are}")
-    recipe = with_native(recipe, stream.native)
+    recipe = with_native(recipe, stream.native) if recipe.keeps_released else recipe
     if stream.expert_dtype != "BF16" and LOSSLESS in recipe.versions:
         reporter.note(f"the {LOSSLESS} version holds {EXPERT_DTYPES[stream.expert_dtype]}")
     for line in never_chosen(recipe.version_specs(), next(iter(stream.expert_layers.values())).matrices):
@@ -144,7 +144,7 @@ def _record(
             "expert_dtype": stream.expert_dtype,
             **({"mtp": recipe.mtp} if keeps_mtp else {}),
         },
-        "native": stream.native.record(),
+        **({"native": stream.native.record()} if recipe.keeps_released else {}),
         "decoder_layers": len(stream.layers),
         "expert_layers": [asdict(layer) for layer in stream.expert_layers.values()],
     }
@@ -173,7 +173,7 @@ def resume(
     stream = StreamedModel(opened, device)
     if stage == "quantize" or recipe.versions:  # a recipe of dense matrices alone has no valid text
         recipe = with_text(recipe)
-    recipe = with_native(recipe, stream.native)
+    recipe = with_native(recipe, stream.native) if recipe.keeps_released else recipe
     dense = dense_parts(stream, recipe)
     how = _fit(directory, stream, recipe, dense, memory, where["samples"], where["length"], walks=False)
     was, now = directory.settings()["calibrate"]["checkpoint"], _identity(directory, opened, reporter)

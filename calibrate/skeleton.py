@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moepack.families.mtp import mtp_tensors
 from moepack.pack.errors import CODE_ERRORS, InputError, in_a_line
+from moepack.pack.spec import Version
 
 from .checkpoint import Checkpoint, native_version, source_dtype
 from .experts import describe, is_experts_module, parameter_names

@@ -72,9 +72,9 @@ def estimate(
         outline = open_outline(checkpoint, revision)
         opened = outline.checkpoint if outline is not None else open_checkpoint(checkpoint, revision)
     stream = StreamedModel(opened, device)
+    native = None if outline is None else outline.native or stream.native
     if recipe.keeps_released:
-        announced = None if outline is None else outline.native
-        recipe = with_native(recipe, announced or stream.native)
+        recipe = with_native(recipe, native or stream.native)
     dense = dense_parts(stream, recipe)
     for line in never_chosen(recipe.version_specs(), next(iter(stream.expert_layers.values())).matrices):
         reporter.note(line)
@@ -83,7 +83,7 @@ def estimate(
     needs = needs_of(stream, recipe, count, length, dense, bounded=memory is not None)
     how = place(needs, recipe.calibration.batch_size, memory)
     arguments = stream, recipe, dense, ids, reporter, needs, how
-    run = DryRun(*arguments) if outline is None else OutlineRun(outline, native, *arguments)
+    run = DryRun(*arguments) if outline is None or native is None else OutlineRun(outline, native, *arguments)
     run.seconds["start"] = time.perf_counter() - began
     folder = existing(Path(output).absolute().parent)
     if how.experts_on_disk:

@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from moepack.pack.codec.affine import AffineMatrix
+from moepack.pack.codec.released import ReleasedMatrix
 from moepack.pack.errors import InputError
 
+from .experts import ExpertWeights, bits_of
 from .released import Encoded
 
 if TYPE_CHECKING:
@@ -61,7 +64,7 @@ class RowPlaces:
                 rows = array.reshape(-1, array.shape[-1])
                 if name not in out:
                     out[name] = torch.empty(total, rows.shape[-1], dtype=rows.dtype)
-                bits(out[name])[places] = bits(rows)
+                indexable(out[name])[places] = indexable(rows)
         made = {name: array.reshape(*self.lead, array.shape[-1]) for name, array in out.items()}
         return NativeWeight(
             first.version, first.group, made["codes"], made["scale"], made.get("outer"), made.get("zeros")
@@ -69,7 +72,7 @@ class RowPlaces:
 
     def restore(self, weight: NativeWeight) -> dict[str, Tensor]:
         """The sources' tensors of the checkpoint, byte for byte, by their names, without their leftovers."""
-        flat = {name: bits(a.reshape(-1, a.shape[-1])) for name, a in weight.arrays().items()}
+        flat = {name: indexable(a.reshape(-1, a.shape[-1])) for name, a in weight.arrays().items()}
         own = weight.arrays()
         out: dict[str, Tensor] = {}
         for (_, encoded), places in zip(self.sources, self.places, strict=True):
@@ -85,7 +88,7 @@ class RowPlaces:
         return (rows // math.prod((*batch[1:], each)), *batch[1:]) if batch else ()
 
 
-def bits(array: Tensor) -> Tensor:
+def indexable(array: Tensor) -> Tensor:
     """A view of an array that torch indexes: it does not index every dtype."""
     return array.view(torch.int16) if array.dtype == torch.uint16 else array
 
@@ -146,3 +149,19 @@ def read(name: str, reader: Callable[[range | None], Get], placement: RowPlaces,
                 raise InputError(f"{name}: {error}") from None
 
     return placement.native(arrays())
+
+
+def as_released(weight: NativeWeight, expert: int | None, bias: Tensor | None) -> AffineMatrix | ReleasedMatrix:
+    """A matrix and its bias, BF16 [rows], as `Version.encode` takes them; `expert` is None for a dense matrix."""
+    arrays = {k: (t if expert is None else t[expert]).numpy() for k, t in weight.arrays().items()}
+    codes, scale, raw = arrays["codes"], arrays["scale"], None if bias is None else bits_of(bias)
+    if "zeros" in arrays:
+        return AffineMatrix(codes, scale, arrays["zeros"], raw)
+    return ReleasedMatrix(codes, scale, arrays["outer"][:, 0] if "outer" in arrays else None, raw)
+
+
+def expert_as_released(
+    native: Sequence[NativeWeight], weights: ExpertWeights, expert: int
+) -> list[AffineMatrix | ReleasedMatrix]:
+    """An expert's matrices with its biases. `native` has its codes alone; `expert` is its index in `weights`."""
+    return [as_released(n, 0, weights.bias(expert, m)) for m, n in enumerate(native)]

@@ -26,8 +26,8 @@ class Kernel:
     triton: bool = True  # whether Triton has one, too
 
 
-# By `Version.kernel`, a number that C, and Triton but for some, know too. Limits were measured on one AVX-512 core: against torch's
-# product, and for `beside_amx` against AMX tiles.
+# By `Version.kernel`, a number that C knows too, and Triton but for some. Limits were measured on one AVX-512 core:
+# against torch's product, and for `beside_amx` against AMX tiles.
 KERNELS = {
     16: Kernel(64, 4, 4),
     23: Kernel(128, 24, 4, triton=False),  # as 8 and 4, but with FP16 scales

@@ -191,7 +191,7 @@ INLINE void NAME(fixed_rows)(const int bits, const int T, const Gemm *m, const F
                 sum[r][t] = ADDI(sum[r][t], SHL(NAME(folded)(1, acc[r][t]), 10 - bits));
         }
 #endif
-        if (fp4) { /* sums of 128 columns before they are multiplied by the value of a 1 */
+        if (fp4) { /* sums of 128 columns first, in which scales up to 2^100 have room, then times the value of a 1 */
             UNROLL for (int r = 0; r < FR; r++) {
                 const uint8_t *mine = scale + g * BLOCK + r * L;
                 const F s = bits == MXFP4 ? POW2(mine) : E4M3_SHIFTED(mine);

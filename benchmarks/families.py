@@ -45,8 +45,8 @@ SMALL: dict[str, Any] = {
     "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "router_aux_loss_coef": 0.0,
     "moe_topk": 2, "moe_k": 2, "moe_top_k": 2, "moe_num_shared_experts": 1, "num_dense_layers": 1,
     "n_layers": 2, "num_layers": 2, "n_heads": 4, "kv_n_heads": 2, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 48,
-    "index_head_dim": 16, "index_n_heads": 2, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16,
-    "mamba_chunk_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1,
+    "index_head_dim": 16, "index_n_heads": 2, "index_topk": 8, "mamba_n_heads": 4, "mamba_d_head": 32,
+    "mamba_d_state": 16, "mamba_chunk_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1,
     "chunk_size": 16, "linear_head_dim": 16, "linear_num_heads": 4, "router_hidden_size": 32, "o_groups": 2,
     "o_lora_rank": 32,
 }  # fmt: skip
@@ -59,6 +59,18 @@ _QWEN4: dict[str, Any] = {
     "indexer_compress_ratio": 4, "hc_lowrank": 16, "ple_layer_ids": [1], "heads_per_ngram": 2,
     "ngram_vocab_size_base": 100, "split_ngram_parts": 2,
 }  # fmt: skip
+_FOUR = {"num_hidden_layers": 4, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
+_SHARED = {**_FOUR, "indexer_types": ["full", "shared", "full", "shared"]}  # a choice of tokens serves two layers
+_GEMMA4: dict[str, Any] = {
+    "enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 4096,
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+    "sliding_window": 16,
+}  # fmt: skip
+_INKLING2: dict[str, Any] = {
+    "num_hidden_layers": 4, "n_layers_per_attn_res_block": 2, "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+    "sliding_window_size": 16, "vision_config": {"text_hidden_size": 64},
+}  # fmt: skip
+_INKLING2_LOOP = {**_INKLING2, "loop_layer_index_start": 2, "loop_layer_index_end": 4, "loop_num_passes": 2}
 # What is small in another way, by model_type; for a model with towers, of its text configuration, of another part under
 # its name, and under "" of the whole.
 OWN: dict[str, dict[str, Any]] = {
@@ -82,22 +94,41 @@ OWN: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]},
     },
     "flint": {"mlp_only_layers": []},
-    "gemma4": {"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0},
-    "gemma4_text": {"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0},
-    "glm5_next": {"qk_rope_head_dim": 0, "mlp_layer_types": ["dense", "sparse"]},
+    "gemma4": _GEMMA4,
+    "gemma4_text": _GEMMA4,
+    "glm5_next": {
+        **_FOUR,
+        "qk_rope_head_dim": 0,
+        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "indexed_attention"],
+        "indexer_types": ["full", "full", "shared", "full"],
+        "index_kpool": 4,
+    },
+    "glm_moe_dsa": _SHARED,
     "glm4v_moe": {
         "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
     },
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
-    "hy_v4_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}},
-    "inkling2": {"vision_config": {"text_hidden_size": 64}},
-    "inkling2_loop": {"vision_config": {"text_hidden_size": 64}},
+    "hy_v4": _SHARED,
+    "hy_v4_vl": {
+        **_SHARED,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+    },
+    "inkling2": _INKLING2,
+    "inkling2_loop": _INKLING2_LOOP,
+    "inkling2_loop_text": {k: v for k, v in _INKLING2_LOOP.items() if k != "vision_config"},
+    "inkling2_text": {k: v for k, v in _INKLING2.items() if k != "vision_config"},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "llama4": {"num_experts_per_tok": 1, "intermediate_size_mlp": 96},
     "llama4_text": {"num_experts_per_tok": 1, "intermediate_size_mlp": 96},
     "longcat_flash": {"zero_expert_num": 4},
+    "mistral_large4": {
+        **_FOUR,
+        "indexer_types": ["full", "full", "shared", "full"],
+        "kv_source_layers": [0, 0, 0, 3],
+        "no_rope_layers": [1, 1, 1, 0],
+    },
     "mimo_v2_flash": {"num_key_value_heads": 2},
     "muse_spark": {
         "audio_config": {"hidden_sizes": [16] * 4, "depths": [1] * 4, "num_hidden_layers": 4, "out_hidden_size": 64},
@@ -110,7 +141,12 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen4_exp": _QWEN4,
     "qwen4_exp_text": _QWEN4,
     "step3p7": {"mlp_layer_types": ["dense", "sparse"]},
-    "zaya": {"num_experts_per_tok": 1},
+    "zaya": {
+        "num_experts_per_tok": 1,
+        "num_hidden_layers": 3,
+        "layer_types": ["hybrid", "hybrid_sliding", "hybrid"],
+        "sliding_window": 16,
+    },
 }
 
 
@@ -282,7 +318,7 @@ def _calibrates(checkpoint: Path, plain: Any) -> bool:
         stream.to_compute(i, torch.float32)
         walk.run_layer(i)
     last = plain.get_submodule(f"{stream.prefix}.{len(stream.layers) - 1}")
-    hook = last.register_forward_hook(lambda module, args, out: want.append(out))
+    hook = last.register_forward_hook(lambda module, args, out: want.append(out[0] if isinstance(out, tuple) else out))
     with torch.inference_mode():
         for one in ids.split(1):
             plain(input_ids=one, use_cache=False)

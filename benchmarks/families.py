@@ -76,7 +76,13 @@ _INKLING2_LOOP = {**_INKLING2, "loop_layer_index_start": 2, "loop_layer_index_en
 OWN: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_group_size": 2},
     "beam": {"mlp_layer_types": ["dense", "sparse"]},
-    "dbrx": {"attn_config": {"rope_theta": 10000.0}},
+    "dbrx": {
+        "d_model": 64,
+        "n_heads": 4,
+        "max_seq_len": 512,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 8, "moe_top_k": 2},
+    },
     "deepseek_ocr2": {"mlp_layer_types": ["dense", "sparse"]},
     "deepseek_v4": {"num_key_value_heads": 1},
     "doge": {"is_moe": True, "num_experts": 16},
@@ -90,7 +96,7 @@ OWN: dict[str, dict[str, Any]] = {
         "audio_config": {"whisper_adapter_in_dim": 32, "whisper_adapter_out_dim": 64},
     },
     "ernie4_5_vl_moe": {
-        "moe_intermediate_size": [48, 48],
+        "moe_intermediate_size": [48, 32],
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]},
     },
     "flint": {"mlp_only_layers": []},
@@ -140,7 +146,14 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe": {"": {"enable_audio_output": False}},
     "qwen4_exp": _QWEN4,
     "qwen4_exp_text": _QWEN4,
-    "step3p7": {"mlp_layer_types": ["dense", "sparse"]},
+    "step3p7": {
+        "num_hidden_layers": 3,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 16,
+        "share_expert_dim": 48,
+        "swiglu_limits": [0.0, 0.0, 0.05],
+    },
     "zaya": {
         "num_experts_per_tok": 1,
         "num_hidden_layers": 3,

@@ -49,7 +49,7 @@ class Observation:
     """What reached a layer's experts, tokens in the order of the windows."""
 
     inputs: Tensor  # [tokens, hidden], in the model's compute dtype
-    experts: Tensor  # int32 [tokens, top_k], the experts that the router chose
+    experts: Tensor  # int32 [tokens, top_k], the experts that the router chose; a number past the last: none
     gates: Tensor  # float32 [tokens, top_k], the gates of these experts
     length: int  # tokens of a window
 

@@ -362,7 +362,7 @@ def _shared_out(observation: Observation, tokens: int, experts: int, few: int) -
 
     from moepack.calibrate.gather import LAYER
 
-    seen = torch.bincount(observation.experts.flatten(), minlength=experts).sort().values
+    seen = torch.bincount(observation.experts.flatten(), minlength=experts)[:experts].sort().values
     picked = seen[((torch.arange(few) + 0.5) * experts / few).long()]
     shares = [min(tokens, int(s) * tokens // len(observation.inputs)) for s in picked]
     total = max(*shares, min(tokens, max(shares) + 2 * LAYER))

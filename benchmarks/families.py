@@ -80,7 +80,7 @@ OWN: dict[str, dict[str, Any]] = {
         "d_model": 64,
         "n_heads": 4,
         "max_seq_len": 512,
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 8, "moe_top_k": 2},
     },
     "deepseek_ocr2": {"mlp_layer_types": ["dense", "sparse"]},

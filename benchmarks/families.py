@@ -4,7 +4,8 @@
 
 The list is transformers' own: every model that generates text and whose code has experts. Of each a random model is
 made, as small as its configuration allows, saved as a checkpoint, built (rounding to nearest), loaded and held against
-the plain model: logits in float32, and every parameter outside the experts, towers for images and sound among them.
+the plain model: logits in float32, in a budget too, and every parameter outside the experts, towers for images and
+sound among them.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ SMALL: dict[str, Any] = {
     "moe_topk": 2, "moe_k": 2, "moe_top_k": 2, "moe_num_shared_experts": 1, "num_dense_layers": 1,
     "n_layers": 2, "num_layers": 2, "n_heads": 4, "kv_n_heads": 2, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 48,
     "index_head_dim": 16, "index_n_heads": 2, "index_topk": 8, "mamba_n_heads": 4, "mamba_d_head": 32,
-    "mamba_d_state": 16, "mamba_chunk_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1,
-    "chunk_size": 16, "linear_head_dim": 16, "linear_num_heads": 4, "router_hidden_size": 32, "o_groups": 2,
+    "mamba_d_state": 16, "mamba_chunk_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16,
+    "n_groups": 1, "chunk_size": 16, "linear_head_dim": 16, "linear_num_heads": 4, "router_hidden_size": 32, "o_groups": 2,
     "o_lora_rank": 32,
 }  # fmt: skip
 TOWER: dict[str, Any] = {
@@ -286,6 +287,7 @@ def _served(checkpoint: Path, bundle: Path, example: Path) -> str:
     import moepack
     from moepack.calibrate.checkpoint import open_checkpoint
     from moepack.families.model_class import auto_class
+    from moepack.pack.errors import InputError
     from moepack.pipeline.recipe import parse_recipe
 
     moepack.build(checkpoint, bundle, parse_recipe(RECIPE, "walk"), [example / "text" / "calibration.jsonl"])
@@ -309,7 +311,37 @@ def _served(checkpoint: Path, bundle: Path, example: Path) -> str:
             other += 1
             if not torch.equal(held[name].float(), parameter.float()):
                 raise AssertionError(f"{name} differs")
+    try:
+        apart = _in_a_budget(bundle, plain, ids[:1])
+    except InputError as error:
+        return f"not in a budget: {_line(error, bundle.parent).removesuffix(': serve it without a budget')}"
+    if not apart <= CLOSE:
+        raise AssertionError(f"in a budget, logits differ by {apart:.2g} of their norm")
     return ""
+
+
+def _in_a_budget(bundle: Path, plain: Any, ids: Any) -> float:
+    """The largest relative difference of logits in a budget, over a prompt and the tokens after it with a cache."""
+    import torch
+
+    import moepack
+    from moepack.families.arguments import cache_in, with_cache
+    from moepack.reports.plan import plan
+    from moepack.runtime.planning.options import LoadOptions
+
+    given: dict[str, Any] = {
+        "policy": "static:bf16", "dtype": "float32", "prefill_tokens": 16, "kv_tokens": 32, "batch": 1,
+        "all_logits": True,
+    }  # fmt: skip
+    least = plan(bundle, LoadOptions(device_memory=0, **given)).least_bytes
+    ours, apart, caches = moepack.load(bundle, device_memory=least + (1 << 26), **given), [], [{}, {}]
+    with ours.moepack, torch.inference_mode():
+        for part in (ids[:, :16], *ids[:, 16:].split(1, dim=1)):
+            outs = [m(input_ids=part, use_cache=True, **c) for m, c in zip((plain, ours), caches, strict=True)]
+            caches = [with_cache(m, cache_in(out)) for m, out in zip((plain, ours), outs, strict=True)]
+            want, got = (out.logits for out in outs)
+            apart.append(float((got - want).norm() / want.norm()))
+    return max(apart)
 
 
 def _calibrates(checkpoint: Path, plain: Any) -> bool:

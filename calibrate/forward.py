@@ -1,9 +1,9 @@
 """The calibration pass: every batch goes through one decoder layer, then through the next.
 
-First the model runs with a recorder in place of each decoder layer (trace.py). They keep the embeddings' output and each
-layer's arguments: masks and rotary tables differ between layers. All windows have one length and no padding, so
-batches of equal size share these arguments. Arguments that depend on the text, such as ids, are kept per batch. So is
-what layers pass on beside hidden states.
+First the model runs with a recorder in place of each decoder layer (trace.py). Kept are the embeddings' output and each
+layer's arguments: masks and rotary tables differ between layers. All windows have one length and no padding, so batches
+of equal size share these arguments. Arguments that depend on the text, such as ids, are kept per batch, as is what
+layers pass on beside hidden states.
 """
 
 from __future__ import annotations

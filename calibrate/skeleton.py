@@ -121,8 +121,7 @@ class Skeleton:
         return any(len(c.target_patterns) > 1 for c in converters)
 
     def _is_past_the_last(self, target: str, key: str) -> bool:
-        """Whether a tensor is of an expert that has no weights in the model, which some checkpoints write all the same.
-        """
+        """Whether a tensor belongs to an expert without weights, for which some checkpoints have tensors."""
         module = self.model.get_submodule(target.rpartition(".")[0])
         numbers = re.findall(r"\.experts\.(\d+)\.", key) if getattr(module, "experts_without_weights", 0) else []
         return bool(numbers) and int(numbers[-1]) >= module.num_experts

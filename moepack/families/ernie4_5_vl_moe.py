@@ -1,7 +1,7 @@
 """ERNIE-4.5-VL: a layer has experts for text and others for images. Those for images are kept as a tower is.
 
-Calibration on text never reaches them, so nothing could say which precision they bear. They run by their own code, in the
-checkpoint's dtype, and count as the model's dense part.
+Calibration on text never reaches them, so nothing could say which precision they bear. They run by their own code, in
+the checkpoint's dtype, and count as the model's dense part.
 """
 
 from __future__ import annotations

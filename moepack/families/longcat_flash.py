@@ -1,7 +1,7 @@
 """LongCat-Flash: some of the experts that its router chooses among return their input and have no weights.
 
-transformers' module has rows for them in `gate_up_proj` that no published checkpoint fills. Here the parameter holds the
-experts with weights alone; the others' share of the input is added behind them.
+transformers' module has rows for them in `gate_up_proj` that no published checkpoint fills. Here the parameter holds
+the experts with weights alone; the others' share of the input is added behind them.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def auto_class(config: Any) -> Any:
 def decoder_layers(config: Any) -> Any:
     """What a configuration says is the number of decoder layers; None if it says nothing.
 
-    LongCat-Flash has two attentions in a layer: there `num_hidden_layers` counts attentions, and is made of `num_layers`.
+    LongCat-Flash has two attentions in a layer: `num_hidden_layers` counts attentions, and is made of `num_layers`.
     """
     text = config.get_text_config()
     made = isinstance(getattr(type(text), "num_hidden_layers", None), property)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moepack.pack.config_counts import check_counts
 from moepack.families.model_class import decoder_layers
+from moepack.pack.config_counts import check_counts
 from moepack.pack.errors import InputError, in_a_line
 from moepack.pack.manifest import CONFIG, Manifest
 

@@ -70,7 +70,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _without_masks(function: Any, args: Any) -> Any:
-    """An operation's arguments; a mask by which it picks elements picks all: a skeleton's values do not tell how many."""
+    """An operation's arguments. A mask by which it picks elements picks all: a skeleton has no values."""
     if function is not torch.ops.aten.index.Tensor:
         return args
     picked: list[Tensor | None] = []

@@ -48,8 +48,8 @@ SMALL: dict[str, Any] = {
     "n_layers": 2, "num_layers": 2, "n_heads": 4, "kv_n_heads": 2, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 48,
     "index_head_dim": 16, "index_n_heads": 2, "index_topk": 8, "mamba_n_heads": 4, "mamba_d_head": 32,
     "mamba_d_state": 16, "mamba_chunk_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16,
-    "n_groups": 1, "chunk_size": 16, "linear_head_dim": 16, "linear_num_heads": 4, "router_hidden_size": 32, "o_groups": 2,
-    "o_lora_rank": 32,
+    "n_groups": 1, "chunk_size": 16, "linear_head_dim": 16, "linear_num_heads": 4, "router_hidden_size": 32,
+    "o_groups": 2, "o_lora_rank": 32,
 }  # fmt: skip
 TOWER: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "depth": 1, "num_attention_heads": 2,
@@ -334,7 +334,8 @@ def _in_a_budget(bundle: Path, plain: Any, ids: Any) -> float:
         "all_logits": True,
     }  # fmt: skip
     least = plan(bundle, LoadOptions(device_memory=0, **given)).least_bytes
-    ours, apart, caches = moepack.load(bundle, device_memory=least + (1 << 26), **given), [], [{}, {}]
+    ours, apart = moepack.load(bundle, device_memory=least + (1 << 26), **given), []
+    caches: list[dict[str, Any]] = [{}, {}]
     with ours.moepack, torch.inference_mode():
         for part in (ids[:, :16], *ids[:, 16:].split(1, dim=1)):
             outs = [m(input_ids=part, use_cache=True, **c) for m, c in zip((plain, ours), caches, strict=True)]

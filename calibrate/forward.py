@@ -295,6 +295,8 @@ class CalibrationPass:
         following = program.hidden[index + 1] if index + 1 < len(program.at) else program.steps[at].made[0]
         self._keep(batch, values[following])
         needed = program.needed(values, index)
+        if index + 1 == len(program.at):
+            needed.pop(following, None)  # it is kept as hidden states
         passed.values = {n: x.to("cpu") if isinstance(x, Tensor) else x for n, x in needed.items()}
 
 

@@ -103,7 +103,8 @@ class Recording:
         self._layers += 1
         if index and not self._values and not isinstance(hidden, _Value):
             raise Unsupported("do not read the layer before")
-        given: Arguments = {**dict(enumerate((hidden if index else None, *args))), **dict(kwargs)}
+        given: Arguments = {**dict(enumerate((hidden if index else None, *args)))}
+        given.update(kwargs.items())
         made = self._add(given, index, None, self._outputs, self._outputs == 1)
         first = self._stands(made[0], _plain(hidden), self._outputs == 1)
         others = [self._values.get(n, _Other(n)) for n in made[1:]]

@@ -11,7 +11,7 @@ from typing import Any
 
 
 @functools.cache
-def _apart(kind: Any) -> type:
+def _apart(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"forward": kind.forward.__wrapped__, "__module__": kind.__module__})
 
 
@@ -19,5 +19,6 @@ def behind_interface(block: Any, config: Any) -> None:
     """Take the experts for images of a layer's block out of the interface, so that it knows those for text alone."""
     experts = block.vision_moe.experts
     if hasattr(experts, "has_gate"):
-        experts.__class__ = _apart(type(experts))
+        kind: Any = type(experts)
+        experts.__class__ = _apart(kind)
         del experts.has_gate

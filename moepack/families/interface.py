@@ -21,7 +21,7 @@ def run(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Te
 
 
 @functools.cache
-def _behind(kind: type, layout: tuple[tuple[str, Any], ...]) -> type:
+def _behind(kind: Any, layout: tuple[tuple[str, Any], ...]) -> Any:
     own = {
         "has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": False,
         "is_concatenated": True, "_is_expert_parallel": False, "forward": run,
@@ -40,5 +40,6 @@ def behind_interface(module: Any, config: Any, **layout: Any) -> None:
         layout: attributes of the class that differ from an untransposed gated layout without biases: `is_transposed`,
             `has_bias`, a `forward`.
     """
-    module.__class__ = _behind(type(module), tuple(layout.items()))
+    kind: Any = type(module)
+    module.__class__ = _behind(kind, tuple(layout.items()))
     module.config = config

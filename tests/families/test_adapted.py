@@ -17,6 +17,7 @@ from moepack.calibrate.forward import CalibrationPass
 from moepack.calibrate.stream import StreamedModel
 from moepack.families.layouts import adapt
 from moepack.families.model_class import auto_class, decoder_layers, model_of
+from moepack.families.passed import between_layers
 from moepack.pack.errors import InputError
 
 sys.path.insert(0, str(ROOT))
@@ -124,3 +125,23 @@ def test_experts_of_no_known_layout_stay_refused(demo_model: Path, tmp_path: Pat
     with pytest.raises(InputError, match="jetmoe has experts"):
         StreamedModel(open_checkpoint(tmp_path))
     assert not kinds(model_of(families.small("jetmoe"), dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["mistral_large4", "inkling2_text", "zaya", "gemma4_text", "hy_v4"])
+def test_bytes_between_layers_are_bounded(name: str, demo_model: Path, tmp_path: Path) -> None:
+    """What a pass holds between layers is no more than the configuration's numbers say."""
+    families.save(families.small(name), tmp_path, demo_model)
+    stream = StreamedModel(open_checkpoint(tmp_path))
+    hidden, beside = between_layers(stream.model.config, 24, 4)
+    stream.load(None)
+    stream.to_compute(None, torch.float32)
+    walk, most = CalibrationPass(stream, IDS, 1, torch.float32), 0
+    walk.start()
+    for i in range(len(stream.layers)):
+        stream.load(i)
+        stream.to_compute(i, torch.float32)
+        walk.run_layer(i)
+        kept = walk.kept()
+        assert sum(kept.pop(f"{b:06d}").nbytes for b in range(2)) == 2 * hidden
+        most = max(most, sum(x.nbytes for x in kept.values()))
+    assert most <= 2 * beside and (most > beside / 2) == (beside > 0)

@@ -100,7 +100,7 @@ def make_code(counts: npt.NDArray[np.int64], sampled: bool = False) -> Code:
 
 
 def code_lengths(weights: list[int]) -> list[int]:
-    """Code lengths, at most MAX_CODE bits, of the best prefix code for two or more symbols that occur weights[s] times."""
+    """Code lengths, at most MAX_CODE bits, of the best prefix code for two or more symbols by their counts."""
     leaves = sorted((w, [i]) for i, w in enumerate(weights))
     packages = leaves
     for _ in range(MAX_CODE - 1):

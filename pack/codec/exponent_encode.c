@@ -48,7 +48,6 @@ void moepack_exponent_sample(const uint8_t *bits, int64_t form, int64_t n, int64
 /* Code words, lengths and lane lengths of one row of 128 weights; patches go to *patch. */
 INLINE uint32_t *row_of(const int form, const uint8_t *bits, int size, int at, const uint16_t *entry, uint16_t fill,
                         uint32_t *code, uint8_t *length, uint32_t *lane_bits, uint8_t *plane, uint32_t *patch) {
-    if (form == FP8) memset(plane, 0, (size_t)(size + 1) / 2);
     for (int lane = 0; lane < LANES; lane++) {
         uint32_t c = 0, l = 0;
         for (int k = 0; k < 4; k++) {
@@ -57,8 +56,10 @@ INLINE uint32_t *row_of(const int form, const uint8_t *bits, int size, int at, c
             if (i < size) {
                 uint32_t exponent = exponent_at(form, bits, i);
                 e = entry[exponent];
-                if (form == FP8)
-                    plane[i / 2] |= (uint8_t)(((bits[i] >> 4 & 8) | (bits[i] & 7)) << 4 * (i & 1));
+                if (form == FP8 && !(i & 1))
+                    plane[i / 2] = (uint8_t)((bits[i] >> 4 & 8) | (bits[i] & 7));
+                else if (form == FP8)
+                    plane[i / 2] = (uint8_t)(plane[i / 2] | (bits[i] & 0x80) | (bits[i] & 7) << 4);
                 else
                     plane[i] = (uint8_t)((bits[2 * i + 1] & 0x80) | (bits[2 * i] & 0x7F));
                 if (e >> 12) *patch++ = (uint32_t)(at + i) | exponent << 16;
@@ -75,6 +76,7 @@ INLINE uint32_t *row_of(const int form, const uint8_t *bits, int size, int at, c
 static uint32_t *row_plain(int form, const uint8_t *bits, int size, int at, const uint16_t *entry, uint16_t fill,
                            uint32_t *code, uint8_t *length, uint32_t *lane_bits, uint8_t *plane, uint32_t *patch) {
     if (form == BF16) return row_of(BF16, bits, size, at, entry, fill, code, length, lane_bits, plane, patch);
+    if (size == ROW) return row_of(FP8, bits, ROW, at, entry, fill, code, length, lane_bits, plane, patch);
     return row_of(FP8, bits, size, at, entry, fill, code, length, lane_bits, plane, patch);
 }
 

@@ -235,7 +235,10 @@ def fp8_speed(name: str, bits: np.ndarray[Any, Any], runs: int) -> list[dict[str
             decode_into(coded, out, 1)
             if not same(out, values):
                 raise SystemExit(f"coding {name} in {form} did not give it back")
-            work = [functools.partial(encode, values, 1), functools.partial(decode_into, coded, out, 1)]
+            work: list[Callable[[], object]] = [
+                functools.partial(encode, values, 1),
+                functools.partial(decode_into, coded, out, 1),
+            ]
             speeds = [values.nbytes / 1e9 / t for t in medians(work, runs)]
             engine = native.LEVELS[level] if native else "NumPy"
             row = {

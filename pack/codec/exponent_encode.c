@@ -106,8 +106,8 @@ AVX512 INLINE __m512i split_avx512(const int form, const uint8_t *bits, uint8_t 
 }
 
 AVX512 INLINE uint32_t *row_avx512(const int form, const uint8_t *bits, int at, const Table *codes,
-                                   const Table *lengths, uint32_t *code, uint8_t *length, uint32_t *lane_bits, uint8_t *plane,
-                                   uint32_t *patch) {
+                                   const Table *lengths, uint32_t *code, uint8_t *length, uint32_t *lane_bits,
+                                   uint8_t *plane, uint32_t *patch) {
     const __m512i sign = _mm512_set1_epi8((char)0x80);
     const __m512i byte = _mm512_set1_epi16(0xFF), half = _mm512_set1_epi32(0xFFFF);
     for (int h = 0; h < 2; h++) {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from moepack.pack.hub_name import on_hub
 from moepack.pack.manifest import DENSE, DENSE_INDEX
 from moepack.pack.manifest.parser import safe_path
 from moepack.pack.safetensors_file import Header, TensorEntry, read_header
-from moepack.pack.spec import EXPERT_DTYPES
+from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS, Version, encoding_of
 
-from .encoded import FP8, Encoded, Scheme, find_encoded, read_scheme
+from .released import Encoded, find_encoded, read_scheme
+from .released.find import Scheme
 
 # Patterns of the files besides config.json that a bundle copies: those that transformers reads for tokenizers,
 # processors and generation, and licences.
@@ -28,6 +30,7 @@ COMPANIONS = (
     "audio_tokenizer_config.json", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
 _WANTED = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.py", "README.md", *COMPANIONS]
+WITHOUT = "moepack build --dry-run needs config.json alone"
 # Files that may name classes of a model's own code.
 _NAMES_CODE = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 
@@ -64,7 +67,7 @@ class Checkpoint:
     @property
     def weights(self) -> list[str]:
         """Names of the tensors that an unquantised checkpoint would have."""
-        parts = {name for e in self.encoded.values() for name in (e.codes, e.scales)}
+        parts = {name for e in self.encoded.values() for name in e.names}
         return [*(name for name in self.file_of if name not in parts), *self.encoded]
 
     def dtype(self, weight: str) -> str:
@@ -72,17 +75,16 @@ class Checkpoint:
         return "BF16" if weight in self.encoded else self._entry(weight).dtype
 
     def stored_dtype(self, weight: str) -> str:
-        """The stored dtype of a weight, or the scheme's name if the weight is encoded (codes and scales)."""
-        return self.encoded[weight].scheme.name if weight in self.encoded else self._entry(weight).dtype
+        """The stored dtype of a weight, or its name in EXPERT_DTYPES if the weight is encoded (codes and scales)."""
+        return self.encoded[weight].stored_dtype if weight in self.encoded else self._entry(weight).dtype
 
     def shape(self, weight: str) -> tuple[int, ...]:
-        """The stored shape of a weight, or of its codes if it is encoded."""
-        return self._entry(self.encoded[weight].codes if weight in self.encoded else weight).shape
+        """The shape of a weight after reading."""
+        return self.encoded[weight].decoded_shape if weight in self.encoded else self._entry(weight).shape
 
     def files_of(self, weights: Iterable[str]) -> set[str]:
         """The files of these weights."""
-        pairs = {weight: self.encoded.get(weight) for weight in weights}
-        stored = ((weight,) if pair is None else (pair.codes, pair.scales) for weight, pair in pairs.items())
+        stored = ((weight,) if weight not in self.encoded else self.encoded[weight].names for weight in weights)
         return {self.file_of[name] for names in stored for name in names}
 
     def weight_bytes(self, weight: str) -> int:
@@ -90,8 +92,7 @@ class Checkpoint:
         if weight not in self.encoded:
             entry = self._entry(weight)
             return entry.end - entry.begin
-        codes = self._entry(self.encoded[weight].codes)
-        return (codes.end - codes.begin) * (2 if self.encoded[weight].scheme.name == FP8 else 4)
+        return 2 * math.prod(self.encoded[weight].shape)
 
     def _entry(self, tensor: str) -> TensorEntry:
         return self.headers[self.file_of[tensor]].tensors[tensor]
@@ -111,11 +112,12 @@ def open_checkpoint(name: str | Path, revision: str | None = None) -> Checkpoint
     if path.is_dir() and revision is not None:
         raise InputError(f"{name}: is a directory: --revision is for a model on the Hub")
     if not path.is_dir():
-        path = _download(str(name), revision)
-    config, scheme = _config(path)
+        path = download(str(name), revision)
+    document = read_config(path)
+    scheme = read_scheme(path, document)
+    config = make_config(path, document)
     files = _files(path)
     headers: dict[str, Header] = {}
-    file_of: dict[str, str] = {}
     for file, expected in files.items():
         try:
             headers[file] = read_header(path / file)
@@ -127,27 +129,34 @@ def open_checkpoint(name: str | Path, revision: str | None = None) -> Checkpoint
         lost = sorted(expected - set(headers[file].tensors))
         if lost:
             raise InputError(f"{path / file}: lacks tensor {lost[0]}, which {DENSE_INDEX} places there")
-        file_of.update((tensor, file) for tensor in headers[file].tensors)
+    return described(path, str(name), config, scheme, headers)
+
+
+def described(path: Path, name: str, config: Any, scheme: Scheme | None, headers: Mapping[str, Header]) -> Checkpoint:
+    """The checkpoint with these headers of its files, by file name. Raises InputError as `find_encoded` does."""
+    file_of = {tensor: file for file, header in headers.items() for tensor in header.tensors}
     tensors = {n: t for h in headers.values() for n, t in h.tensors.items()}
-    encoded = find_encoded(path, scheme, tensors)
-    return Checkpoint(path, str(name).rstrip("/"), config, headers, file_of, encoded)
+    return Checkpoint(path, name.rstrip("/"), config, headers, file_of, find_encoded(path, scheme, tensors))
 
 
-def _download(name: str, revision: str | None) -> Path:
+def download(name: str, revision: str | None, patterns: Sequence[str] = _WANTED) -> Path:
+    """Download a model's files with these patterns; return their folder."""
     if on_hub(name, "config.json", revision=revision) is None:
         raise InputError(f"{name}: has no config.json: not a model repository")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(
-            snapshot_download(name, revision=revision, allow_patterns=_WANTED, ignore_patterns=["*/*.safetensors"])
+            snapshot_download(
+                name, revision=revision, allow_patterns=list(patterns), ignore_patterns=["*/*.safetensors"]
+            )
         )
     except OSError as error:
         raise InputError(f"{name}: cannot be downloaded: {str(error).splitlines()[0]}") from None
 
 
-def _config(path: Path) -> tuple[Any, Scheme | None]:
-    """The transformers configuration without quantisation, and the checkpoint's quantisation scheme."""
+def read_config(path: Path) -> dict[str, Any]:
+    """The document of a model directory's config.json. Raises InputError where it is not one of a model."""
     file = path / "config.json"
     try:
         document = json.loads(file.read_text())
@@ -158,7 +167,12 @@ def _config(path: Path) -> tuple[Any, Scheme | None]:
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
         raise InputError(f"{file}: names no model_type")
     check_counts(str(file), document)
-    scheme = read_scheme(path, document.get("quantization_config"))
+    return document
+
+
+def make_config(path: Path, document: Mapping[str, Any]) -> Any:
+    """The transformers configuration of a model directory, without quantisation. `document`: from `read_config`."""
+    file = path / "config.json"
 
     from transformers import AutoConfig  # slow to import, so errors above come first
 
@@ -171,18 +185,34 @@ def _config(path: Path) -> tuple[Any, Scheme | None]:
             message = f"model_type {document['model_type']!r} is unknown to this transformers: upgrade transformers"
             raise InputError(f"{file}: {message}") from None
         raise InputError(f"{file}: {in_a_line(error)}") from None
-    if scheme is not None:
-        del config.quantization_config
-    return config, scheme
+    for owner in (config, config.get_text_config()):
+        if hasattr(owner, "quantization_config"):
+            del owner.quantization_config
+    return config
 
 
 def _files(path: Path) -> dict[str, set[str]]:
-    """Map each file's name to the tensors that the index places in the file."""
+    """As `placed`, but raises InputError where a file is missing."""
+    files = placed(path)
+    if files is None:
+        raise InputError(
+            f"{path}: has neither {DENSE} nor {DENSE_INDEX}: moepack reads safetensors checkpoints ({WITHOUT})"
+        )
+    for file in sorted(files):
+        if not (path / file).exists():
+            again = f"download the checkpoint again ({WITHOUT})"
+            raise InputError(f"{path / file}: missing, but {DENSE_INDEX} names it: {again}")
+    return files
+
+
+def placed(path: Path) -> dict[str, set[str]] | None:
+    """Map each file's name to the tensors that the index places in the file; None without an index or a single file.
+
+    Raises InputError for an index that is not one.
+    """
     index = path / DENSE_INDEX
     if not index.exists():
-        if (path / DENSE).exists():
-            return {DENSE: set()}
-        raise InputError(f"{path}: has neither {DENSE} nor {DENSE_INDEX}: moepack reads safetensors checkpoints")
+        return {DENSE: set()} if (path / DENSE).exists() else None
     try:
         places = json.loads(index.read_text())["weight_map"]
         files: dict[str, set[str]] = {}
@@ -193,9 +223,29 @@ def _files(path: Path) -> dict[str, set[str]]:
     for file in sorted(files):
         if Path(file).name != file:
             raise InputError(f"{index}: names {file!r}, which is not a file of this directory")
-        if not (path / file).exists():
-            raise InputError(f"{path / file}: missing, but {DENSE_INDEX} names it: download the checkpoint again")
     return files
+
+
+def native_version(checkpoint: Checkpoint, weights: list[str]) -> Version:
+    """The version that keeps these weights, all of one encoding, as the checkpoint has them: bf16 if not encoded.
+
+    Raises InputError if their encodings differ, or for groups that no version has.
+    """
+    found = {(e.version, e.group) for w in weights if (e := checkpoint.encoded.get(w))}
+    if not found:
+        return Version.of(LOSSLESS)
+    if len(found) > 1:
+        every = ", ".join(f"{name} in groups of {group}" for name, group in sorted(found))
+        raise InputError(f"{checkpoint.name}: expert weights are {every}: moepack keeps one encoding")
+    ((name, group),) = found
+    name = "fp8row" if name == "fp8" and not group else name
+    sizes = encoding_of(name).group_sizes or (0,)
+    if group not in sizes:
+        are = f"are {name} with a scale for {group or 'all'} columns"
+        raise InputError(
+            f"{checkpoint.name}: expert weights {are}; moepack keeps groups of {', '.join(map(str, sizes))}"
+        )
+    return Version.of(name, group)
 
 
 def source_dtype(checkpoint: Checkpoint, weights: list[str]) -> str:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from moepack.families.mtp import mtp_tensors
 from moepack.pack.errors import CODE_ERRORS, InputError, in_a_line
+from moepack.pack.spec import Version
 
-from .checkpoint import Checkpoint, source_dtype
+from .checkpoint import Checkpoint, native_version, source_dtype
 from .experts import describe, is_experts_module, parameter_names
 
 # Bytes of experts or MTP layers that are read at once; reading takes up to three times these bytes.
@@ -78,6 +79,7 @@ class Skeleton:
         if not expert_sources:
             raise InputError(f"{self.checkpoint.name}: no tensor of the checkpoint belongs to an expert")
         self.expert_dtype = source_dtype(self.checkpoint, expert_sources)  # in the checkpoint, one of EXPERT_DTYPES
+        self._expert_sources = expert_sources
         for target, keys in self._targets.items():
             dtype = _TORCH_DTYPE.get(self.checkpoint.dtype(keys[0]))
             if dtype is not None and state[target].is_floating_point():
@@ -135,6 +137,11 @@ class Skeleton:
                     self.model._init_weights(module)
 
     @property
+    def native(self) -> Version:
+        """The version that keeps the experts as released. Raises InputError if no version does."""
+        return native_version(self.checkpoint, self._expert_sources)
+
+    @property
     def loaded_dtype(self) -> torch.dtype:
         """The dtype of experts after loading."""
         return _TORCH_DTYPE.get(self.expert_dtype, torch.bfloat16)
@@ -165,6 +172,11 @@ class Skeleton:
         """The sum of the rows of a layer's Linears, without the experts'."""
         modules = self.layers[layer].modules()
         return sum(int(m.out_features) for m in modules if isinstance(m, torch.nn.Linear))
+
+    def dense_weights(self, layer: int) -> int:
+        """The weights of a layer's Linears, without the experts'."""
+        modules = self.layers[layer].modules()
+        return sum(m.weight.numel() for m in modules if isinstance(m, torch.nn.Linear))
 
     def part_bytes(self, part: int | None) -> int:
         """Bytes of a part in memory after loading."""
@@ -219,6 +231,27 @@ class Skeleton:
         """Upper bound of the bytes that reading MTP layers takes: tensors, mapped pages, and a tensor's decoding."""
         largest = max((self.checkpoint.weight_bytes(name) for name in self.mtp), default=0)
         return 2 * min(self.mtp_bytes, AT_ONCE + largest) + 2 * largest
+
+    def weights_of(self, parameter: str) -> tuple[str, ...]:
+        """The checkpoint's weights that a parameter or buffer is made of."""
+        return tuple(self._targets.get(parameter, ()))
+
+    def expert_sources(self, layer: int) -> tuple[str, ...]:
+        """The checkpoint's weights that the parameters of a layer's experts are made of."""
+        return tuple(key for name in self._expert_parameters(layer) for key in self._targets.get(name, ()))
+
+    def bias_sources(self, layer: int) -> tuple[str | None, ...]:
+        """For each matrix of a layer's experts, the checkpoint's weight with the biases of all; None without biases.
+
+        Raises InputError if it is not one weight of their shape.
+        """
+        prefix, out = self._experts[layer], list[str | None]()
+        for _, bias in parameter_names(self.experts_module(layer)).values():
+            own = None if bias is None else self._own_sources([f"{prefix}.{bias}"])
+            if bias is not None and own is None:
+                raise InputError(f"{self.checkpoint.name}: {prefix}.{bias} is not stored as one tensor: not supported")
+            out.append(None if own is None else own[0])
+        return tuple(out)
 
     def _own_sources(self, names: Sequence[str]) -> list[str] | None:
         """The checkpoint weights of these tensors, one for each, of equal shape; None if the layout differs."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +19,10 @@ from torch import Tensor
 from moepack.pack.errors import InputError
 
 from .checkpoint import Checkpoint
-from .encoded import Encoded
-from .experts import ExpertWeights
+from .experts import ExpertWeights, parameter_names
 from .held import empty, is_mapped, release
+from .native import NativeWeight, RowPlaces, place, read
+from .released import Encoded
 from .skeleton import Parts, Skeleton, set_tensor
 
 
@@ -54,14 +55,18 @@ class StreamedModel(Skeleton):
 
     def _read(self, parts: Parts) -> Any:
         """Load weights of the checkpoint into the model; returns transformers' report."""
+        with contextlib.ExitStack() as stack:
+            reader = LazyWeights(self.checkpoint, stack)
+            return self._convert({key: reader.weight(key, part) for key, part in parts.items()})
+
+    def _convert(self, sources: Mapping[str, Any]) -> Any:
+        """Load tensors, by the names of the checkpoint's weights, into the model; returns transformers' report."""
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
-        with contextlib.ExitStack() as stack, quiet_transformers():
-            reader = LazyWeights(self.checkpoint, stack)
-            sources = {key: reader.weight(key, part) for key, part in parts.items()}
+        with quiet_transformers():
             config = LoadStateDictConfig(dtype=None, device_map={"": "cpu"}, weight_mapping=self._mapping())
-            info, _ = convert_and_load_state_dict_in_model(self.model, sources, config)
+            info, _ = convert_and_load_state_dict_in_model(self.model, dict(sources), config)
         return info
 
     def _read_apart(self, parts: Parts, shapes: Mapping[str, Sequence[int]]) -> tuple[dict[str, Tensor], Any]:
@@ -69,17 +74,26 @@ class StreamedModel(Skeleton):
 
         Returns the tensors (none if transformers could not load one of them), and transformers' report.
         """
+        return self._apart(lambda: self._read(parts), shapes)
+
+    def _apart(
+        self, load: Callable[[], Any], shapes: Mapping[str, Sequence[int]], dtype: torch.dtype | None = None
+    ) -> tuple[dict[str, Tensor], Any]:
         meta = {name: self.model.get_parameter_or_buffer(name) for name in shapes}
         try:
             for name, whole in meta.items():
-                set_tensor(self.model, name, torch.empty(*shapes[name], dtype=whole.dtype, device="meta"))
-            info = self._read(parts)
+                set_tensor(self.model, name, torch.empty(*shapes[name], dtype=dtype or whole.dtype, device="meta"))
+            info = load()
             got = {name: self.model.get_parameter_or_buffer(name).detach() for name in meta}
         finally:
             for name, whole in meta.items():
                 set_tensor(self.model, name, whole)
         lacks = info.mismatched_keys or info.conversion_errors or any(tensor.is_meta for tensor in got.values())
         return ({} if lacks else got), info
+
+    def _convert_apart(self, sources: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> Tensor | None:
+        """The parameter of this shape that tensors in place of weights make; None if they make another, or none."""
+        return self._apart(lambda: self._convert(sources), {name: shape}, torch.int64)[0].get(name)
 
     def _refuse(self, info: Any) -> None:
         """Raise InputError for weights that transformers reports it could not load."""
@@ -140,6 +154,64 @@ class StreamedModel(Skeleton):
             self.free(layer)
         assert weights is not None
         return weights.select(some).copied()
+
+    def native_experts(self, layer: int, some: range) -> tuple[NativeWeight, ...]:
+        """Some experts' matrices as the checkpoint's codes and scales: a NativeWeight each, [experts, rows, ..].
+
+        Rows keep the module's order, and columns are those of a Linear whichever way the module keeps them. Raises
+        InputError for a matrix that has no such form, and for codes or scales that are no numbers.
+        """
+        return tuple(self._read_native(placement, parts) for placement, parts in self._native_places(layer, some))
+
+    def native_places(self, layer: int, some: range) -> tuple[RowPlaces, ...]:
+        """Where the rows of the matrices of `native_experts` come from; they restore the checkpoint's tensors.
+
+        Of a tensor with all experts along its first axis, that is `some` of it.
+        """
+        return tuple(placement for placement, _ in self._native_places(layer, some))
+
+    def write_back(self, layer: int, some: range, matrices: Sequence[NativeWeight]) -> dict[str, Tensor]:
+        """The inverse of `native_experts`: the checkpoint's tensors byte for byte, by name, without their leftovers."""
+        out: dict[str, Tensor] = {}
+        for placement, matrix in zip(self.native_places(layer, some), matrices, strict=True):
+            out |= placement.restore(matrix)
+        return out
+
+    def _native_places(self, layer: int, some: range) -> Iterator[tuple[RowPlaces, Parts]]:
+        module, prefix = self.experts_module(layer), self._experts[layer]
+        parts = self._expert_parts(layer, some)
+        if parts is None:
+            raise InputError(f"{self.checkpoint.name}: experts of layer {layer} are not stored one by one or stacked")
+        for weight, _ in parameter_names(module).values():
+            name = f"{prefix}.{weight}"
+            own = {key: parts[key] for key in self._targets.get(name, []) if key in parts}
+            yield place(self, self._convert_apart, name, own, len(some), bool(module.is_transposed)), own
+
+    def native_dense(self, module: str) -> NativeWeight | None:
+        """A Linear's weight as the checkpoint's codes and scales, [rows, ..]; None if the checkpoint has none.
+
+        Raises InputError as `native_experts` does.
+        """
+        parts = self._dense_parts(module)
+        return None if parts is None else self._read_native(self._dense_places(module, parts), parts)
+
+    def write_back_dense(self, module: str, weight: NativeWeight) -> dict[str, Tensor]:
+        """The inverse of `native_dense`: the checkpoint's tensors byte for byte, by name, without their leftovers."""
+        parts = self._dense_parts(module)
+        assert parts is not None, f"{module} is not stored as codes and scales"
+        return self._dense_places(module, parts).restore(weight)
+
+    def _dense_parts(self, module: str) -> Parts | None:
+        """The weights that a Linear's is made of; None unless all of them are encoded."""
+        keys = self._targets.get(f"{module}.weight", [])
+        return dict.fromkeys(keys) if keys and all(k in self.checkpoint.encoded for k in keys) else None
+
+    def _dense_places(self, module: str, parts: Parts) -> RowPlaces:
+        return place(self, self._convert_apart, f"{module}.weight", parts, None, False)
+
+    def _read_native(self, placement: RowPlaces, parts: Parts) -> NativeWeight:
+        with contextlib.ExitStack() as stack:
+            return read(self.checkpoint.name, LazyWeights(self.checkpoint, stack).reader, placement, parts)
 
     def expert_files(self, layer: int, some: range) -> set[str]:
         """The files that `experts` reads."""
@@ -251,21 +323,28 @@ class LazyWeights:
     """Lazy slices of a checkpoint's weights. The files stay open until `stack` closes."""
 
     def __init__(self, checkpoint: Checkpoint, stack: contextlib.ExitStack) -> None:
-        self._checkpoint, self._stack = checkpoint, stack
+        self.checkpoint, self._stack = checkpoint, stack
         self._handles: dict[str, Any] = {}
 
     def weight(self, name: str, part: range | None = None) -> Any:
         """A weight that is read when indexed, and decoded to BF16 if encoded; `part` is a range of its first axis."""
-        pair = self._checkpoint.encoded.get(name)
-        if pair is None and part is None:
+        if name not in self.checkpoint.encoded and part is None:
             return self._slice(name)
-        names = [name] if pair is None else [pair.codes, pair.scales]
-        return _LazyWeight([self._slice(n) for n in names], pair, part)
+        return _LazyWeight(self, name, part)
+
+    def reader(self, part: range | None = None) -> Callable[[str], Tensor]:
+        """What reads a tensor of the checkpoint by its name; `part` is a range of its first axis."""
+        at: Any = ... if part is None else slice(part.start, part.stop)
+        return lambda name: self._slice(name)[at]
+
+    def encoded(self, name: str) -> Encoded | None:
+        """How a weight is encoded, None if it is not."""
+        return self.checkpoint.encoded.get(name)
 
     def _slice(self, tensor: str) -> Any:
-        file = self._checkpoint.file_of[tensor]
+        file = self.checkpoint.file_of[tensor]
         if file not in self._handles:
-            path = self._checkpoint.path / file
+            path = self.checkpoint.path / file
             self._handles[file] = self._stack.enter_context(safe_open(path, framework="pt"))
         return self._handles[file].get_slice(tensor)
 
@@ -273,11 +352,12 @@ class LazyWeights:
 class _LazyWeight:
     """A range of a weight or an encoded weight, read when indexed."""
 
-    def __init__(self, slices: list[Any], pair: Encoded | None, part: range | None) -> None:
-        self._slices, self._pair = slices, pair
-        self._part: Any = ... if part is None else slice(part.start, part.stop)
+    def __init__(self, weights: LazyWeights, name: str, part: range | None) -> None:
+        self._weights, self._name, self._part = weights, name, part
 
     def __getitem__(self, index: Any) -> Tensor:
-        read = [one[self._part] for one in self._slices]
-        whole: Tensor = read[0] if self._pair is None else self._pair.decode(*read)
-        return whole[index]
+        get, encoded = self._weights.reader(self._part), self._weights.encoded(self._name)
+        try:
+            return (get(self._name) if encoded is None else encoded.decode(get))[index]
+        except InputError as error:
+            raise InputError(f"{self._weights.checkpoint.name}: {error}") from None

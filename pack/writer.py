@@ -23,7 +23,7 @@ from types import TracebackType
 
 from .errors import TargetError
 from .manifest import MANIFEST, ExpertFileEntry, FileEntry, Manifest
-from .spec import FORMAT_VERSION
+from .spec import needed_format
 
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE (renameat2(2))
 
@@ -184,9 +184,8 @@ class BundleWriter:
 
     def with_files(self, manifest: Manifest) -> Manifest:
         """A copy of the manifest that lists the files added so far."""
-        return replace(
-            manifest, files=dict(self._files), expert_files=dict(self._expert_files), format_version=FORMAT_VERSION
-        )
+        number = needed_format(manifest.model.get("expert_dtype"), (*manifest.versions, *manifest.dense_versions))
+        return replace(manifest, files=dict(self._files), expert_files=dict(self._expert_files), format_version=number)
 
     def finish(self, manifest: Manifest) -> Manifest:
         """Write the manifest, with the files that were added, and make the bundle appear; returns that manifest."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moepack.pack.spec import ExpertLayer, Version, version_names
+from moepack.pack.spec import ExpertLayer, Version, encoding_of, version_names
 
 from .crossfit import FOLDS, cluster_of, refit, row_errors
 from .grid import Quantised, dequantise
@@ -143,7 +143,7 @@ def expert_batches(layer: ExpertLayer, settings: Settings) -> list[range]:
     the chosen versions. An expert counts with its moments, whole and by fold, its weights in float32, and its codes at
     all widths that exist.
     """
-    widths = len(version_names()) - 1
+    widths = sum(not encoding_of(name).holds for name in version_names())
     each = sum(4 * (1 + FOLDS) * m.cols * m.cols + (4 * 3 + widths) * m.weights for m in layer.matrices)
     step = max(1, min(MOST, settings.batch_bytes // each))
     return [range(start, min(start + step, layer.experts)) for start in range(0, layer.experts, step)]

@@ -22,11 +22,11 @@ from moepack.pack.writer import check_replaceable, check_target
 from moepack.progress import Reporter
 from moepack.runtime.load import check_device
 
-from .artifacts import no_moments, quantised_recipe, run_record
+from .artifacts import native_of, no_moments, quantised_recipe, run_record
 from .assemble import BuildReport, Chosen, assemble, expert_layers, made_by, quantised_settings, report
 from .executors.engine import check_engine, open_executor
 from .model_card import model_card
-from .recipe import Recipe, parse_recipe, with_versions
+from .recipe import NATIVE, Recipe, parse_recipe, with_native, with_versions
 from .start import WAY, quantize_settings, resume
 from .work import ADDED, WorkDirectory
 
@@ -169,6 +169,8 @@ def _wanted(
     for name in (*names, *dense):
         if name not in version_names():
             raise InputError(f"version {name!r} is unknown: there are {', '.join(version_names())}")
+        if encoding_of(name).released:
+            raise InputError(f"{name}: is made where a recipe's versions have {NATIVE}, in a new build")
     for name in sorted(set(sizes) - {*names, *dense}):
         raise InputError(f"--group-size {name}: this version is not added: name it with --add or --add-dense as well")
     wanted = _merged(before, recipe, names, sizes)
@@ -191,7 +193,8 @@ def _recipe_of(old: Bundle, directory: WorkDirectory, record: Mapping[str, Any])
         raise InputError(
             f"{old.path}: was not made of what {directory.path} holds: name the --work that it was built in"
         )
-    return parse_recipe(str(found.get("recipe")), f"{old.path / MANIFEST}: recipe")
+    recipe = parse_recipe(str(found.get("recipe")), f"{old.path / MANIFEST}: recipe")
+    return with_native(recipe, native_of(record))
 
 
 def _merged(before: Sequence[Version], recipe: Recipe, names: Sequence[str], sizes: Mapping[str, int]) -> Versions:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import InputError, TargetError
 from moepack.pack.safetensors_file import DTYPES, make_header, read_header
+from moepack.pack.spec import LOSSLESS, Version
 from moepack.pack.writer import sync
 
-from .recipe import Recipe, parse_recipe
+from .recipe import Recipe, parse_recipe, with_native
 from .work import WorkDirectory
 
 if TYPE_CHECKING:
@@ -38,12 +39,17 @@ def run_record(directory: WorkDirectory) -> dict[str, Any]:
     return {"dense": []} | record  # an older record has no "dense"
 
 
+def native_of(record: Mapping[str, Any]) -> Version:
+    """The version that holds the checkpoint as released, from the record of the run."""
+    return Version.read(record["native"]) if "native" in record else Version.of(LOSSLESS)  # older records have none
+
+
 def quantised_recipe(directory: WorkDirectory) -> Recipe:
     """The recipe of the last quantize stage, which may differ from the calibration's."""
-    path = directory.path / "quantize" / RECIPE
+    path, record = directory.path / "quantize" / RECIPE, run_record(directory)
     if path.is_file():
-        return parse_recipe(path.read_text(), str(path))
-    return parse_recipe(run_record(directory)["recipe"], f"{directory.path / 'run.json'}: recipe")
+        return with_native(parse_recipe(path.read_text(), str(path)), native_of(record))
+    return with_native(parse_recipe(record["recipe"], f"{directory.path / 'run.json'}: recipe"), native_of(record))
 
 
 def save(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:

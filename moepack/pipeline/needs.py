@@ -65,7 +65,7 @@ def needs_of(
         waiting=largest,
         hidden=windows * each,
         seen=windows * each,
-        routing=8 * windows * length * _top_k(config),
+        routing=8 * windows * length * top_k(config),
         window=widest if on_cpu else 0,
         forward=length * length * 4 + converted if on_cpu else 0,
         batches=batches,
@@ -119,7 +119,8 @@ def _tasks(
     return mapped, tuple(batches), tuple(row_shards)
 
 
-def _top_k(config: object) -> int:
+def top_k(config: object) -> int:
+    """Experts of a token, by the names that families have for it."""
     names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k")
     return max([int(v) for v in (getattr(config, n, None) for n in names) if isinstance(v, int)], default=8)
 
@@ -136,4 +137,4 @@ def _window(stream: StreamedModel, index: int, length: int, dtype: torch.dtype) 
     first, second = layer.matrices[0], layer.matrices[-1]
     gated = hidden * size + (first.rows + 2 * second.cols) * size
     summed = second.cols * size + 2 * hidden * size + 2 * hidden * 4  # routing weights are float32
-    return around + max(attention, length * _top_k(config) * max(gated, summed))
+    return around + max(attention, length * top_k(config) * max(gated, summed))

@@ -19,6 +19,7 @@ from moepack.quantize import methods
 if TYPE_CHECKING:
     import torch
 
+NATIVE = "native"  # in a recipe's versions: the one that keeps the checkpoint's experts as they were released
 MOMENTS = ("routed", "gated", "all")
 
 ALLOCATORS = ("greedy", "prefix_split", "uniform")
@@ -106,11 +107,17 @@ class Recipe:
         """The versions of experts as descriptors, from most to least precise."""
         return self._specs(self.versions)
 
+    @property
+    def keeps_released(self) -> bool:
+        """Whether a version holds the checkpoint's experts as they were released."""
+        return any(name == NATIVE or encoding_of(name).released for name in self.versions)
+
     def dense_specs(self) -> tuple[Version, ...]:
         """The versions of dense matrices, including the lossless one; empty if the recipe names no version of them."""
         return self._specs((LOSSLESS, *self.dense)) if self.dense else ()
 
     def _specs(self, names: Sequence[str]) -> tuple[Version, ...]:
+        assert NATIVE not in names, "with_native names the version"
         return tuple(Version.of(name, self.quantize.size(name)) for name in version_names() if name in names)
 
 
@@ -148,7 +155,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
         raise InputError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
     known = [f.name for f in fields(Recipe) if f.name != "text"]
     top = _mapping(where, {} if document is None else document, known)
-    versions = _names(f"{where}: versions", top.get("versions", list(DEFAULT_VERSIONS)))
+    versions = _names(f"{where}: versions", top.get("versions", list(DEFAULT_VERSIONS)), (NATIVE, *version_names()))
     if not versions:
         raise InputError(f"{where}: versions: name each version once, and at least one")
     dense = _names(f"{where}: dense", top.get("dense", []))
@@ -161,7 +168,8 @@ def parse_recipe(text: str, where: str) -> Recipe:
         for name, value in size.items():
             _choice(f"{at}.group_size.{name}", value, encoding_of(name).group_sizes)
     else:
-        possible = [sizes for sizes in (encoding_of(v).group_sizes for v in (*versions, *dense)) if sizes]
+        made = [encoding_of(v) for v in (*versions, *dense) if v != NATIVE]
+        possible = [e.group_sizes for e in made if e.group_sizes and not e.released]
         _choice(f"{at}.group_size", size, [g for g in GROUPS if all(g in sizes for sizes in possible)])
     calibration = _calibration(f"{where}: calibration", top.get("calibration", {}))
     allocation = (
@@ -192,6 +200,27 @@ def with_versions(recipe: Recipe, versions: Sequence[Version], dense: Sequence[V
     size = next(iter(sizes.values()), 64) if alike else sizes
     document["quantize"] = {**document.get("quantize", {}), "group_size": size}
     return _written(document)
+
+
+def with_native(recipe: Recipe, native: Version) -> Recipe:
+    """Return a recipe that names this version in place of "native". Its text stays.
+
+    Raises:
+        InputError: for a released version that is not the checkpoint's, or versions that take more bits than it.
+    """
+    for name in recipe.versions:
+        if name != NATIVE and encoding_of(name).released and name != native.name:
+            raise InputError(f"versions: {name}: the checkpoint's experts are {native.name}: write {NATIVE}")
+    if NATIVE not in recipe.versions and native.name not in recipe.versions:
+        return recipe
+    more = [n for n in recipe.versions if n not in (NATIVE, native.name) and encoding_of(n).bits > native.bits]
+    if more:
+        raise InputError(f"versions: {more[0]} takes more bits than the checkpoint's own {native.name}: leave it out")
+    names = tuple(dict.fromkeys(native.name if name == NATIVE else name for name in recipe.versions))
+    sizes = {name: recipe.quantize.size(name) for name in (*names, *recipe.dense)}
+    if native.group_size:
+        sizes[native.name] = native.group_size
+    return replace(recipe, versions=names, quantize=replace(recipe.quantize, group_size=sizes))
 
 
 def with_text(recipe: Recipe) -> Recipe:
@@ -282,12 +311,13 @@ def _settings(where: str, value: Any, kind: type, rules: Mapping[str, Any]) -> d
     return given
 
 
-def _names(where: str, value: Any) -> tuple[str, ...]:
+def _names(where: str, value: Any, known: Sequence[str] = ()) -> tuple[str, ...]:
+    known = known or version_names()
     if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
         raise InputError(f"{where}: must be a list of names")
     for v in value:
-        if v not in version_names():
-            raise InputError(f"{where}: {_unknown('version', v, version_names())}")
+        if v not in known:
+            raise InputError(f"{where}: {_unknown('version', v, known)}")
     if len(set(value)) != len(value):
         raise InputError(f"{where}: name each version once")
     return tuple(value)

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 
     from moepack.calibrate.dense import DenseMoments
     from moepack.calibrate.forward import CalibrationPass, Observation
+    from moepack.calibrate.native import NativeWeight
     from moepack.calibrate.stream import StreamedModel
 
     from .executors.on_ray import OnRay
@@ -75,6 +79,7 @@ class LayerWalk:
         self._inner = "experts and row shards of dense matrices" if dense else "experts"  # the unit of progress
         self._objects: dict[int | None, tuple[Path, ...]] = {}  # submitted part -> result files of its tasks
         self._notes: dict[int | None, dict[str, Any]] = {}  # submitted part -> what is known of its note
+        self._reading = threading.Lock()
         self._walked = -1  # the last layer that was calibrated
 
     def layers(
@@ -275,6 +280,10 @@ class LayerWalk:
             self._reporter.note(f"{odd} was never called: it stays as in the checkpoint")
         return called
 
+    def _native(self, part: int, some: range) -> Sequence[NativeWeight]:
+        with self._reading:  # reading changes the skeleton for a moment
+            return self._stream.native_experts(part, some)
+
     def _quantise_layer(self, part: int | None, inputs: LayerInputs) -> None:
         """Submit a part to the executor: its dense matrices, and if `inputs` has an observation, its experts."""
         from moepack.quantize.expert_batch import expert_batches
@@ -294,7 +303,8 @@ class LayerWalk:
                 for shard in row_shard_tasks(called, self._recipe, checkpoint, device):
                     tasks[shard.address(digests[moments.group[shard.matrix.module]])] = shard
         if part is not None and (observation := inputs.observation) is not None:
-            layer, inputs = self._experts[part], replace(inputs, module=self._stream.experts_module(part))
+            layer = self._experts[part]
+            inputs = replace(inputs, module=self._stream.experts_module(part), native=partial(self._native, part))
             settings, observed = batch_settings(self._recipe), observation_digest(observation)
             for some in expert_batches(layer, settings):
                 batch = ExpertBatchTask(checkpoint, part, some, self._recipe.version_specs(), settings, device)

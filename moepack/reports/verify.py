@@ -13,6 +13,7 @@ from moepack.progress import Reporter
 
 if TYPE_CHECKING:
     from moepack.calibrate.experts import ExpertWeights
+    from moepack.calibrate.stream import StreamedModel
     from moepack.pack.dense import DenseTensors
 
 _AT_ONCE = 1 << 30  # bytes of MTP tensors that are compared at a time
@@ -51,6 +52,8 @@ def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list
     if bundle.manifest.dense and dense_exact is None:
         raise InputError(f"{bundle.path}: has no lossless version of its dense matrices here to compare")
     stream = StreamedModel(open_checkpoint(checkpoint))
+    if exact.released and exact != stream.native:
+        raise InputError(f"{bundle.path}: holds {exact.name} experts, those of {checkpoint} are {stream.native.name}")
     if tuple(stream.expert_layers.values()) != bundle.layers:
         return [Problem(str(bundle.path), "layers", f"its experts are not those of {checkpoint}: another model")]
     positions = {layer.index: p for p, layer in enumerate(bundle.layers)}
@@ -67,9 +70,11 @@ def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list
                 problems += _compare_matrix(bundle, dense_exact, *packed[name], tensor)
             else:
                 problems += _compare(dense, str(bundle.path), name, tensor)
-        if experts is not None and i is not None:
+        if experts is not None and i is not None and not exact.released:
             problems += _compare_experts(bundle, exact, positions[i], experts)
         stream.free(i)
+        if experts is not None and i is not None and exact.released:
+            problems += _compare_codes(bundle, exact, positions[i], experts, stream)
     for group in stream.mtp_groups(_AT_ONCE) if bundle.manifest.model.get("mtp") == "keep" else ():
         for name, tensor in group.items():
             problems += _compare(dense, str(bundle.path), name, tensor)
@@ -98,6 +103,24 @@ def _compare_experts(bundle: Bundle, version: Version, position: int, experts: E
                 same = same and np.array_equal(value.bias, bits_of(bias))
             if not same:
                 problems.append(Problem(where, "bits", f"{layer.matrices[m].name} differs from the checkpoint"))
+    return problems
+
+
+def _compare_codes(
+    bundle: Bundle, version: Version, position: int, experts: ExpertWeights, stream: StreamedModel
+) -> list[Problem]:
+    """Compare a layer's extents, byte for byte, with those that the checkpoint's codes and scales make."""
+    import numpy as np
+
+    from moepack.calibrate.native import expert_as_released
+
+    layer, problems = experts.layer, []
+    for expert in range(layer.experts):
+        codes = stream.native_experts(layer.index, range(expert, expert + 1))
+        made, _ = version.encode(layer.matrices, expert_as_released(codes, experts, expert))
+        if not np.array_equal(made, bundle.extent(version.name, position, expert, check_digest=False)):
+            where = bundle.layer_file(version.name, position).place(expert)
+            problems.append(Problem(where, "bits", "its codes or scales differ from the checkpoint"))
     return problems
 
 

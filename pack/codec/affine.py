@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,11 +35,13 @@ class AffineMatrix:
         else:
             zero = self.zero.astype(np.float32) * np.float32(2.0 ** (bits - 8))
         group = np.arange(cols) // version.group_size
-        return (self.codes.astype(np.float32) - zero[:, group]) * bf16_to_float32(self.scale)[:, group]
+        half = version.scale_dtype == "F16"
+        scale = self.scale.view(np.float16).astype(np.float32) if half else bf16_to_float32(self.scale)
+        return (self.codes.astype(np.float32) - zero[:, group]) * scale[:, group]
 
 
-def encode(matrices: Sequence[Matrix], version: Version, values: Sequence[AffineMatrix]) -> Buffer:
-    """The extent of one expert, padding included, uint8. `values` has one entry per matrix, of that matrix's shape."""
+def encode(matrices: Sequence[Matrix], version: Version, values: Sequence[Any]) -> Buffer:
+    """The extent of one expert, padding included, uint8. `values`: an AffineMatrix or ReleasedMatrix for each."""
     out = np.zeros(version.resident_size(matrices), np.uint8)
     for m, v in zip(matrices, values, strict=True):
         if v.codes.shape != (m.rows, m.cols):
@@ -50,12 +53,25 @@ def encode(matrices: Sequence[Matrix], version: Version, values: Sequence[Affine
             array: npt.NDArray[np.generic] = packed[section.matrix][int(section.kind[5:])]
         else:
             array = getattr(v, section.kind)
-            if section.kind != "bias":
+            if len(section.shape) == 3:
                 array = to_blocks(array)
+            elif section.kind != "bias":
+                array = by_block(array, matrices[section.matrix].name)
         if array.shape != section.shape or array.dtype.itemsize != section.item:
             raise ValueError(f"{section.kind} of {matrices[section.matrix].name}: {array.shape}, not {section.shape}")
         out[section.offset : section.end] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
     return out
+
+
+def by_block(values: npt.NDArray[np.generic], what: str) -> npt.NDArray[np.generic]:
+    """Values [rows] or [rows, n], equal in each block of 16 rows, as one a block: [blocks] or [blocks, n].
+
+    Raises ValueError where rows of a block differ.
+    """
+    first = values[::BLOCK_ROWS]
+    if not np.array_equal(np.repeat(first, BLOCK_ROWS, axis=0)[: len(values)], values):
+        raise ValueError(f"{what}: rows of one block of {BLOCK_ROWS} have different scales")
+    return first
 
 
 def put_rows(matrix: Matrix, version: Version, rows: range, packed: Buffer, out: Buffer) -> None:

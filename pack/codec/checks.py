@@ -7,6 +7,7 @@ readers agree. Decoders do not rely on these rules: they check everything that t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ _ENTRY = 16
 
 
 def check_affine(matrices: Sequence[Matrix], version: Version, extent: Buffer) -> Iterator[Wrong]:
-    """Find scales that are not finite and padding that is not zero, in an affine extent of the right size."""
+    """Find numbers that are not finite, and padding that is not zero, in an extent of the right size."""
     sections = version.sections(matrices)
     ends = [0, *(s.end for s in sections)]
     if _any(extent, zip(ends, [*(s.offset for s in sections), len(extent)], strict=True)):
@@ -33,14 +34,35 @@ def check_affine(matrices: Sequence[Matrix], version: Version, extent: Buffer) -
         m, array = matrices[section.matrix], section_array(extent, section)
         if section.kind == "bias":
             continue
-        if section.kind == "scale" and (array & np.uint16(0x7F80) == 0x7F80).any():  # type: ignore[operator]
+        if section.kind in ("scale", "outer") and not _finite(
+            array, "F32" if section.item == 4 else version.scale_dtype
+        ):
             yield "number", f"{m.name} has a scale that is not finite"
+        if section.kind == "plane0" and version.zero == "none" and version.bits == 8 and not _finite(array, "F8_E4M3"):
+            yield "number", f"{m.name} has a code that is not a number"
+        if len(section.shape) < 3:  # one number for a block of rows
+            continue
         if m.rows % BLOCK_ROWS and array[-1, :, m.rows % BLOCK_ROWS :].any():
             yield "padding", f"{section.kind} of {m.name}: rows past the last are not zero"
         if section.kind.startswith("plane"):
             bits = m.cols * version.planes[int(section.kind[5:])] % 32
             if bits and (array[:, -1] >> np.uint32(bits)).any():  # type: ignore[operator]
                 yield "padding", f"{section.kind} of {m.name}: bits past the last column are not zero"
+
+
+# By dtype of a number: the bits that tell whether it is finite, and their value where it is not.
+_NOT_FINITE: dict[str, tuple[Any, int]] = {
+    "BF16": (np.uint16(0x7F80), 0x7F80),
+    "F16": (np.uint16(0x7C00), 0x7C00),
+    "F32": (np.uint32(0x7F800000), 0x7F800000),
+    "F8_E4M3": (np.uint8(0x7F), 0x7F),
+    "F8_E8M0": (np.uint8(0xFF), 0xFF),
+}
+
+
+def _finite(array: npt.NDArray[Any], dtype: str) -> bool:
+    mask, value = _NOT_FINITE[dtype]
+    return not bool((array.view(mask.dtype) & mask == value).any())
 
 
 def _any(extent: Buffer, gaps: Iterator[tuple[int, int]]) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import Kind
-from ..sections import GROUPS, PAGE, SECTION, Matrix, Section, align
+from ..sections import PAGE, SECTION, Matrix, Section, align
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,6 +42,8 @@ class Version(ABC):
     holds: ClassVar[
         Mapping[str, str]
     ] = {}  # a lossless version's contents, by the checkpoint's dtype; empty for others
+    released: ClassVar[bool] = False  # whether it holds a checkpoint's codes and scales as they are
+    scale_dtype: ClassVar[str] = "BF16"  # of the scales, where there are some
     # Whether the stored size depends on the values. Such a version is decoded on its device, or stays as it is stored.
     entropy_coded: ClassVar[bool] = False
     plain: ClassVar[bool] = False  # whether memory holds BF16 matrices (section "weight") that torch can use
@@ -50,14 +52,15 @@ class Version(ABC):
     extent_boundary: ClassVar[int] = PAGE  # alignment of an extent's end in memory
 
     @staticmethod
-    def of(name: str, group_size: int = GROUPS[0]) -> Version:
-        """Find a version by name. Encodings without groups ignore the size.
+    def of(name: str, group_size: int = 0) -> Version:
+        """Find a version by name. Encodings without groups ignore the size; 0 stands for the largest.
 
         Raises ValueError for an unknown name, or a group size that the encoding does not have.
         """
         e = encoding_of(name)
         if not e.group_sizes:
             return e
+        group_size = group_size or max(e.group_sizes)
         if group_size not in e.group_sizes:
             raise ValueError(f"{name}: groups are of {', '.join(map(str, e.group_sizes))}, not {group_size}")
         return replace(e, group_size=group_size)
@@ -65,7 +68,7 @@ class Version(ABC):
     @staticmethod
     def read(record: Mapping[str, Any]) -> Version:
         """Find the version of a record in the manifest. Raises ValueError if no version has this record."""
-        made = Version.of(str(record.get("name")), record.get("group_size") or GROUPS[0])
+        made = Version.of(str(record.get("name")), record.get("group_size") or 0)
         if made.record() != record:
             raise ValueError(f"this moepack does not know this form of {made.name}")
         return made
@@ -76,7 +79,9 @@ class Version(ABC):
 
     def described(self) -> str:
         """How weights are stored, in words."""
-        return "lossless" if self.holds else f"{self.bits} bits, groups of {self.group_size}"
+        if self.holds:
+            return "as released" if self.released else "lossless"
+        return f"{self.bits} bits, groups of {self.group_size}"
 
     @property
     def stores_zeros(self) -> bool:

@@ -24,6 +24,10 @@ EXPERT_DTYPES = {
     "F32": "the checkpoint's FP32 weights rounded to BF16",
     "F8_E4M3": "the bits of the checkpoint's FP8 codes times their blocks' scales, rounded to BF16",
     "MXFP4": "the checkpoint's MXFP4 values, which BF16 holds exactly",
+    "MXFP8": "the checkpoint's MXFP8 values, which BF16 holds exactly",
+    "NVFP4": "the checkpoint's NVFP4 values rounded to BF16",
+    "INT8": "the checkpoint's INT8 values rounded to BF16",
+    "INT4": "the checkpoint's INT4 values rounded to BF16",
 }
 
 

@@ -116,7 +116,7 @@ def parse_manifest(data: bytes) -> Manifest:
     found = Manifest({}, layers, versions, files, expert_files, {}, None, number, dense, dense_versions)
     if not check.problems:
         _layer_files(check, found)
-    model = _model(check, document.get("model"), layers, dense)
+    model = _model(check, document.get("model"), number, layers, dense)
     provenance = check.object("provenance", document.get("provenance"))
     allocation = _allocation(check, document.get("allocation"), found)
     if check.problems:
@@ -124,11 +124,14 @@ def parse_manifest(data: bytes) -> Manifest:
     return replace(found, model=model, provenance=provenance, allocation=allocation)
 
 
-def _model(check: Checker, value: Any, layers: Sequence[ExpertLayer], dense: Sequence[DenseMatrix]) -> dict[str, Any]:
+def _model(
+    check: Checker, value: Any, number: int, layers: Sequence[ExpertLayer], dense: Sequence[DenseMatrix]
+) -> dict[str, Any]:
     model = check.object("model", value)
+    dtypes = [d for d in spec.EXPERT_DTYPES if number > 3 or d not in spec.RELEASED_DTYPES]
     for key in ("model_type", "architecture"):
         check.matching(f"model.{key}", model.get(key), _NAME, "a name of letters, digits, '.', '_' and '-'")
-    check.text("model.expert_dtype", model.get("expert_dtype"), list(spec.EXPERT_DTYPES))
+    check.text("model.expert_dtype", model.get("expert_dtype"), dtypes)
     count = check.integer("model.decoder_layers", model.get("decoder_layers"), 1, spec.MAX_LAYERS)
     last = {"experts": [x.index for x in layers], "dense matrices": [d.layer for d in dense if d.layer is not None]}
     for what, indices in last.items():

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moepack.pack.sections import BLOCK_ROWS
 from moepack.pack.spec import Matrix, Section, Version
 
-Sections = dict[str, Section]  # the sections of one matrix by kind: weight, plane0, plane1, scale, zero, bias
+Sections = dict[str, Section]  # the sections of one matrix by kind: weight, plane0, plane1, scale, outer, zero, bias
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the values of codes from 0; bit 3 is the sign
 
 
 def sections_of(matrices: Sequence[Matrix], version: Version) -> list[Sections]:
@@ -33,14 +35,18 @@ def section(extent: Tensor, s: Section) -> Tensor:
     """One section of an extent (uint8, on any device): a bias is BF16 [rows], others have rows padded to 16.
 
     Planes (bits of codes) are uint8 [rows, 4 * words]: packing is little-endian, so bytes in order hold codes in order.
-    Scales are BF16 [rows, groups], zero points uint8 [rows, groups].
+    Scales of 16 bits are BF16 [rows, groups], those of 32 float32, others uint8; zero points are uint8 [rows, groups].
     """
     raw = extent[s.offset : s.end]
-    if len(s.shape) == 1:
+    if s.kind == "bias":
         return raw.view(torch.bfloat16)
+    if len(s.shape) < 3:  # a number for 16 rows
+        return raw.view(torch.float32).view(s.shape[0], -1).repeat_interleave(BLOCK_ROWS, dim=0)
     blocks, n, side = s.shape
     rows = raw.view(blocks, n, side, s.item).transpose(1, 2).reshape(blocks * side, n * s.item)
-    return rows.view(torch.bfloat16) if s.item == 2 else rows
+    if s.item == 2:
+        return rows.view(torch.bfloat16)
+    return rows.view(torch.float32) if s.item == 4 and s.kind == "scale" else rows
 
 
 def unpack(plane: Tensor, bits: int, cols: int) -> Tensor:
@@ -53,16 +59,43 @@ def unpack(plane: Tensor, bits: int, cols: int) -> Tensor:
 
 
 def dequantise(extent: Tensor, sections: Sections, matrix: Matrix, version: Version, dtype: torch.dtype) -> Tensor:
-    """Return a matrix of a quantised extent (uint8) as [rows, cols] in `dtype`: exact in float32, else rounded once."""
+    """Return a matrix of a quantised extent (uint8) as [rows, cols] in `dtype`.
+
+    In float32 values are those of `Version.dequantise`; in another dtype they are these, rounded.
+    """
     codes = unpack(section(extent, sections["plane0"]), version.planes[0], matrix.cols)
     for p, bits in enumerate(version.planes[1:], 1):
         part = unpack(section(extent, sections[f"plane{p}"]), bits, matrix.cols)
         codes = codes | part << sum(version.planes[:p])
-    scale = section(extent, sections["scale"]).float()
+    scale = _scale(section(extent, sections["scale"]), version)
+    size = version.group_size or matrix.cols
+    if version.zero == "none":
+        values = _floats(codes, version.bits).mul_(scale.repeat_interleave(size, dim=1)[:, : matrix.cols])
+        if "outer" in sections:
+            values.mul_(section(extent, sections["outer"]))
+        return values[: matrix.rows].to(dtype)
     if version.stores_zeros:
         zero = section(extent, sections["zero"]).float() * 2.0 ** (version.bits - 8)
     else:
         zero = torch.full_like(scale, ((1 << version.bits) - 1) / 2)
-    size = version.group_size
     spread = [t.repeat_interleave(size, dim=1)[:, : matrix.cols] for t in (zero, scale)]
     return codes.float().sub_(spread[0]).mul_(spread[1])[: matrix.rows].to(dtype)
+
+
+def _scale(raw: Tensor, version: Version) -> Tensor:
+    """Scales in float32."""
+    if version.scale_dtype == "F16":
+        return raw.view(torch.float16).float()
+    if version.scale_dtype == "F8_E4M3":
+        return raw.view(torch.float8_e4m3fn).float()
+    if version.scale_dtype == "F8_E8M0":
+        return (raw.int() << 23).clamp_(min=1 << 22).view(torch.float32)  # 0 is 2^-127, which has no exponent of its own
+    return raw.float()
+
+
+def _floats(codes: Tensor, bits: int) -> Tensor:
+    """The values of E2M1 or E4M3 codes, float32."""
+    if bits == 8:
+        return codes.contiguous().view(torch.float8_e4m3fn).float()
+    values = torch.tensor(E2M1 + tuple(-v for v in E2M1), device=codes.device)
+    return values[codes.int()]

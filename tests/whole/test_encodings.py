@@ -19,7 +19,7 @@ from moepack.pack import encodings
 from moepack.pack.encodings import base
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.reader import open_bundle
-from moepack.pack.spec import Matrix, Version, version_names
+from moepack.pack.spec import Matrix, Version, encoding_of, version_names
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 from moepack.quantize import rtn
@@ -47,7 +47,7 @@ def w6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Version]:
     (tmp_path / "more" / "w6.py").write_text(blocks()[0])
     monkeypatch.setattr(encodings, "__path__", [*encodings.__path__, str(tmp_path / "more")])
     monkeypatch.setattr(base, "KNOWN", encodings.found(encodings.__path__))
-    assert version_names() == ("bf16", "w8", "w6", "w4", "w3", "w2", "w1")
+    assert [n for n in version_names() if not encoding_of(n).released] == ["bf16", "w8", "w6", "w4", "w3", "w2", "w1"]
     yield Version.of("w6", 64)
     del sys.modules["moepack.pack.encodings.w6"]
 
@@ -60,12 +60,16 @@ def in_table(w6: Version, monkeypatch: pytest.MonkeyPatch) -> Version:
 
 
 def test_the_table() -> None:
-    assert version_names() == ("bf16", "w8", "w4", "w3", "w2", "w1")
+    before = "bf16", "w8", "w4", "w3", "w2", "w1"
+    assert tuple(n for n in version_names() if not encoding_of(n).released) == before == version_names(3)
     assert version_names(2) == ("bf16", "w4", "w3", "w2", "w1"), "what the format had before"
     for e in base.KNOWN:
         made = Version.of(e.name)
-        assert bool(made.holds) == (not e.planes) and sum(made.planes) == (0 if made.holds else e.bits)
-        assert made.since == (3 if made.name == "w8" else 2) and Version.read(made.record()) == made
+        assert bool(made.holds) == (made.released or not e.planes) and sum(made.planes) == (e.bits if e.planes else 0)
+        assert (
+            made.since == (4 if made.released else 3 if made.name == "w8" else 2)
+            and Version.read(made.record()) == made
+        )
         assert pickle.loads(pickle.dumps(made)) == made and hash(made) == hash(Version.of(e.name))
     assert Version.of("w4", 64) != Version.of("w4", 32)
     with pytest.raises(ValueError, match="does not know this form of w4"):
@@ -74,7 +78,7 @@ def test_the_table() -> None:
         "name": "w3", "encoding": "affine", "bits": 3, "group_size": 32, "zero": "stored"
     }  # fmt: skip
     assert Version.of("bf16", 64).group_size == 0
-    with pytest.raises(ValueError, match="'w6' is unknown: there are bf16, w8, w4, w3, w2, w1"):
+    with pytest.raises(ValueError, match=r"'w6' is unknown: there are bf16, .*w8, .*w4, w3, w2, w1"):
         Version.of("w6")
     with pytest.raises(ValueError, match="w4: groups are of 128, 64, 32, not 48"):
         Version.of("w4", 48)
@@ -118,7 +122,9 @@ def test_a_bundle_holds_it_and_a_cpu_serves_it(
     assert opened.manifest.version("w6") == Version.of("w6", 32)
     expert = opened.expert("w6", opened.layers[0].index, 3)
     assert len(np.unique(expert.decode()[0].codes)) > 50
-    with pytest.raises(InputError, match="no kernel knows the encoding w6: the kernels know bf16, w8, w4, w3, w2, w1"):
+    with pytest.raises(
+        InputError, match=r"no kernel knows the encoding w6: the kernels know bf16, .*w8, .*w4, w3, w2, w1"
+    ):
         moepack.load(tmp_path / "bundle", policy="static:w6")
 
     request.getfixturevalue("in_table")
@@ -135,7 +141,7 @@ def test_a_bundle_holds_it_and_a_cpu_serves_it(
     error = [float((logits[name] - logits["bf16"]).norm()) for name in ("w6", "w2")]
     assert 0 < error[0] < error[1] / 4, "four bits more: a step of a sixteenth"
     monkeypatch.setattr(base, "KNOWN", tuple(e for e in base.KNOWN if e.name != "w6"))
-    with pytest.raises(BundleError, match="not one of bf16, w8, w4"):
+    with pytest.raises(BundleError, match="not one of bf16, "):
         open_bundle(tmp_path / "bundle")
 
 

@@ -69,7 +69,8 @@ def _make(task: RowShardTask | ExpertBatchTask, inputs: LayerInputs, device: tor
     from moepack.calibrate.held import release
 
     assert inputs.weights is not None and inputs.observation is not None
-    made = make_expert_batch(task, inputs.module, inputs.weights.select(task.experts), inputs.observation, device)
+    weights = inputs.weights.select(task.experts)
+    made = make_expert_batch(task, inputs.module, weights, inputs.observation, device, inputs.native)
     for matrices in inputs.weights.weights:
         release(matrices)
     return made

@@ -150,7 +150,8 @@ def _make(task: RowShardTask | ExpertBatchTask, source: WorkerCheckpoint, shared
     check(stream.expert_files(task.layer, task.experts))
     weights, (inputs, experts, gates) = stream.experts(task.layer, task.experts), shared.tensors()
     observation = Observation(inputs, experts, gates, shared.length)
-    return make_expert_batch(task, stream.experts_module(task.layer), weights, observation, device)
+    native = functools.partial(stream.native_experts, task.layer)
+    return make_expert_batch(task, stream.experts_module(task.layer), weights, observation, device, native)
 
 
 def finish_layer(work: LayerWork, source: WorkerCheckpoint, probe: DirectoryProbe) -> Iterator[dict[str, Any] | None]:

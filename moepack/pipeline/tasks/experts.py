@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.codec.bits import Buffer
+from moepack.pack.errors import InputError
 from moepack.pack.spec import Version, lossy
 from moepack.quantize import methods
 from moepack.version import __version__
@@ -23,9 +25,11 @@ if TYPE_CHECKING:
 
     from moepack.calibrate.experts import ExpertWeights
     from moepack.calibrate.forward import Observation
+    from moepack.calibrate.native import NativeWeight
     from moepack.quantize.expert_batch import Settings
 
     from ..recipe import Recipe
+
 
 _HASHED = 4096  # rows hashed at once
 
@@ -108,12 +112,42 @@ def exact_extent(
     return version.encode(weights.layer.matrices, values, threads)
 
 
+def released_extent(
+    version: Version, native: Sequence[NativeWeight], weights: ExpertWeights, expert: int
+) -> tuple[Buffer, int]:
+    """Encode an expert as it was released; return the extent and its unpadded size.
+
+    `native` has the codes and scales of both matrices, of this expert alone; `expert` is its index in `weights`, whose
+    biases are kept.
+    """
+    from moepack.calibrate.native import expert_as_released
+
+    try:
+        return version.encode(weights.layer.matrices, expert_as_released(native, weights, expert))
+    except ValueError as error:
+        raise InputError(f"{version.name} cannot hold an expert of layer {weights.layer.index}: {error}") from None
+
+
+def no_codes(experts: range) -> Sequence[NativeWeight]:
+    """Stand for a reader of codes where no version holds them."""
+    raise AssertionError(f"no version holds the codes of {experts}")
+
+
+NativeReader = Callable[[range], "Sequence[NativeWeight]"]  # codes and scales of both matrices of some experts
+
+
 def make_expert_batch(
-    task: ExpertBatchTask, module: Any, weights: ExpertWeights, observation: Observation, device: torch.device
+    task: ExpertBatchTask,
+    module: Any,
+    weights: ExpertWeights,
+    observation: Observation,
+    device: torch.device,
+    native: NativeReader = no_codes,
 ) -> TaskResult:
     """Quantise an expert batch, measure its losses and encode it, with torch on THREADS threads.
 
     `module`: the layer's experts module; only its gate activation is used. `weights`: those of the batch's experts.
+    `native` reads the codes and scales of a range of the layer's experts.
     """
     import torch
 
@@ -127,16 +161,21 @@ def make_expert_batch(
     losses = {k: torch.zeros(shape, dtype=torch.float64) for k in MEASURED}
     made = TaskResult({}, {}, losses | {"method": torch.zeros(shape, dtype=torch.uint8)})
     with fixed_threads():
+        exact = [v for v in task.versions if v not in lossy(task.versions)]
+        for version in exact:
+            if version.released:  # an expert at a time: a byte a weight
+                for i, e in enumerate(task.experts):
+                    made.add(version.name, *released_extent(version, native(range(e, e + 1)), weights, i))
         batch = gather_batch(module, weights, task.experts, observation, task.settings, device)
         quantised = [names.index(v.name) for v in task.settings.versions]
-        exact = [v for v in task.versions if v not in lossy(task.versions)]
         threads = THREADS if device.type == "cpu" else None
         for i, row in enumerate(quantise_batch(batch, task.settings)):
             for k, values in measured_row([(item.own, item.others) for item in row]).items():
                 made.losses[k][i, quantised] = torch.tensor(values, dtype=torch.float64)
             biases = [None if b is None else bits_of(b) for b in (weights.bias(i, m) for m in range(len(matrices)))]
             for version in exact:
-                made.add(version.name, *exact_extent(version, weights, i, threads))
+                if not version.released:
+                    made.add(version.name, *exact_extent(version, weights, i, threads))
             for item in row:
                 packed = [q.matrix(item.index, bias) for q, bias in zip(item.quantised, biases, strict=True)]
                 made.add(item.version.name, *item.version.encode(matrices, packed))

@@ -22,7 +22,7 @@ from moepack.pack.tables import metadata
 from moepack.quantize import methods
 
 from ..artifacts import save
-from .experts import ExpertBatchTask
+from .experts import ExpertBatchTask, NativeReader, no_codes
 from .result import load_result
 from .row_shards import RowShardTask
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from moepack.calibrate.dense import DenseMoments
     from moepack.calibrate.experts import ExpertWeights
     from moepack.calibrate.forward import Observation
+
 
 Note = tuple[int | None, dict[str, Any]]  # a part, and the note that `WorkDirectory.mark` writes for it
 Advance = Callable[[int], None]  # called with the number of experts and row shards that have just been finished
@@ -92,6 +93,7 @@ class LayerInputs:
     weights: ExpertWeights | None = None  # None where the executor reads weights itself
     moments: DenseMoments | None = None  # of the dense matrices' inputs
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)  # dense; empty where the executor reads them
+    native: NativeReader = no_codes  # reads the codes and scales of a range of the layer's experts, from any thread
 
 
 def write_layer(work: LayerWork) -> dict[str, Any]:

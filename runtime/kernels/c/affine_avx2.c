@@ -41,6 +41,15 @@ typedef struct {
 #define STOREB2(p, v, w) (STOREB(p, v), STOREB((p) + 8, w))
 #define BYTES(p) _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p))))
 #define STREAM(p) _mm_prefetch((const char *)(p), _MM_HINT_T0)
+#define SETI(v) _mm256_set1_epi32((int)(v))
+#define AND(a, b) _mm256_and_si256(a, b)
+#define SHL(a, n) _mm256_slli_epi32(a, n)
+#define SRA(a, n) _mm256_srai_epi32(a, n)
+#define MAXI(a, b) _mm256_max_epi32(a, b)
+#define LOADB(p) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p)))
+#define LOADSB(p) _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p)))
+#define LOADSH(p) _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)(p)))
+#define AS_FLOATS(a) _mm256_castsi256_ps(a)
 
 INLINE __m256 look_up_avx2(Table8 t, __m256i w) { /* a permutation uses 3 index bits; the fourth chooses one of two */
     return _mm256_blendv_ps(_mm256_permutevar8x32_ps(t.low, w), _mm256_permutevar8x32_ps(t.high, w),
@@ -63,19 +72,19 @@ INLINE float sum_avx2(__m256 a) {
 
 #define PARTS 1
 #define FR 2
-#define SETI(v) _mm256_set1_epi32(v)
-#define LOADB(p) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p)))
-#define AND(a, b) _mm256_and_si256(a, b)
 #define ADDI(a, b) _mm256_add_epi32(a, b)
 #define SUBI(a, b) _mm256_sub_epi32(a, b)
 #define MULI(a, b) _mm256_mullo_epi32(a, b)
-#define SHL(a, n) _mm256_slli_epi32(a, n)
 #define DOT(acc, fields, x) _mm256_add_epi32(acc, _mm256_madd_epi16(fields, x))
 #define FLOATS(a) _mm256_cvtepi32_ps(a)
 #define FUSED(a, b, c) _mm256_fmadd_ps(a, b, c)
 #define HALVES(v, odd) \
     _mm256_castsi256_ps(odd ? _mm256_and_si256(v, _mm256_set1_epi32(-65536)) : _mm256_slli_epi32(v, 16))
+#define FP4(v, k) \
+    _mm256_shuffle_epi8(_mm256_setr_epi8(E2M1_TURNED, E2M1_TURNED), \
+                        _mm256_andnot_si256(_mm256_srli_epi32(v, 4 * (k)), _mm256_set1_epi32(0x000F000F)))
 #define ARRANGE(to, from, order) \
     for (int i = 0; i < 32; i++) ((int16_t *)(to))[i] = (from)[(order)[i]]
 #include "affine_fixed.h"
+#include "fp8_rows.h"
 #endif

@@ -40,6 +40,15 @@
 #define STOREB(p, v) _mm256_storeu_si256((__m256i *)(p), narrow_avx512(v))
 #define BYTES(p) _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p))))
 #define STREAM(p) _mm_prefetch((const char *)(p), _MM_HINT_T0)
+#define SETI(v) _mm512_set1_epi32((int)(v))
+#define AND(a, b) _mm512_and_si512(a, b)
+#define SHL(a, n) _mm512_slli_epi32(a, n)
+#define SRA(a, n) _mm512_srai_epi32(a, n)
+#define MAXI(a, b) _mm512_max_epi32(a, b)
+#define LOADB(p) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p)))
+#define LOADSB(p) _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p)))
+#define LOADSH(p) _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)(p)))
+#define AS_FLOATS(a) _mm512_castsi512_ps(a)
 
 /* Rounds as narrow() does, but not NaN, into the high halves. The processor's own conversion drops denormals. */
 INLINE __m512i rounded_avx512(__m512 v) {
@@ -57,23 +66,23 @@ INLINE void store_bf16_avx512(uint16_t *to, __m512 v, __m512 w) {
 #include "affine_rows.h"
 
 #define FR 1
-#define SETI(v) _mm512_set1_epi32(v)
-#define LOADB(p) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p)))
-#define AND(a, b) _mm512_and_si512(a, b)
 #define ADDI(a, b) _mm512_add_epi32(a, b)
 #define SUBI(a, b) _mm512_sub_epi32(a, b)
 #define MULI(a, b) _mm512_mullo_epi32(a, b)
-#define SHL(a, n) _mm512_slli_epi32(a, n)
 #define FLOATS(a) _mm512_cvtepi32_ps(a)
 #define FUSED(a, b, c) _mm512_fmadd_ps(a, b, c)
 #define HALVES(v, odd) \
     _mm512_castsi512_ps(odd ? _mm512_and_si512(v, _mm512_set1_epi32(-65536)) : _mm512_slli_epi32(v, 16))
 
 #define PARTS 1
+#define FP4(v, k) \
+    _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_setr_epi8(E2M1_TURNED)), \
+                        _mm512_andnot_si512(_mm512_srli_epi32(v, 4 * (k)), _mm512_set1_epi32(0x000F000F)))
 #define DOT(acc, fields, x) _mm512_add_epi32(acc, _mm512_madd_epi16(fields, x))
 #define ARRANGE(to, from, order) \
     _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_loadu_si512(order), _mm512_loadu_si512(from)))
 #include "affine_fixed.h"
+#include "fp8_rows.h"
 
 /* The same loops for VNNI and VBMI, whose products multiply bytes and add four of them at once. */
 #undef NAME
@@ -81,6 +90,7 @@ INLINE void store_bf16_avx512(uint16_t *to, __m512 v, __m512 w) {
 #undef CALLED
 #undef PARTS
 #undef DOT
+#undef FP4
 #undef ARRANGE
 #define NAME(x) x##_vnni
 #define VNNI "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,fma"
@@ -90,6 +100,9 @@ INLINE void store_bf16_avx512(uint16_t *to, __m512 v, __m512 w) {
 #define DOT(acc, fields, x) _mm512_dpbusd_epi32(acc, fields, x)
 #define ARRANGE(to, from, order) \
     _mm512_storeu_si512(to, _mm512_permutexvar_epi8(_mm512_loadu_si512(order), _mm512_loadu_si512(from)))
+/* A permutation reads 6 bits of an index: the code, and two of the next one, for which the table repeats itself. */
+#define FP4(v, k) \
+    _mm512_permutexvar_epi8(_mm512_srli_epi32(v, 4 * (k)), _mm512_broadcast_i32x4(_mm_setr_epi8(E2M1_FIELDS)))
 #define THIRD(low, high, half, k) third_vnni(low, high, 2 * k, 16 * half + k + 62)
 
 /* Codes of three bits, one in each byte: bit 2 is bit `at`, at + 4, at + 8 or at + 12 of a 32-bit word of `high`, the

@@ -9,6 +9,7 @@
  *   FLOATS(words), FUSED(a, b, c)    words as floats, rounded; a * b + c, rounded once
  *   HALVES(words, odd)               the even or odd halves of words as BF16 numbers, widened
  *   ARRANGE(to, from, order)         64 bytes: to[i] = from[order[i]], of 16-bit or, with two PARTS, 8-bit elements
+ *   FP4(words, k)                    field k of 4 bits, of E2M1 codes: twice their values, plus 12
  *   THIRD(low, high, half, k)        with two PARTS: fields of two bits, field k of `low`, with their third bits on top
  *
  * An activation becomes 16-bit integers times a power of two, one for each 128 columns, such that the greatest number
@@ -67,11 +68,11 @@ CALLED void NAME(prepare_fixed)(const Gemm *m, const void *from, Prepared *p) {
                 fixed[c] = (int16_t)(word > 32639 ? 32639 : word); /* 127 * 256 + 127 */
             }
         }
-        for (int k = 0; k < 3; k++)
-            for (int64_t g = 0; g < ceil_div(n, 32 << k); g++) {
+        for (int k = 0; k < 4; k++)
+            for (int64_t g = 0; g < ceil_div(n, 16 << k); g++) {
                 int32_t sum = 0;
-                for (int c = 0; c < 32 << k; c++) sum += fixed[(g << k) * 32 + c];
-                p->totals[k][b * (4 >> k) + g] = sum;
+                for (int c = 0; c < 16 << k; c++) sum += fixed[(g << k) * 16 + c];
+                p->totals[k][b * (8 >> k) + g] = sum;
             }
 #if PARTS == 2
         for (int c = 0; c < FIXED; c++) fixed[c] = (int16_t)(((fixed[c] + 128) & 0xFF00) | (fixed[c] & 0xFF));
@@ -83,9 +84,11 @@ CALLED void NAME(prepare_fixed)(const Gemm *m, const void *from, Prepared *p) {
     }
 }
 
-/* Adds to `acc` the products of words [from, to) of a plane of p bits, for FR vectors of rows and T activations. */
-INLINE void NAME(fixed_plane)(const int p, const int T, const uint32_t *words, int64_t from, int64_t to,
+/* Adds to `acc` the products of words [from, to) of a plane, of `codes` bits or MXFP4, for FR vectors of rows and T
+ * activations. */
+INLINE void NAME(fixed_plane)(const int codes, const int T, const uint32_t *words, int64_t from, int64_t to,
                               const int32_t *const *x, I acc[FR][TB][2][PARTS]) {
+    const int p = low_bits(codes);
     const I mask = SETI(MASK(p));
     for (int64_t w = from; w < to; w++) {
         I v[FR];
@@ -93,7 +96,10 @@ INLINE void NAME(fixed_plane)(const int p, const int T, const uint32_t *words, i
         if (p <= 2) STREAM(words + (w + AHEAD) * BLOCK);
         UNROLL for (int k = 0; k < FIELDS(p); k++) {
             I f[FR];
-            UNROLL for (int r = 0; r < FR; r++) f[r] = p == 8 && PARTS == 2 ? v[r] : AND(DROP(v[r], p * k), mask);
+            UNROLL for (int r = 0; r < FR; r++)
+                f[r] = codes == MXFP4           ? FP4(v[r], k)
+                       : p == 8 && PARTS == 2 ? v[r]
+                                              : AND(DROP(v[r], p * k), mask);
             UNROLL for (int t = 0; t < T; t++) UNROLL for (int i = 0; i < PARTS; i++) {
                 const I at = SETI(x[t][(w * FIELDS(p) + k) * PARTS + i]);
                 UNROLL for (int r = 0; r < FR; r++)
@@ -134,17 +140,18 @@ INLINE I NAME(folded)(const int T, I acc[2][PARTS]) { /* the total of one vector
 /* Products of FR vectors of rows from `row` on and T activations, into out[(r * T + t) * L]. */
 INLINE void NAME(fixed_rows)(const int bits, const int T, const Gemm *m, const Form *f, const uint8_t *base, int64_t row,
                              const Prepared *const *x, float *out) {
-    const int p = bits == 3 ? 2 : bits;
+    const int fp4 = bits == MXFP4 || bits == NVFP4, p = low_bits(bits), item = fp4 ? 1 : 2, half = f->bits > 16;
+    const int width = fp4 ? 8 : bits; /* bits of a number, of which a sum is made: twice FP4's values are whole */
     const int64_t groups = ceil_div(m->cols, f->group), words = ceil_div(m->cols * p, 32), block = row / BLOCK;
     const int64_t lane = row % BLOCK, step = f->group * p / 32, per = FIXED / f->group;
     const uint32_t *low = (const uint32_t *)(base + f->low) + block * words * BLOCK + lane;
     const uint32_t *high = (const uint32_t *)(base + f->high) + block * ceil_div(m->cols, 32) * BLOCK + lane;
-    const uint16_t *scale = (const uint16_t *)(base + f->scale) + block * groups * BLOCK + lane;
+    const uint8_t *scale = base + f->scale + (block * groups * BLOCK + lane) * item;
     const uint8_t *zero = base + f->zero + block * groups * BLOCK + lane;
     const int32_t *at[TB], *totals[TB];
     F total[FR][TB];
     UNROLL for (int t = 0; t < T; t++) {
-        at[t] = x[t]->fixed[p == 8 ? 3 : p / 2], totals[t] = x[t]->totals[f->group / 64];
+        at[t] = x[t]->fixed[p == 8 ? 3 : p / 2], totals[t] = x[t]->totals[f->group < 128 ? f->group / 32 : 3];
         UNROLL for (int r = 0; r < FR; r++) total[r][t] = SET(0.0f);
     }
     for (int64_t g = 0; g < groups; g++) {
@@ -157,10 +164,10 @@ INLINE void NAME(fixed_rows)(const int bits, const int T, const Gemm *m, const F
             NAME(fixed_three)(T, low, high, g * step, to, at, acc);
         else
 #endif
-            NAME(fixed_plane)(p, T, low, g * step, to, at, acc);
+            NAME(fixed_plane)(fp4 ? MXFP4 : p, T, low, g * step, to, at, acc);
         I sum[FR][TB];
         UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++)
-            sum[r][t] = SHL(NAME(folded)(T, acc[r][t]), 8 - bits); /* in units of 2^(bits - 8) of a code, as zeros are */
+            sum[r][t] = SHL(NAME(folded)(T, acc[r][t]), 8 - width); /* in units of 2^(bits - 8) of a code, as zeros are */
 #if PARTS == 1
         if (bits == 3) {
             const int32_t *above[TB];
@@ -173,17 +180,20 @@ INLINE void NAME(fixed_rows)(const int bits, const int T, const Gemm *m, const F
         }
 #endif
         F unit[TB];
-        UNROLL for (int t = 0; t < T; t++) unit[t] = SET(x[t]->units[g / per] * (1.0f / (1 << (8 - bits))));
+        UNROLL for (int t = 0; t < T; t++) unit[t] = SET(x[t]->units[g / per] * (fp4 ? 0.5f : 1.0f / (1 << (8 - width))));
         UNROLL for (int r = 0; r < FR; r++) {
-            const F s = BF16(scale + g * BLOCK + r * L);
-            const I z = f->stored ? LOADB(zero + g * BLOCK + r * L) : SETI(((1 << bits) - 1) << (8 - bits) >> 1);
+            const F s = SCALE(bits, half, scale + (g * BLOCK + r * L) * item);
+            const I z = f->stored ? LOADB(zero + g * BLOCK + r * L) : SETI(((1 << width) - 1) << (8 - width) >> 1);
             UNROLL for (int t = 0; t < T; t++) {
-                const I exact = SUBI(sum[r][t], MULI(z, SETI(totals[t][g])));
+                const I exact = SUBI(sum[r][t], fp4 ? SETI(12 * totals[t][g]) : MULI(z, SETI(totals[t][g])));
                 total[r][t] = FUSED(MUL(FLOATS(exact), unit[t]), s, total[r][t]);
             }
         }
     }
-    UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) STOREF(out + (r * T + t) * L, total[r][t]);
+    UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) {
+        if (bits == NVFP4) total[r][t] = MUL(total[r][t], SET(outer_of(f, base, row + r * L)));
+        STOREF(out + (r * T + t) * L, total[r][t]);
+    }
 }
 
 /* Products of a row of a BF16 matrix. Activations stay BF16: as float32 they push a row's lines out of a first-level
@@ -230,8 +240,12 @@ INLINE void NAME(pairs)(const int T, const int64_t cols, const uint16_t *w, cons
                 FIXED_CASE(1, T) \
                 FIXED_CASE(2, T) \
                 FIXED_CASE(3, T) \
+            case HALF4: \
                 FIXED_CASE(4, T) \
+            case HALF8: \
                 FIXED_CASE(8, T) \
+                FIXED_CASE(MXFP4, T) \
+                FIXED_CASE(NVFP4, T) \
             } \
             for (int r = 0; r < FR; r++) \
                 for (int t = 0; t < T && at + r * L < end; t++) \

@@ -35,6 +35,15 @@
 #define STOREB2(p, v, w) (STOREB(p, v), STOREB((p) + 1, w))
 #define BYTES(p) ((float)*(p))
 #define STREAM(p) (void)(p)
+#define SETI(v) ((uint32_t)(v))
+#define AND(a, b) ((a) & (b))
+#define SHL(a, n) ((uint32_t)(a) << (n))
+#define SRA(a, n) ((uint32_t)((int32_t)(a) >> (n)))
+#define MAXI(a, b) ((a) > (b) ? (a) : (b))
+#define LOADB(p) ((uint32_t)*(p))
+#define LOADSB(p) ((uint32_t)(int8_t)*(p))
+#define LOADSH(p) ((uint32_t)(int16_t)*(p))
+#define AS_FLOATS(a) float_plain(a)
 
 static inline uint32_t load_plain(const void *at) { /* two BF16 numbers need not lie on a multiple of 4 */
     uint32_t word;
@@ -42,24 +51,33 @@ static inline uint32_t load_plain(const void *at) { /* two BF16 numbers need not
     return word;
 }
 
+static inline float float_plain(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
 static inline int32_t dot_plain(uint32_t fields, uint32_t x) {
     return (int16_t)fields * (int16_t)x + (int16_t)(fields >> 16) * (int16_t)(x >> 16);
+}
+/* Two 16-bit fields of E2M1 codes, the first from bit `down` on: twice their values, plus 12. */
+static inline uint32_t fp4_plain(uint32_t word, int down) {
+    static const uint8_t of[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+    return of[word >> down & 15] | (uint32_t)of[word >> (down + 16) & 15] << 16;
 }
 #include "affine_rows.h"
 
 #define PARTS 1
 #define FR 4
-#define SETI(v) ((uint32_t)(v))
-#define LOADB(p) ((uint32_t)*(p))
-#define AND(a, b) ((a) & (b))
 #define ADDI(a, b) ((a) + (b))
 #define SUBI(a, b) ((a) - (b))
 #define MULI(a, b) ((a) * (b))
-#define SHL(a, n) ((a) << (n))
 #define DOT(acc, fields, x) ((acc) + (uint32_t)dot_plain(fields, x))
 #define FLOATS(a) ((float)(int32_t)(a))
 #define FUSED(a, b, c) fmaf(a, b, c)
+#define FP4(v, k) fp4_plain(v, 4 * (k))
 #define HALVES(v, odd) widen((uint16_t)((odd) ? (v) >> 16 : (v)))
 #define ARRANGE(to, from, order) \
     for (int i = 0; i < 32; i++) ((int16_t *)(to))[i] = (from)[(order)[i]]
 #include "affine_fixed.h"
+#include "fp8_rows.h"

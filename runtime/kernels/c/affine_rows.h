@@ -10,6 +10,9 @@
  *   LOOKUP(table, words)             table[word & 15]
  *   CODE4(words), CODE8(words)       (word & 15) - 7.5, (word & 255) - 127.5
  *   BF16(at), BYTES(at)              L BF16 numbers or bytes as floats
+ *   SETI, AND, SHL, SRA, MAXI        of 32-bit words: a broadcast, a & b, shifts (SRA keeps the sign), the greater one
+ *   LOADB, LOADSB, LOADSH            L bytes, signed bytes and signed 16-bit numbers as 32-bit words
+ *   AS_FLOATS(words)                 the words' bits as floats
  *   STOREB(at, v), STOREB2(at, v, w) a store of L floats, or of twice L, rounded to BF16
  *   RB, TB                           vectors of rows, and activations, that one pass holds in registers
  *   STREAM(at)                       a hint to fetch the line at `at`
@@ -21,8 +24,22 @@
  * scale * (sum code * x - zero * sum x).
  */
 
+#define E2M1_FIELDS 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0 /* twice a code's value, plus 12 */
+#define E2M1_TURNED 0, 4, 6, 8, 9, 10, 11, 12, 24, 20, 18, 16, 15, 14, 13, 12 /* by the code's complement */
 #define AHEAD 48 /* cache lines that are fetched ahead of their use */
 #define UNROLL _Pragma("GCC unroll 16")
+/* Small floats by shifting their bits into a float's, whose exponent counts from another number: multiplied by a power of
+ * two, they are what they were, denormal ones too. E8M0 is an exponent alone, and 0 stands for 2^-127. */
+#define POW2(p) AS_FLOATS(MAXI(SHL(LOADB(p), 23), SETI(1 << 22)))
+#define E4M3(p) MUL(AS_FLOATS(AND(SHL(LOADSB(p), 20), SETI(0x87F00000))), SET(0x1p120f))
+#define HALF(p) MUL(AS_FLOATS(AND(SHL(LOADSH(p), 13), SETI(0x8FFFE000))), SET(0x1p112f))
+/* L scales: bytes of FP4, FP16 if `half`, else BF16. */
+#define SCALE(bits, half, at) \
+    ((bits) == MXFP4   ? POW2(at) \
+     : (bits) == NVFP4 ? E4M3(at) \
+     : (half)          ? HALF((const uint16_t *)(at)) \
+                       : BF16((const uint16_t *)(at)))
+#define CODE_E4M3(w) AS_FLOATS(AND(SRA(SHL(w, 24), 4), SETI(0x87F00000))) /* the low byte, times 2^-120 */
 #define QUAD 4.0f /* LUTs of four one-bit codes are for codes worth 4: the high plane of three bits */
 
 /* Add the bias to n results, `stride` apart, and store them for one slot from row `row` on. */
@@ -50,15 +67,17 @@ static const float pair_of[2][16] = {
     {-1.5f, -1.5f, -1.5f, -1.5f, -.5f, -.5f, -.5f, -.5f, .5f, .5f, .5f, .5f, 1.5f, 1.5f, 1.5f, 1.5f},
 };
 
+static const float e2m1[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, 0, -.5f, -1, -1.5f, -2, -3, -4, -6};
 static const float two_bits[16] = {-1.5f, -.5f, .5f, 1.5f, -1.5f, -.5f, .5f, 1.5f,
                                    -1.5f, -.5f, .5f, 1.5f, -1.5f, -.5f, .5f, 1.5f};
 static const float one_bit[16] = {-.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f};
 
 /* Adds to `acc` the products of words [from, to) of one plane, for R vectors of rows and T activations. `values` has a
- * LUT for each 4 bits of a row, or for codes of `codes` bits the activation itself. */
+ * LUT for each 4 bits of a row, or for `codes` of 4 or 8 bits or MXFP4 the activation itself. */
 INLINE void NAME(plane)(const int codes, const int R, const int T, const uint32_t *const *words, int64_t from, int64_t to,
                         const float *const *values, F acc[RB][TB]) {
     const int each = codes == 8 ? 8 : 4, fields = 32 / each; /* bits at a time */
+    const T16 fp4 = LOADT(e2m1);
     for (int64_t w = from; w < to; w++) {
         I v[RB];
         UNROLL for (int r = 0; r < R; r++) v[r] = LOADI(words[r] + w * BLOCK);
@@ -66,7 +85,8 @@ INLINE void NAME(plane)(const int codes, const int R, const int T, const uint32_
         UNROLL for (int i = 0; i < fields; i++) {
             if (codes) {
                 F c[RB];
-                UNROLL for (int r = 0; r < R; r++) c[r] = codes == 8 ? CODE8(v[r]) : CODE4(v[r]);
+                UNROLL for (int r = 0; r < R; r++) 
+                    c[r] = codes == 8 ? CODE8(v[r]) : codes == MXFP4 ? LOOKUP(fp4, v[r]) : CODE4(v[r]);
                 UNROLL for (int t = 0; t < T; t++) {
                     F x = SET(values[t][w * fields + i]);
                     UNROLL for (int r = 0; r < R; r++) acc[r][t] = FMA(c[r], x, acc[r][t]);
@@ -87,19 +107,19 @@ INLINE void NAME(plane)(const int codes, const int R, const int T, const uint32_
 /* Products of R vectors of rows from `row` on and T activations, into out[r * T + t]. */
 INLINE void NAME(packed)(const int bits, const int R, const int T, const Gemm *m, const Form *f, const uint8_t *base,
                          int64_t row, const Prepared *const *x, float *out) {
-    const int64_t groups = ceil_div(m->cols, f->group), per_word = bits == 3 ? 16 : 32 / bits;
+    const int fp4 = bits == MXFP4 || bits == NVFP4, width = fp4 ? 4 : bits, item = fp4 ? 1 : 2, half = f->bits > 16;
+    const int64_t groups = ceil_div(m->cols, f->group), per_word = 32 / low_bits(bits);
     const int64_t low_words = ceil_div(m->cols, per_word), high_words = ceil_div(m->cols, 32);
     const int64_t step = f->group / per_word, high_step = f->group / 32;
     const uint32_t *low[RB], *high[RB];
-    const uint16_t *scale[RB];
-    const uint8_t *zero[RB];
+    const uint8_t *scale[RB], *zero[RB];
     const float *values[TB], *quads[TB], *sums[TB];
     F total[RB][TB];
     UNROLL for (int r = 0; r < R; r++) {
         int64_t block = (row + r * L) / BLOCK, lane = (row + r * L) % BLOCK;
         low[r] = (const uint32_t *)(base + f->low) + block * low_words * BLOCK + lane;
         high[r] = (const uint32_t *)(base + f->high) + block * high_words * BLOCK + lane;
-        scale[r] = (const uint16_t *)(base + f->scale) + block * groups * BLOCK + lane;
+        scale[r] = base + f->scale + (block * groups * BLOCK + lane) * item;
         zero[r] = base + f->zero + block * groups * BLOCK + lane;
         UNROLL for (int t = 0; t < T; t++) total[r][t] = SET(0.0f);
     }
@@ -108,18 +128,18 @@ INLINE void NAME(packed)(const int bits, const int R, const int T, const Gemm *m
         quads[t] = x[t]->quads;
         sums[t] = x[t]->sums[f->group / 64];
     }
-    const F unit = SET(1.0f / (1 << (8 - bits))), middle = SET(-(float)((1 << bits) - 1) / 2);
+    const F unit = SET(1.0f / (1 << (8 - width))), middle = SET(-(float)((1 << width) - 1) / 2);
     for (int64_t g = 0; g < groups; g++) {
         F acc[RB][TB];
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T; t++) acc[r][t] = SET(0.0f);
         int64_t to = (g + 1) * step < low_words ? (g + 1) * step : low_words;
-        NAME(plane)(bits >= 4 ? bits : 0, R, T, low, g * step, to, values, acc);
+        NAME(plane)(fp4 ? MXFP4 : bits >= 4 ? bits : 0, R, T, low, g * step, to, values, acc);
         if (bits == 3) {
             to = (g + 1) * high_step < high_words ? (g + 1) * high_step : high_words;
             NAME(plane)(0, R, T, high, g * high_step, to, quads, acc);
         }
         UNROLL for (int r = 0; r < R; r++) {
-            F s = BF16(scale[r] + g * BLOCK);
+            F s = SCALE(bits, half, scale[r] + g * BLOCK * item);
             if (bits == 1) s = MUL(s, SET(1 / QUAD));
             if (f->stored) {
                 F z = FMA(BYTES(zero[r] + g * BLOCK), unit, middle);
@@ -129,7 +149,10 @@ INLINE void NAME(packed)(const int bits, const int R, const int T, const Gemm *m
             UNROLL for (int t = 0; t < T; t++) total[r][t] = FMA(s, acc[r][t], total[r][t]);
         }
     }
-    UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T; t++) STOREF(out + (r * T + t) * L, total[r][t]);
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T; t++) {
+        if (bits == NVFP4) total[r][t] = MUL(total[r][t], SET(outer_of(f, base, row + r * L)));
+        STOREF(out + (r * T + t) * L, total[r][t]);
+    }
 }
 
 /* Products of R rows of a BF16 matrix and T activations, into out[r * T + t]. */
@@ -163,8 +186,12 @@ INLINE void NAME(plain)(const int R, const int T, const Gemm *m, const Form *f, 
     case 1: PACKED(1, R, T); break; \
     case 2: PACKED(2, R, T); break; \
     case 3: PACKED(3, R, T); break; \
+    case HALF4: \
     case 4: PACKED(4, R, T); break; \
+    case HALF8: \
     case 8: PACKED(8, R, T); break; \
+    case MXFP4: PACKED(MXFP4, R, T); break; \
+    case NVFP4: PACKED(NVFP4, R, T); break; \
     }
 
 /* Products of rows [row, end), at most UNIT and from a block's first, and T activations; results go to `slot`. */
@@ -248,30 +275,37 @@ CALLED void NAME(prepare)(const Gemm *m, const void *from, Prepared *p) {
         }
     }
 }
-/* Unpack R vectors of rows from `row` on, column after column, `ld` numbers apart: scale * (code - zero), exact. */
+/* Unpack R vectors of rows from `row` on, column after column, `ld` numbers apart: as scale * (code - zero), exact; for
+ * floating-point codes code * scale, then times the outer scale, each rounded. */
 INLINE void NAME(unpack)(const int bits, const int R, const Unpack *m, int64_t row, uint8_t *out) {
     const Form *f = m->form;
-    const int p = bits == 3 ? 2 : bits, per_word = 32 / p;
-    const int64_t groups = ceil_div(m->cols, f->group);
-    const F unit = SET(1.0f / (1 << (8 - bits))), middle = SET(-(float)((1 << bits) - 1) / 2);
+    const int p = low_bits(bits), per_word = 32 / p, width = bits > 8 ? p : bits, half = f->bits > 16;
+    const int wide = bits == FP8 || bits == FP8_ROW, item = wide ? 4 : bits > 16 ? 1 : 2;
+    const int64_t group = bits == FP8_ROW ? m->cols : f->group, groups = ceil_div(m->cols, group);
+    const F unit = SET(1.0f / (1 << (8 - width))), middle = SET(-(float)((1 << width) - 1) / 2);
     const T16 twos = LOADT(two_bits);
     const T16 ones = LOADT(one_bit);
+    const T16 fours = LOADT(e2m1);
     const uint32_t *low[2], *high[2];
-    const uint16_t *scale[2];
-    const uint8_t *zero[2];
+    const uint8_t *scale[2], *zero[2];
+    F outer[2];
     UNROLL for (int r = 0; r < R; r++) {
         int64_t block = (row + r * L) / BLOCK, lane = (row + r * L) % BLOCK;
         low[r] = (const uint32_t *)(m->base + f->low) + block * ceil_div(m->cols, per_word) * BLOCK + lane;
         high[r] = (const uint32_t *)(m->base + f->high) + block * ceil_div(m->cols, 32) * BLOCK + lane;
-        scale[r] = (const uint16_t *)(m->base + f->scale) + block * groups * BLOCK + lane;
+        scale[r] = m->base + f->scale + (bits == FP8 ? block * groups : block * groups * BLOCK + lane) * item;
         zero[r] = m->base + f->zero + block * groups * BLOCK + lane;
+        outer[r] = SET(bits == NVFP4 ? outer_of(f, m->base, row + r * L) : 1.0f);
     }
     for (int64_t c = 0; c < m->cols;) {
-        const int64_t g = c / f->group, word = c / per_word, end = c + per_word < m->cols ? c + per_word : m->cols;
+        const int64_t g = c / group, word = c / per_word, end = c + per_word < m->cols ? c + per_word : m->cols;
         F s[2], less[2];
         I w[2], h[2];
         UNROLL for (int r = 0; r < R; r++) {
-            s[r] = BF16(scale[r] + g * BLOCK);
+            s[r] = bits == FP8       ? SET(((const float *)scale[r])[g])
+                   : bits == FP8_ROW ? LOADF((const float *)scale[r])
+                   : bits == MXFP8   ? POW2(scale[r] + g * BLOCK)
+                                     : SCALE(bits, half, scale[r] + g * BLOCK * item);
             less[r] = f->stored ? MUL(s[r], FMA(BYTES(zero[r] + g * BLOCK), unit, middle)) : SET(0.0f);
             w[r] = h[r] = LOADI(low[r] + word * BLOCK);
             if (bits == 3) {
@@ -282,16 +316,20 @@ INLINE void NAME(unpack)(const int bits, const int R, const Unpack *m, int64_t r
         for (; c < end; c++) {
             F value[2];
             UNROLL for (int r = 0; r < R; r++) {
-                F code = bits == 8   ? CODE8(w[r])
-                         : bits == 4 ? CODE4(w[r])
-                         : bits == 1 ? LOOKUP(ones, w[r])
-                                     : LOOKUP(twos, w[r]);
+                F code = bits == 8                       ? CODE8(w[r])
+                         : bits == 4                     ? CODE4(w[r])
+                         : bits == MXFP4 || bits == NVFP4 ? LOOKUP(fours, w[r])
+                         : bits > 16                     ? MUL(CODE_E4M3(w[r]), SET(0x1p120f))
+                         : bits == 1                     ? LOOKUP(ones, w[r])
+                                                         : LOOKUP(twos, w[r]);
                 w[r] = DROP(w[r], p);
                 if (bits == 3) {
                     code = FMA(LOOKUP(ones, h[r]), SET(4.0f), code);
                     h[r] = DROP(h[r], 1);
                 }
-                value[r] = SUB(MUL(s[r], code), less[r]); /* both products and the difference fit a float */
+                value[r] = MUL(s[r], code);
+                if (bits <= 16) value[r] = SUB(value[r], less[r]); /* both products and the difference fit a float */
+                if (bits == NVFP4) value[r] = MUL(value[r], outer[r]);
             }
             if (m->out_bf16 && R == 2)
                 STOREB2((uint16_t *)out + c * m->ld, value[0], value[1]);
@@ -306,13 +344,22 @@ INLINE void NAME(unpack)(const int bits, const int R, const Unpack *m, int64_t r
     }
 }
 
+#define UNPACK_CASE(bits, R) \
+    case bits: NAME(unpack)(bits, R, m, row + r, at); break;
 #define UNPACK(R) \
     switch (m->form->bits) { \
-    case 1: NAME(unpack)(1, R, m, row + r, at); break; \
-    case 2: NAME(unpack)(2, R, m, row + r, at); break; \
-    case 3: NAME(unpack)(3, R, m, row + r, at); break; \
-    case 4: NAME(unpack)(4, R, m, row + r, at); break; \
-    case 8: NAME(unpack)(8, R, m, row + r, at); break; \
+        UNPACK_CASE(1, R) \
+        UNPACK_CASE(2, R) \
+        UNPACK_CASE(3, R) \
+    case HALF4: \
+        UNPACK_CASE(4, R) \
+    case HALF8: \
+        UNPACK_CASE(8, R) \
+        UNPACK_CASE(MXFP4, R) \
+        UNPACK_CASE(NVFP4, R) \
+        UNPACK_CASE(MXFP8, R) \
+        UNPACK_CASE(FP8, R) \
+        UNPACK_CASE(FP8_ROW, R) \
     }
 
 /* Unpack rows [row, row + n), n a multiple of 16: two vectors at a time, which fill a cache line in BF16. */

@@ -172,10 +172,14 @@ WIDE static void put_block(const Gemm *m, const Job *job, const int64_t *slot, i
     __m512i v[16];
     UNROLL for (int i = 0; i < 16; i++) v[i] = _mm512_loadu_si512(sums + 16 * i);
     if (turned) turn(v);
+    const int twice = job->form->bits == NVFP4;
+    const __m512 outer = _mm512_set1_ps(twice ? outer_of(job->form, job->base, row) : 1.0f);
     float made[16][16];
     UNROLL for (int i = 0; i < 16; i++) _mm512_storeu_si512(made[i], v[i]);
     for (int i = 0; i < n; i++) {
-        __m512 value = _mm512_add_ps(_mm512_loadu_ps(made[i]), bias);
+        __m512 value = _mm512_loadu_ps(made[i]);
+        if (twice) value = _mm512_mul_ps(value, outer);
+        value = _mm512_add_ps(value, bias);
         int64_t at = slot[i] * job->rows + row;
         if (m->out_bf16)
             _mm256_mask_storeu_epi16((uint16_t *)job->out + at, mask, (__m256i)_mm512_cvtneps_pbh(value));
@@ -238,6 +242,8 @@ INLINE void scale_in(const int stored, const float *made, __m512 scale, __m512 l
     }
 }
 
+static int64_t code_group(const Form *f) { return f->group ? f->group : 4 * STEP; } /* columns whose sums are scaled */
+
 /* Goes through the groups, and in each through pairs of blocks: while the tiles multiply, the next group's codes are
  * unpacked, and the sums made before are scaled. */
 WIDE static void code_panel(const Run *run, const Batch *batch, int64_t row, uint8_t *scratch, float *sums) {
@@ -246,10 +252,10 @@ WIDE static void code_panel(const Run *run, const Batch *batch, int64_t row, uin
     const uint8_t *base = batch->job->base;
     const int64_t rows = batch->job->rows;
     const int64_t blocks = ceil_div(batch->count, 16), pairs = ceil_div(blocks, 2), steps = run->steps;
-    const int64_t of = f->group / STEP, groups = ceil_div(m->cols, f->group), block = row / BLOCK;
-    const int mine = row + BLOCK < rows ? 2 : 1;
-    const __m512 unit = _mm512_set1_ps(1.0f / (1 << (8 - f->bits)));
-    const __m512 middle = _mm512_set1_ps(-(float)((1 << f->bits) - 1) / 2);
+    const int64_t group = code_group(f), of = group / STEP, groups = ceil_div(m->cols, group), block = row / BLOCK;
+    const int mine = row + BLOCK < rows ? 2 : 1, width = low_bits((int)f->bits) + (f->bits == 3);
+    const __m512 unit = _mm512_set1_ps(1.0f / (1 << (8 - width)));
+    const __m512 middle = _mm512_set1_ps(-(float)((1 << width) - 1) / 2);
     float made[2][1024], of_x[16];
     __m512 scale[2], less[2];
     for (int64_t k = -1; k < groups * pairs; k++) {
@@ -267,9 +273,9 @@ WIDE static void code_panel(const Run *run, const Batch *batch, int64_t row, uin
         if (!b)
             for (int r = 0; r < mine; r++) {
                 const int64_t at = ((block + r) * groups + g) * BLOCK;
-                scale[r] = bf16_row((const uint16_t *)(base + f->scale) + at);
+                scale[r] = scale_row(f, base, block + r, groups, g);
                 if (f->stored) {
-                    __m512i z = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(base + f->zero + at)));
+                    __m512i z = byte_row(base + f->zero + at);
                     less[r] = _mm512_mul_ps(scale[r], _mm512_fmadd_ps(_mm512_cvtepi32_ps(z), unit, middle));
                 }
             }
@@ -295,8 +301,10 @@ static void panel(const Run *run, const Batch *batch, int64_t row, uint8_t *scra
     const int plain = job->form->bits == 16;
     const int64_t blocks = ceil_div(batch->count, 16);
     float *sums = (float *)(scratch + 2 * DEPTH * TILE);
-    /* measured: scaling sums is faster up to some 100 tokens in groups of 128, 50 in groups of 64 */
-    (2 * blocks * STEP <= 3 * job->form->group ? code_panel : weight_panel)(run, batch, row, scratch, sums);
+    /* Measured: scaling sums is faster up to some 100 tokens in groups of 128, 50 in groups of 64. */
+    const int exact = job->form->bits >= 16 && job->form->bits <= MXFP8; /* in BF16, scales and all but an outer one */
+    const int few = !exact && 2 * blocks * STEP <= 3 * code_group(job->form);
+    (few ? code_panel : weight_panel)(run, batch, row, scratch, sums);
     for (int64_t b = 0; b < blocks; b++)
         for (int r = 0; r < 2 && row + 16 * r < job->rows; r++) {
             const int64_t at = plain ? 2 * r + b % 2 : 2 * (b % 2) + r, first = 16 * b;

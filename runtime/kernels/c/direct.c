@@ -7,7 +7,15 @@
 
 #include "gemm.h"
 
-static const Loops *loops_of(const Gemm *m) { return m->x_bf16 ? moepack_fixed : moepack_floats; }
+static const Loops *loops_of(const Gemm *m, const Form *f) {
+    return is_fp8(f) ? moepack_fp8 : m->x_bf16 ? moepack_fixed : moepack_floats;
+}
+
+static void prepare(const Gemm *m, int64_t activation, Prepared *p) {
+    const uint8_t *x = (const uint8_t *)m->x + activation * m->cols * (m->x_bf16 ? 2 : 4);
+    (m->x_bf16 ? moepack_fixed : moepack_floats)->prepare(m, x, p);
+    if (p->scaled) moepack_fp8->prepare(m, x, p);
+}
 
 /* ---- matrices that are decoded when they are needed
  *
@@ -83,10 +91,9 @@ typedef struct {
 
 static void prepare_all(void *argument) {
     Run *run = argument;
-    const Gemm *m = run->m;
-    int64_t size = m->cols * (m->x_bf16 ? 2 : 4), i;
+    int64_t i;
     while ((i = atomic_fetch_add_explicit(&run->next_prepared, 1, memory_order_relaxed)) < run->n_prepared)
-        loops_of(m)->prepare(m, (const uint8_t *)m->x + run->source[i] * size, run->prepared + i);
+        prepare(run->m, run->source[i], run->prepared + i);
 }
 
 static void run_tasks(void *argument) {
@@ -99,7 +106,7 @@ static void run_tasks(void *argument) {
         if (job->coded) decode_part(m, job, task->from * m->cols / m->tile, ceil_div(task->to * m->cols, m->tile));
         for (int64_t row = task->from, end; row < task->to; row = end) {
             end = least(row + UNIT, task->to);
-            loops_of(m)->rows(m, job, row, end, run->of_slot + job->first, run->order + job->first, job->count);
+            loops_of(m, job->form)->rows(m, job, row, end, run->of_slot + job->first, run->order + job->first, job->count);
         }
     }
 }
@@ -110,13 +117,15 @@ static void run_tasks(void *argument) {
 #define NEEDS_QUADS 2
 #define NEEDS_PAIRS 4
 #define NEEDS_FIXED 8 /* sums and units of integers; shifted left by 1 to 4, integers for planes of 1, 2, 4, 8 bits */
-#define NEEDS_ALL (NEEDS_FIXED - 1) /* the needs that take most: all of float32; those of BF16 activations take less */
+#define NEEDS_SCALED (NEEDS_FIXED << 5) /* floats for FP8 codes */
+#define NEEDS_ALL (NEEDS_FIXED - 1 + NEEDS_SCALED) /* those that take most: of float32 activations; of BF16 ones fewer */
 
 static int needs_of(const Gemm *m, const Form *f) {
     if (f->bits == 16) return 0;
+    if (is_fp8(f)) return NEEDS_SCALED;
+    const int p = low_bits((int)f->bits);
     if (m->x_bf16)
-        return NEEDS_FIXED | NEEDS_FIXED << (f->bits == 3 ? 2 : f->bits == 8 ? 4 : 1 + f->bits / 2) |
-               (f->bits == 3 ? NEEDS_FIXED << 1 : 0);
+        return NEEDS_FIXED | NEEDS_FIXED << (p == 8 ? 4 : 1 + p / 2) | (f->bits == 3 ? NEEDS_FIXED << 1 : 0);
     return NEEDS_SUMS | (f->bits == 1 || f->bits == 3 ? NEEDS_QUADS : 0) |
            (f->bits == 2 || f->bits == 3 ? NEEDS_PAIRS : 0);
 }
@@ -127,13 +136,12 @@ static size_t place(const Gemm *m, int needs, uint8_t *at, Prepared *p) {
     uint8_t *next = at;
 #define PART(field, need, words) p->field = needs & (need) ? (void *)next : 0, next += needs & (need) ? 4 * (words) : 0
     PART(x, NEEDS_SUMS, padded);
+    PART(scaled, NEEDS_SCALED, padded);
     PART(quads, NEEDS_QUADS, 4 * padded);
     PART(pairs, NEEDS_PAIRS, 8 * padded);
     for (int k = 0; k < 4; k++) PART(fixed[k], NEEDS_FIXED << (k + 1), padded / 2);
-    for (int k = 0; k < 3; k++) {
-        PART(sums[k], NEEDS_SUMS, each);
-        PART(totals[k], NEEDS_FIXED, each);
-    }
+    for (int k = 0; k < 3; k++) PART(sums[k], NEEDS_SUMS, each);
+    for (int k = 0; k < 4; k++) PART(totals[k], NEEDS_FIXED, padded / 16 + 16);
     PART(units, NEEDS_FIXED, each);
     return (size_t)(next - at + 63) / 64 * 64;
 }
@@ -190,7 +198,6 @@ typedef struct {
 static void run_alone(void *argument) {
     Alone *run = argument;
     const Gemm *m = run->m;
-    const int64_t size = m->cols * (m->x_bf16 ? 2 : 4);
     uint8_t *room = run->room + run->own * (size_t)atomic_fetch_add_explicit(&run->seats, 1, memory_order_relaxed);
     int64_t i;
     while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < run->n) {
@@ -202,11 +209,11 @@ static void run_alone(void *argument) {
         uint8_t *at = room + (BESIDE * (size_t)job->count + 63) / 64 * 64;
         for (int64_t k = 0; k < job->count; k++, at += prepared_size(m, needs)) {
             place(m, needs, at, prepared + k);
-            loops_of(m)->prepare(m, (const uint8_t *)m->x + slot[k] / m->share * size, prepared + k);
+            prepare(m, slot[k] / m->share, prepared + k);
             of_slot[k] = prepared + k;
         }
         for (int64_t row = 0; row < job->rows; row += UNIT)
-            loops_of(m)->rows(m, job, row, least(row + UNIT, job->rows), of_slot, slot, job->count);
+            loops_of(m, job->form)->rows(m, job, row, least(row + UNIT, job->rows), of_slot, slot, job->count);
     }
 }
 

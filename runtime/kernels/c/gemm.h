@@ -16,13 +16,23 @@
 
 /* One matrix in one version: offsets of its parts in an extent. In BF16 (`bits` 16) `low` is the matrix, row-major. */
 typedef struct {
-    int64_t bits, group, stored, low, high, scale, zero, bias; /* bias: -1 without one */
+    int64_t bits, group, stored, low, high, scale, zero, bias, outer; /* bias, outer: -1 without one */
 } Form;
+
+/* Numbers of encodings whose codes are floating-point, or whose scales are FP16; the others' are their bits. */
+enum { MXFP4 = 17, NVFP4, MXFP8, FP8, FP8_ROW, HALF4, HALF8 };
 
 /* Whether there are kernels for a form. Every switch over `bits` has exactly these cases. */
 static inline int known(const Form *f) {
     switch (f->bits) {
     case 16: return 1;
+    case MXFP4:
+    case MXFP8: return f->group == 32;
+    case NVFP4: return f->group == 16;
+    case FP8: return f->group == 32 || f->group == 128;
+    case FP8_ROW: return f->group == 0;
+    case HALF8:
+    case HALF4:
     case 8:
     case 4:
     case 3:
@@ -30,6 +40,13 @@ static inline int known(const Form *f) {
     case 1: return f->group == 32 || f->group == 64 || f->group == 128;
     }
     return 0;
+}
+
+static inline int is_fp8(const Form *f) { return f->bits == MXFP8 || f->bits == FP8 || f->bits == FP8_ROW; }
+
+/* Bits of a code in the low plane. */
+static inline int low_bits(int bits) {
+    return bits == 3 ? 2 : bits == MXFP4 || bits == NVFP4 || bits == HALF4 ? 4 : bits > 16 ? 8 : bits;
 }
 
 /* One product of all experts. A handle is an extent's address, a multiple of 64, with the version's number in its low 6 bits. */
@@ -72,16 +89,17 @@ typedef struct {
 
 /* One activation, prepared; fields after `at` are set only if the versions in use read them. For float32 activations:
  * the numbers, sums over 32, 64 and 128 columns, and LUTs. For BF16 (affine_fixed.h): `fixed`, integers of 16 bits in
- * the order of planes of 1, 2, 4 and 8 bits, their sums over 32, 64 and 128 columns, and `units`, by 128 columns the
- * value of a 1. */
+ * the order of planes of 1, 2, 4 and 8 bits, their sums over 16, 32, 64 and 128 columns, and `units`, by 128 columns the
+ * value of a 1. For FP8 codes (fp8_rows.h): `scaled`, the numbers times a power of two, and `back`, which undoes it and
+ * the codes' own. */
 typedef struct {
     const void *at;
-    float *x, *sums[3], *quads, *pairs, *units;
-    int32_t *totals[3], *fixed[4];
+    float *x, *sums[3], *quads, *pairs, *units, *scaled, back;
+    int32_t *totals[4], *fixed[4];
 } Prepared;
 
-/* One instruction set's loops for float32 activations (affine_rows.h) or BF16 ones (affine_fixed.h). `prepare` takes
- * one activation; `rows` computes rows [from, to), at most UNIT, of a job. Unpacking takes rows [row, row + n). */
+/* One instruction set's loops for float32 activations (affine_rows.h), BF16 ones (affine_fixed.h), or FP8 codes and both
+ * (fp8_rows.h). `prepare` takes one activation; `rows` computes rows [from, to), at most UNIT, of a job. Unpacking takes rows [row, row + n). */
 typedef struct {
     void (*prepare)(const Gemm *, const void *, Prepared *);
     void (*rows)(const Gemm *, const Job *, int64_t, int64_t, const Prepared *const *, const int64_t *, int64_t);
@@ -91,6 +109,7 @@ typedef void Unpacking(const Unpack *, int64_t, int64_t, uint8_t *);
 
 extern const Loops moepack_floats_plain, moepack_floats_avx2, moepack_floats_avx512;
 extern const Loops moepack_fixed_plain, moepack_fixed_avx2, moepack_fixed_avx512, moepack_fixed_vnni;
+extern const Loops moepack_fp8_plain, moepack_fp8_avx2, moepack_fp8_avx512;
 extern Unpacking moepack_unpack_plain, moepack_unpack_avx2, moepack_unpack_avx512;
 
 /* Memory that is kept between calls, and grows as they need. */
@@ -117,6 +136,10 @@ static inline uint16_t narrow(float value) { /* to nearest, ties to even; NaN st
     return (uint16_t)((word + 0x7FFF + (word >> 16 & 1)) >> 16);
 }
 
+static inline float outer_of(const Form *f, const uint8_t *base, int64_t row) { /* the second scale of a row's block */
+    return ((const float *)(base + f->outer))[row / BLOCK];
+}
+
 /* Make room for `size` bytes, aligned to pages; contents are lost. Returns 0, or 1 when memory is short. */
 static inline int grow(Arena *arena, size_t size) {
     if (arena->size >= size) return 0;
@@ -132,7 +155,7 @@ static inline int grow(Arena *arena, size_t size) {
 void moepack_parallel(void (*work)(void *), void *argument, int threads);
 
 /* The loops in use (level.c). */
-extern const Loops *moepack_floats, *moepack_fixed;
+extern const Loops *moepack_floats, *moepack_fixed, *moepack_fp8;
 extern Unpacking *moepack_unpacking;
 
 /* Decode the jobs that have more than `most` slots at once. Returns 0; 1 when memory is short; -1 for a bad matrix. */

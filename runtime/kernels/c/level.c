@@ -3,21 +3,22 @@
 #include "gemm.h"
 
 const Loops *moepack_floats = &moepack_floats_plain, *moepack_fixed = &moepack_fixed_plain;
+const Loops *moepack_fp8 = &moepack_fp8_plain;
 Unpacking *moepack_unpacking = moepack_unpack_plain;
 
 /* Use instruction sets up to `limit`, a level of isa.h; returns the level in use. */
 int moepack_affine_level(int limit) {
     int best = (int)least(limit, isa_level());
     moepack_floats = &moepack_floats_plain, moepack_fixed = &moepack_fixed_plain;
-    moepack_unpacking = moepack_unpack_plain;
+    moepack_fp8 = &moepack_fp8_plain, moepack_unpacking = moepack_unpack_plain;
 #ifdef HAVE_X86
     if (best >= ISA_AVX2) {
         moepack_floats = &moepack_floats_avx2, moepack_fixed = &moepack_fixed_avx2;
-        moepack_unpacking = moepack_unpack_avx2;
+        moepack_fp8 = &moepack_fp8_avx2, moepack_unpacking = moepack_unpack_avx2;
     }
     if (best >= ISA_AVX512) {
         moepack_floats = &moepack_floats_avx512, moepack_fixed = &moepack_fixed_avx512;
-        moepack_unpacking = moepack_unpack_avx512;
+        moepack_fp8 = &moepack_fp8_avx512, moepack_unpacking = moepack_unpack_avx512;
     }
     if (best >= ISA_AVX512_VNNI) moepack_fixed = &moepack_fixed_vnni;
 #endif

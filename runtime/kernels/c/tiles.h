@@ -51,6 +51,34 @@ INLINE __m512 bf16_row(const uint16_t *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
 }
 
+INLINE __m512 half_row(const uint16_t *p) { /* as HALF of affine_rows.h; FP16 numbers */
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+
+INLINE __m512i byte_row(const uint8_t *p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
+
+INLINE __m512 e4m3_low(__m512i w) { /* the low byte of each word */
+    __m512i bits = _mm512_and_si512(_mm512_srai_epi32(_mm512_slli_epi32(w, 24), 4), _mm512_set1_epi32((int)0x87F00000));
+    return _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(0x1p120f));
+}
+
+/* Scales of group g of a block's 16 rows. */
+INLINE __m512 scale_row(const Form *f, const uint8_t *base, int64_t block, int64_t groups, int64_t g) {
+    const int64_t at = (block * groups + g) * BLOCK;
+    const uint8_t *scale = base + f->scale;
+    switch (f->bits) {
+    case MXFP4:
+    case MXFP8:
+        return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_slli_epi32(byte_row(scale + at), 23), _mm512_set1_epi32(1 << 22)));
+    case NVFP4: return e4m3_low(byte_row(scale + at));
+    case FP8: return _mm512_set1_ps(((const float *)scale)[block * groups + g]);
+    case FP8_ROW: return _mm512_loadu_ps((const float *)scale + block * BLOCK);
+    case HALF4:
+    case HALF8: return half_row((const uint16_t *)scale + at);
+    }
+    return bf16_row((const uint16_t *)scale + at);
+}
+
 /* ---- weights
  * The control of _mm512_multishift_epi64_epi8: of every 32-bit word it takes the eight bits from bit `at` on and those
  * from bit `at + apart` on, each into the low byte of a 16-bit number. These bytes begin with two successive columns'
@@ -70,12 +98,12 @@ INLINE __m512 byte_code(__m512i w) { /* (w & 255) - 127.5, which has 8 significa
  * that follow, so the LUT repeats itself. The third bit of three-bit codes is taken from the high plane. */
 INLINE void codes(const int bits, const Gemm *m, const Form *f, const uint8_t *base, int64_t row, int64_t from, int64_t n,
                   uint8_t *out) {
-    const int p = bits == 3 ? 2 : bits; /* bits of a code in the low plane, and words of a step there */
+    const int p = low_bits(bits); /* bits of a code in the low plane, and words of a step there */
     const int64_t all = ceil_div(m->cols, 32 / p), block = row / BLOCK;
     const uint32_t *low = (const uint32_t *)(base + f->low) + block * all * BLOCK;
     const uint32_t *high = (const uint32_t *)(base + f->high) + block * ceil_div(m->cols, 32) * BLOCK;
-    uint16_t numbers[32];
-    for (int i = 0; i < 32; i++) numbers[i] = narrow((float)(i % (1 << bits)) - (float)((1 << bits) - 1) / 2);
+    uint16_t numbers[32] = {0};
+    for (int i = 0; i < 32 && bits < 8; i++) numbers[i] = narrow((float)(i % (1 << bits)) - (float)((1 << bits) - 1) / 2);
     const __m512i table = _mm512_loadu_si512(numbers), mask = _mm512_set1_epi16(3);
     for (int64_t s = from; s < from + n; s++, out += 2 * TILE) {
         __m512i h = bits == 3 ? _mm512_loadu_si512(high + s * BLOCK) : _mm512_setzero_si512();
@@ -85,9 +113,10 @@ INLINE void codes(const int bits, const Gemm *m, const Form *f, const uint8_t *b
             _mm_prefetch((const char *)(low + (word + 24) * BLOCK), _MM_HINT_T0);
             UNROLL for (int i = 0; i < 16 / p; i++) {
                 const int pair = k * (16 / p) + i;
-                if (bits == 8) { /* no table holds 256: halves of floats, whose lower ones are 0 */
-                    __m512i even = _mm512_castps_si512(byte_code(_mm512_srli_epi32(w, 16 * i)));
-                    __m512i odd = _mm512_castps_si512(byte_code(_mm512_srli_epi32(w, 16 * i + 8)));
+                if (p == 8) { /* no table holds 256: halves of floats, whose lower ones are 0 */
+                    const __m512i one = _mm512_srli_epi32(w, 16 * i), two = _mm512_srli_epi32(w, 16 * i + 8);
+                    __m512i even = _mm512_castps_si512(bits == 8 ? byte_code(one) : e4m3_low(one));
+                    __m512i odd = _mm512_castps_si512(bits == 8 ? byte_code(two) : e4m3_low(two));
                     _mm512_storeu_si512(out + 64 * pair, _mm512_or_si512(_mm512_srli_epi32(even, 16), odd));
                     continue;
                 }
@@ -102,27 +131,30 @@ INLINE void codes(const int bits, const Gemm *m, const Form *f, const uint8_t *b
     }
 }
 
-/* As codes(), but scale * (code - zero) in float32, rounded to BF16: for so many tokens that scaling their sums takes
- * longer than scaling weights. A word gives a column of 16 rows at a time; two columns are rounded and interleaved. */
+/* As codes(), but scale * (code - zero) in float32, rounded to BF16, without an outer scale. BF16 holds FP4 codes and
+ * MXFP8's times their scales exactly. Of others it is used for so many tokens that scaling
+ * their sums takes longer than scaling weights. A word gives a column of 16 rows at a time; two columns are rounded and interleaved. */
 INLINE void weights(const int bits, const Gemm *m, const Form *f, const uint8_t *base, int64_t row, int64_t from, int64_t n,
                    uint8_t *out) {
-    const int p = bits == 3 ? 2 : bits, words = p; /* words of a step in the low plane */
-    const int64_t all = ceil_div(m->cols, 32 / p), groups = ceil_div(m->cols, f->group), block = row / BLOCK;
+    const int p = low_bits(bits), words = p, width = bits > 8 ? p : bits; /* words of a step in the low plane */
+    const int64_t group = f->group ? f->group : m->cols;
+    const int64_t all = ceil_div(m->cols, 32 / p), groups = ceil_div(m->cols, group), block = row / BLOCK;
     const uint32_t *low = (const uint32_t *)(base + f->low) + block * all * BLOCK;
     const uint32_t *high = (const uint32_t *)(base + f->high) + block * ceil_div(m->cols, 32) * BLOCK;
-    const uint16_t *scale = (const uint16_t *)(base + f->scale) + block * groups * BLOCK;
     const uint8_t *zero = base + f->zero + block * groups * BLOCK;
-    const __m512 codes = bits == 4 ? _mm512_setr_ps(-7.5f, -6.5f, -5.5f, -4.5f, -3.5f, -2.5f, -1.5f, -.5f, .5f, 1.5f, 2.5f,
+    const __m512 codes = bits == MXFP4 || bits == NVFP4
+                             ? _mm512_setr_ps(0, .5f, 1, 1.5f, 2, 3, 4, 6, 0, -.5f, -1, -1.5f, -2, -3, -4, -6)
+                         : bits == 4 ? _mm512_setr_ps(-7.5f, -6.5f, -5.5f, -4.5f, -3.5f, -2.5f, -1.5f, -.5f, .5f, 1.5f, 2.5f,
                                                     3.5f, 4.5f, 5.5f, 6.5f, 7.5f)
                          : bits == 1 ? _mm512_setr4_ps(-.5f, .5f, -.5f, .5f)
                                      : _mm512_setr4_ps(-1.5f, -.5f, .5f, 1.5f);
     const __m512 far = _mm512_setr4_ps(-2.f, 2.f, -2.f, 2.f); /* of three bits the high plane's part */
-    const __m512 unit = _mm512_set1_ps(1.0f / (1 << (8 - bits))), middle = _mm512_set1_ps(-(float)((1 << bits) - 1) / 2);
+    const __m512 unit = _mm512_set1_ps(1.0f / (1 << (8 - width))), middle = _mm512_set1_ps(-(float)((1 << width) - 1) / 2);
     const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
                                            20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     for (int64_t s = from; s < from + n; s++, out += 2 * TILE) {
-        const int64_t g = s * STEP / f->group;
-        const __m512 by = bf16_row(scale + g * BLOCK);
+        const int64_t g = s * STEP / group;
+        __m512 by = scale_row(f, base, block, groups, g);
         __m512 less = _mm512_setzero_ps();
         if (f->stored) {
             __m512 z = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(zero + g * BLOCK))));
@@ -133,10 +165,11 @@ INLINE void weights(const int bits, const Gemm *m, const Form *f, const uint8_t 
             const int64_t word = s * words + k;
             __m512i w = word < all ? _mm512_loadu_si512(low + word * BLOCK) : _mm512_setzero_si512();
             _mm_prefetch((const char *)(low + (word + 24) * BLOCK), _MM_HINT_T0);
+            if (bits == NVFP4 && k == 2) by = scale_row(f, base, block, groups, least(g + 1, groups - 1));
             UNROLL for (int i = 0; i < 16 / words; i++) {
                 __m512 v[2];
                 UNROLL for (int j = 0; j < 2; j++) {
-                    __m512 code = bits == 8 ? byte_code(w) : _mm512_permutexvar_ps(w, codes);
+                    __m512 code = bits == 8 ? byte_code(w) : p == 8 ? e4m3_low(w) : _mm512_permutexvar_ps(w, codes);
                     if (bits == 3) code = _mm512_add_ps(code, _mm512_permutexvar_ps(h, far)), h = _mm512_srli_epi32(h, 1);
                     w = _mm512_srli_epi32(w, p);
                     v[j] = _mm512_fmsub_ps(by, code, less);
@@ -156,8 +189,15 @@ INLINE void weights(const int bits, const Gemm *m, const Form *f, const uint8_t 
             case 1: name(1, m, f, base, row, from, n, out); break; \
             case 2: name(2, m, f, base, row, from, n, out); break; \
             case 3: name(3, m, f, base, row, from, n, out); break; \
+            case HALF4: \
             case 4: name(4, m, f, base, row, from, n, out); break; \
+            case HALF8: \
             case 8: name(8, m, f, base, row, from, n, out); break; \
+            case FP8: \
+            case FP8_ROW: \
+            case MXFP8: name(MXFP8, m, f, base, row, from, n, out); break; \
+            case MXFP4: name(MXFP4, m, f, base, row, from, n, out); break; \
+            case NVFP4: name(NVFP4, m, f, base, row, from, n, out); break; \
             } \
     }
 

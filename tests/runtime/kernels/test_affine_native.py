@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import subprocess
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from expert_layers import TOLERANCE, VERSIONS, activations, expected, make_layer, native, product, relative
+from expert_layers import RELEASED, TOLERANCE, VERSIONS, activations, expected, make_layer, native, product, relative
 from support import HELPERS, at_once
 
 from moepack.pack.spec import Matrix, Version
@@ -33,8 +32,11 @@ TILES = range(native.LEVELS.index("avx512-bf16"), len(native.LEVELS))
 ALL_IN_TILES = np.zeros(8, np.int64)  # limits
 
 
-def version_of(bits: int, group_size: int) -> Version:
-    return Version.of("bf16") if bits == 16 else Version.of(f"w{bits}", group_size)
+PACKED = [Version.of(f"w{bits}", size) for bits in (8, 4, 3, 2, 1) for size in (128, 64, 32)] + RELEASED
+
+
+def named(version: Version) -> str:
+    return f"{version.name}-{version.group_size}"
 
 
 @pytest.fixture(autouse=True)
@@ -44,11 +46,10 @@ def best_level() -> object:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(("bits", "group_size"), [(16, 0), *itertools.product([8, 4, 3, 2, 1], [128, 64, 32])])
-def test_products_against_float64(bits: int, group_size: int, level: int) -> None:
+@pytest.mark.parametrize("version", [Version.of("bf16"), *PACKED], ids=named)
+def test_products_against_float64(version: Version, level: int) -> None:
     """Every shape; one token, and as many as take all tile sizes (4 + 2 + 1)."""
     assert native.use_level(level) == level
-    version = version_of(bits, group_size)
     for k, (rows, cols) in enumerate(SHAPES):
         m = Matrix("m", rows, cols, bias=bool(k % 2))
         layer = make_layer(m, [version], [0, 0], seed=k)
@@ -64,12 +65,10 @@ def test_products_against_float64(bits: int, group_size: int, level: int) -> Non
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
-@pytest.mark.parametrize("group_size", [128, 64, 32])
-def test_unpacked_weights_are_packs(bits: int, group_size: int, level: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("version", PACKED, ids=named)
+def test_unpacked_weights_are_packs(version: Version, level: int, dtype: torch.dtype) -> None:
     """The same numbers: exact in float32, rounded once in BF16."""
     native.use_level(level)
-    version = Version.of(f"w{bits}", group_size)
     for k, (rows, cols) in enumerate(SHAPES):
         m = Matrix("m", rows, cols, bias=True)
         layer = make_layer(m, [version], [0], seed=k)
@@ -87,14 +86,13 @@ def use_tiles(level: int) -> None:
 
 
 @pytest.mark.parametrize("level", TILES)
-@pytest.mark.parametrize(("bits", "group_size"), [(16, 0), *itertools.product([8, 4, 3, 2, 1], [128, 64, 32])])
-def test_tiles_against_float64(bits: int, group_size: int, level: int) -> None:
+@pytest.mark.parametrize("version", [Version.of("bf16"), *PACKED], ids=named)
+def test_tiles_against_float64(version: Version, level: int) -> None:
     """Every shape, with slots that leave tiles and batches of 512 unfilled.
 
     Of many tokens weights are rounded to BF16: float32 results hold to the one or the other.
     """
     use_tiles(level)
-    version = version_of(bits, group_size)
     for k, (rows, cols) in enumerate(SHAPES):
         layer = make_layer(Matrix("m", rows, cols, bias=bool(k % 2)), [version], [0, 0, 0, 0], seed=k)
         index = torch.cat([torch.zeros(1), torch.ones(33), torch.full((17,), 2), torch.full((530 * (k == 0),), 3)])

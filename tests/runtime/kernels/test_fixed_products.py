@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from expert_layers import Layer, activations, make_layer, native, product
+from expert_layers import RELEASED, Layer, activations, make_layer, native, product
 
 from moepack.pack.spec import Matrix, Version
 
@@ -33,12 +33,15 @@ def hard(n: int, cols: int) -> torch.Tensor:
     return x.bfloat16()
 
 
-@pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
-@pytest.mark.parametrize("group_size", [128, 64, 32])
-def test_every_level_makes_the_same_bits(bits: int, group_size: int) -> None:
+WHOLE = [Version.of(f"w{b}", size) for b in (8, 4, 3, 2, 1) for size in (128, 64, 32)]
+WHOLE += [v for v in RELEASED if v.bits == 4 or v.zero == "stored"]  # FP8 codes are multiplied as floats
+
+
+@pytest.mark.parametrize("version", WHOLE, ids=lambda v: f"{v.name}-{v.group_size}")
+def test_every_level_makes_the_same_bits(version: Version) -> None:
     """One token, and as many as take all tile sizes."""
     for k, (rows, cols) in enumerate(SHAPES):
-        layer = make_layer(Matrix("m", rows, cols, bias=bool(k % 2)), [Version.of(f"w{bits}", group_size)], [0], seed=k)
+        layer = make_layer(Matrix("m", rows, cols, bias=bool(k % 2)), [version], [0], seed=k)
         for x in (activations(7, cols, torch.bfloat16), hard(3, cols), hard(1, cols)):
             outs = []
             for level in LEVELS:

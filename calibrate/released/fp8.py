@@ -1,0 +1,88 @@
+"""FP8 as transformers has it: in blocks, a scale a tensor or a row, MXFP8, and DeepSeek-V4's experts in MXFP4."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from moepack.pack.errors import InputError
+
+from .encoded import Encoded, StoredPart
+from .parts import ACTIVATIONS, FLOATS, Shape, Tensors, need, option, part, there
+
+MX = 32  # columns of a scale of MXFP8 and MXFP4
+BLOCK_DTYPES = (*FLOATS, "F8_E8M0")
+
+
+def read(document: Mapping[str, Any], quantization: Mapping[str, Any]) -> Any:
+    """The reader, by `weight_block_size` (absent for a scale a tensor or row), `scale_fmt` and `expert_dtype`."""
+    block = quantization.get("weight_block_size")
+    if quantization["quant_method"] == "mxfp8":
+        block = [1, MX] if block is None else block
+    if block is not None and not (
+        isinstance(block, list) and len(block) == 2 and all(type(b) is int and b > 0 for b in block)
+    ):
+        raise InputError(f"says weight_block_size {block!r}: not two positive numbers")
+    expert = option(document, "expert_dtype", ("fp8", "fp4"), quantization.get("expert_dtype", "fp8"))
+    option(quantization, "expert_dtype", ("fp8", "fp4"), expert)
+    return partial(find, None if block is None else (block[0], block[1]), expert == "fp4")
+
+
+def find(block: tuple[int, int] | None, fp4_experts: bool, tensors: Tensors) -> Iterator[tuple[str, Encoded]]:
+    """Weights whose codes are F8_E4M3, and with `fp4_experts` those in I8, two codes a byte."""
+    fp4 = 0
+    for name, entry in tensors.items():
+        if entry.dtype == "F8_E4M3" and not name.endswith(("scale", "scale_inv", "scales")):
+            codes = part(tensors, name)
+            made = fp8(tensors, codes, _scale_name(tensors, name), block)
+        elif fp4_experts and entry.dtype in ("I8", "U8") and name.endswith(".weight") and ".experts." in name:
+            fp4 += 1
+            codes = part(tensors, name)
+            made = _mxfp4(tensors, codes, _scale_name(tensors, name))
+        else:
+            continue
+        yield name, made
+    if fp4_experts and not fp4:
+        raise InputError("config.json says expert_dtype fp4, but no tensor of an expert is stored so")
+
+
+def _scale_name(tensors: Tensors, name: str) -> str:
+    """The name of a weight's scales; the families use several."""
+    module = name.removesuffix(".weight")
+    names = [f"{name}_scale_inv", f"{name}_scale"]
+    if module != name:
+        names += [f"{module}.scale", f"{module}.qscale_weight"]
+    found = [n for n in names if n in tensors]
+    if len(found) > 1:
+        raise InputError(f"{name} has both {found[0]} and {found[1]}")
+    return found[0] if found else names[0]
+
+
+def leftovers(tensors: Tensors, name: str) -> tuple[str, ...]:
+    """Scales of activations beside a weight."""
+    return there(tensors, name.removesuffix(".weight"), ACTIVATIONS) if name.endswith(".weight") else ()
+
+
+def fp8(tensors: Tensors, codes: StoredPart, scale: str, block: tuple[int, int] | None) -> Encoded:
+    """A weight in FP8 with scales in blocks of (rows, columns), or without `block` a scale a tensor or row."""
+    *batch, rows, cols = codes.shape
+    rest = leftovers(tensors, codes.name)
+    if block is None:
+        lead = tuple(batch)
+        tensor, row = [(*lead,), (*lead, 1), (*lead, 1, 1)], [(*lead, rows), (*lead, rows, 1)]
+        found = need(tensors, scale, FLOATS, dict.fromkeys([*tensor, *row]), codes)
+        per_row = 1 if found.shape in row else 0
+        return Encoded("fp8", 0, codes.shape, "plain", codes, found, block_rows=per_row, leftovers=rest)
+    grid: Shape = (*batch, -(-rows // block[0]), -(-cols // block[1]))
+    mx = block == (1, MX) and scale in tensors and tensors[scale].dtype in ("U8", "F8_E8M0")
+    found = need(tensors, scale, ("U8", "F8_E8M0") if mx else BLOCK_DTYPES, [grid], codes)
+    version = "mxfp8" if mx else "fp8"
+    return Encoded(version, block[1], codes.shape, "plain", codes, found, block_rows=block[0], leftovers=rest)
+
+
+def _mxfp4(tensors: Tensors, codes: StoredPart, scale: str) -> Encoded:
+    *lead, half = codes.shape
+    found = need(tensors, scale, ("F8_E8M0", "U8"), [(*lead, -(-2 * half // MX))], codes)
+    rest = leftovers(tensors, codes.name)
+    return Encoded("mxfp4", MX, (*lead, 2 * half), "plain", codes, found, leftovers=rest)

@@ -1,0 +1,66 @@
+"""What codes and scales stand for, and which of them stand for nothing. Tensors in, tensors or a complaint out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_AT_ONCE = 1 << 20  # weights that are decoded at once, which bounds the float32 copies
+
+
+def has_nan_e4m3(codes: Tensor) -> bool:
+    """Whether one of these E4M3 bits, uint8, is NaN (0x7F or 0xFF)."""
+    return bool(((codes & 0x7F) == 0x7F).any())
+
+
+def has_nan_e8m0(scale: Tensor) -> bool:
+    """Whether one of these E8M0 bits, uint8, is NaN (0xFF)."""
+    return bool((scale == 0xFF).any())
+
+
+def widen(version: str, scale: Tensor) -> Tensor:
+    """A native encoding's scales in float32, exactly."""
+    import torch
+
+    if scale.dtype == torch.uint8:
+        return scale.view(torch.float8_e4m3fn if version == "nvfp4" else torch.float8_e8m0fnu).to(torch.float32)
+    if scale.dtype == torch.uint16:
+        return scale.view(torch.float16 if version.endswith("fp16") else torch.bfloat16).to(torch.float32)
+    return scale
+
+
+def decode(
+    version: str, group: int, codes: Tensor, scale: Tensor, outer: Tensor | None = None, zeros: Tensor | None = None
+) -> Tensor:
+    """Decode to BF16 [..., rows, cols]: a product in float32, rounded once.
+
+    `codes` are uint8 [..., rows, cols]; `scale` [..., rows, groups] as `Encoded.scale` has it, `group` the columns of a
+    scale (0: all of them); `outer` float32 [..., rows, 1]; `zeros` uint8 [..., rows, groups] in steps of 2^(bits - 8).
+    """
+    import torch
+
+    cols = codes.shape[-1]
+    out = torch.empty(codes.shape, dtype=torch.bfloat16)
+    flat, to = codes.reshape(-1, cols), out.view(-1, cols)
+    scales, step = widen(version, scale).reshape(len(flat), -1), max(1, _AT_ONCE // max(1, cols))
+    own = None if outer is None else outer.reshape(-1, 1)
+    zero = None if zeros is None else zeros.reshape(len(flat), -1).to(torch.float32) / (16 if "int4" in version else 1)
+    table = torch.tensor(E2M1)
+    for start in range(0, len(flat), step):
+        part = slice(start, start + step)
+        if version.startswith("int"):
+            value = flat[part].to(torch.float32) - (0 if zero is None else _wide(zero[part], group, cols))
+        elif version.endswith("fp4"):
+            value = table[flat[part].to(torch.int32)]
+        else:
+            value = flat[part].view(torch.float8_e4m3fn).to(torch.float32)
+        value = value * _wide(scales[part], group, cols)
+        to[part] = (value if own is None else value * own[part]).to(torch.bfloat16)
+    return out
+
+
+def _wide(scale: Tensor, group: int, cols: int) -> Tensor:
+    return scale.repeat_interleave(group, dim=-1)[:, :cols] if group else scale

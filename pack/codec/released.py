@@ -1,0 +1,76 @@
+"""Released extents: convert a released matrix's codes and scales to bytes and back, and to reference values.
+
+`ReleasedMatrix.dequantise` defines a version's weights and is the reference for every kernel: code times scale is exact
+in float32 but for FP8 with float32 scales; that product, and one by an outer scale, are rounded to float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..encodings.base import Version
+from ..sections import BLOCK_ROWS, Matrix
+from .affine import section_array
+from .bits import Bf16Bits, Buffer, Codes, from_blocks, join_planes
+
+Floats = npt.NDArray[np.float32]
+Raw = npt.NDArray[np.uint8] | Floats
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+NAN = 0x7F  # of E4M3, but for the sign; 255 in E8M0
+
+
+def _e4m3() -> Floats:
+    code = np.arange(256)
+    exponent, mantissa = code >> 3 & 15, (code & 7).astype(np.float64)
+    size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+    size[code & 0x7F == NAN] = np.nan
+    return np.where(code < 128, size, -size).astype(np.float32)
+
+
+E4M3 = _e4m3()
+E8M0 = np.append(np.ldexp(1.0, np.arange(255) - 127), np.nan).astype(np.float32)
+CODES = {4: E2M1, 8: E4M3}  # the values of codes, by their bits
+SCALES = {"F8_E8M0": E8M0, "F8_E4M3": E4M3}  # the values of scales of one byte
+
+
+@dataclass(frozen=True, slots=True)
+class ReleasedMatrix:
+    """One matrix of a released version with floating-point codes."""
+
+    codes: Codes  # uint8 [rows, cols]
+    scale: Raw  # [rows, groups]: bits of E8M0 or E4M3, or float32
+    outer: Floats | None = None  # float32 [rows], or None without outer scales
+    bias: Bf16Bits | None = None  # BF16 bits, uint16 [rows], or None
+
+    def dequantise(self, version: Version) -> Floats:
+        """The weights, float32 [rows, cols]: code * scale, times the row's outer scale where there is one."""
+        scale = SCALES[version.scale_dtype][self.scale] if version.scale_dtype in SCALES else self.scale
+        cols = self.codes.shape[1]
+        wide = scale[:, np.arange(cols) // (version.group_size or cols)].astype(np.float32)
+        values: Floats = CODES[version.bits][self.codes] * wide
+        return values if self.outer is None else values * self.outer[:, None]
+
+
+def decode(matrices: Sequence[Matrix], version: Version, extent: Buffer) -> list[ReleasedMatrix]:
+    """The matrices of one extent; biases are views of the extent."""
+    parts: list[dict[str, npt.NDArray[np.generic]]] = [{} for _ in matrices]
+    for section in version.sections(matrices):
+        array = section_array(extent, section)
+        if section.item == 4 and not section.kind.startswith("plane"):
+            array = array.view("<f4")
+        parts[section.matrix][section.kind] = array
+    out = []
+    for m, part in zip(matrices, parts, strict=True):
+        codes = join_planes([part["plane0"]], version.planes, m.rows, m.cols)  # type: ignore[list-item]
+        rows = {
+            k: from_blocks(v, m.rows) if v.ndim == 3 else np.repeat(v, BLOCK_ROWS, axis=0)[: m.rows]
+            for k, v in part.items()
+            if k in ("scale", "outer")
+        }
+        out.append(ReleasedMatrix(codes, rows["scale"], rows.get("outer"), part.get("bias")))  # type: ignore[arg-type]
+    return out

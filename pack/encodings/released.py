@@ -1,0 +1,158 @@
+"""Encodings that keep a released checkpoint's codes and scales as they are: FP4 and FP8 with scales, and integers.
+
+An extent has the same blocks and planes as an affine one, and the same bytes in memory and in its file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..errors import Kind
+from ..sections import BLOCK_ROWS, GROUPS, Matrix, plane_words
+from .affine import Affine
+from .base import Part, Version, codec
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from ..codec.bits import Buffer
+    from ..codec.released import ReleasedMatrix
+
+
+def own(dtype: str) -> Mapping[str, str]:
+    """What a released version holds: `dtype` is the checkpoint's, by its name in the manifest."""
+    return {dtype: "the checkpoint's own codes and scales"}
+
+
+@dataclass(frozen=True, eq=False)
+class ReleasedFloat(Version):
+    """Floating-point codes with scales (FORMAT.md, "Released extents")."""
+
+    released = True
+
+    def parts(self, matrix: Matrix) -> Iterator[Part]:
+        """The codes, the scales, and the bias if the matrix has one."""
+        blocks = -(-matrix.rows // BLOCK_ROWS)
+        groups = -(-matrix.cols // self.group_size) if self.group_size else 1
+        yield "plane0", (blocks, plane_words(matrix.cols, self.bits), BLOCK_ROWS), 4
+        yield from self.scales(blocks, groups)
+        if matrix.bias:
+            yield "bias", (matrix.rows,), 2
+
+    def scales(self, blocks: int, groups: int) -> Iterator[Part]:
+        """The sections of scales: by default a byte for each row and group."""
+        yield "scale", (blocks, groups, BLOCK_ROWS), 1
+
+    def encode(
+        self, matrices: Sequence[Matrix], values: Sequence[ReleasedMatrix], threads: int | None = None
+    ) -> tuple[Buffer, int]:
+        """See Version. It uses one thread."""
+        return codec("affine").encode(matrices, self, values), sum(s.size for s in self.sections(matrices))
+
+    def decode(self, matrices: Sequence[Matrix], extent: Buffer) -> Sequence[ReleasedMatrix]:
+        """See Version. Biases are views of the extent."""
+        return codec("released").decode(matrices, self, extent)  # type: ignore[no-any-return]
+
+    def dequantise(self, value: ReleasedMatrix) -> npt.NDArray[np.float32]:
+        """See Version."""
+        return value.dequantise(self)
+
+    def check(self, matrices: Sequence[Matrix], extent: Buffer) -> Iterator[tuple[Kind, str]]:
+        """See Version."""
+        return codec("checks").check_affine(matrices, self, extent)  # type: ignore[no-any-return]
+
+
+class Mxfp4(ReleasedFloat):
+    """E2M1 codes, an E8M0 scale for 32 of a row."""
+
+    holds = own("MXFP4")
+    scale_dtype = "F8_E8M0"
+
+
+class Mxfp8(ReleasedFloat):
+    """E4M3 codes, an E8M0 scale for 32 of a row."""
+
+    holds = own("MXFP8")
+    scale_dtype = "F8_E8M0"
+
+
+class Nvfp4(ReleasedFloat):
+    """E2M1 codes, an E4M3 scale for 16 of a row, and a float32 scale of a whole matrix, kept by blocks of 16 rows."""
+
+    holds = own("NVFP4")
+    scale_dtype = "F8_E4M3"
+
+    def scales(self, blocks: int, groups: int) -> Iterator[Part]:
+        """See ReleasedFloat."""
+        yield "scale", (blocks, groups, BLOCK_ROWS), 1
+        yield "outer", (blocks,), 4
+
+
+class Fp8(ReleasedFloat):
+    """E4M3 codes, a float32 scale for blocks of rows and columns; kept by blocks of 16 rows."""
+
+    holds = own("F8_E4M3")
+    scale_dtype = "F32"
+
+    def scales(self, blocks: int, groups: int) -> Iterator[Part]:
+        """See ReleasedFloat."""
+        yield "scale", (blocks, groups), 4
+
+
+class Fp8Row(ReleasedFloat):
+    """E4M3 codes, a float32 scale for each row: checkpoints with a scale a channel or a tensor."""
+
+    holds = own("F8_E4M3")
+    scale_dtype = "F32"
+
+    def scales(self, blocks: int, groups: int) -> Iterator[Part]:
+        """See ReleasedFloat."""
+        yield "scale", (blocks, groups, BLOCK_ROWS), 4
+
+
+@dataclass(frozen=True, eq=False)
+class ReleasedInteger(Affine):
+    """Integer codes with zero points and BF16 scales. An extent is that of w8 or w4."""
+
+    released = True
+
+
+class Int8(ReleasedInteger):
+    """Codes of 8 bits."""
+
+    holds = own("INT8")
+
+
+class Int4(ReleasedInteger):
+    """Codes of 4 bits."""
+
+    holds = own("INT4")
+
+
+class Int8Fp16(Int8):
+    """Codes of 8 bits, with FP16 scales."""
+
+    scale_dtype = "F16"
+
+
+class Int4Fp16(Int4):
+    """Codes of 4 bits, with FP16 scales."""
+
+    scale_dtype = "F16"
+
+
+# A number in kernels stands for a way to read the bytes: int8 and int4 are read as w8 and w4.
+ENCODINGS = (
+    Fp8("fp8", "fp8-blocks", 8, 20, 4, (8,), "none", (128, 32)),
+    Fp8Row("fp8row", "fp8-rows", 8, 21, 4, (8,)),
+    Mxfp8("mxfp8", "mxfp8", 8, 19, 4, (8,), "none", (32,)),
+    Int8("int8", "affine", 8, 8, 4, (8,), "stored", GROUPS),
+    Int8Fp16("int8fp16", "affine-fp16", 8, 23, 4, (8,), "stored", GROUPS),
+    Mxfp4("mxfp4", "mxfp4", 4, 17, 4, (4,), "none", (32,)),
+    Nvfp4("nvfp4", "nvfp4", 4, 18, 4, (4,), "none", (16,)),
+    Int4("int4", "affine", 4, 4, 4, (4,), "stored", GROUPS),
+    Int4Fp16("int4fp16", "affine-fp16", 4, 22, 4, (4,), "stored", GROUPS),
+)

@@ -1,0 +1,37 @@
+"""Random matrices of every released version."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moepack.pack.codec.affine import AffineMatrix
+from moepack.pack.codec.released import ReleasedMatrix
+from moepack.pack.spec import BLOCK_ROWS, Matrix, Version
+
+NAMES = [
+    ("mxfp4", 32), ("nvfp4", 16), ("mxfp8", 32), ("fp8", 128), ("fp8", 32), ("fp8row", 0),
+    ("int4", 32), ("int8", 128), ("int4fp16", 128), ("int8fp16", 32),
+]  # fmt: skip
+
+
+def random_released(m: Matrix, version: Version, seed: int) -> AffineMatrix | ReleasedMatrix:
+    """A matrix with random codes, all of them numbers, and scales between about 1/128 and 2."""
+    rng = np.random.default_rng(seed)
+    groups = -(-m.cols // version.group_size) if version.group_size else 1
+    codes = rng.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8)
+    bias = rng.integers(0x3C00, 0x4000, m.rows).astype(np.uint16) if m.bias else None
+    if version.zero == "stored":
+        scale = rng.integers(0x3C00, 0x4000, (m.rows, groups)).astype(np.uint16)
+        zero = (rng.integers(0, 1 << version.bits, (m.rows, groups)) << (8 - version.bits)).astype(np.uint8)
+        return AffineMatrix(codes, scale, zero, bias)
+    if version.bits == 8:
+        codes[codes & 0x7F == 0x7F] = 0
+    if version.scale_dtype != "F32":
+        low, high = (121, 128) if version.scale_dtype == "F8_E8M0" else (8, 0x40)
+        bits = rng.integers(low, high, (m.rows, groups)).astype(np.uint8)
+        outer = np.full(m.rows, rng.uniform(0.1, 1), np.float32) if version.name == "nvfp4" else None
+        return ReleasedMatrix(codes, bits, outer, bias)
+    scale32 = rng.uniform(0.01, 2, (m.rows, groups)).astype(np.float32)
+    if version.group_size:
+        scale32 = np.repeat(scale32[::BLOCK_ROWS], BLOCK_ROWS, axis=0)[: m.rows]
+    return ReleasedMatrix(codes, scale32, None, bias)

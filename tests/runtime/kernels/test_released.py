@@ -1,0 +1,60 @@
+"""Released encodings: torch's weights against pack's, bit for bit; products of several in one call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expert_layers import RELEASED, activations, expected, make_layer, native, product, relative
+
+from moepack.pack.spec import Matrix, Version
+from moepack.runtime.kernels import reference
+
+SHAPES = [(96, 2048), (1, 1), (17, 31), (33, 100), (65, 33), (130, 257)]
+
+
+@pytest.mark.parametrize("version", RELEASED, ids=lambda v: f"{v.name}-{v.group_size}")
+def test_torchs_weights_are_packs(version: Version) -> None:
+    for k, (rows, cols) in enumerate(SHAPES):
+        m = Matrix("m", rows, cols, bias=bool(k % 2))
+        layer = make_layer(m, [version], [0], seed=k)
+        sections = reference.sections_of((m,), version)[0]
+        want = torch.from_numpy(layer.weights[0]).float()
+        for dtype in (torch.float32, torch.bfloat16):
+            got = reference.dequantise(layer.extents[0], sections, m, version, dtype)
+            assert torch.equal(got, want.to(dtype)), (rows, cols, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_neither_threads_nor_company_change_a_bit(dtype: torch.dtype) -> None:
+    layer = make_layer(Matrix("m", 100, 300, bias=True), RELEASED, [e % len(RELEASED) for e in range(20)])
+    index = torch.randint(0, 20, (9, 4), generator=torch.Generator().manual_seed(1))
+    x = activations(9, 300, dtype)
+    one = product(layer, x, index, threads=1)
+    assert relative(one, expected(layer, x, index)) <= 1e-5
+    for threads in (2, 5):
+        assert torch.equal(product(layer, x, index, threads=threads), one)
+    for s, e in enumerate(index.reshape(-1).tolist()):
+        alone = product(layer, x[s // 4 : s // 4 + 1], torch.tensor([[e]]))
+        assert torch.equal(alone[0], one[s])
+
+
+@pytest.mark.parametrize("size", [1e-38, 1e-30, 1.0, 1e30])
+def test_fp8_activations_of_any_size(size: float) -> None:
+    """They are scaled up before the codes multiply, whose bits count from 2^-120: sums are as precise at any size."""
+    layer = make_layer(Matrix("m", 33, 300), [v for v in RELEASED if v.name == "fp8"], [0])
+    for level in range(min(native.use_level(), native.LEVELS.index("avx512-vnni")) + 1):
+        native.use_level(level)
+        for dtype in (torch.float32, torch.bfloat16):
+            x = (activations(2, 300, torch.float32) * size).to(dtype)
+            index = torch.zeros(2, 1, dtype=torch.int64)
+            assert relative(product(layer, x, index), expected(layer, x, index)) <= 1e-5, (level, dtype)
+    native.use_level()
+
+
+def test_activations_that_are_not_finite_make_no_numbers() -> None:
+    for number, version in enumerate(RELEASED):
+        layer = make_layer(Matrix("m", 40, 300), RELEASED, [number])
+        x = activations(3, 300, torch.bfloat16)
+        x[1, 299] = torch.inf
+        got = product(layer, x, torch.zeros(3, 1, dtype=torch.int64))
+        assert got[1].isnan().all() and not got[[0, 2]].isnan().any(), version.name

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moepack.families.layouts import conversions_of
 from moepack.families.mtp import mtp_tensors
 from moepack.pack.errors import CODE_ERRORS, InputError, in_a_line
 from moepack.pack.spec import Version
@@ -111,7 +112,7 @@ class Skeleton:
             target, _ = rename_source_key(key, renamings, converters, self.model.base_model_prefix, state)
             if target not in state and key in state:
                 target, _ = rename_source_key(key, [], [], self.model.base_model_prefix, state)
-            if target not in state:
+            if target not in state or self._is_past_the_last(target, key):
                 unused.append(key)
             elif target not in tied:
                 self._sources.setdefault(self.layer_of(target), []).append(key)
@@ -121,10 +122,16 @@ class Skeleton:
         self.unused = sorted(set(unused) - set(self.mtp))
         return any(len(c.target_patterns) > 1 for c in converters)
 
+    def _is_past_the_last(self, target: str, key: str) -> bool:
+        """Whether a tensor belongs to an expert without weights, for which some checkpoints have tensors."""
+        module = self.model.get_submodule(target.rpartition(".")[0])
+        numbers = re.findall(r"\.experts\.(\d+)\.", key) if getattr(module, "experts_without_weights", 0) else []
+        return bool(numbers) and int(numbers[-1]) >= module.num_experts
+
     def _mapping(self) -> list[Any]:
         from transformers.conversion_mapping import get_model_conversion_mapping
 
-        return list(get_model_conversion_mapping(self.model))
+        return [*get_model_conversion_mapping(self.model), *conversions_of(self.model)]
 
     def _materialise_buffers(self) -> None:
         """Compute rotary tables and other buffers that are not in checkpoints."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moepack.families.passed import between_layers
 from moepack.memory import resident_memory
 
 from .bound import LATER, BuildNeeds, workers
@@ -49,7 +50,7 @@ def needs_of(
     filed, rest = max(on_disk.values()), max(size - on_disk[part] for part, size in parts.items())
     expert = max(on_disk[i] // x.experts for i, x in stream.expert_layers.items())
     config = stream.model.config.get_text_config()
-    each = length * config.hidden_size * dtype.itemsize
+    each, beside = between_layers(stream.model.config, length, dtype.itemsize)
     widest = max(_window(stream, i, length, dtype) for i in layers)
     converted = widened_bytes(stream.device, dtype, max(largest, recipe.calibration.batch_size * widest) // 2)
     mapped, batches, row_shards = _tasks(stream, recipe, dense, on_disk, bounded)
@@ -64,7 +65,8 @@ def needs_of(
         layer=computed(largest) if on_cpu else largest,
         waiting=largest,
         hidden=windows * each,
-        seen=windows * each,
+        passed=windows * beside,
+        seen=windows * length * config.hidden_size * dtype.itemsize,
         routing=8 * windows * length * top_k(config),
         window=widest if on_cpu else 0,
         forward=length * length * 4 + converted if on_cpu else 0,

@@ -114,7 +114,7 @@ class DryRun:
         if self._walk is not None:
             self._stream.to_compute(index, self._dtype)
             matrices = self._matrices[index].matrices if index in self._matrices else ()
-            inputs = [hidden.clone() for hidden in self._walk.hidden] if self._reuses else []
+            inputs = {name: x.clone() for name, x in self._walk.kept().items()} if self._reuses else {}
             # Sized for all windows, as in a build: then not every token adds to the moments.
             watch = watch_part(self._stream, matrices, len(self._ids), self._walk.length) if matrices else None
             observation, self._forward = self._pass(index, watch)
@@ -122,7 +122,7 @@ class DryRun:
             if self._reuses:
                 with reusing():  # as in a build, where the batches after a layer's second reuse memory
                     for _ in range(2):
-                        self._walk.restore(inputs)
+                        self._walk.restore(sorted(inputs.items()))
                         self._again = self._pass(index, watch)[1]
                 del inputs
             if observation is not None and experts is not None:
@@ -300,7 +300,7 @@ def _shared_out(observation: Observation, tokens: int, experts: int, few: int) -
 
     from moepack.calibrate.gather import LAYER
 
-    seen = torch.bincount(observation.experts.flatten(), minlength=experts).sort().values
+    seen = torch.bincount(observation.experts.flatten(), minlength=experts)[:experts].sort().values
     picked = seen[((torch.arange(few) + 0.5) * experts / few).long()]
     shares = [min(tokens, int(s) * tokens // len(observation.inputs)) for s in picked]
     total = max(*shares, min(tokens, max(shares) + 2 * LAYER))

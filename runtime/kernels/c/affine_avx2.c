@@ -31,6 +31,7 @@ typedef struct {
 #define NFMA(a, b, c) _mm256_fnmadd_ps(a, b, c)
 #define SUM(a) sum_avx2(a)
 #define DROP(w, n) _mm256_srli_epi32(w, n)
+#define SRA16(w, n) _mm256_srai_epi16(w, n)
 #define LOOKUP(t, w) look_up_avx2(t, w)
 #define CODE4(w) _mm256_sub_ps(_mm256_cvtepi32_ps(_mm256_and_si256(w, _mm256_set1_epi32(15))), _mm256_set1_ps(7.5f))
 #define CODE8(w) \

@@ -28,6 +28,7 @@
 #define NFMA(a, b, c) _mm512_fnmadd_ps(a, b, c)
 #define SUM(a) _mm512_reduce_add_ps(a)
 #define DROP(w, n) _mm512_srli_epi32(w, n)
+#define SRA16(w, n) _mm512_srai_epi16(w, n)
 #define LOOKUP(t, w) _mm512_permutexvar_ps(w, t)
 #define CODE4(w) \
     _mm512_permutexvar_ps(w, _mm512_setr_ps(-7.5f, -6.5f, -5.5f, -4.5f, -3.5f, -2.5f, -1.5f, -.5f, .5f, 1.5f, 2.5f, 3.5f, \

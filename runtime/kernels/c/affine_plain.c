@@ -27,6 +27,7 @@
 #define NFMA(a, b, c) ((c) - (a) * (b))
 #define SUM(a) (a)
 #define DROP(w, n) ((w) >> (n))
+#define SRA16(w, n) sra16_plain(w, n)
 #define LOOKUP(t, w) ((t)[(w) & 15])
 #define CODE4(w) ((float)(int)((w) & 15) - 7.5f)
 #define CODE8(w) ((float)(int)((w) & 255) - 127.5f)
@@ -55,6 +56,10 @@ static inline float float_plain(uint32_t bits) {
     float value;
     memcpy(&value, &bits, 4);
     return value;
+}
+
+static inline uint32_t sra16_plain(uint32_t word, int n) {
+    return ((uint32_t)((int32_t)word >> n) & 0xFFFF0000) | (uint16_t)((int16_t)word >> n);
 }
 
 static inline int32_t dot_plain(uint32_t fields, uint32_t x) {

@@ -11,6 +11,7 @@
  *   CODE4(words), CODE8(words)       (word & 15) - 7.5, (word & 255) - 127.5
  *   BF16(at), BYTES(at)              L BF16 numbers or bytes as floats
  *   SETI, AND, SHL, SRA, MAXI        of 32-bit words: a broadcast, a & b, shifts (SRA keeps the sign), the greater one
+ *   SRA16(words, n)                  SRA of both 16-bit halves
  *   LOADB, LOADSB, LOADSH            L bytes, signed bytes and signed 16-bit numbers as 32-bit words
  *   AS_FLOATS(words)                 the words' bits as floats
  *   STOREB(at, v), STOREB2(at, v, w) a store of L floats, or of twice L, rounded to BF16

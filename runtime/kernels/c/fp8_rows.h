@@ -4,7 +4,7 @@
  * A byte's bits, moved into those of a float32, are its value times 2^-120. Activations are scaled up by a power of two
  * first, so that no product is denormal, and sums are scaled back at the end. */
 
-#define LANES (L == 16 ? 4 : 2) /* separate sums, so that additions do not wait for one another */
+#define LANES (L == 1 ? 2 : 4) /* separate sums, so that additions do not wait for one another */
 
 CALLED void NAME(prepare_fp8)(const Gemm *m, const void *from, Prepared *p) {
     const int64_t cols = m->cols, padded = 32 * ceil_div(cols, 32);
@@ -42,12 +42,16 @@ INLINE void NAME(fp8)(const int T, const Gemm *m, const Form *f, const uint8_t *
         UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) UNROLL for (int k = 0; k < LANES; k++)
             acc[r][t][k] = SET(0.0f);
         for (int64_t w = g * step; w < to; w++) {
-            I v[FR];
-            UNROLL for (int r = 0; r < FR; r++) v[r] = LOADI(codes + w * BLOCK + r * L);
+            I half[FR][2]; /* codes 0 and 2, or 1 and 3, moved in their 16 bits to where a float has them in its upper half */
+            UNROLL for (int r = 0; r < FR; r++) {
+                const I v = LOADI(codes + w * BLOCK + r * L);
+                half[r][0] = SRA16(SHL(v, 8), 4), half[r][1] = SRA16(v, 4);
+            }
             STREAM(codes + (w + AHEAD) * BLOCK);
             UNROLL for (int k = 0; k < 4; k++) {
                 F c[FR];
-                UNROLL for (int r = 0; r < FR; r++) c[r] = CODE_E4M3(DROP(v[r], 8 * k));
+                UNROLL for (int r = 0; r < FR; r++)
+                    c[r] = AS_FLOATS(AND(k < 2 ? SHL(half[r][k % 2], 16) : half[r][k % 2], SETI(0x87F00000)));
                 UNROLL for (int t = 0; t < T; t++) {
                     const F a = SET(x[t]->scaled[4 * w + k]);
                     UNROLL for (int r = 0; r < FR; r++)

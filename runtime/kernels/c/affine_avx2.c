@@ -81,9 +81,10 @@ INLINE float sum_avx2(__m256 a) {
 #define FUSED(a, b, c) _mm256_fmadd_ps(a, b, c)
 #define HALVES(v, odd) \
     _mm256_castsi256_ps(odd ? _mm256_and_si256(v, _mm256_set1_epi32(-65536)) : _mm256_slli_epi32(v, 16))
-#define FP4(v, k) \
-    _mm256_shuffle_epi8(_mm256_setr_epi8(E2M1_TURNED, E2M1_TURNED), \
-                        _mm256_andnot_si256(_mm256_srli_epi32(v, 4 * (k)), _mm256_set1_epi32(0x000F000F)))
+#define PAIRS(bytes, x) _mm256_maddubs_epi16(bytes, x)
+#define ADDH(a, b) _mm256_add_epi16(a, b)
+#define FP4_BYTES(v) \
+    _mm256_shuffle_epi8(_mm256_setr_epi8(E2M1_FIELDS, E2M1_FIELDS), _mm256_and_si256(v, _mm256_set1_epi8(15)))
 #define ARRANGE(to, from, order) \
     for (int i = 0; i < 32; i++) ((int16_t *)(to))[i] = (from)[(order)[i]]
 #include "affine_fixed.h"

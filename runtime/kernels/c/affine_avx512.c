@@ -76,9 +76,10 @@ INLINE void store_bf16_avx512(uint16_t *to, __m512 v, __m512 w) {
     _mm512_castsi512_ps(odd ? _mm512_and_si512(v, _mm512_set1_epi32(-65536)) : _mm512_slli_epi32(v, 16))
 
 #define PARTS 1
-#define FP4(v, k) \
-    _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_setr_epi8(E2M1_TURNED)), \
-                        _mm512_andnot_si512(_mm512_srli_epi32(v, 4 * (k)), _mm512_set1_epi32(0x000F000F)))
+#define PAIRS(bytes, x) _mm512_maddubs_epi16(bytes, x)
+#define ADDH(a, b) _mm512_add_epi16(a, b)
+#define FP4_BYTES(v) \
+    _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_setr_epi8(E2M1_FIELDS)), _mm512_and_si512(v, _mm512_set1_epi8(15)))
 #define DOT(acc, fields, x) _mm512_add_epi32(acc, _mm512_madd_epi16(fields, x))
 #define ARRANGE(to, from, order) \
     _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_loadu_si512(order), _mm512_loadu_si512(from)))
@@ -91,7 +92,9 @@ INLINE void store_bf16_avx512(uint16_t *to, __m512 v, __m512 w) {
 #undef CALLED
 #undef PARTS
 #undef DOT
-#undef FP4
+#undef PAIRS
+#undef ADDH
+#undef FP4_BYTES
 #undef ARRANGE
 #define NAME(x) x##_vnni
 #define VNNI "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,fma"

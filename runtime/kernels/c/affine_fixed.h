@@ -10,6 +10,9 @@
  *   HALVES(words, odd)               the even or odd halves of words as BF16 numbers, widened
  *   ARRANGE(to, from, order)         64 bytes: to[i] = from[order[i]], of 16-bit or, with two PARTS, 8-bit elements
  *   FP4(words, k)                    field k of 4 bits, of E2M1 codes: twice their values, plus 12
+ *   PAIRS(bytes, x), ADDH            in place of FP4: 16-bit sums of two products of unsigned bytes times signed ones;
+ *                                    a 16-bit sum
+ *   FP4_BYTES(words)                 with PAIRS: the same of the E2M1 code in the low half of each byte
  *   THIRD(low, high, half, k)        with two PARTS: fields of two bits, field k of `low`, with their third bits on top
  *
  * An activation becomes 16-bit integers times a power of two, one for each 128 columns, such that the greatest number
@@ -23,7 +26,7 @@
 
 #define FIELD (16 / PARTS)                    /* bits of a field */
 #define FIELDS(p) (FIELD / (p))               /* fields of a word of a plane of p bits */
-#define CHAINS(T, codes) ((T) == 1 && (codes) != MXFP4 ? PARTS : 1) /* separate sums, so that additions need not wait */
+#define CHAINS(T) ((T) == 1 ? PARTS : 1) /* separate sums, so that additions need not wait */
 #define MASK(p) ((int32_t)(PARTS == 2 ? ((1u << (p)) - 1) * 0x01010101u : ((1u << (p)) - 1) * 0x00010001u))
 
 /* The index of each element's source within 32 columns, for planes of 1, 2, 4 and 8 bits. Field k of a word holds the
@@ -68,27 +71,36 @@ CALLED void NAME(prepare_fixed)(const Gemm *m, const void *from, Prepared *p) {
                 fixed[c] = (int16_t)(word > 32639 ? 32639 : word); /* 127 * 256 + 127 */
             }
         }
-        for (int k = 0; k < 4; k++)
-            for (int64_t g = 0; g < ceil_div(n, 16 << k); g++) {
+        for (int k = 0; k < 5; k++) {
+            const int width = k < 3 ? 32 << k : 16 << (k - 3);
+            for (int64_t g = 0; g * width < n; g++) {
                 int32_t sum = 0;
-                for (int c = 0; c < 16 << k; c++) sum += fixed[(g << k) * 16 + c];
-                p->totals[k][b * (8 >> k) + g] = sum;
+                for (int c = 0; c < width; c++) sum += fixed[g * width + c];
+                p->totals[k][b * (FIXED / width) + g] = k < 3 ? sum : -12 * sum;
             }
+        }
 #if PARTS == 2
         for (int c = 0; c < FIXED; c++) fixed[c] = (int16_t)(((fixed[c] + 128) & 0xFF00) | (fixed[c] & 0xFF));
 #endif
+#ifdef PAIRS
+        /* For FP4: upper and lower bytes of a word's even columns, then of its odd ones. */
+        for (int64_t c = 0; p->fixed[4] && c < padded; c++) {
+            int8_t *to = (int8_t *)p->fixed[4] + (b * FIXED + c) / 8 * 16 + c % 2 * 8 + c % 8 / 2;
+            to[0] = (int8_t)((fixed[c] + 128) >> 8), to[4] = (int8_t)fixed[c];
+        }
         for (int k = 0; k < 4; k++)
+#else
+        for (int k = 0; k < 5; k++)
+#endif
             if (p->fixed[k])
                 for (int64_t c = 0; c < padded; c += 32)
-                    ARRANGE(p->fixed[k] + (b * FIXED + c) / 2, fixed + c, NAME(orders)[k]);
+                    ARRANGE(p->fixed[k] + (b * FIXED + c) / 2, fixed + c, NAME(orders)[k == 4 ? 2 : k]);
     }
 }
 
-/* Adds to `acc` the products of words [from, to) of a plane, of `codes` bits or MXFP4, for FR vectors of rows and T
- * activations. */
-INLINE void NAME(fixed_plane)(const int codes, const int T, const uint32_t *words, int64_t from, int64_t to,
+/* Adds to `acc` the products of words [from, to) of a plane of p bits for FR vectors of rows and T activations. */
+INLINE void NAME(fixed_plane)(const int p, const int T, const uint32_t *words, int64_t from, int64_t to,
                               const int32_t *const *x, I acc[FR][TB][2][PARTS]) {
-    const int p = low_bits(codes);
     const I mask = SETI(MASK(p));
     for (int64_t w = from; w < to; w++) {
         I v[FR];
@@ -97,18 +109,51 @@ INLINE void NAME(fixed_plane)(const int codes, const int T, const uint32_t *word
         UNROLL for (int k = 0; k < FIELDS(p); k++) {
             I f[FR];
             UNROLL for (int r = 0; r < FR; r++)
-                f[r] = codes == MXFP4           ? FP4(v[r], k)
-                       : p == 8 && PARTS == 2 ? v[r]
-                                              : AND(DROP(v[r], p * k), mask);
+                f[r] = p == 8 && PARTS == 2 ? v[r] : AND(DROP(v[r], p * k), mask);
             UNROLL for (int t = 0; t < T; t++) UNROLL for (int i = 0; i < PARTS; i++) {
                 const I at = SETI(x[t][(w * FIELDS(p) + k) * PARTS + i]);
                 UNROLL for (int r = 0; r < FR; r++) {
-                    I *sum = &acc[r][t][k % CHAINS(T, codes)][i];
+                    I *sum = &acc[r][t][k % CHAINS(T)][i];
                     *sum = DOT(*sum, f[r], at);
                 }
             }
         }
     }
+}
+
+/* As fixed_plane, for n words of E2M1 codes, 4 at most. */
+INLINE void NAME(fixed_fp4)(const int T, const uint32_t *words, const int64_t n, const int32_t *const *x,
+                            I acc[FR][TB][2][PARTS]) {
+    UNROLL for (int w = 0; w < 4; w++) if (w < n) STREAM(words + (w + AHEAD) * BLOCK);
+#ifdef PAIRS
+    const int R = T == 1 ? FR : 1; /* AVX2's registers hold the sums of so many rows */
+    UNROLL for (int first = 0; first < FR; first += R) {
+        I sum[FR][TB][2][2]; /* of even and odd columns: 16 bits hold 8 products of 24 * 128 */
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T; t++) UNROLL for (int i = 0; i < 4; i++)
+            sum[r][t][i / 2][i % 2] = SETI(0);
+        UNROLL for (int w = 0; w < 4; w++) UNROLL for (int odd = 0; odd < 2; odd++) {
+            if (w >= n) break;
+            I f[FR];
+            UNROLL for (int r = 0; r < R; r++)
+                f[r] = FP4_BYTES(DROP(LOADI(words + w * BLOCK + (first + r) * L), 4 * odd));
+            UNROLL for (int t = 0; t < T; t++) UNROLL for (int i = 0; i < 2; i++) {
+                const I at = SETI(x[t][w * 4 + odd * 2 + i]);
+                UNROLL for (int r = 0; r < R; r++) sum[r][t][odd][i] = ADDH(sum[r][t][odd][i], PAIRS(f[r], at));
+            }
+        }
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T; t++) UNROLL for (int i = 0; i < 4; i++) {
+            I *to = &acc[first + r][t][0][0];
+            *to = DOT(*to, sum[r][t][i / 2][i % 2], SETI(i % 2 ? 0x00010001 : 0x01000100));
+        }
+    }
+#else
+    UNROLL for (int w = 0; w < 4; w++) UNROLL for (int k = 0; k < FIELDS(4); k++) UNROLL for (int r = 0; r < FR; r++) {
+        if (w >= n) break;
+        const I f = FP4(LOADI(words + w * BLOCK + r * L), k);
+        UNROLL for (int t = 0; t < T; t++) UNROLL for (int i = 0; i < PARTS; i++)
+            acc[r][t][0][i] = DOT(acc[r][t][0][i], f, SETI(x[t][(w * FIELDS(4) + k) * PARTS + i]));
+    }
+#endif
 }
 
 #if PARTS == 2
@@ -125,8 +170,8 @@ INLINE void NAME(fixed_three)(const int T, const uint32_t *low, const uint32_t *
             UNROLL for (int k = 0; k < 4; k++) {
                 const I f = THIRD(v, h, half, k);
                 UNROLL for (int t = 0; t < T; t++) UNROLL for (int i = 0; i < 2; i++)
-                    acc[0][t][k % CHAINS(T, 3)][i] =
-                        DOT(acc[0][t][k % CHAINS(T, 3)][i], f, SETI(x[t][((w + half) * 4 + k) * 2 + i]));
+                    acc[0][t][k % CHAINS(T)][i] =
+                        DOT(acc[0][t][k % CHAINS(T)][i], f, SETI(x[t][((w + half) * 4 + k) * 2 + i]));
             }
         }
     }
@@ -142,44 +187,34 @@ INLINE I NAME(folded)(const int chains, I acc[2][PARTS]) { /* the total of one v
 /* Products of FR vectors of rows from `row` on and T activations, into out[(r * T + t) * L]. */
 INLINE void NAME(fixed_rows)(const int bits, const int T, const Gemm *m, const Form *f, const uint8_t *base, int64_t row,
                              const Prepared *const *x, float *out) {
-    const int fp4 = bits == MXFP4 || bits == NVFP4, p = low_bits(bits), item = fp4 ? 1 : 2, half = f->bits > 16;
-    const int width = fp4 ? 8 : bits; /* bits of a number, of which a sum is made: twice FP4's values are whole */
+    const int p = low_bits(bits), half = f->bits > 16;
     const int64_t groups = ceil_div(m->cols, f->group), words = ceil_div(m->cols * p, 32), block = row / BLOCK;
     const int64_t lane = row % BLOCK, step = f->group * p / 32, per = FIXED / f->group;
     const uint32_t *low = (const uint32_t *)(base + f->low) + block * words * BLOCK + lane;
     const uint32_t *high = (const uint32_t *)(base + f->high) + block * ceil_div(m->cols, 32) * BLOCK + lane;
-    const uint8_t *scale = base + f->scale + (block * groups * BLOCK + lane) * item;
+    const uint16_t *scale = (const uint16_t *)(base + f->scale) + block * groups * BLOCK + lane;
     const uint8_t *zero = base + f->zero + block * groups * BLOCK + lane;
     const int32_t *at[TB], *totals[TB];
-    F total[FR][TB], part[FR][TB];
+    F total[FR][TB];
     UNROLL for (int t = 0; t < T; t++) {
-        at[t] = x[t]->fixed[p == 8 ? 3 : p / 2], totals[t] = x[t]->totals[f->group < 128 ? f->group / 32 : 3];
-        UNROLL for (int r = 0; r < FR; r++) total[r][t] = part[r][t] = SET(0.0f);
+        at[t] = x[t]->fixed[p == 8 ? 3 : p / 2], totals[t] = x[t]->totals[f->group / 64];
+        UNROLL for (int r = 0; r < FR; r++) total[r][t] = SET(0.0f);
     }
     for (int64_t g = 0; g < groups; g++) {
         I acc[FR][TB][2][PARTS];
         UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) UNROLL for (int c = 0; c < 2; c++)
-            UNROLL for (int i = 0; i < PARTS; i++) acc[r][t][c][i] = SETI(fp4 && i == PARTS - 1 ? -12 * totals[t][g] : 0);
+            UNROLL for (int i = 0; i < PARTS; i++) acc[r][t][c][i] = SETI(0);
         const int64_t to = least((g + 1) * step, words);
 #if PARTS == 2
         if (bits == 3)
             NAME(fixed_three)(T, low, high, g * step, to, at, acc);
         else
 #endif
-            if (fp4 && to == (g + 1) * step) { /* a whole group, which is too short for a loop */
-                const uint32_t *here = low + g * step * BLOCK;
-                const int32_t *xs[TB];
-                UNROLL for (int t = 0; t < T; t++) xs[t] = at[t] + g * step * FIELDS(4) * PARTS;
-                NAME(fixed_plane)(MXFP4, T, here, 0, 1, xs, acc);
-                NAME(fixed_plane)(MXFP4, T, here, 1, 2, xs, acc);
-                if (bits == MXFP4) NAME(fixed_plane)(MXFP4, T, here, 2, 3, xs, acc);
-                if (bits == MXFP4) NAME(fixed_plane)(MXFP4, T, here, 3, 4, xs, acc);
-            } else
-                NAME(fixed_plane)(fp4 ? MXFP4 : p, T, low, g * step, to, at, acc);
+            NAME(fixed_plane)(p, T, low, g * step, to, at, acc);
         I sum[FR][TB];
         UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++)
             /* in units of 2^(bits - 8) of a code, as zeros are */
-            sum[r][t] = SHL(NAME(folded)(CHAINS(T, fp4 ? MXFP4 : p), acc[r][t]), 8 - width);
+            sum[r][t] = SHL(NAME(folded)(CHAINS(T), acc[r][t]), 8 - bits);
 #if PARTS == 1
         if (bits == 3) {
             const int32_t *above[TB];
@@ -191,27 +226,12 @@ INLINE void NAME(fixed_rows)(const int bits, const int T, const Gemm *m, const F
                 sum[r][t] = ADDI(sum[r][t], SHL(NAME(folded)(1, acc[r][t]), 10 - bits));
         }
 #endif
-        if (fp4) { /* sums of 128 columns first, in which scales up to 2^100 have room, then times the value of a 1 */
-            UNROLL for (int r = 0; r < FR; r++) {
-                const uint8_t *mine = scale + g * BLOCK + r * L;
-                const F s = bits == MXFP4 ? POW2(mine) : E4M3_SHIFTED(mine);
-                UNROLL for (int t = 0; t < T; t++)
-                    part[r][t] = FUSED(FLOATS(sum[r][t]), s, part[r][t]);
-            }
-            if (g % per < per - 1 && g < groups - 1) continue;
-            UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) {
-                if (bits == NVFP4) part[r][t] = MUL(part[r][t], SET(0x1p120f));
-                total[r][t] = FUSED(part[r][t], SET(x[t]->units[g / per] * 0.5f), total[r][t]);
-                part[r][t] = SET(0.0f);
-            }
-            continue;
-        }
         F unit[TB];
-        UNROLL for (int t = 0; t < T; t++) unit[t] = SET(x[t]->units[g / per] * (1.0f / (1 << (8 - width))));
+        UNROLL for (int t = 0; t < T; t++) unit[t] = SET(x[t]->units[g / per] * (1.0f / (1 << (8 - bits))));
         UNROLL for (int r = 0; r < FR; r++) {
-            const uint16_t *mine = (const uint16_t *)scale + g * BLOCK + r * L;
+            const uint16_t *mine = scale + g * BLOCK + r * L;
             const F s = half ? HALF(mine) : BF16(mine);
-            const I z = f->stored ? LOADB(zero + g * BLOCK + r * L) : SETI(((1 << width) - 1) << (8 - width) >> 1);
+            const I z = f->stored ? LOADB(zero + g * BLOCK + r * L) : SETI(((1 << bits) - 1) << (8 - bits) >> 1);
             UNROLL for (int t = 0; t < T; t++) {
                 const I exact = SUBI(sum[r][t], MULI(z, SETI(totals[t][g])));
                 total[r][t] = FUSED(MUL(FLOATS(exact), unit[t]), s, total[r][t]);
@@ -219,9 +239,47 @@ INLINE void NAME(fixed_rows)(const int bits, const int T, const Gemm *m, const F
         }
     }
     UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) {
-        if (bits == NVFP4) total[r][t] = MUL(total[r][t], SET(outer_of(f, base, row + r * L)));
         STOREF(out + (r * T + t) * L, total[r][t]);
     }
+}
+
+/* As fixed_rows, for MXFP4 or NVFP4: sums of twice the values over 128 columns first, in which scales up to 2^100 have
+ * room, then times the value of a 1. */
+INLINE void NAME(fp4_rows)(const int nv, const int T, const Gemm *m, const Form *f, const uint8_t *base, int64_t row,
+                           const Prepared *const *x, float *out) {
+    const int64_t step = nv ? 2 : 4, words = ceil_div(m->cols, 8), groups = ceil_div(words, step), block = row / BLOCK;
+    const uint32_t *codes = (const uint32_t *)(base + f->low) + block * words * BLOCK + row % BLOCK;
+    const uint8_t *scale = base + f->scale + block * groups * BLOCK + row % BLOCK;
+    F total[FR][TB];
+    UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) total[r][t] = SET(0.0f);
+    for (int64_t b = 0, w = 0; w < words; b++) {
+        F part[FR][TB];
+        UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) part[r][t] = SET(0.0f);
+        for (const int64_t to = least(w + FIXED / 8, words); w < to; w += step, scale += BLOCK) {
+            const int32_t *at[TB];
+            I acc[FR][TB][2][PARTS];
+            UNROLL for (int t = 0; t < T; t++) {
+                at[t] = x[t]->fixed[4] + w * 4;
+                UNROLL for (int r = 0; r < FR; r++) UNROLL for (int i = 0; i < PARTS; i++)
+                    acc[r][t][0][i] = SETI(i == PARTS - 1 ? x[t]->totals[nv ? 3 : 4][w / step] : 0);
+            }
+            if (w + step <= to)
+                NAME(fixed_fp4)(T, codes + w * BLOCK, step, at, acc); /* a constant: no loop */
+            else
+                NAME(fixed_fp4)(T, codes + w * BLOCK, to - w, at, acc);
+            UNROLL for (int r = 0; r < FR; r++) {
+                const F s = nv ? E4M3_SHIFTED(scale + r * L) : POW2(scale + r * L);
+                UNROLL for (int t = 0; t < T; t++)
+                    part[r][t] = FUSED(FLOATS(NAME(folded)(1, acc[r][t])), s, part[r][t]);
+            }
+        }
+        UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) {
+            if (nv) part[r][t] = MUL(part[r][t], SET(0x1p120f));
+            total[r][t] = FUSED(part[r][t], SET(x[t]->units[b] * 0.5f), total[r][t]);
+        }
+    }
+    UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++)
+        STOREF(out + (r * T + t) * L, nv ? MUL(total[r][t], SET(outer_of(f, base, row + r * L))) : total[r][t]);
 }
 
 /* Products of a row of a BF16 matrix. Activations stay BF16: as float32 they push a row's lines out of a first-level
@@ -272,8 +330,8 @@ INLINE void NAME(pairs)(const int T, const int64_t cols, const uint16_t *w, cons
                 FIXED_CASE(4, T) \
             case HALF8: \
                 FIXED_CASE(8, T) \
-                FIXED_CASE(MXFP4, T) \
-                FIXED_CASE(NVFP4, T) \
+            case MXFP4: NAME(fp4_rows)(0, T, m, job->form, job->base, at, x, part); break; \
+            case NVFP4: NAME(fp4_rows)(1, T, m, job->form, job->base, at, x, part); break; \
             } \
             for (int r = 0; r < FR; r++) \
                 for (int t = 0; t < T && at + r * L < end; t++) \

@@ -26,7 +26,6 @@
  */
 
 #define E2M1_FIELDS 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0 /* twice a code's value, plus 12 */
-#define E2M1_TURNED 0, 4, 6, 8, 9, 10, 11, 12, 24, 20, 18, 16, 15, 14, 13, 12 /* by the code's complement */
 #define AHEAD 48 /* cache lines that are fetched ahead of their use */
 #define UNROLL _Pragma("GCC unroll 16")
 /* Small floats by shifting their bits into a float's, whose exponent counts from another number: multiplied by a power of

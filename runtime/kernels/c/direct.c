@@ -116,14 +116,15 @@ static void run_tasks(void *argument) {
 #define NEEDS_SUMS 1 /* floats, and sums of them */
 #define NEEDS_QUADS 2
 #define NEEDS_PAIRS 4
-#define NEEDS_FIXED 8 /* sums and units of integers; shifted left by 1 to 4, integers for planes of 1, 2, 4, 8 bits */
-#define NEEDS_SCALED (NEEDS_FIXED << 5) /* floats for FP8 codes */
+#define NEEDS_FIXED 8 /* sums and units of integers; shifted left by 1 to 5, integers for planes of 1, 2, 4, 8 bits and FP4 */
+#define NEEDS_SCALED (NEEDS_FIXED << 6) /* floats for FP8 codes */
 #define NEEDS_ALL (NEEDS_FIXED - 1 + NEEDS_SCALED) /* those that take most: of float32 activations; of BF16 ones fewer */
 
 static int needs_of(const Gemm *m, const Form *f) {
     if (f->bits == 16) return 0;
     if (is_fp8(f)) return NEEDS_SCALED;
     const int p = low_bits((int)f->bits);
+    if (m->x_bf16 && (f->bits == MXFP4 || f->bits == NVFP4)) return NEEDS_FIXED | NEEDS_FIXED << 5;
     if (m->x_bf16)
         return NEEDS_FIXED | NEEDS_FIXED << (p == 8 ? 4 : 1 + p / 2) | (f->bits == 3 ? NEEDS_FIXED << 1 : 0);
     return NEEDS_SUMS | (f->bits == 1 || f->bits == 3 ? NEEDS_QUADS : 0) |
@@ -139,9 +140,9 @@ static size_t place(const Gemm *m, int needs, uint8_t *at, Prepared *p) {
     PART(scaled, NEEDS_SCALED, padded);
     PART(quads, NEEDS_QUADS, 4 * padded);
     PART(pairs, NEEDS_PAIRS, 8 * padded);
-    for (int k = 0; k < 4; k++) PART(fixed[k], NEEDS_FIXED << (k + 1), padded / 2);
+    for (int k = 0; k < 5; k++) PART(fixed[k], NEEDS_FIXED << (k + 1), padded / 2);
     for (int k = 0; k < 3; k++) PART(sums[k], NEEDS_SUMS, each);
-    for (int k = 0; k < 4; k++) PART(totals[k], NEEDS_FIXED, padded / 16 + 16);
+    for (int k = 0; k < 5; k++) PART(totals[k], NEEDS_FIXED, padded / 16 + 16);
     PART(units, NEEDS_FIXED, each);
     return (size_t)(next - at + 63) / 64 * 64;
 }

@@ -6,6 +6,7 @@
 
 llama-cpp-python, compiled for this processor without BLAS, and kt-kernel are installed into environments of their own,
 under the user's cache, when they are not there; `--install` does no more, and `--quick` installs nothing.
+With MOEPACK_ISA=avx2 llama.cpp is compiled for AVX2 as well, in an environment of its own.
 A peer that cannot be had is named, with the reason, and left out.
 Every side is a process of its own on the same processors with as many threads; sides take turns;
 lower quartiles. moepack's kernels are tuned for each number of threads first, as `moepack doctor --kernels` does.
@@ -39,7 +40,8 @@ from .judge import judged
 from .worker import PeerError, Worker
 
 LAYERS = ("Qwen3-30B-A3B", "gpt-oss-20b", "Mixtral-8x7B")
-PEERS = {"llama.cpp": environments.LLAMA, "kt-kernel": environments.KT}
+AVX2 = os.environ.get("MOEPACK_ISA") in ("plain", "avx2")
+PEERS = {"llama.cpp": environments.LLAMA_AVX2 if AVX2 else environments.LLAMA, "kt-kernel": environments.KT}
 PARTS = ("layers", "models", "quality")
 COLUMNS = {
     "layers": ["shape", "threads", "side", "tokens", "bits/weight", "ms", "GB/s", "floor ms", "over floor",

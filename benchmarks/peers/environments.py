@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import venv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .worker import PeerError
@@ -55,6 +55,11 @@ LLAMA = Peer(
     {"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
     compiles=True,
     imports="llama_cpp",
+)
+LLAMA_AVX2 = replace(
+    LLAMA,
+    name="llama-cpp-avx2",
+    env={"CMAKE_ARGS": "-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON"},
 )
 KT = Peer("kt-kernel", ("kt-kernel==0.7.2", "gguf==0.19.0"), ("--no-deps",), borrows=True, imports="kt_kernel")
 

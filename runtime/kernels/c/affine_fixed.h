@@ -71,7 +71,7 @@ CALLED void NAME(prepare_fixed)(const Gemm *m, const void *from, Prepared *p) {
                 fixed[c] = (int16_t)(word > 32639 ? 32639 : word); /* 127 * 256 + 127 */
             }
         }
-        for (int k = 0; k < 5; k++) {
+        for (int k = 0; k < (p->fixed[4] ? 5 : 3); k++) { /* the last two are for FP4 */
             const int width = k < 3 ? 32 << k : 16 << (k - 3);
             for (int64_t g = 0; g * width < n; g++) {
                 int32_t sum = 0;

@@ -12,7 +12,7 @@ import pytest
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
 from moepack.runtime.policies.contract import Interval, Needs, Setting, read_options
-from moepack.runtime.policies.paged import PACKED, RESIDENT, Paged, PagedOptions, pass_seconds
+from moepack.runtime.policies.paged import RESIDENT, Paged, PagedOptions, pass_seconds
 from moepack.runtime.policies.registry import parse_policy
 
 LAYERS, EXPERTS = 3, 8
@@ -84,7 +84,7 @@ def test_alpha_at_first() -> None:
     wanted = policy.decide(interval(0.0))
     traffic = policy._setting.traffic
     busiest = {(p, e) for p in range(LAYERS) for e in sorted(range(EXPERTS), key=lambda e: -traffic[p][e])[:2]}
-    assert wanted is not None and set(wanted) == busiest and set(wanted.values()) == {PACKED}
+    assert wanted is not None and set(wanted) == busiest and set(wanted.values()) == {1}
     first = list(wanted)[:LAYERS]
     assert [p for p, _ in first] == [0, 1, 2], "one of each layer in turn"
     assert min(policy.worth(key) for key in first) > max(policy.worth(key) for key in list(wanted)[LAYERS:])
@@ -94,7 +94,7 @@ def test_three_parts() -> None:
     """x uncompressed, y compressed, z stored: x + y + z = 1, and x yields first where bytes are short (12)."""
     policy = Paged(setting(), read_options(PagedOptions, "alpha=0.75,resident=0.25"))
     wanted = policy.decide(interval(0.0)) or {}
-    parts = [sum(v == part for v in wanted.values()) for part in (RESIDENT, PACKED)]
+    parts = [sum(v == part for v in wanted.values()) for part in (RESIDENT, 1)]
     assert parts == [2 * LAYERS, 4 * LAYERS]
     assert (policy.decide(interval(0.1, room=[6 * SMALL + 30] * LAYERS)) or {}) and policy._before == [(1, 6)] * LAYERS
     policy.decide(interval(0.2, room=[6 * SMALL - 1] * LAYERS))

@@ -1,8 +1,9 @@
 """Addresses for every expert's matrices, and the few blocks of memory that are bound to some of them.
 
 The CPU's form of PagedTensor (fluxmoe, section 4.1). A page is one matrix of one expert, or a whole expert whose
-matrices share system pages; it keeps its address in a reserved range while the model lives. A block of memory moves from page to page by a change of page-table entries, since
-fresh memory would cost a fault and zeroing each time. window.py decides which pages have memory.
+matrices share system pages; it keeps its address in a reserved range while the model lives. A block of memory moves
+from page to page by a change of page-table entries, since fresh memory would cost a fault and zeroing each time.
+window.py decides which pages have memory.
 """
 
 from __future__ import annotations

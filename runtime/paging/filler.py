@@ -63,8 +63,8 @@ class PageFiller:
 class RunPages:
     """The pages of one run (one layer's experts in one step). Each device has a subclass.
 
-    The forward pass calls `ready(matrix)`, in the matrices' order: code that runs or is issued next may then read that matrix of every needed
-    expert. On a CPU it may call `decoding(matrix)` instead.
+    The forward pass calls `ready(matrix)`, in the matrices' order: code that runs or is issued next may then read that
+    matrix of every needed expert. On a CPU it may call `decoding(matrix)` instead.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ class PagedOptions(LiveOptions):
             raise ValueError("interval is from 0")
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
-        """Return one ladder: the lossless version on the device, packed there if it is coded, and in the store alone."""
+        """Return one ladder: the lossless version on the device, packed there where it has such a form, and stored."""
         found = lossless(versions)
         if found is None:
             raise InputError(f"has no lossless version to page: here are {', '.join(v.name for v in versions)}")

@@ -221,6 +221,27 @@ class Skeleton:
         largest = max((self.checkpoint.weight_bytes(name) for name in self.mtp), default=0)
         return 2 * min(self.mtp_bytes, AT_ONCE + largest) + 2 * largest
 
+    def weights_of(self, parameter: str) -> tuple[str, ...]:
+        """The checkpoint's weights that a parameter or buffer is made of."""
+        return tuple(self._targets.get(parameter, ()))
+
+    def expert_sources(self, layer: int) -> tuple[str, ...]:
+        """The checkpoint's weights that the parameters of a layer's experts are made of."""
+        return tuple(key for name in self._expert_parameters(layer) for key in self._targets.get(name, ()))
+
+    def bias_sources(self, layer: int) -> tuple[str | None, ...]:
+        """For each matrix of a layer's experts, the checkpoint's weight with the biases of all; None without biases.
+
+        Raises InputError if it is not one weight of their shape.
+        """
+        prefix, out = self._experts[layer], list[str | None]()
+        for _, bias in parameter_names(self.experts_module(layer)).values():
+            own = None if bias is None else self._own_sources([f"{prefix}.{bias}"])
+            if bias is not None and own is None:
+                raise InputError(f"{self.checkpoint.name}: {prefix}.{bias} is not stored as one tensor: not supported")
+            out.append(None if own is None else own[0])
+        return tuple(out)
+
     def _own_sources(self, names: Sequence[str]) -> list[str] | None:
         """The checkpoint weights of these tensors, one for each, of equal shape; None if the layout differs."""
         found = [self._targets.get(name, []) for name in names]

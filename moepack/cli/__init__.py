@@ -14,7 +14,7 @@ import typer
 from moepack.pack.errors import MoepackError
 
 from .building import build, calibrate, pack, quantize
-from .copying import pull, push, shrink
+from .copying import export, pull, push, shrink
 from .looking import doctor, inspect, plan, verify
 from .output import fail
 from .running import chat, evaluate, generate, serve
@@ -28,7 +28,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for _command in (  # as --help lists them
-    build, calibrate, quantize, pack, inspect, shrink, verify, evaluate,
+    build, calibrate, quantize, pack, inspect, shrink, export, verify, evaluate,
     generate, chat, plan, serve, push, pull, doctor,
 ):  # fmt: skip
     app.command("eval" if _command is evaluate else None)(_command)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from moepack.pack.errors import InputError
 from moepack.progress import progress
 from moepack.runtime.planning.options import LoadOptions
 
@@ -48,6 +49,27 @@ def shrink(
     kept = ", ".join((*result.versions, *(f"dense {name}" for name in result.dense)))
     kept += f" and the map {result.allocation!r}" if result.allocation else ""
     show(result, as_json, f"{result.bundle}: keeps {kept}: {result.bytes_after:,} of {result.bytes_before:,} bytes")
+
+
+def export(
+    bundle: Bundle,
+    output: Output,
+    to: Annotated[
+        str, typer.Option("--to", help="The form: checkpoint (the released checkpoint, byte for byte).")
+    ] = "checkpoint",
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write a bundle's weights in the form of another program."""
+    if to != "checkpoint":
+        raise InputError(f"--to {to}: there is checkpoint")
+    from moepack.export import export_checkpoint
+
+    with progress(quiet) as reporter:
+        made = export_checkpoint(bundle, output, reporter)
+    left = f"; left out, because the bundle does not hold them: {', '.join(made.left_out[:5])}" if made.left_out else ""
+    left += f" and {len(made.left_out) - 5} more" if len(made.left_out) > 5 else ""
+    show(made, as_json, f"{made.path}: {made.tensors} tensors as they were released{left}")
 
 
 def push(

@@ -26,6 +26,7 @@ from .allocate import DenseCosts, LayerCosts, allocate
 from .artifacts import SHARD, finished, quantised_recipe, run_record, save
 from .model_card import carried, hub_commit, hub_id, model_card
 from .recipe import Allocate, Recipe
+from .released import keep_released
 from .tasks.layer import LOSSES, file_name, join_losses
 from .work import WorkDirectory
 
@@ -102,6 +103,8 @@ def assemble(
                 entry = ExpertFileEntry(**notes[version, layer.index]["entries"][version.name])
                 writer.adopt(expert_file(version.name, layer.index), source, entry)
         _config(Path(record["checkpoint"]), writer)
+        if any(v.released for v in chosen.stages):
+            keep_released(Path(record["checkpoint"]), writer)
         manifest = Manifest(
             {**record["model"], "decoder_layers": record["decoder_layers"]},
             layers,

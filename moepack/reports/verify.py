@@ -112,12 +112,10 @@ def _compare_codes(
     """Compare a layer's extents, byte for byte, with those that the checkpoint's codes and scales make."""
     import numpy as np
 
-    from moepack.pipeline.tasks.experts import released_extent
-
     layer, problems = experts.layer, []
     for expert in range(layer.experts):
         codes = stream.native_experts(layer.index, range(expert, expert + 1))
-        made, _ = released_extent(version, codes, experts, expert)
+        made, _ = version.encode(layer.matrices, experts.released(expert, codes))
         if not np.array_equal(made, bundle.extent(version.name, position, expert, check_digest=False)):
             where = bundle.layer_file(version.name, position).place(expert)
             problems.append(Problem(where, "bits", "its codes or scales differ from the checkpoint"))

@@ -78,7 +78,7 @@ def test_the_table() -> None:
         "name": "w3", "encoding": "affine", "bits": 3, "group_size": 32, "zero": "stored"
     }  # fmt: skip
     assert Version.of("bf16", 64).group_size == 0
-    with pytest.raises(ValueError, match="'w6' is unknown: there are bf16, .*w8, .*w4, w3, w2, w1"):
+    with pytest.raises(ValueError, match=r"'w6' is unknown: there are bf16, .*w8, .*w4, w3, w2, w1"):
         Version.of("w6")
     with pytest.raises(ValueError, match="w4: groups are of 128, 64, 32, not 48"):
         Version.of("w4", 48)
@@ -123,7 +123,7 @@ def test_a_bundle_holds_it_and_a_cpu_serves_it(
     expert = opened.expert("w6", opened.layers[0].index, 3)
     assert len(np.unique(expert.decode()[0].codes)) > 50
     with pytest.raises(
-        InputError, match="no kernel knows the encoding w6: the kernels know bf16, .*w8, .*w4, w3, w2, w1"
+        InputError, match=r"no kernel knows the encoding w6: the kernels know bf16, .*w8, .*w4, w3, w2, w1"
     ):
         moepack.load(tmp_path / "bundle", policy="static:w6")
 

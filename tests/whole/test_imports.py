@@ -14,6 +14,7 @@ from support import ROOT, python
 # From the top floor down: a room may import from rooms below it, and a file from its own room.
 FLOORS = (
     "moepack",  # the face: cli, hub
+    "moepack.export",
     "moepack.pipeline",
     "moepack.reports",
     "moepack.server",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+from released import same
 from released_kinds import KINDS
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -18,6 +19,8 @@ from transformers import AutoModelForCausalLM
 import moepack
 from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.stream import StreamedModel
+from moepack.export import export_checkpoint
+from moepack.pack.errors import TargetError
 from moepack.pack.reader import open_bundle
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
@@ -94,3 +97,21 @@ def test_from_checkpoint_to_logits(kind: str, plain: Path, text: Path, tmp_path:
     got = logits(tmp_path / "bundle", policy=f"static:{native.name}", dtype=torch.float32)
     assert float((got - want).norm() / want.norm()) < 1e-5
     assert float((logits(tmp_path / "bundle", policy="static:w2") - want).norm() / want.norm()) > 0.01
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_the_checkpoint_comes_back(kind: str, plain: Path, text: Path, tmp_path: Path) -> None:
+    """Every tensor that the checkpoint had, byte for byte, from the bundle alone."""
+    released(plain, tmp_path / "checkpoint", kind)
+    build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(RECIPE, "native"), [text])
+    before = load_file(tmp_path / "checkpoint" / "model.safetensors")
+    (tmp_path / "checkpoint").rename(tmp_path / "elsewhere")
+    made = export_checkpoint(tmp_path / "bundle", tmp_path / "again")
+    after = load_file(tmp_path / "again" / "model.safetensors")
+    assert made.left_out == () and set(after) == set(before)
+    assert all(same(after[name], tensor) for name, tensor in before.items())
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert config["quantization_config"] == KINDS[kind].quantization
+    assert StreamedModel(open_checkpoint(tmp_path / "again")).native == open_bundle(tmp_path / "bundle").versions[0]
+    with pytest.raises(TargetError, match="again: exists and is not empty"):
+        export_checkpoint(tmp_path / "bundle", tmp_path / "again")

@@ -120,22 +120,8 @@ def released_extent(
     `native` has the codes and scales of both matrices, of this expert alone; `expert` is its index in `weights`, whose
     biases are kept.
     """
-    from moepack.calibrate.experts import bits_of
-    from moepack.pack.codec.affine import AffineMatrix
-    from moepack.pack.codec.released import ReleasedMatrix
-
-    values: list[AffineMatrix | ReleasedMatrix] = []
-    for m, matrix in enumerate(native):
-        found = weights.bias(expert, m)
-        bias = None if found is None else bits_of(found)
-        codes, scale = matrix.codes[0].numpy(), matrix.scale[0].numpy()
-        if version.stores_zeros:
-            values.append(AffineMatrix(codes, scale, matrix.zeros[0].numpy(), bias))  # type: ignore[index]
-        else:
-            outer = None if matrix.outer is None else matrix.outer[0, :, 0].numpy()
-            values.append(ReleasedMatrix(codes, scale, outer, bias))
     try:
-        return version.encode(weights.layer.matrices, values)
+        return version.encode(weights.layer.matrices, weights.released(expert, native))
     except ValueError as error:
         raise InputError(f"{version.name} cannot hold an expert of layer {weights.layer.index}: {error}") from None
 

@@ -1,0 +1,248 @@
+"""Write the checkpoint of a bundle again from its released version: every tensor byte for byte, file by file.
+
+The bundle says which tensors there were (`moepack.pipeline.released`); the formats' readers make them from codes and
+scales. Tensors that the bundle does not hold, as dropped layers for multi-token prediction, are left out and named.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moepack.pack.errors import InputError, TargetError
+from moepack.pack.manifest import DENSE_INDEX, strict_json
+from moepack.pack.reader import Bundle, open_bundle
+from moepack.pack.safetensors_file import Header, TensorEntry
+from moepack.pack.spec import lossless
+from moepack.pipeline.released import LEFTOVERS, TENSORS
+from moepack.progress import Reporter
+
+from .filled import DTYPES, FilledFile
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moepack.calibrate.native import NativeWeight
+    from moepack.calibrate.stream import StreamedModel
+    from moepack.pack.codec.affine import AffineMatrix
+    from moepack.pack.codec.released import ReleasedMatrix
+
+    Written = Iterator[tuple[str, int, Tensor]]  # a tensor's name, an index of its first axis, values from there on
+
+_FEW = 8  # experts whose codes are in memory at once
+_NOT_COPIED = ("manifest.json", "calibration.safetensors", TENSORS, LEFTOVERS, "README.md", "config.json", DENSE_INDEX)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and which of the checkpoint's tensors the bundle does not hold."""
+
+    path: Path
+    tensors: int
+    left_out: tuple[str, ...]
+
+
+def export_checkpoint(path: str | Path, output: str | Path, reporter: Reporter | None = None) -> Exported:
+    """Write the checkpoint that the bundle at `path` was made from into the new directory `output`.
+
+    Raises InputError for a bundle without a released version or whose dense matrices were decoded to BF16, TargetError
+    if `output` is not new or empty. Nothing is left at `output` after an error.
+    """
+    reporter, target = reporter or Reporter(), Path(output)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise TargetError(f"{target}: exists and is not empty: name a new directory")
+    bundle = open_bundle(path)
+    stream, config = _stream(bundle)
+    wanted = _held(bundle, stream)
+    headers = stream.checkpoint.headers
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        _copy(bundle, partial, config)
+        files = {name: FilledFile(partial / name, header, wanted) for name, header in headers.items()}
+        reporter.stage("write the checkpoint", len(stream.layers) + 1)
+        for name, at, values in _tensors(bundle, stream, reporter):
+            files[stream.checkpoint.file_of[name]].put(name, at, values)
+        for file in files.values():
+            file.close()
+        if len(files) > 1:
+            _index(partial, headers, wanted)
+        if target.exists():
+            target.rmdir()
+        partial.rename(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    reporter.step("done")
+    return Exported(target, len(wanted), tuple(sorted(set(stream.checkpoint.file_of) - wanted)))
+
+
+def _stream(bundle: Bundle) -> tuple[StreamedModel, dict[str, Any]]:
+    """The skeleton of the checkpoint, from what the bundle says of its tensors; and its config.json."""
+    from transformers import AutoConfig
+
+    from moepack.calibrate.checkpoint import Checkpoint
+    from moepack.calibrate.released import find_encoded, read_scheme
+    from moepack.calibrate.stream import StreamedModel
+
+    exact = lossless(bundle.versions)
+    if exact is None or not exact.released or TENSORS not in bundle.manifest.files:
+        raise InputError(f"{bundle.path}: has no released version here: only such a bundle holds a checkpoint's codes")
+    bundle.check(TENSORS, "config.json", *([LEFTOVERS] if LEFTOVERS in bundle.manifest.files else []))
+    config = json.loads((bundle.path / "config.json").read_text())
+    try:
+        known = strict_json.loads((bundle.path / TENSORS).read_bytes())
+        config["quantization_config"] = known["quantization_config"]
+        headers = {_plain(file): _header(tensors) for file, tensors in known["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{bundle.path / TENSORS}: is not what moepack writes ({error}): damaged") from None
+    tensors = {n: t for h in headers.values() for n, t in h.tensors.items()}
+    file_of = {n: file for file, h in headers.items() for n in h.tensors}
+    encoded = find_encoded(bundle.path, read_scheme(bundle.path, config), tensors)
+    plain = AutoConfig.from_pretrained(bundle.path)
+    del plain.quantization_config
+    stream = StreamedModel(Checkpoint(bundle.path, str(bundle.path), plain, headers, file_of, encoded))
+    if tuple(stream.expert_layers.values()) != bundle.layers or stream.native != exact:
+        raise InputError(f"{bundle.path / TENSORS}: does not describe the checkpoint of this bundle: damaged")
+    return stream, config
+
+
+def _plain(file: str) -> str:
+    """A file's name, if it is one in the directory itself."""
+    if Path(file).name != file or not file.endswith(".safetensors"):
+        raise ValueError(f"the file {file!r}")
+    return file
+
+
+def _header(tensors: Mapping[str, Any]) -> Header:
+    """A header without places, from names, dtypes and shapes."""
+    out = {}
+    for name, (dtype, shape) in tensors.items():
+        if dtype not in DTYPES or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape):
+            raise ValueError(f"{name}: {dtype} {shape}")
+        out[name] = TensorEntry(dtype, tuple(shape), 0, DTYPES[dtype][0] * math.prod(shape))
+    return Header(0, out, {})
+
+
+def _held(bundle: Bundle, stream: StreamedModel) -> set[str]:
+    """The names of the checkpoint's tensors that the bundle holds. Raises InputError for those it holds decoded."""
+    dense, checkpoint = bundle.dense(), stream.checkpoint
+    out: set[str] = set()
+    for layer in stream.expert_layers:
+        out.update(n for key in stream.expert_sources(layer) for n in _stored(stream, key))
+    for name in dense:
+        for key in stream.weights_of(name):
+            if key in checkpoint.encoded:
+                raise InputError(f"{bundle.path}: holds {name} decoded to BF16, not as it was released")
+            if checkpoint.shape(key) != dense[name] or checkpoint.dtype(key) != dense.dtype(name):
+                raise InputError(f"{bundle.path}: {name} is made of {key} in a way that is not undone: not supported")
+            out.add(key)
+    for module in bundle.manifest.dense:
+        for part in ("weight", "bias")[: 1 + module.matrix.bias]:
+            out.update(n for key in stream.weights_of(f"{module.module}.{part}") for n in _stored(stream, key))
+    return out
+
+
+def _stored(stream: StreamedModel, key: str) -> tuple[str, ...]:
+    """The tensors that hold a weight."""
+    encoded = stream.checkpoint.encoded.get(key)
+    return (key,) if encoded is None else encoded.names
+
+
+def _tensors(bundle: Bundle, stream: StreamedModel, reporter: Reporter) -> Written:
+    """Every tensor that the bundle holds: dense ones, leftovers, experts'."""
+    from safetensors import safe_open
+
+    reporter.step("outside the experts")
+    dense = bundle.dense()
+    for name in dense:
+        for key in stream.weights_of(name):
+            yield key, 0, dense.torch(name)
+    for m in bundle.manifest.dense:
+        yield from _dense_matrix(bundle, stream, m.module)
+    if LEFTOVERS in bundle.manifest.files:
+        with safe_open(bundle.path / LEFTOVERS, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                yield name, 0, file.get_tensor(name)
+    for position, layer in enumerate(bundle.layers):
+        reporter.step(f"layer {layer.index}")
+        for start in range(0, layer.experts, _FEW):
+            yield from _experts(bundle, stream, position, range(start, min(start + _FEW, layer.experts)))
+
+
+def _experts(bundle: Bundle, stream: StreamedModel, position: int, some: range) -> Written:
+    """The tensors of some experts, or their part of tensors that all experts share."""
+    import torch
+
+    exact, layer = lossless(bundle.versions), bundle.layers[position]
+    assert exact is not None
+    decoded = [exact.decode(layer.matrices, bundle.extent(exact.name, position, e)) for e in some]
+    of_matrix = [[one[m] for one in decoded] for m in range(len(layer.matrices))]
+    native = [_native(exact.name, exact.group_size, values) for values in of_matrix]
+    for name, tensor in stream.write_back(layer.index, some, native).items():
+        whole = stream.checkpoint.headers[stream.checkpoint.file_of[name]].tensors[name].shape
+        yield name, some.start if tensor.shape[:1] != whole[:1] else 0, tensor
+    for m, key in enumerate(stream.bias_sources(layer.index)):
+        if key is not None:
+            bits = torch.stack([torch.from_numpy(v.bias) for v in of_matrix[m]])
+            yield key, some.start, bits.view(torch.bfloat16)
+
+
+def _dense_matrix(bundle: Bundle, stream: StreamedModel, module: str) -> Written:
+    """The tensors of a dense matrix that has versions."""
+    exact = lossless(bundle.dense_versions)
+    if exact is None:
+        raise InputError(f"{bundle.path}: has no lossless version of its dense matrices here")
+    values = bundle.dense_matrix(exact.name, module)
+    made = values.torch()
+    if exact.released:
+        one = _native(exact.name, exact.group_size, [values.decode()], stack=False)
+        del made["weight"]
+        for name, tensor in stream.write_back_dense(module, one).items():
+            yield name, 0, tensor
+    for part, tensor in made.items():
+        (key,) = stream.weights_of(f"{module}.{part}")
+        yield key, 0, tensor
+
+
+def _native(version: str, group: int, values: list[AffineMatrix | ReleasedMatrix], stack: bool = True) -> NativeWeight:
+    """Decoded matrices of some experts, or one dense matrix, as the formats' readers take them."""
+    import numpy as np
+    import torch
+
+    from moepack.calibrate.native import NativeWeight
+
+    def joined(name: str) -> Tensor | None:
+        arrays: list[Any] = [getattr(v, name, None) for v in values]
+        if arrays[0] is None:
+            return None
+        tensor = torch.from_numpy(np.stack(arrays))
+        return tensor if stack else tensor[0]
+
+    codes, scale, outer = joined("codes"), joined("scale"), joined("outer")
+    assert codes is not None and scale is not None
+    name = "fp8" if version == "fp8row" else version
+    return NativeWeight(name, group, codes, scale, None if outer is None else outer[..., None], joined("zero"))
+
+
+def _copy(bundle: Bundle, target: Path, config: Mapping[str, Any]) -> None:
+    """Copy the checkpoint's other files, and write its config.json."""
+    (target / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    for name in bundle.manifest.files:
+        if name not in _NOT_COPIED and not name.endswith(".safetensors"):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(bundle.path / name, target / name)
+
+
+def _index(target: Path, headers: Mapping[str, Header], wanted: set[str]) -> None:
+    """Write the index of a checkpoint in several files."""
+    places = {n: file for file, h in headers.items() for n in h.tensors if n in wanted}
+    total = sum(e.end for h in headers.values() for n, e in h.tensors.items() if n in wanted)
+    document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    (target / DENSE_INDEX).write_text(json.dumps(document, indent=2) + "\n")

@@ -264,9 +264,7 @@ def test_damage_is_named_and_not_served(native: Make, tmp_path: Path) -> None:
     model, want = moepack.load(bundle, policy="paged", device_memory=refused.value.least, **WORK), logits(bundle)
     with model.moepack, torch.inference_mode():
         damage(bundle, "nvfp4", 1, range(4))
-        with pytest.raises(
-            BundleError, match=r"layer 1, expert \d, version nvfp4: its bytes do not match"
-        ):
+        with pytest.raises(BundleError, match=r"layer 1, expert \d, version nvfp4: its bytes do not match"):
             model(IDS, logits_to_keep=1)
         damage(bundle, "nvfp4", 1, range(4))
         assert torch.equal(model(IDS, logits_to_keep=1).logits.float(), want[:, -1:])

@@ -206,16 +206,16 @@ def with_native(recipe: Recipe, native: Version) -> Recipe:
     """Return a recipe that names this version in place of "native". Its text stays.
 
     Raises:
-        InputError: for a released version that is not the checkpoint's, or versions that take more bits than it.
+        InputError: for a released version that is not the checkpoint's, or others that take as many bits or more.
     """
     for name in recipe.versions:
         if name != NATIVE and encoding_of(name).released and name != native.name:
             raise InputError(f"versions: {name}: the checkpoint's experts are {native.name}: write {NATIVE}")
     if NATIVE not in recipe.versions and native.name not in recipe.versions:
         return recipe
-    more = [n for n in recipe.versions if n not in (NATIVE, native.name) and encoding_of(n).bits > native.bits]
+    more = [n for n in recipe.versions if n not in (NATIVE, native.name) and encoding_of(n).bits >= native.bits]
     if more:
-        raise InputError(f"versions: {more[0]} takes more bits than the checkpoint's own {native.name}: leave it out")
+        raise InputError(f"versions: {more[0]} saves no bits over the checkpoint's own {native.name}: leave it out")
     names = tuple(dict.fromkeys(native.name if name == NATIVE else name for name in recipe.versions))
     sizes = {name: recipe.quantize.size(name) for name in (*names, *recipe.dense)}
     if native.group_size:

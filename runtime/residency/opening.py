@@ -119,7 +119,7 @@ def open_paging(
     stored = partial(store.stored, version.name)
     if isinstance(device, CpuDevice):
         space = CpuAddressSpace([(x.matrices, x.experts) for x in described], version)
-        filler: PageFiller = CpuFiller(space, forms, stored, plan.staging)
+        filler: PageFiller = CpuFiller(space, forms, version, stored, plan.staging)
     else:
         from moepack.runtime.devices.cuda import CudaDevice
         from moepack.runtime.paging.gpu_filler import GpuFiller

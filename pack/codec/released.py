@@ -110,7 +110,8 @@ def restore_coded(
 ) -> list[tuple[Matrix, Buffer, int]]:
     """Write a stored extent to `out` in its form in memory, but for what is between sections.
 
-    Returns each matrix whose plane is coded, the coded bytes, and the number of codes. Raises CodecError when the extent is not well formed.
+    Returns each matrix whose plane is coded, the coded bytes, and the number of codes. Raises CodecError where the
+    extent is not well formed.
     """
     places = rooms(matrices, version, out)
     parts = lossless.split(matrices, [len(rest) for _, rest in places], extent)

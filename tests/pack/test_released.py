@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from codec_mutations import attack_extent
-from released_values import NAMES, random_released
+from released_values import NAMES, gaussian_released, random_released
 
 from moepack.pack.codec import lossless
 from moepack.pack.codec.affine import AffineMatrix, encode
@@ -82,22 +82,9 @@ def test_bits_per_weight() -> None:
         assert 8 * sum(s.size for s in Version.of(name, group).sections(matrices)) / weights == bits, name
 
 
-def gaussian(name: str, group: int, matrices: tuple[Matrix, ...] = MATRICES) -> tuple[Version, list[ReleasedMatrix]]:
-    """Normally distributed weights, whose greatest in a group, a row or a block of 16 rows stands for 448 or less."""
-    version, values = Version.of(name, group), []
-    for seed, m in enumerate(matrices):
-        w = torch.randn(m.rows, m.cols, generator=torch.Generator().manual_seed(seed))
-        width = group or m.cols
-        wide = torch.nn.functional.pad(w.abs(), (0, -m.cols % width)).view(m.rows, -1, width).amax(2)
-        if name == "fp8":
-            wide = torch.cat([x.amax(0, keepdim=True).expand_as(x) for x in wide.split(max(16, group))])
-        scale = wide / 448 if name != "mxfp8" else torch.exp2(torch.floor(torch.log2(wide)) - 8)
-        spread = scale.repeat_interleave(width, 1)[:, : m.cols]
-        codes = (w / spread).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-        bits = (torch.log2(scale) + 127).to(torch.uint8) if name == "mxfp8" else scale
-        bias = np.arange(m.rows, dtype=np.uint16) if m.bias else None
-        values.append(ReleasedMatrix(codes, bits.numpy(), None, bias))
-    return version, values
+def gaussian(name: str, group: int, matrices: tuple[Matrix, ...]) -> tuple[Version, list[ReleasedMatrix]]:
+    version = Version.of(name, group)
+    return version, [gaussian_released(m, version, seed) for seed, m in enumerate(matrices)]
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,10 @@ from moepack.calibrate.released.announced import announced_version
 from moepack.calibrate.stream import StreamedModel
 from moepack.export import export_checkpoint
 from moepack.generation import generate
-from moepack.pack.encodings.released import Fp8, ReleasedFloat
+from moepack.pack.encodings.released import ReleasedFloat
 from moepack.pack.errors import BundleError, CodecError, InputError, TargetError
 from moepack.pack.reader import open_bundle
-from moepack.pack.spec import Version
+from moepack.pack.spec import Version, encoding_of
 from moepack.pipeline.build import build
 from moepack.pipeline.estimate import estimate
 from moepack.pipeline.recipe import parse_recipe
@@ -170,7 +170,10 @@ def test_a_build_names_versions_that_are_never_chosen(plain: Path, text: Path, t
 
 @pytest.mark.parametrize("kind", ["deepseek mxfp4", "fp8 blocks", "gptq"])
 def test_dry_runs_count_what_a_build_makes(kind: str, plain: Path, text: Path, tmp_path: Path) -> None:
-    """With the weights and from config.json alone: the bytes of the native version's files."""
+    """With the weights and from config.json alone: the bytes of the native version's files.
+
+    Where these depend on its codes, the codes are read and encoded; without them a sample tells about how many.
+    """
     released(plain, tmp_path / "checkpoint", kind)
     recipe = parse_recipe(RECIPE, "native")
     build(tmp_path / "checkpoint", tmp_path / "bundle", recipe, [text])
@@ -180,20 +183,11 @@ def test_dry_runs_count_what_a_build_makes(kind: str, plain: Path, text: Path, t
     made = sum(f.stat().st_size for f in (tmp_path / "bundle" / "experts" / native).iterdir())
     whole = estimate(tmp_path / "checkpoint", tmp_path / "b", recipe, [text])
     bare = estimate(tmp_path / "only", tmp_path / "b", recipe)
-    assert whole.versions[native] == bare.versions[native] == made and bare.outline == "config.json alone"
+    assert whole.versions[native] == made and bare.outline == "config.json alone"
+    assert bare.versions[native] == (pytest.approx(made, rel=0.1) if encoding_of(native).entropy_coded else made)
     assert whole.checkpoint_bytes == sum(
         t.nbytes for t in load_file(tmp_path / "checkpoint/model.safetensors").values()
     )
-
-
-def test_a_dry_run_encodes_released_codes(plain: Path, text: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Where a version's bytes depend on its codes, they are read and encoded: here to what the shapes say."""
-    released(plain, tmp_path / "checkpoint", "fp8 blocks")
-    recipe = parse_recipe(RECIPE, "native")
-    plainly = estimate(tmp_path / "checkpoint", tmp_path / "b", recipe, [text])
-    monkeypatch.setattr(Fp8, "entropy_coded", True)
-    monkeypatch.setattr(Fp8, "stored_sizes", lambda version, matrices: None)
-    assert estimate(tmp_path / "checkpoint", tmp_path / "b", recipe, [text]).versions == plainly.versions
 
 
 @pytest.fixture(scope="module")
@@ -280,7 +274,10 @@ def test_every_policy_by_every_way(kind: str, policy: str, native: Make, evaluat
     assert torch.equal(logits(bundle, **asked, **WORK), want)
     planned = plan(bundle, LoadOptions(**asked, **WORK))
     at_first = "w3" if policy == "lru" else best(bundle)  # before a pass asks
-    assert planned.feasible and {name for row in planned.table for name in row} <= {at_first, "absent"}
+    assert planned.feasible and {name.partition("@")[0] for row in planned.table for name in row} <= {
+        at_first,
+        "absent",
+    }
     options = LoadOptions(dtype="float32", batch=1, **asked, **WORK)
     scored = evaluate(bundle, [str(evaluation)], options, length=64, samples=2, kl=True)
     assert scored.kl == 0 and scored.top1_agreement == 1 and scored.resident_bytes_peak <= AMPLE

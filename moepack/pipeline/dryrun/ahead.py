@@ -198,15 +198,18 @@ def sample(version: Version, cols: int) -> tuple[float, float]:
 
     from moepack.pack.codec.lossless import LosslessMatrix
 
-    matrix = Matrix("sample", ROWS, max(cols, WIDE))
+    matrix = Matrix("sample", ROWS, align(max(cols, WIDE), version.group_size or 1))
     generator = torch.Generator().manual_seed(0)  # the same bytes in every run
     values = torch.randn(matrix.rows, matrix.cols, generator=generator)
-    if version.released:
+    if version.released:  # E4M3 codes: the greatest of a group is near 448
         from moepack.pack.codec.released import ReleasedMatrix
 
-        groups = -(-matrix.cols // version.group_size) if version.group_size else 1
-        codes = (values * (448 / values.abs().max())).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-        value: Any = ReleasedMatrix(codes, torch.ones(matrix.rows, groups).numpy())
+        groups = values.view(matrix.rows, -1, version.group_size or matrix.cols)
+        most = groups.abs().amax(2, keepdim=True) / 448
+        wide = most if version.scale_dtype == "F32" else torch.exp2(torch.log2(most).ceil())
+        codes = (groups / wide).to(torch.float8_e4m3fn).view(torch.uint8).view_as(values)
+        scale = torch.ones(most.shape[:2], dtype=torch.float32 if version.scale_dtype == "F32" else torch.uint8)
+        value: Any = ReleasedMatrix(codes.numpy(), scale.numpy())
     else:
         value = LosslessMatrix(values.bfloat16().view(torch.uint16).numpy())
     version.encode((matrix,), [value])  # loads the codec

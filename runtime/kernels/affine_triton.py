@@ -98,7 +98,7 @@ def _plane(base, offset, cols, row, here, g, P: tl.constexpr, GROUP: tl.constexp
     return tl.reshape(codes.to(tl.int32), [ROWS, GROUP])
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _number(codes, BITS: tl.constexpr, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the values of floating-point codes of BITS bits, float16, exactly.
 
@@ -154,9 +154,7 @@ def _step(  # type: ignore[no-untyped-def]
         w = tl.load(weights + at, mask=here[:, None] & (k < cols)[None, :], other=0.0)
         return tl.dot(x, tl.trans(w.to(x.dtype)), total, input_precision="ieee")
     elif MANTISSA > 0:
-        return _floats(
-            base, low, scale, cols, row, here, g, x, total, BITS, MANTISSA, SCALE, GROUP, COLUMNS, ROWS
-        )
+        return _floats(base, low, scale, cols, row, here, g, x, total, BITS, MANTISSA, SCALE, GROUP, COLUMNS, ROWS)
     else:
         tl.static_assert((BITS == 8) | ((BITS >= 1) & (BITS <= 4)), "an encoding that this kernel does not know")
         if BITS == 3:

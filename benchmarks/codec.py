@@ -1,11 +1,13 @@
 """The exponent codec beside its peers: size against the entropy, and speed, in one run on the same data.
 
-    python -m benchmarks.codec [--checkpoint MODEL]
+    python -m benchmarks.codec [--checkpoint MODEL] [--fp8]
 
 CPU: ours, ZipNN, zstd and a memory copy on generated weights of an expert's shapes, one thread each, then all cores;
 sizes also on a trained checkpoint's experts, with DFloat11's layout (its encoder is slow: its rate is taken on fewer
 weights). GPU, where there is one: ours and DFloat11's kernel against the byte floor. Peers come with the extra `bench`;
 one that is not installed is left out and said so.
+
+--fp8 measures coded FP8 codes beside coded BF16 instead, with every instruction set that there is, one thread: seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import EXAMPLES, Target, arguments, finish
-from moepack.pack.codec import exponent_fast
+from moepack.pack.codec import exponent_fast, fp8
 
 SHAPES = {"Qwen3-30B-A3B gate and up": (1536, 2048), "Qwen3-30B-A3B down": (2048, 768), "Mixtral down": (4096, 14336)}
 DF11_WEIGHTS = 1 << 18  # its encoder is a Python loop
@@ -196,6 +198,74 @@ def sizes(name: str, matrices: list[np.ndarray[Any, Any]], utils: types.ModuleTy
     return row
 
 
+def fp8_codes(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """E4M3 codes of BF16 bits, the greatest of 16,384 in a row, as many as in a block of 128 by 128, scaled to 448."""
+    import torch
+
+    weight = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).float()
+    blocks = torch.nn.functional.pad(weight, (0, -len(weight) % 16384)).reshape(-1, 16384)
+    codes = (blocks * (448 / blocks.abs().amax(1, keepdim=True).clamp(min=1e-30))).to(torch.float8_e4m3fn)
+    return codes.view(torch.uint8).reshape(-1)[: len(weight)].numpy().copy()
+
+
+def fp8_sizes(name: str, matrices: list[np.ndarray[Any, Any]]) -> dict[str, Any]:
+    """Bits a code over many matrices of codes, each coded on its own, beside four bits and the exponents' entropy."""
+    codes = sum(m.size for m in matrices)
+    floor = sum(m.size * (4 + entropy(m.astype(np.uint16) << 4 & 0x780)) for m in matrices) / codes
+    ours = sum(m.size if (c := fp8.encode(m)) is None else len(c) for m in matrices) * 8 / codes
+    over = f"{100 * (ours / floor - 1):+.2f} %"
+    return {"matrix": name, "exponent entropy": floor - 4, "bits/weight": ours, "over floor": over}
+
+
+def fp8_speed(name: str, bits: np.ndarray[Any, Any], runs: int) -> list[dict[str, Any]]:
+    """Coding and decoding BF16 weights and their FP8 codes: a row for each at every level of the compiled loops."""
+    codes, native = fp8_codes(bits), exponent_fast.engine()
+    forms = (
+        (bits, "BF16", exponent_fast.encode, exponent_fast.decode_into),
+        (codes, "FP8", fp8.encode, fp8.decode_into),
+    )
+    rows: list[dict[str, Any]] = []
+    for level in range(native.BEST + 1) if native else [None]:
+        for values, form, encode, decode_into in forms:
+            if native:
+                native.use_level(level)
+            coded, out = encode(values, 1), np.empty_like(values)
+            if coded is None:
+                raise SystemExit(f"coding {name} in {form} gains nothing")
+            decode_into(coded, out, 1)
+            if not same(out, values):
+                raise SystemExit(f"coding {name} in {form} did not give it back")
+            work: list[Callable[[], object]] = [
+                functools.partial(encode, values, 1),
+                functools.partial(decode_into, coded, out, 1),
+            ]
+            speeds = [values.nbytes / 1e9 / t for t in medians(work, runs)]
+            engine = native.LEVELS[level] if native else "NumPy"
+            row = {
+                "matrix": name,
+                "codec": f"{form} ({engine})",
+                "threads": 1,
+                "bits/weight": 8 * len(coded) / values.size,
+            }
+            rows.append({**row, "encode GB/s": speeds[0], "decode GB/s": speeds[1]})
+    if native:
+        native.use_level()
+    return rows
+
+
+def fp8_report(checkpoint: Path, runs: int, columns: list[str], out: Path | None) -> None:
+    """Measure and print sizes and speeds of FP8; wanted: at most 6.9 bits a code, and 2 GB/s a thread with AVX2."""
+    name, bits = "Qwen3-30B-A3B down", gaussian(SHAPES["Qwen3-30B-A3B down"], 1)
+    totals = [fp8_sizes(f"FP8, {name}", [fp8_codes(bits)])]
+    totals.append(fp8_sizes(f"FP8, experts of {checkpoint.name}", [fp8_codes(m) for m in trained(checkpoint)]))
+    rows = fp8_speed(name, bits, 10 * runs)
+    targets = [Target(f"size, {totals[0]['matrix']}: bits a code", totals[0]["bits/weight"], 6.9, "lower")]
+    by = {r["codec"]: r["decode GB/s"] for r in rows}
+    if "FP8 (C, AVX2)" in by:
+        targets.append(Target("decode, one thread, AVX2: GB/s of FP8", by["FP8 (C, AVX2)"], 2.0, "higher"))
+    finish("coded FP8 codes, GB/s of either's bytes", columns, totals + rows, targets, out)
+
+
 def gpu(runs: int, utils: types.ModuleType | None) -> tuple[list[dict[str, Any]], list[Target]]:
     """Decoding 32 experts of Qwen3-30B-A3B in one launch; DFloat11's kernel on one of their matrices."""
     import torch
@@ -269,10 +339,16 @@ def main() -> None:
     parser.add_argument(
         "--checkpoint", type=Path, default=EXAMPLES / "mini-qwen3-moe", help="for sizes on trained weights"
     )
+    parser.add_argument("--fp8", action="store_true", help="FP8 codes, beside BF16 weights")
     args = parser.parse_args()
     import torch
 
     runs = 3 if args.quick else 9
+    speeds_of = ["encode GB/s", "decode GB/s"]
+    columns = ["matrix", "codec", "threads", "exponent entropy", "bits/weight", "over floor", *speeds_of]
+    if args.fp8:
+        fp8_report(args.checkpoint, runs, columns, args.json)
+        return
     utils = dfloat11()
     shapes = dict(list(SHAPES.items())[:2]) if args.quick else SHAPES
     one: list[dict[str, Any]] = []
@@ -312,16 +388,6 @@ def main() -> None:
         targets += reached
     else:
         print("no CUDA device: the GPU decoder was not timed; the same command does it where there is one")
-    columns = [
-        "matrix",
-        "codec",
-        "threads",
-        "exponent entropy",
-        "bits/weight",
-        "over floor",
-        "encode GB/s",
-        "decode GB/s",
-    ]
     finish("exponent codec, GB/s of BF16", columns, rows, targets, args.json)
 
 

@@ -4,7 +4,8 @@
 
 The list is transformers' own: every model that generates text and whose code has experts. Of each a random model is
 made, as small as its configuration allows, saved as a checkpoint, built (rounding to nearest), loaded and held against
-the plain model: logits in float32, and every parameter outside the experts, towers for images and sound among them.
+the plain model: logits in float32, in a budget too, and every parameter outside the experts, towers for images and
+sound among them.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ SMALL: dict[str, Any] = {
     "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "router_aux_loss_coef": 0.0,
     "moe_topk": 2, "moe_k": 2, "moe_top_k": 2, "moe_num_shared_experts": 1, "num_dense_layers": 1,
     "n_layers": 2, "num_layers": 2, "n_heads": 4, "kv_n_heads": 2, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 48,
-    "index_head_dim": 16, "index_n_heads": 2, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16,
-    "mamba_chunk_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1,
-    "chunk_size": 16, "linear_head_dim": 16, "linear_num_heads": 4, "router_hidden_size": 32, "o_groups": 2,
-    "o_lora_rank": 32,
+    "index_head_dim": 16, "index_n_heads": 2, "index_topk": 8, "mamba_n_heads": 4, "mamba_d_head": 32,
+    "mamba_d_state": 16, "mamba_chunk_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16,
+    "n_groups": 1, "chunk_size": 16, "linear_head_dim": 16, "linear_num_heads": 4, "router_hidden_size": 32,
+    "o_groups": 2, "o_lora_rank": 32,
 }  # fmt: skip
 TOWER: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "depth": 1, "num_attention_heads": 2,
@@ -59,12 +60,30 @@ _QWEN4: dict[str, Any] = {
     "indexer_compress_ratio": 4, "hc_lowrank": 16, "ple_layer_ids": [1], "heads_per_ngram": 2,
     "ngram_vocab_size_base": 100, "split_ngram_parts": 2,
 }  # fmt: skip
+_FOUR = {"num_hidden_layers": 4, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
+_SHARED = {**_FOUR, "indexer_types": ["full", "shared", "full", "shared"]}  # a choice of tokens serves two layers
+_GEMMA4: dict[str, Any] = {
+    "enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 4096,
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+    "sliding_window": 16,
+}  # fmt: skip
+_INKLING2: dict[str, Any] = {
+    "num_hidden_layers": 4, "n_layers_per_attn_res_block": 2, "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+    "sliding_window_size": 16, "vision_config": {"text_hidden_size": 64},
+}  # fmt: skip
+_INKLING2_LOOP = {**_INKLING2, "loop_layer_index_start": 2, "loop_layer_index_end": 4, "loop_num_passes": 2}
 # What is small in another way, by model_type; for a model with towers, of its text configuration, of another part under
 # its name, and under "" of the whole.
 OWN: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_group_size": 2},
     "beam": {"mlp_layer_types": ["dense", "sparse"]},
-    "dbrx": {"attn_config": {"rope_theta": 10000.0}},
+    "dbrx": {
+        "d_model": 64,
+        "n_heads": 4,
+        "max_seq_len": 512,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 8, "moe_top_k": 2},
+    },
     "deepseek_ocr2": {"mlp_layer_types": ["dense", "sparse"]},
     "deepseek_v4": {"num_key_value_heads": 1},
     "doge": {"is_moe": True, "num_experts": 16},
@@ -78,26 +97,45 @@ OWN: dict[str, dict[str, Any]] = {
         "audio_config": {"whisper_adapter_in_dim": 32, "whisper_adapter_out_dim": 64},
     },
     "ernie4_5_vl_moe": {
-        "moe_intermediate_size": [48, 48],
+        "moe_intermediate_size": [48, 32],
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]},
     },
     "flint": {"mlp_only_layers": []},
-    "gemma4": {"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0},
-    "gemma4_text": {"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0},
-    "glm5_next": {"qk_rope_head_dim": 0, "mlp_layer_types": ["dense", "sparse"]},
+    "gemma4": _GEMMA4,
+    "gemma4_text": _GEMMA4,
+    "glm5_next": {
+        **_FOUR,
+        "qk_rope_head_dim": 0,
+        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "indexed_attention"],
+        "indexer_types": ["full", "full", "shared", "full"],
+        "index_kpool": 4,
+    },
+    "glm_moe_dsa": _SHARED,
     "glm4v_moe": {
         "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
     },
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
-    "hy_v4_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}},
-    "inkling2": {"vision_config": {"text_hidden_size": 64}},
-    "inkling2_loop": {"vision_config": {"text_hidden_size": 64}},
+    "hy_v4": _SHARED,
+    "hy_v4_vl": {
+        **_SHARED,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+    },
+    "inkling2": _INKLING2,
+    "inkling2_loop": _INKLING2_LOOP,
+    "inkling2_loop_text": {k: v for k, v in _INKLING2_LOOP.items() if k != "vision_config"},
+    "inkling2_text": {k: v for k, v in _INKLING2.items() if k != "vision_config"},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "llama4": {"num_experts_per_tok": 1, "intermediate_size_mlp": 96},
     "llama4_text": {"num_experts_per_tok": 1, "intermediate_size_mlp": 96},
     "longcat_flash": {"zero_expert_num": 4},
+    "mistral_large4": {
+        **_FOUR,
+        "indexer_types": ["full", "full", "shared", "full"],
+        "kv_source_layers": [0, 0, 0, 3],
+        "no_rope_layers": [1, 1, 1, 0],
+    },
     "mimo_v2_flash": {"num_key_value_heads": 2},
     "muse_spark": {
         "audio_config": {"hidden_sizes": [16] * 4, "depths": [1] * 4, "num_hidden_layers": 4, "out_hidden_size": 64},
@@ -109,8 +147,20 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe": {"": {"enable_audio_output": False}},
     "qwen4_exp": _QWEN4,
     "qwen4_exp_text": _QWEN4,
-    "step3p7": {"mlp_layer_types": ["dense", "sparse"]},
-    "zaya": {"num_experts_per_tok": 1},
+    "step3p7": {
+        "num_hidden_layers": 3,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 16,
+        "share_expert_dim": 48,
+        "swiglu_limits": [0.0, 0.0, 0.05],
+    },
+    "zaya": {
+        "num_experts_per_tok": 1,
+        "num_hidden_layers": 3,
+        "layer_types": ["hybrid", "hybrid_sliding", "hybrid"],
+        "sliding_window": 16,
+    },
 }
 
 
@@ -237,6 +287,7 @@ def _served(checkpoint: Path, bundle: Path, example: Path) -> str:
     import moepack
     from moepack.calibrate.checkpoint import open_checkpoint
     from moepack.families.model_class import auto_class
+    from moepack.pack.errors import InputError
     from moepack.pipeline.recipe import parse_recipe
 
     moepack.build(checkpoint, bundle, parse_recipe(RECIPE, "walk"), [example / "text" / "calibration.jsonl"])
@@ -260,7 +311,38 @@ def _served(checkpoint: Path, bundle: Path, example: Path) -> str:
             other += 1
             if not torch.equal(held[name].float(), parameter.float()):
                 raise AssertionError(f"{name} differs")
+    try:
+        apart = _in_a_budget(bundle, plain, ids[:1])
+    except InputError as error:
+        return f"not in a budget: {_line(error, bundle.parent).removesuffix(': serve it without a budget')}"
+    if not apart <= CLOSE:
+        raise AssertionError(f"in a budget, logits differ by {apart:.2g} of their norm")
     return ""
+
+
+def _in_a_budget(bundle: Path, plain: Any, ids: Any) -> float:
+    """The largest relative difference of logits in a budget, over a prompt and the tokens after it with a cache."""
+    import torch
+
+    import moepack
+    from moepack.families.arguments import cache_in, with_cache
+    from moepack.reports.plan import plan
+    from moepack.runtime.planning.options import LoadOptions
+
+    given: dict[str, Any] = {
+        "policy": "static:bf16", "dtype": "float32", "prefill_tokens": 16, "kv_tokens": 32, "batch": 1,
+        "all_logits": True,
+    }  # fmt: skip
+    least = plan(bundle, LoadOptions(device_memory=0, **given)).least_bytes
+    ours, apart = moepack.load(bundle, device_memory=least + (1 << 26), **given), []
+    caches: list[dict[str, Any]] = [{}, {}]
+    with ours.moepack, torch.inference_mode():
+        for part in (ids[:, :16], *ids[:, 16:].split(1, dim=1)):
+            outs = [m(input_ids=part, use_cache=True, **c) for m, c in zip((plain, ours), caches, strict=True)]
+            caches = [with_cache(m, cache_in(out)) for m, out in zip((plain, ours), outs, strict=True)]
+            want, got = (out.logits for out in outs)
+            apart.append(float((got - want).norm() / want.norm()))
+    return max(apart)
 
 
 def _calibrates(checkpoint: Path, plain: Any) -> bool:
@@ -282,7 +364,7 @@ def _calibrates(checkpoint: Path, plain: Any) -> bool:
         stream.to_compute(i, torch.float32)
         walk.run_layer(i)
     last = plain.get_submodule(f"{stream.prefix}.{len(stream.layers) - 1}")
-    hook = last.register_forward_hook(lambda module, args, out: want.append(out))
+    hook = last.register_forward_hook(lambda module, args, out: want.append(out[0] if isinstance(out, tuple) else out))
     with torch.inference_mode():
         for one in ids.split(1):
             plain(input_ids=one, use_cache=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ COMPANIONS = (
     "audio_tokenizer_config.json", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
 _WANTED = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.py", "README.md", *COMPANIONS]
+WITHOUT = "moepack build --dry-run needs config.json alone"
 # Files that may name classes of a model's own code.
 _NAMES_CODE = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 
@@ -111,11 +112,12 @@ def open_checkpoint(name: str | Path, revision: str | None = None) -> Checkpoint
     if path.is_dir() and revision is not None:
         raise InputError(f"{name}: is a directory: --revision is for a model on the Hub")
     if not path.is_dir():
-        path = _download(str(name), revision)
-    config, scheme = _config(path)
+        path = download(str(name), revision)
+    document = read_config(path)
+    scheme = read_scheme(path, document)
+    config = make_config(path, document)
     files = _files(path)
     headers: dict[str, Header] = {}
-    file_of: dict[str, str] = {}
     for file, expected in files.items():
         try:
             headers[file] = read_header(path / file)
@@ -127,27 +129,34 @@ def open_checkpoint(name: str | Path, revision: str | None = None) -> Checkpoint
         lost = sorted(expected - set(headers[file].tensors))
         if lost:
             raise InputError(f"{path / file}: lacks tensor {lost[0]}, which {DENSE_INDEX} places there")
-        file_of.update((tensor, file) for tensor in headers[file].tensors)
+    return described(path, str(name), config, scheme, headers)
+
+
+def described(path: Path, name: str, config: Any, scheme: Scheme | None, headers: Mapping[str, Header]) -> Checkpoint:
+    """The checkpoint with these headers of its files, by file name. Raises InputError as `find_encoded` does."""
+    file_of = {tensor: file for file, header in headers.items() for tensor in header.tensors}
     tensors = {n: t for h in headers.values() for n, t in h.tensors.items()}
-    encoded = find_encoded(path, scheme, tensors)
-    return Checkpoint(path, str(name).rstrip("/"), config, headers, file_of, encoded)
+    return Checkpoint(path, name.rstrip("/"), config, headers, file_of, find_encoded(path, scheme, tensors))
 
 
-def _download(name: str, revision: str | None) -> Path:
+def download(name: str, revision: str | None, patterns: Sequence[str] = _WANTED) -> Path:
+    """Download a model's files with these patterns; return their folder."""
     if on_hub(name, "config.json", revision=revision) is None:
         raise InputError(f"{name}: has no config.json: not a model repository")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(
-            snapshot_download(name, revision=revision, allow_patterns=_WANTED, ignore_patterns=["*/*.safetensors"])
+            snapshot_download(
+                name, revision=revision, allow_patterns=list(patterns), ignore_patterns=["*/*.safetensors"]
+            )
         )
     except OSError as error:
         raise InputError(f"{name}: cannot be downloaded: {str(error).splitlines()[0]}") from None
 
 
-def _config(path: Path) -> tuple[Any, Scheme | None]:
-    """The transformers configuration without quantisation, and the checkpoint's quantisation scheme."""
+def read_config(path: Path) -> dict[str, Any]:
+    """The document of a model directory's config.json. Raises InputError where it is not one of a model."""
     file = path / "config.json"
     try:
         document = json.loads(file.read_text())
@@ -158,7 +167,12 @@ def _config(path: Path) -> tuple[Any, Scheme | None]:
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
         raise InputError(f"{file}: names no model_type")
     check_counts(str(file), document)
-    scheme = read_scheme(path, document)
+    return document
+
+
+def make_config(path: Path, document: Mapping[str, Any]) -> Any:
+    """The transformers configuration of a model directory, without quantisation. `document`: from `read_config`."""
+    file = path / "config.json"
 
     from transformers import AutoConfig  # slow to import, so errors above come first
 
@@ -171,18 +185,34 @@ def _config(path: Path) -> tuple[Any, Scheme | None]:
             message = f"model_type {document['model_type']!r} is unknown to this transformers: upgrade transformers"
             raise InputError(f"{file}: {message}") from None
         raise InputError(f"{file}: {in_a_line(error)}") from None
-    if scheme is not None:
-        del config.quantization_config
-    return config, scheme
+    for owner in (config, config.get_text_config()):
+        if hasattr(owner, "quantization_config"):
+            del owner.quantization_config
+    return config
 
 
 def _files(path: Path) -> dict[str, set[str]]:
-    """Map each file's name to the tensors that the index places in the file."""
+    """As `placed`, but raises InputError where a file is missing."""
+    files = placed(path)
+    if files is None:
+        raise InputError(
+            f"{path}: has neither {DENSE} nor {DENSE_INDEX}: moepack reads safetensors checkpoints ({WITHOUT})"
+        )
+    for file in sorted(files):
+        if not (path / file).exists():
+            again = f"download the checkpoint again ({WITHOUT})"
+            raise InputError(f"{path / file}: missing, but {DENSE_INDEX} names it: {again}")
+    return files
+
+
+def placed(path: Path) -> dict[str, set[str]] | None:
+    """Map each file's name to the tensors that the index places in the file; None without an index or a single file.
+
+    Raises InputError for an index that is not one.
+    """
     index = path / DENSE_INDEX
     if not index.exists():
-        if (path / DENSE).exists():
-            return {DENSE: set()}
-        raise InputError(f"{path}: has neither {DENSE} nor {DENSE_INDEX}: moepack reads safetensors checkpoints")
+        return {DENSE: set()} if (path / DENSE).exists() else None
     try:
         places = json.loads(index.read_text())["weight_map"]
         files: dict[str, set[str]] = {}
@@ -193,8 +223,6 @@ def _files(path: Path) -> dict[str, set[str]]:
     for file in sorted(files):
         if Path(file).name != file:
             raise InputError(f"{index}: names {file!r}, which is not a file of this directory")
-        if not (path / file).exists():
-            raise InputError(f"{path / file}: missing, but {DENSE_INDEX} names it: download the checkpoint again")
     return files
 
 

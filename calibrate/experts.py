@@ -6,20 +6,15 @@ own `_apply_gate` works on them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moepack.pack.codec.affine import AffineMatrix
 from moepack.pack.codec.bits import Bf16Bits
-from moepack.pack.codec.released import ReleasedMatrix
 from moepack.pack.spec import ExpertLayer, Matrix
-
-if TYPE_CHECKING:
-    from .native import NativeWeight
 
 
 def is_experts_module(module: Any) -> bool:
@@ -83,25 +78,10 @@ class ExpertWeights:
         weight = self.weights[matrix][expert]
         return (weight.T if self.transposed else weight).to(torch.bfloat16).contiguous()
 
-    def released(self, expert: int, native: Sequence[NativeWeight]) -> list[AffineMatrix | ReleasedMatrix]:
-        """The matrices of one expert as released, with its biases; `native` has its codes alone."""
-        biases = (self.bias(expert, m) for m in range(len(native)))
-        pairs = zip(native, biases, strict=True)
-        return [released(n, 0, None if b is None else bits_of(b)) for n, b in pairs]
-
     def bias(self, expert: int, matrix: int) -> Tensor | None:
         """One bias in BF16, [rows]."""
         bias = self.biases[matrix]
         return None if bias is None else bias[expert].to(torch.bfloat16)
-
-
-def released(native: NativeWeight, expert: int | None, bias: Bf16Bits | None) -> AffineMatrix | ReleasedMatrix:
-    """A matrix as `Version.encode` of a released version takes it; `expert` is None for a dense matrix."""
-    arrays = {k: t if expert is None else t[expert] for k, t in native.arrays().items()}
-    codes, scale = arrays["codes"].numpy(), arrays["scale"].numpy()
-    if "zeros" in arrays:
-        return AffineMatrix(codes, scale, arrays["zeros"].numpy(), bias)
-    return ReleasedMatrix(codes, scale, arrays["outer"][:, 0].numpy() if "outer" in arrays else None, bias)
 
 
 def bits_of(tensor: Tensor) -> Bf16Bits:

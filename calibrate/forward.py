@@ -1,8 +1,9 @@
 """The calibration pass: every batch goes through one decoder layer, then through the next.
 
-First the model runs with a recorder in place of each decoder layer. Recorders keep the embeddings' output and each
-layer's keyword arguments (masks and rotary tables differ between layers). All windows have one length and no padding,
-so batches of equal size share these arguments. Arguments that depend on the text, such as ids, are kept per batch.
+First the model runs with a recorder in place of each decoder layer (trace.py). Kept are the embeddings' output and each
+layer's arguments: masks and rotary tables differ between layers. All windows have one length and no padding, so batches
+of equal size share these arguments. Arguments that depend on the text, such as ids, are kept per batch, as is what
+layers pass on beside hidden states.
 """
 
 from __future__ import annotations
@@ -22,22 +23,21 @@ from .dense import DenseWatch
 from .held import empty, release
 from .products import widened
 from .stream import StreamedModel
+from .trace import (
+    MOST,
+    Arguments,
+    Passed,
+    Program,
+    Recording,
+    ReturnsMore,
+    Unsupported,
+    outputs_of,
+    same,
+    split,
+)
 
 EXPERTS_IMPLEMENTATION = "moepack_observe"
 Take = Callable[[Tensor, Tensor, Tensor], None]  # gets the inputs, experts and gates of a call
-
-
-class _HiddenOnly(Tensor):
-    """The hidden states that a recorder returns. A model that unpacks them expects more: this raises _ReturnsMore."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def __iter__(self) -> Any:
-        raise _ReturnsMore
-
-
-class _ReturnsMore(Exception):
-    """Raised if decoder layers return more than hidden states."""
 
 
 class _HeadReached(Exception):
@@ -49,7 +49,7 @@ class Observation:
     """What reached a layer's experts, tokens in the order of the windows."""
 
     inputs: Tensor  # [tokens, hidden], in the model's compute dtype
-    experts: Tensor  # int32 [tokens, top_k], the experts that the router chose
+    experts: Tensor  # int32 [tokens, top_k], the experts that the router chose; a number past the last: none
     gates: Tensor  # float32 [tokens, top_k], the gates of these experts
     length: int  # tokens of a window
 
@@ -80,44 +80,74 @@ class CalibrationPass:
         # The next layer's inputs on the CPU, [batch, length, hidden_size] for each batch: views of one tensor, which
         # each layer overwrites.
         self.hidden: list[Tensor] = []
-        self._arguments: dict[tuple[int, int], dict[str, Any]] = {}
-        self._own: dict[tuple[int, int], dict[str, Any]] = {}  # (layer, batch) -> the batch's own arguments
+        self._arguments: dict[tuple[int, int], Arguments] = {}  # (step, windows) -> its arguments
+        self._own: dict[tuple[int, int], Arguments] = {}  # (step, batch) -> the batch's own arguments
+        self._program: Program | None = None
+        self._passed = [Passed() for _ in self._batches]
 
     def start(self) -> None:
         """Embed every batch and record each layer's arguments. The part outside the layers must be loaded."""
-        stream = self._stream
-        same: dict[tuple[int, int], tuple[bool, Tensor]] = {}  # compared pairs of one batch: layers share tensors
+        self.hidden, self._program = [], None
+        self._passed = [Passed() for _ in self._batches]
+        with torch.inference_mode(), self._own_code():
+            for i in range(len(self._batches)):
+                recording = self._record(i)
+                if self._program is None:
+                    self._program = Program(recording)
+                elif not self._program.same_as(recording):
+                    raise Unsupported("are called in another way for another text")
+                self._keep_arguments(i, recording)
 
-        def is_same(a: Any, b: Any) -> bool:
-            if isinstance(a, tuple) and isinstance(b, tuple):
-                return len(a) == len(b) and all(map(is_same, a, b))
-            if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a is b:
-                return True
-            if (id(a), id(b)) not in same:
-                same[id(a), id(b)] = torch.equal(a, b), a
-            return same[id(a), id(b)][0]
+    def _record(self, batch: int) -> Recording:
+        """Run a batch with recorders in place of the layers, and keep the embeddings' output."""
 
-        self.hidden = []
-        first, now = iter(range(len(self._batches))), [0]
+        def at(index: int, hidden: Tensor) -> None:
+            if not index:
+                self._keep(batch, hidden)
+
+        first = self._program.outputs if self._program else 1
+        for outputs in range(first, MOST + 1):
+            recording = Recording(outputs)
+            try:
+                self._run(batch, recording, at)
+                break
+            except (ReturnsMore, ValueError) as error:  # ValueError: "not enough values to unpack"
+                if outputs == MOST or (not isinstance(error, ReturnsMore) and "unpack" not in str(error)):
+                    raise
+        if len(Program(recording).at) != len(self._stream.layers):
+            raise Unsupported("are not all called")
+        return recording
+
+    def _run(self, batch: int, recording: Recording, at: Callable[[int, Tensor], object]) -> None:
+        """Run a batch through the model but its head, with `recording` and `at` in place of each layer."""
 
         def recorder(index: int) -> Callable[..., Any]:
-            def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-                if any(a is not None for a in args):
-                    raise self._unsupported("take positional arguments")
-                if index == 0:
-                    now[0] = next(first)
-                    self._keep(now[0], hidden_states)
-                    same.clear()
-                known = self._arguments.setdefault((index, len(hidden_states)), kwargs)
-                if own := {n: v for n, v in kwargs.items() if not is_same(v, known.get(n))}:
-                    self._own[index, now[0]] = own
-                return hidden_states.as_subclass(_HiddenOnly)
+            def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+                at(index, hidden_states)
+                return recording.layer(index, hidden_states, args, kwargs)
 
             return forward
 
-        with self._in_place_of_layers(recorder), torch.inference_mode(), self._own_code():
-            for batch in self._batches:
-                stream.model.base_model(input_ids=batch.to(stream.device), use_cache=False)
+        with self._in_place_of_layers(recorder):
+            self._stream.model.base_model(input_ids=self._batches[batch].to(self._stream.device), use_cache=False)
+
+    def _keep_arguments(self, batch: int, recording: Recording) -> None:
+        """Keep the arguments of a batch's steps: once for all batches of its size, where they are the same."""
+        compared: dict[tuple[int, int], tuple[bool, Tensor]] = {}  # pairs of this batch: layers share tensors
+
+        def equal(a: Tensor, b: Tensor) -> bool:
+            if (id(a), id(b)) not in compared:
+                compared[id(a), id(b)] = a.shape == b.shape and torch.equal(a, b), a
+            return compared[id(a), id(b)][0]
+
+        for step, given in enumerate(recording.arguments[: self._recorded.at[-1] + 1]):
+            known = self._arguments.setdefault((step, len(self._batches[batch])), given)
+            if own := {n: v for n, v in given.items() if not same(v, known.get(n), equal)}:
+                self._own[step, batch] = own
+
+    def _given(self, step: int, batch: int) -> Arguments:
+        """The recorded arguments of a step."""
+        return {**self._arguments[step, len(self._batches[batch])], **self._own.get((step, batch), {})}
 
     @contextmanager
     def _in_place_of_layers(self, forward: Callable[[int], Callable[..., Any]]) -> Iterator[None]:
@@ -143,8 +173,10 @@ class CalibrationPass:
             yield
         except torch.OutOfMemoryError:
             raise
-        except _ReturnsMore:
+        except ReturnsMore:
             raise self._unsupported("return more than hidden states") from None
+        except Unsupported as error:
+            raise self._unsupported(str(error)) from None
         except CODE_ERRORS as error:
             name = self._stream.checkpoint.config.model_type
             what = f"{name} cannot be run layer by layer: its own code says: {in_a_line(error)}"
@@ -163,11 +195,21 @@ class CalibrationPass:
         else:  # the layers of some families compute in several dtypes
             self.hidden[batch] = hidden.to("cpu")
 
-    def restore(self, hidden: Iterable[Tensor]) -> None:
-        """Take up kept activations, a tensor for each batch, as the next layer's inputs."""
+    def kept(self) -> dict[str, Tensor]:
+        """All that goes into the next layer, by name: the activations of each batch, and what layers pass on."""
+        out = {f"{i:06d}": hidden for i, hidden in enumerate(self.hidden)}
+        return out | {f"{i:06d}.{n}": x for i, passed in enumerate(self._passed) for n, x in passed.named().items()}
+
+    def restore(self, kept: Iterable[tuple[str, Tensor]]) -> None:
+        """Take up the items of an earlier `kept`, sorted by name, as what goes into the next layer."""
         self.hidden = []
-        for i, batch in enumerate(hidden):
-            self._keep(i, batch)
+        self._passed = [Passed() for _ in self._batches]
+        for name, tensor in kept:
+            batch, _, rest = name.partition(".")
+            if rest:
+                self._passed[int(batch)].put(rest, tensor)
+            else:
+                self._keep(int(batch), tensor)
 
     @property
     def windows(self) -> int:
@@ -177,28 +219,47 @@ class CalibrationPass:
     def run_head(self, watch: DenseWatch) -> None:
         """Pass the last layer's output to the watched output projection. The part outside the layers must be loaded."""
         head = self._stream.model.get_output_embeddings()
-        now: list[Tensor] = []
 
         def stop(*_: Any) -> None:
             raise _HeadReached
 
-        last = self._in_place_of_layers(lambda index: lambda hidden_states, *args, **kwargs: now[0])
-        with last, watch.watching(), torch.inference_mode():
+        with watch.watching(), torch.inference_mode(), self._own_code():
             hook = head.register_forward_pre_hook(stop)  # runs after the watch's hook and skips the product
             try:
-                for batch, hidden in zip(self._batches, self.hidden, strict=True):
-                    now[:] = [hidden.to(self._stream.device)]
-                    with suppress(_HeadReached):
+                for i, batch in enumerate(self._batches):
+                    with suppress(_HeadReached), self._in_place_of_layers(self._after_layers(i)):
                         self._stream.model(input_ids=batch.to(self._stream.device), use_cache=False)
                     watch.batch(len(batch))
             finally:
                 hook.remove()
 
+    def _after_layers(self, batch: int) -> Callable[[int], Callable[..., Any]]:
+        """What to call in place of layers, so that the model goes on from what the last layer made of a batch."""
+        program, device = self._recorded, self._stream.device
+        values = {n: x.to(device) for n, x in self._passed[batch].values.items()}
+        hidden = self.hidden[batch].to(device)
+        recording = Recording(program.outputs, values | {program.steps[program.at[-1]].made[0]: hidden})
+
+        def at(index: int) -> Callable[..., Any]:
+            def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+                out = recording.layer(index, hidden, args, kwargs)
+                if not program.same_as(recording):  # its nodes would have other numbers
+                    raise Unsupported("are called in another way before the output projection")
+                return out
+
+            return forward
+
+        return at
+
+    @property
+    def _recorded(self) -> Program:
+        assert self._program is not None, "start() comes first"
+        return self._program
+
     def run_layer(
         self, index: int, progress: Callable[[int], None] = lambda tokens: None, watch: DenseWatch | None = None
     ) -> Observation | None:
         """Run every batch through a loaded layer; returns what reached its experts, or None without experts."""
-        layer = self._stream.layers[index]
         has_experts = index in self._stream.expert_layers
         buffer = _Buffer(self.windows * self.length, self._seen_in)
         module = self._stream.experts_module(index) if has_experts else None
@@ -207,17 +268,36 @@ class CalibrationPass:
             for i, hidden in enumerate(self.hidden):
                 if i == 1:  # by now `_keep` and `_Buffer` have allocated all that outlives the layer
                     rest.enter_context(self._reusing())
-                arguments = {**self._arguments[(index, len(hidden))], **self._own.get((index, i), {})}
-                mapped = self._stream.experts_in is not None
-                with widened(self._stream.device, self._dtype, mapped), self._own_code():
-                    out = layer(hidden.to(self._stream.device), **arguments)
-                if not isinstance(out, Tensor):
-                    raise self._unsupported("return more than hidden states")
-                self._keep(i, out)
+                self._through(index, i)
                 if watch is not None:
                     watch.batch(len(hidden))
                 progress(hidden.shape[0] * hidden.shape[1])
         return Observation(*buffer.whole(), self.length) if has_experts else None
+
+    def _through(self, index: int, batch: int) -> None:
+        """Run a batch through a layer and the operations behind it; keep what goes into the next layer."""
+        program, passed, device = self._recorded, self._passed[batch], self._stream.device
+        at = program.at[index]
+        given, stores = passed.resolve(self._given(at, batch) | {0: None}, passed.values, device)
+        args, kwargs = split(given | {0: self.hidden[batch].to(device)})
+        mapped = self._stream.experts_in is not None
+        with widened(device, self._dtype, mapped), self._own_code():
+            out = self._stream.layers[index](*args, **kwargs)
+            if isinstance(out, Tensor) != program.steps[at].whole or program.outputs not in (1, len(out)):
+                raise Unsupported("return more than hidden states")
+            passed.fill(stores)
+            values = passed.values | dict(outputs_of(program.steps[at], out))
+            for i in program.between(index):
+                step = program.steps[i]
+                args, kwargs = split(passed.resolve(self._given(i, batch), values, device)[0])
+                assert step.function is not None
+                values |= outputs_of(step, step.function(*args, **kwargs))
+        following = program.hidden[index + 1] if index + 1 < len(program.at) else program.steps[at].made[0]
+        self._keep(batch, values[following])
+        needed = program.needed(values, index)
+        if index + 1 == len(program.at):
+            needed.pop(following, None)  # it is kept as hidden states
+        passed.values = {n: x.to("cpu") if isinstance(x, Tensor) else x for n, x in needed.items()}
 
 
 class _Buffer:

@@ -6,22 +6,26 @@ on row numbers. What is done with the codes is not decided here.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from moepack.pack.codec.affine import AffineMatrix
+from moepack.pack.codec.released import ReleasedMatrix
 from moepack.pack.errors import InputError
 
+from .experts import ExpertWeights, bits_of
 from .released import Encoded
 
 if TYPE_CHECKING:
-    from .skeleton import Parts
-    from .stream import StreamedModel
+    from .released.encoded import Get
+    from .skeleton import Parts, Skeleton
+
+Convert = Callable[[Mapping[str, Tensor], str, Sequence[int]], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class NativeWeight:
 
 
 @dataclass(frozen=True)
-class Placement:
+class RowPlaces:
     """Where the rows of a matrix come from: of each source in turn, the places that its rows have in the matrix."""
 
     sources: tuple[tuple[str, Encoded], ...]  # the checkpoint's weights, with only the experts of the matrix
@@ -60,20 +64,22 @@ class Placement:
                 rows = array.reshape(-1, array.shape[-1])
                 if name not in out:
                     out[name] = torch.empty(total, rows.shape[-1], dtype=rows.dtype)
-                bits(out[name])[places] = bits(rows)
+                indexable(out[name])[places] = indexable(rows)
         made = {name: array.reshape(*self.lead, array.shape[-1]) for name, array in out.items()}
         return NativeWeight(
             first.version, first.group, made["codes"], made["scale"], made.get("outer"), made.get("zeros")
         )
 
-    def restore(self, weight: NativeWeight) -> Iterator[dict[str, Tensor]]:
-        """Yield each source's tensors of the checkpoint, byte for byte, by their names."""
-        flat = {name: bits(a.reshape(-1, a.shape[-1])) for name, a in weight.arrays().items()}
+    def restore(self, weight: NativeWeight) -> dict[str, Tensor]:
+        """The sources' tensors of the checkpoint, byte for byte, by their names, without their leftovers."""
+        flat = {name: indexable(a.reshape(-1, a.shape[-1])) for name, a in weight.arrays().items()}
         own = weight.arrays()
+        out: dict[str, Tensor] = {}
         for (_, encoded), places in zip(self.sources, self.places, strict=True):
             batch = self._batch(encoded, len(places))
             read = {n: a[places].view(own[n].dtype).reshape(*batch, -1, a.shape[-1]) for n, a in flat.items()}
-            yield encoded.restore(**read)
+            out |= encoded.restore(**read)
+        return out
 
     @staticmethod
     def _batch(encoded: Encoded, rows: int) -> tuple[int, ...]:
@@ -82,16 +88,19 @@ class Placement:
         return (rows // math.prod((*batch[1:], each)), *batch[1:]) if batch else ()
 
 
-def bits(array: Tensor) -> Tensor:
+def indexable(array: Tensor) -> Tensor:
     """A view of an array that torch indexes: it does not index every dtype."""
     return array.view(torch.int16) if array.dtype == torch.uint16 else array
 
 
-def place(stream: StreamedModel, parameter: str, parts: Parts, experts: int | None, transposed: bool) -> Placement:
+def place(
+    stream: Skeleton, convert: Convert, parameter: str, parts: Parts, experts: int | None, transposed: bool
+) -> RowPlaces:
     """Find where the rows of `parts`, weights of the checkpoint, go in a parameter that holds `experts` of them.
 
-    Raises InputError if one of the weights is not encoded, if their encodings differ, or if the parameter is more or
-    less than their rows in another order.
+    `convert` makes of int64 tensors, by the names of the weights, the parameter in the shape given, and returns None if
+    it does not. Raises InputError if one of the weights is not encoded, if their encodings differ, or if the parameter
+    is more or less than their rows in another order.
     """
     name, known = stream.checkpoint.name, stream.checkpoint.encoded
     plain = [key for key in parts if key not in known]
@@ -115,36 +124,44 @@ def place(stream: StreamedModel, parameter: str, parts: Parts, experts: int | No
         shape[0] = experts
     cols = shape[-2 if transposed else -1]
     shape[-2 if transposed else -1] = 1
-    got = stream.convert_apart(tags, {parameter: shape}, torch.int64)
-    if not got or any(known[key].shape[-1] != cols for key in parts):
+    got = convert(tags, parameter, shape)
+    if got is None or any(known[key].shape[-1] != cols for key in parts):
         raise InputError(f"{name}: {parameter} keeps the columns of its weights in another order: not supported")
-    order = (got[parameter].mT if transposed else got[parameter])[..., 0]
+    order = (got.mT if transposed else got)[..., 0]
     places = torch.argsort(order.flatten())
     if not torch.equal(order.flatten()[places], torch.arange(total)):
         raise InputError(f"{name}: {parameter} is not the rows of its weights in another order: not supported")
     ends = [*list(begins.values())[1:], total]
     split = tuple(places[begins[key] : end] for key, end in zip(begins, ends, strict=True))
-    return Placement(tuple((key, known[key]) for key in parts), split, tuple(order.shape))
+    return RowPlaces(tuple((key, known[key]) for key in parts), split, tuple(order.shape))
 
 
-def read(stream: StreamedModel, placement: Placement, parts: Parts) -> NativeWeight:
-    """Read a matrix from the checkpoint, one source at a time."""
-    from .stream import LazyWeights
+def read(name: str, reader: Callable[[range | None], Get], placement: RowPlaces, parts: Parts) -> NativeWeight:
+    """Read a matrix, one source at a time. `reader` reads ranges of the tensors of the checkpoint called `name`."""
 
-    with contextlib.ExitStack() as stack:
-        weights = LazyWeights(stream.checkpoint, stack)
+    def arrays() -> Iterator[dict[str, Tensor | None]]:
+        for key, encoded in placement.sources:
+            get = reader(parts[key])
+            try:
+                own = {"codes": encoded.codes(get), "scale": encoded.scale(get)}
+                yield {**own, "outer": encoded.outer(get), "zeros": encoded.zeros(get)}
+            except InputError as error:
+                raise InputError(f"{name}: {error}") from None
 
-        def arrays() -> Iterator[dict[str, Tensor | None]]:
-            for key, encoded in placement.sources:
-                get = weights.reader(parts[key])
-                try:
-                    yield {
-                        "codes": encoded.codes(get),
-                        "scale": encoded.scale(get),
-                        "outer": encoded.outer(get),
-                        "zeros": encoded.zeros(get),
-                    }
-                except InputError as error:
-                    raise InputError(f"{stream.checkpoint.name}: {error}") from None
+    return placement.native(arrays())
 
-        return placement.native(arrays())
+
+def as_released(weight: NativeWeight, expert: int | None, bias: Tensor | None) -> AffineMatrix | ReleasedMatrix:
+    """A matrix and its bias, BF16 [rows], as `Version.encode` takes them; `expert` is None for a dense matrix."""
+    arrays = {k: (t if expert is None else t[expert]).numpy() for k, t in weight.arrays().items()}
+    codes, scale, raw = arrays["codes"], arrays["scale"], None if bias is None else bits_of(bias)
+    if "zeros" in arrays:
+        return AffineMatrix(codes, scale, arrays["zeros"], raw)
+    return ReleasedMatrix(codes, scale, arrays["outer"][:, 0] if "outer" in arrays else None, raw)
+
+
+def expert_as_released(
+    native: Sequence[NativeWeight], weights: ExpertWeights, expert: int
+) -> list[AffineMatrix | ReleasedMatrix]:
+    """An expert's matrices with its biases. `native` has its codes alone; `expert` is its index in `weights`."""
+    return [as_released(n, 0, weights.bias(expert, m)) for m, n in enumerate(native)]

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moepack.families.layouts import conversions_of
 from moepack.families.mtp import mtp_tensors
 from moepack.pack.errors import CODE_ERRORS, InputError, in_a_line
+from moepack.pack.spec import Version
 
 from .checkpoint import Checkpoint, native_version, source_dtype
 from .experts import describe, is_experts_module, parameter_names
@@ -78,7 +80,7 @@ class Skeleton:
         if not expert_sources:
             raise InputError(f"{self.checkpoint.name}: no tensor of the checkpoint belongs to an expert")
         self.expert_dtype = source_dtype(self.checkpoint, expert_sources)  # in the checkpoint, one of EXPERT_DTYPES
-        self.native = native_version(self.checkpoint, expert_sources)  # the version that keeps experts as released
+        self._native_sources = expert_sources
         for target, keys in self._targets.items():
             dtype = _TORCH_DTYPE.get(self.checkpoint.dtype(keys[0]))
             if dtype is not None and state[target].is_floating_point():
@@ -110,7 +112,7 @@ class Skeleton:
             target, _ = rename_source_key(key, renamings, converters, self.model.base_model_prefix, state)
             if target not in state and key in state:
                 target, _ = rename_source_key(key, [], [], self.model.base_model_prefix, state)
-            if target not in state:
+            if target not in state or self._is_past_the_last(target, key):
                 unused.append(key)
             elif target not in tied:
                 self._sources.setdefault(self.layer_of(target), []).append(key)
@@ -120,10 +122,16 @@ class Skeleton:
         self.unused = sorted(set(unused) - set(self.mtp))
         return any(len(c.target_patterns) > 1 for c in converters)
 
+    def _is_past_the_last(self, target: str, key: str) -> bool:
+        """Whether a tensor belongs to an expert without weights, for which some checkpoints have tensors."""
+        module = self.model.get_submodule(target.rpartition(".")[0])
+        numbers = re.findall(r"\.experts\.(\d+)\.", key) if getattr(module, "experts_without_weights", 0) else []
+        return bool(numbers) and int(numbers[-1]) >= module.num_experts
+
     def _mapping(self) -> list[Any]:
         from transformers.conversion_mapping import get_model_conversion_mapping
 
-        return list(get_model_conversion_mapping(self.model))
+        return [*get_model_conversion_mapping(self.model), *conversions_of(self.model)]
 
     def _materialise_buffers(self) -> None:
         """Compute rotary tables and other buffers that are not in checkpoints."""
@@ -134,6 +142,11 @@ class Skeleton:
             if names:
                 with torch.no_grad():
                     self.model._init_weights(module)
+
+    @property
+    def native(self) -> Version:
+        """The version that keeps the experts as released. Raises InputError if no version does."""
+        return native_version(self.checkpoint, self._native_sources)
 
     @property
     def loaded_dtype(self) -> torch.dtype:
@@ -162,10 +175,10 @@ class Skeleton:
         own = set(self._expert_parameters(part)) if part in self._experts else set()
         return [name for name in self.names(part) if name not in own]
 
-    def dense_rows(self, layer: int) -> int:
-        """The sum of the rows of a layer's Linears, without the experts'."""
-        modules = self.layers[layer].modules()
-        return sum(int(m.out_features) for m in modules if isinstance(m, torch.nn.Linear))
+    def dense_size(self, layer: int) -> tuple[int, int]:
+        """The sums of the rows and of the weights of a layer's Linears, without the experts'."""
+        found = [m for m in self.layers[layer].modules() if isinstance(m, torch.nn.Linear)]
+        return sum(m.out_features for m in found), sum(m.weight.numel() for m in found)
 
     def part_bytes(self, part: int | None) -> int:
         """Bytes of a part in memory after loading."""
@@ -224,23 +237,6 @@ class Skeleton:
     def weights_of(self, parameter: str) -> tuple[str, ...]:
         """The checkpoint's weights that a parameter or buffer is made of."""
         return tuple(self._targets.get(parameter, ()))
-
-    def expert_sources(self, layer: int) -> tuple[str, ...]:
-        """The checkpoint's weights that the parameters of a layer's experts are made of."""
-        return tuple(key for name in self._expert_parameters(layer) for key in self._targets.get(name, ()))
-
-    def bias_sources(self, layer: int) -> tuple[str | None, ...]:
-        """For each matrix of a layer's experts, the checkpoint's weight with the biases of all; None without biases.
-
-        Raises InputError if it is not one weight of their shape.
-        """
-        prefix, out = self._experts[layer], list[str | None]()
-        for _, bias in parameter_names(self.experts_module(layer)).values():
-            own = None if bias is None else self._own_sources([f"{prefix}.{bias}"])
-            if bias is not None and own is None:
-                raise InputError(f"{self.checkpoint.name}: {prefix}.{bias} is not stored as one tensor: not supported")
-            out.append(None if own is None else own[0])
-        return tuple(out)
 
     def _own_sources(self, names: Sequence[str]) -> list[str] | None:
         """The checkpoint weights of these tensors, one for each, of equal shape; None if the layout differs."""

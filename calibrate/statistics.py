@@ -39,11 +39,12 @@ def routing_statistics(observation: Observation, experts: int) -> dict[str, Tens
         here = slice(first, min(first + step, windows))
         rows = slice(here.start * length, here.stop * length)
         chosen, gate = observation.experts[rows].long(), observation.gates[rows]
-        hot = torch.zeros(len(chosen), experts).scatter_(1, chosen, 1.0)
-        by_window, gates = chosen.view(-1, length, top_k), gate.view(-1, length, top_k)
-        onehot = hot.view(-1, length, experts)
-        out["tokens"] += torch.bincount(chosen.flatten(), minlength=experts)
-        out["gate_sum"].scatter_add_(0, chosen.flatten(), gate.flatten())
+        hot = torch.zeros(len(chosen), experts + 1).scatter_(1, chosen, 1.0)[:, :experts]
+        gate = gate.masked_fill(chosen == experts, 0)
+        by_window, gates = chosen.clamp(max=experts - 1).view(-1, length, top_k), gate.view(-1, length, top_k)
+        onehot = hot.reshape(-1, length, experts)
+        out["tokens"] += torch.bincount(chosen.flatten(), minlength=experts)[:experts]
+        out["gate_sum"].scatter_add_(0, by_window.flatten(), gate.flatten())
         out["prefill_counts"][here] = onehot[:, :half].sum(1).to(torch.int32)
         out["decode_counts"][here] = onehot[:, half:].sum(1).to(torch.int32)
         out["prefill_gates"][here].scatter_add_(1, by_window[:, :half].flatten(1), gates[:, :half].flatten(1))

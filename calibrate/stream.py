@@ -21,7 +21,7 @@ from moepack.pack.errors import InputError
 from .checkpoint import Checkpoint
 from .experts import ExpertWeights, parameter_names
 from .held import empty, is_mapped, release
-from .native import NativeWeight, Placement, place, read
+from .native import NativeWeight, RowPlaces, place, read
 from .released import Encoded
 from .skeleton import Parts, Skeleton, set_tensor
 
@@ -91,14 +91,9 @@ class StreamedModel(Skeleton):
         lacks = info.mismatched_keys or info.conversion_errors or any(tensor.is_meta for tensor in got.values())
         return ({} if lacks else got), info
 
-    def convert_apart(
-        self, sources: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], dtype: torch.dtype
-    ) -> dict[str, Tensor]:
-        """What transformers' conversion makes of tensors in place of weights, without changing the model.
-
-        `shapes` are those of the parameters wanted; the result is empty if it makes others, or raises an error.
-        """
-        return self._apart(lambda: self._convert(sources), shapes, dtype)[0]
+    def _convert_apart(self, sources: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> Tensor | None:
+        """The parameter of this shape that tensors in place of weights make; None if they make another, or none."""
+        return self._apart(lambda: self._convert(sources), {name: shape}, torch.int64)[0].get(name)
 
     def _refuse(self, info: Any) -> None:
         """Raise InputError for weights that transformers reports it could not load."""
@@ -166,20 +161,23 @@ class StreamedModel(Skeleton):
         Rows keep the module's order, and columns are those of a Linear whichever way the module keeps them. Raises
         InputError for a matrix that has no such form, and for codes or scales that are no numbers.
         """
-        return tuple(read(self, placement, parts) for placement, parts in self._native_places(layer, some))
+        return tuple(self._read_native(placement, parts) for placement, parts in self._native_places(layer, some))
+
+    def native_places(self, layer: int, some: range) -> tuple[RowPlaces, ...]:
+        """Where the rows of the matrices of `native_experts` come from; they restore the checkpoint's tensors.
+
+        Of a tensor with all experts along its first axis, that is `some` of it.
+        """
+        return tuple(placement for placement, _ in self._native_places(layer, some))
 
     def write_back(self, layer: int, some: range, matrices: Sequence[NativeWeight]) -> dict[str, Tensor]:
-        """The inverse of `native_experts`: the checkpoint's tensors byte for byte, by name, without their leftovers.
-
-        Of a tensor with all experts along its first axis, it has `some`.
-        """
+        """The inverse of `native_experts`: the checkpoint's tensors byte for byte, by name, without their leftovers."""
         out: dict[str, Tensor] = {}
-        for (placement, _), matrix in zip(self._native_places(layer, some), matrices, strict=True):
-            for tensors in placement.restore(matrix):
-                out |= tensors
+        for placement, matrix in zip(self.native_places(layer, some), matrices, strict=True):
+            out |= placement.restore(matrix)
         return out
 
-    def _native_places(self, layer: int, some: range) -> Iterator[tuple[Placement, Parts]]:
+    def _native_places(self, layer: int, some: range) -> Iterator[tuple[RowPlaces, Parts]]:
         module, prefix = self.experts_module(layer), self._experts[layer]
         parts = self._expert_parts(layer, some)
         if parts is None:
@@ -187,7 +185,7 @@ class StreamedModel(Skeleton):
         for weight, _ in parameter_names(module).values():
             name = f"{prefix}.{weight}"
             own = {key: parts[key] for key in self._targets.get(name, []) if key in parts}
-            yield place(self, name, own, len(some), bool(module.is_transposed)), own
+            yield place(self, self._convert_apart, name, own, len(some), bool(module.is_transposed)), own
 
     def native_dense(self, module: str) -> NativeWeight | None:
         """A Linear's weight as the checkpoint's codes and scales, [rows, ..]; None if the checkpoint has none.
@@ -195,21 +193,25 @@ class StreamedModel(Skeleton):
         Raises InputError as `native_experts` does.
         """
         parts = self._dense_parts(module)
-        return None if parts is None else read(self, place(self, f"{module}.weight", parts, None, False), parts)
+        return None if parts is None else self._read_native(self._dense_places(module, parts), parts)
 
     def write_back_dense(self, module: str, weight: NativeWeight) -> dict[str, Tensor]:
         """The inverse of `native_dense`: the checkpoint's tensors byte for byte, by name, without their leftovers."""
         parts = self._dense_parts(module)
-        assert parts is not None
-        out: dict[str, Tensor] = {}
-        for tensors in place(self, f"{module}.weight", parts, None, False).restore(weight):
-            out |= tensors
-        return out
+        assert parts is not None, f"{module} is not stored as codes and scales"
+        return self._dense_places(module, parts).restore(weight)
 
     def _dense_parts(self, module: str) -> Parts | None:
         """The weights that a Linear's is made of; None unless all of them are encoded."""
         keys = self._targets.get(f"{module}.weight", [])
         return dict.fromkeys(keys) if keys and all(k in self.checkpoint.encoded for k in keys) else None
+
+    def _dense_places(self, module: str, parts: Parts) -> RowPlaces:
+        return place(self, self._convert_apart, f"{module}.weight", parts, None, False)
+
+    def _read_native(self, placement: RowPlaces, parts: Parts) -> NativeWeight:
+        with contextlib.ExitStack() as stack:
+            return read(self.checkpoint.name, LazyWeights(self.checkpoint, stack).reader, placement, parts)
 
     def expert_files(self, layer: int, some: range) -> set[str]:
         """The files that `experts` reads."""

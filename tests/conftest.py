@@ -55,6 +55,7 @@ allocation: {average_bits: 3}
 SLOW = (
     "benchmarks/test_peers",
     "docs/test_commands", "moepack/pipeline/test_add", "moepack/pipeline/test_build", "moepack/pipeline/test_enough",
+    "moepack/pipeline/test_outline",
     "moepack/pipeline/test_ray", "moepack/pipeline/test_identity.py::test_kills",
     "moepack/pipeline/test_identity.py::test_a_killed_layer", "moepack/pipeline/test_identity.py::test_losses_of",
     "moepack/pipeline/test_executors.py::test_batches",

@@ -286,7 +286,32 @@ def policies() -> Any:
     return figure
 
 
-PICTURES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (bundle, bits, budgets, peers, policies)}
+def released() -> Any:
+    """Bundles of released models that hold one version of every expert: GB on a logarithmic axis."""
+    import matplotlib.pyplot as plt
+
+    rows = results("sizes")["rows"]
+    figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")
+    _plain(axis)
+    axis.grid(axis="y", visible=False)
+    axis.grid(axis="x", color="#e4e1da")
+    axis.set_xscale("log")
+    marks = {"bf16": "o", "native": "D", "w4": "o", "w3": "o", "w2": "o"}
+    for name, mark in marks.items():
+        colour, face = (THIRD, THIRD) if name == "native" else (VERSIONS[name], PAPER if name == "bf16" else None)
+        label = {"bf16": "lossless BF16", "native": "as released"}.get(name, name)
+        whole = [r["beside, GB"] + r[f"experts {name}, GB"] for r in rows]
+        axis.plot(whole, range(len(rows)), mark, color=colour, markerfacecolor=face or colour, markeredgewidth=2,
+                  markersize=9, label=label)  # fmt: skip
+    axis.set_yticks(range(len(rows)), [f"{r['model']}\n{r['native'].upper()}" for r in rows], fontsize=11)
+    axis.set_xticks([10, 30, 100, 300, 1000], ["10", "30", "100", "300", "1,000"])
+    axis.set(xlim=(7, 2200), ylim=(-0.6, len(rows) - 0.4))
+    axis.set_title("Bundle with one version of every expert, GB", fontsize=15, color=INK, loc="left", weight="bold")
+    axis.legend(fontsize=12, frameon=False, labelcolor=INK, loc="lower right")
+    return figure
+
+
+PICTURES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (bundle, bits, budgets, peers, policies, released)}
 
 
 def draw(out: Path, png: bool = False) -> list[Path]:

@@ -28,11 +28,18 @@ import torch
 from benchmarks.common import EXAMPLES, Target, arguments, finish
 from moepack.pack.spec import Matrix
 
-from .layers import SHAPES, VERSIONS, Layer, Module, Pool, routed, torch_forward
+from .layers import RELEASED, SHAPES, VERSIONS, Layer, Module, Pool, routed, torch_forward
 
 CACHES = 512 << 20  # bytes of experts that decode walks through: more than a server's last-level cache
 # must hold, ambition
 SPEEDUP = {"w8": (1.2, 1.8), "w4": (1.5, 2.5), "w3": (1.5, 2.5), "w2": (2.0, 4.0), "w1": (2.0, 4.0)}
+
+BESIDE = {
+    "mxfp4": "w4",
+    "nvfp4": "w4",
+    "fp8": "bf16",
+    "mxfp8": "bf16",
+}  # whose time a byte a released version is held to
 
 
 def measure(shape: str, tokens: int, runs: int, caches: int, mixed: bool, pages: str) -> list[dict[str, Any]]:
@@ -51,7 +58,7 @@ def measure(shape: str, tokens: int, runs: int, caches: int, mixed: bool, pages:
     x = torch.randn(tokens, hidden, generator=generator).bfloat16()
     gates = torch.full(index.shape, 1 / top_k)
     pools = {}
-    for v in VERSIONS:
+    for v in (*VERSIONS, *RELEASED):
         least = len(used) * 2 if tokens < 64 else len(used)
         size = v.resident_size(matrices)
         pools[v.name] = Pool(matrices, v, max(least, min(caches // size, 40 * least)), pages)
@@ -106,7 +113,7 @@ def measure(shape: str, tokens: int, runs: int, caches: int, mixed: bool, pages:
         work[name] = layer_of([name] * len(used))
         work[f"read {name}"] = reading(pool)
     if mixed:
-        names = itertools.cycle(pools)
+        names = itertools.cycle([v.name for v in VERSIONS])
         spread = [next(names) for _ in used]
         work["mixed"] = layer_of(spread)
     work["torch"] = torch_run()
@@ -119,6 +126,9 @@ def measure(shape: str, tokens: int, runs: int, caches: int, mixed: bool, pages:
     for name, pool in pools.items():
         rows.append(_row(shape, name, tokens, seconds[name], seconds["torch"], seconds[f"read {name}"]))
         rows[-1]["MB"] = pool.size * len(used) / 1e6
+        if (peer := BESIDE.get(name)) is not None:
+            own, others = seconds[name] / pool.size, seconds[peer] / pools[peer].size
+            rows[-1]["a byte's time over"] = own / others
         if tokens >= 64 and not pool.version.plain:
             theirs = seconds["torch"] + len(used) * dequantised(matrices, pool)
             rows[-1]["over dequantise"] = theirs / seconds[name]
@@ -230,6 +240,9 @@ def judged(rows: Sequence[dict[str, Any]]) -> list[Target]:
             targets.append(Target(f"{name}: over torch's BF16, ambition", r["speed-up"], ambition, "higher"))
             targets.append(Target(f"{name}: time over the bytes floor", r["over floor"], 2.0, "lower"))
             targets.append(Target(f"{name}: time over the bytes floor, ambition", r["over floor"], 1.3, "lower"))
+        if r["tokens"] == 1 and r["version"] in BESIDE:
+            label = f"{name}: time a byte over {BESIDE[r['version']]}'s"
+            targets.append(Target(label, r["a byte's time over"], 1.1, "lower"))
         if r["version"] == "mixed":
             targets.append(Target(f"{name}: time over the uniform layers'", r["over uniform"], 1.15, "lower"))
         if r["tokens"] >= 64 and r["version"] in SPEEDUP:
@@ -265,7 +278,8 @@ def main() -> None:
             rows, targets = rows + on_gpu, targets + wanted
     more, held = end_to_end(args.checkpoint, 2 if args.quick else 7, ("bf16", "w4", "w2", "w1"))
     columns = ["shape", "version", "tokens", "MB", "ours us", "torch BF16 us", "bytes floor us", "speed-up",
-               "over floor", "over uniform", "over dequantise", "decode tokens/s", "prefill tokens/s"]  # fmt: skip
+               "over floor", "a byte's time over", "over uniform", "over dequantise", "decode tokens/s",
+               "prefill tokens/s"]  # fmt: skip
     pool = f"{args.threads} threads ({'torch' if openmp else 'own'} pool)"
     title = f"experts' forward, {LEVELS[level]}, {pool}, {args.pages} pages"
     finish(title, columns, rows + more, targets + held, args.json)

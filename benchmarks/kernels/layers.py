@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from moepack.pack.codec.affine import AffineMatrix
+from moepack.pack.codec.released import CODES, ReleasedMatrix
 from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.kernels.forms import handle
 from moepack.runtime.kernels.reference import plain_weights, sections_of
@@ -23,6 +24,7 @@ SHAPES = {  # hidden, intermediate, experts, top_k
     "Mixtral-8x7B": (4096, 14336, 8, 2),
 }
 VERSIONS = (Version.of("bf16"), *(Version.of(f"w{bits}", 128) for bits in (8, 4, 3, 2, 1)))
+RELEASED = tuple(Version.of(name) for name in ("mxfp4", "nvfp4", "fp8", "mxfp8"))  # which a GPU does not run yet
 HUGE = 2 << 20
 
 
@@ -56,11 +58,30 @@ class Pool:
         return len(self.memory)
 
 
-def _random(m: Matrix, version: Version, rng: np.random.Generator) -> AffineMatrix:
+def _random(m: Matrix, version: Version, rng: np.random.Generator) -> AffineMatrix | ReleasedMatrix:
+    if version.zero == "none":
+        return _released(m, version, rng)
     shape = (m.rows, -(-m.cols // version.group_size))
     scale = torch.from_numpy(rng.uniform(0.005, 0.01, shape)).bfloat16().view(torch.uint16).numpy()
     zero = rng.integers(64, 192, shape).astype(np.uint8) if version.zero == "stored" else None
     return AffineMatrix(rng.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8), scale, zero)
+
+
+def _released(m: Matrix, version: Version, rng: np.random.Generator) -> ReleasedMatrix:
+    """Normal weights in FP4 or FP8 codes, whose greatest of a group is the greatest code; scales of one size."""
+    values = CODES[version.bits].copy()
+    values[~np.isfinite(values)] = 1e9
+    order = np.argsort(values, kind="stable")
+    middles = (values[order][1:] + values[order][:-1]) / 2
+    drawn = rng.standard_normal((m.rows, m.cols), np.float32) * np.float32(2 if version.bits == 4 else 100)
+    codes = order[np.searchsorted(middles, drawn)].astype(np.uint8)
+    shape = (m.rows, -(-m.cols // version.group_size))
+    if version.scale_dtype == "F32":
+        scale = np.full(shape, 2e-4, np.float32)
+    else:
+        scale = np.full(shape, 120 if version.scale_dtype == "F8_E8M0" else 0x48, np.uint8)
+    outer = np.full(m.rows, 5e-3, np.float32) if version.name == "nvfp4" else None
+    return ReleasedMatrix(codes, scale, outer)
 
 
 class Layer:
@@ -72,8 +93,8 @@ class Layer:
         self.of = self
         self.layer = ExpertLayer(0, "experts", experts, matrices)
         self.device = torch.device("cpu")
-        self.native = LayerForms(matrices, VERSIONS)
-        self.versions = VERSIONS
+        self.versions = (*VERSIONS, *RELEASED)
+        self.native = LayerForms(matrices, self.versions)
         self.table = np.zeros(experts, np.uint64)
         self.handles: list[Any] = [None] * experts
         self._made: dict[tuple[str, int], Any] = {}

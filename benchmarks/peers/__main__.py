@@ -1,7 +1,8 @@
 """moepack beside llama.cpp and kt-kernel on a CPU, in one run.
 
-    python -m benchmarks.peers [--threads N ...] [--shape NAME ...] [--checkpoint MODEL ...] [--calibration FILE]
-                               [--data FILE] [--only layers|models|quality ...] [--work DIR] [--install]
+    python -m benchmarks.peers [--threads N ...] [--shape NAME ...] [--version NAME ...] [--checkpoint MODEL ...]
+                               [--calibration FILE] [--data FILE] [--only layers|models|quality ...]
+                               [--work DIR] [--install]
 
 llama-cpp-python, compiled for this processor without BLAS, and kt-kernel are installed into environments of their own,
 under the user's cache, when they are not there; `--install` does no more, and `--quick` installs nothing.
@@ -32,7 +33,7 @@ from typing import Any
 from benchmarks.common import EXAMPLES, arguments, finish, show
 
 from . import environments
-from .generated import FULL, QUICK, VERSIONS, prepare
+from .generated import FULL, QUICK, prepare
 from .gguf_layout import MIXES
 from .judge import judged
 from .worker import PeerError, Worker
@@ -97,6 +98,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--threads", action="append", type=int, help="default: 1 and 2")
     parser.add_argument("--shape", action="append", choices=LAYERS, help="of layers; default: all")
+    parser.add_argument("--version", action="append", help="moepack's, of layers; default: all that have a peer")
     parser.add_argument("--checkpoint", action="append", type=Path, help="default: examples/mini-qwen3-moe")
     parser.add_argument("--calibration", action="append", help="text to make moments from")
     parser.add_argument("--data", action="append", help="text to measure on")
@@ -161,7 +163,7 @@ def _layers(workers: dict[str, Worker], args: Any, threads: int, scratch: Path) 
     pool = layers.CACHES // 4 if args.quick else layers.CACHES
     rows = []
     for shape in shapes:
-        known = [v for v in VERSIONS if v in _versions()]
+        known = [v for v in args.version or layers.VERSIONS if v in _versions()]
         described = (shape, SHAPES[shape])
         rows += layers.measure(workers, described, known, args.group_size, tokens, seconds, scratch, threads, pool)
     return rows

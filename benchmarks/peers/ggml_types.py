@@ -49,5 +49,6 @@ TYPES = {
         GgmlType("IQ2_XS", 17, 256, 74), GgmlType("IQ3_XXS", 18, 256, 98), GgmlType("IQ1_S", 19, 256, 50),
         GgmlType("IQ4_NL", 20, 32, 18), GgmlType("IQ3_S", 21, 256, 110), GgmlType("IQ2_S", 22, 256, 82),
         GgmlType("IQ4_XS", 23, 256, 136), GgmlType("BF16", 30, 1, 2), GgmlType("MXFP4", 39, 32, 17),
+        GgmlType("NVFP4", 40, 64, 36),
     )
 }  # fmt: skip

@@ -14,6 +14,7 @@ from .worker import PeerError, Worker
 
 CACHES = 512 << 20  # bytes of experts that passes walk through: more than a server's last-level cache
 TOKENS = (1, 16, 512)
+VERSIONS = ("bf16", "w8", "w4", "w2", "mxfp4", "nvfp4")  # moepack's, beside which something stands
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,10 @@ def groups(hidden: int, inner: int, versions: Sequence[str]) -> dict[str, list[S
         + [Side("kt-kernel", "Q4_K")] * k
         + [Side("kt-kernel", "RAWINT4")],
         "w2": ([Side("llama.cpp", "Q2_K", "repacked"), Side("llama.cpp", "Q2_K", "plain")] if k else []),
+        "mxfp4": [Side("llama.cpp", "MXFP4", "repacked"), Side("llama.cpp", "MXFP4", "plain")],
+        "nvfp4": [Side("llama.cpp", "NVFP4", "repacked"), Side("llama.cpp", "NVFP4", "plain")],
     }
-    return {v: [Side("moepack", v), *peers[v]] for v in ("bf16", "w8", "w4", "w2") if v in versions}
+    return {v: [Side("moepack", v), *peers[v]] for v in VERSIONS if v in versions}
 
 
 def routing(tokens: int, experts: int, top_k: int) -> tuple[list[list[int]], int]:

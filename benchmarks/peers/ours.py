@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.kernels.layers import Module, Pool
 from moepack.families.arguments import with_cache
-from moepack.pack.spec import ExpertLayer, Matrix, Version, version_names
+from moepack.pack.spec import ExpertLayer, Matrix, Version, encoding_of, version_names
 from moepack.runtime.experts import backends
 from moepack.runtime.experts.cpu import forward
 from moepack.runtime.experts.handles import LayerCall
@@ -56,7 +56,7 @@ def open_layer(key: str, version: str, group_size: int, sizes: Sequence[int], po
         raise LookupError(f"this moepack has no {version}")
     hidden, inner, least = sizes
     matrices = (Matrix("gate_up", 2 * inner, hidden), Matrix("down", hidden, inner))
-    kind = Version.of(version, group_size)
+    kind = Version.of(version, group_size if group_size in encoding_of(version).group_sizes else 0)
     size = Pool(matrices, kind, 1, "huge").size
     made = Layer(matrices, Pool(matrices, kind, max(least, -(-pool // size)), "huge"))
     _layers[key] = made

@@ -14,6 +14,7 @@ DOCUMENTS = (
     ROOT / "README.md",
     *sorted((ROOT / "docs" / "benchmarks").glob("*.md")),
     ROOT / "docs" / "families.md",
+    ROOT / "docs" / "formats.md",
     ROOT / "docs" / "papers.md",
     ROOT / "docs" / "policies.md",
     ROOT / "docs" / "reliability.md",

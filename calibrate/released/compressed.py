@@ -19,7 +19,7 @@ SCALES = {"BF16": "", "F16": "fp16"}  # dtypes of the scales of integers, and wh
 
 
 @dataclass(frozen=True)
-class Group:
+class ConfigGroup:
     """A config group that quantises weights."""
 
     targets: tuple[str, ...]  # names of modules, "re:" and an expression for them, or names of classes
@@ -51,7 +51,7 @@ def read(document: Mapping[str, Any], quantization: Mapping[str, Any]) -> Any:
     return partial(find, made)
 
 
-def _group(group: Mapping[str, Any], default: Any) -> Group:
+def _group(group: Mapping[str, Any], default: Any) -> ConfigGroup:
     targets, weights = group.get("targets"), group["weights"]
     if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets) or not isinstance(weights, dict):
         raise InputError("has a config group without targets")
@@ -67,10 +67,10 @@ def _group(group: Mapping[str, Any], default: Any) -> Group:
     option(weights, "num_bits", bits, 8)
     if kind == "float":
         option(weights, "symmetric", (True,), True)
-    return Group(tuple(targets), _signed if (form, kind) == ("naive-quantized", "int") else make, weights)
+    return ConfigGroup(tuple(targets), _signed if (form, kind) == ("naive-quantized", "int") else make, weights)
 
 
-def find(groups: list[Group], tensors: Tensors) -> Iterator[tuple[str, Encoded]]:
+def find(groups: list[ConfigGroup], tensors: Tensors) -> Iterator[tuple[str, Encoded]]:
     """Weights with a `weight_packed`, or with a `weight_scale`; others are stored as they are, in `ignore` or not."""
     for name in tensors:
         if name.endswith(".weight_packed"):

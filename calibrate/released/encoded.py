@@ -1,15 +1,14 @@
 """A weight held by several tensors of a checkpoint: read as codes and scales, decoded, and restored byte for byte.
 
-It needs no header: what it must know of the tensors can be kept as JSON. Which tensors belong together, the formats'
-modules decide.
+Which tensors belong together, the formats' modules decide.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from moepack.pack.errors import InputError
 from moepack.pack.safetensors_file import DTYPES
@@ -25,7 +24,7 @@ Get = Callable[[str], "Tensor"]  # reads a tensor of the checkpoint by its name,
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StoredPart:
     """A stored tensor: its name, its dtype by the name in safetensors, and its shape."""
 
     name: str
@@ -51,10 +50,10 @@ class Encoded:
     # How the codes lie in their tensor: "plain" [..., rows, cols], "blocks" [..., rows, groups, 16], "gptq" and "awq"
     # transposed in words, "signed" int8.
     packing: str
-    codes_in: Part
-    scale_in: Part
-    zeros_in: Part | None = None
-    outer_in: Part | None = None
+    codes_in: StoredPart
+    scale_in: StoredPart
+    zeros_in: StoredPart | None = None
+    outer_in: StoredPart | None = None
     g_idx: str | None = None  # the name of the columns' groups, which must be in order
     # Rows that share a scale; 0: all of them.
     block_rows: int = 1
@@ -89,19 +88,6 @@ class Encoded:
     def names(self) -> tuple[str, ...]:
         """Names of all of the checkpoint's tensors that belong to the weight."""
         return (*self.stored, *self.leftovers)
-
-    def facts(self) -> dict[str, Any]:
-        """What `from_facts` needs to make this again; a JSON object."""
-        return {name: value for name, value in asdict(self).items() if value not in (None, ())}
-
-    @staticmethod
-    def from_facts(facts: Mapping[str, Any]) -> Encoded:
-        """The inverse of `facts`, also after JSON made lists of its tuples."""
-        known: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in facts.items()}
-        for name in ("codes_in", "scale_in", "zeros_in", "outer_in"):
-            if (part := known.get(name)) is not None:
-                known[name] = Part(part["name"], part["dtype"], tuple(part["shape"]))
-        return Encoded(**known)
 
     def codes(self, get: Get) -> Tensor:
         """The codes, uint8 [..., rows, cols], one a byte. Raises InputError for a NaN, or groups out of order."""
@@ -229,7 +215,7 @@ class Encoded:
             out[part.name] = self._like(outer[..., :1, :].to(part.torch_dtype), part, batch)
         return out
 
-    def _like(self, tensor: Tensor, part: Part, batch: tuple[int, ...]) -> Tensor:
+    def _like(self, tensor: Tensor, part: StoredPart, batch: tuple[int, ...]) -> Tensor:
         """A tensor's bits in a part's dtype and shape."""
         shape = (*batch, *part.shape[len(batch) :])
         return tensor.contiguous().view(part.torch_dtype).reshape(shape).contiguous()

@@ -31,9 +31,11 @@ def read_scheme(where: object, document: Mapping[str, Any]) -> Scheme | None:
 
     Raises InputError for a format, or an option of it, that moepack does not read.
     """
-    quantization = document.get("quantization_config")
+    quantization = quantization_of(document)
     if not quantization:
         return None
+    if isinstance(quantization, str):
+        quantization = {"quant_method": quantization}
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     make = _METHODS.get(method) if isinstance(method, str) else None
     if make is None:
@@ -43,6 +45,13 @@ def read_scheme(where: object, document: Mapping[str, Any]) -> Scheme | None:
         return make(document, quantization)
     except InputError as error:
         raise InputError(f"{where}: quantization_config {error}") from None
+
+
+def quantization_of(document: Mapping[str, Any]) -> Any:
+    """A config.json's `quantization_config`, which models with a tower may have in `text_config` (Kimi-K2.5)."""
+    text = document.get("text_config")
+    own = text.get("quantization_config") if isinstance(text, dict) else None
+    return document.get("quantization_config") or own
 
 
 def find_encoded(where: object, scheme: Scheme | None, tensors: Mapping[str, TensorEntry]) -> dict[str, Encoded]:

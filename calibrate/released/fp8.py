@@ -8,7 +8,7 @@ from typing import Any
 
 from moepack.pack.errors import InputError
 
-from .encoded import Encoded, Part
+from .encoded import Encoded, StoredPart
 from .parts import ACTIVATIONS, FLOATS, Shape, Tensors, need, option, part, there
 
 MX = 32  # columns of a scale of MXFP8 and MXFP4
@@ -64,7 +64,7 @@ def leftovers(tensors: Tensors, name: str) -> tuple[str, ...]:
     return there(tensors, name.removesuffix(".weight"), ACTIVATIONS) if name.endswith(".weight") else ()
 
 
-def fp8(tensors: Tensors, codes: Part, scale: str, block: tuple[int, int] | None) -> Encoded:
+def fp8(tensors: Tensors, codes: StoredPart, scale: str, block: tuple[int, int] | None) -> Encoded:
     """A weight in FP8 with scales in blocks of (rows, columns), or without `block` a scale a tensor or row."""
     *batch, rows, cols = codes.shape
     rest = leftovers(tensors, codes.name)
@@ -81,7 +81,7 @@ def fp8(tensors: Tensors, codes: Part, scale: str, block: tuple[int, int] | None
     return Encoded(version, block[1], codes.shape, "plain", codes, found, block_rows=block[0], leftovers=rest)
 
 
-def _mxfp4(tensors: Tensors, codes: Part, scale: str) -> Encoded:
+def _mxfp4(tensors: Tensors, codes: StoredPart, scale: str) -> Encoded:
     *lead, half = codes.shape
     found = need(tensors, scale, ("F8_E8M0", "U8"), [(*lead, -(-2 * half // MX))], codes)
     rest = leftovers(tensors, codes.name)

@@ -9,7 +9,7 @@ from typing import Any
 from moepack.pack.errors import InputError
 
 from .compressed import SCALES
-from .encoded import Encoded, Part
+from .encoded import Encoded, StoredPart
 from .parts import Shape, Tensors, group_size, need, option, part, there
 
 _SUFFIX = ".qweight"
@@ -56,7 +56,7 @@ def find_awq(group: int, tensors: Tensors) -> Iterator[tuple[str, Encoded]]:
         yield f"{module}.weight", Encoded(f"int4{SCALES[scale.dtype]}", group, shape, "awq", codes, scale, zeros)
 
 
-def _modules(tensors: Tensors) -> Iterator[tuple[str, Part]]:
+def _modules(tensors: Tensors) -> Iterator[tuple[str, StoredPart]]:
     for name in tensors:
         if name.endswith(_SUFFIX):
             codes = part(tensors, name, (2,))
@@ -65,7 +65,9 @@ def _modules(tensors: Tensors) -> Iterator[tuple[str, Part]]:
             yield name.removesuffix(_SUFFIX), codes
 
 
-def _beside(tensors: Tensors, module: str, codes: Part, shape: Shape, group: int, bits: int) -> tuple[Part, Part]:
+def _beside(
+    tensors: Tensors, module: str, codes: StoredPart, shape: Shape, group: int, bits: int
+) -> tuple[StoredPart, StoredPart]:
     """The scales and zero points of a weight of this shape."""
     rows, cols = shape
     groups = -(-cols // group) if group else 1

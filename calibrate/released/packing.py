@@ -32,7 +32,7 @@ def pack(codes: Tensor, bits: int, words: dtype) -> Tensor:
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % per_word))
     if bits == 4:
         codes = codes[..., 0::2] | codes[..., 1::2] << 4
-    return codes.contiguous().view(words)
+    return codes.flatten().view(words).reshape(*codes.shape[:-1], -1)  # one row may have strides that words do not
 
 
 def awq_order(codes: Tensor, inverse: bool = False) -> Tensor:
@@ -41,5 +41,4 @@ def awq_order(codes: Tensor, inverse: bool = False) -> Tensor:
 
     order = torch.tensor(AWQ_ORDER)
     at = order if inverse else torch.argsort(order)
-    words: Tensor = codes.unflatten(-1, (-1, len(AWQ_ORDER)))
-    return words[..., at].flatten(-2)
+    return codes.reshape(*codes.shape[:-1], -1, len(AWQ_ORDER))[..., at].flatten(-2)

@@ -8,7 +8,7 @@ from typing import Any
 from moepack.pack.errors import InputError
 from moepack.pack.safetensors_file import TensorEntry
 
-from .encoded import Part
+from .encoded import StoredPart
 
 Tensors = Mapping[str, TensorEntry]
 Shape = tuple[int, ...]
@@ -17,7 +17,7 @@ FLOATS = ("F32", "BF16", "F16")
 ACTIVATIONS = ("input_scale", "activation_scale", "input_global_scale", "input_zero_point", "act_scale")
 
 
-def need(tensors: Tensors, name: str, dtypes: Sequence[str], shapes: Iterable[Shape], of: Part) -> Part:
+def need(tensors: Tensors, name: str, dtypes: Sequence[str], shapes: Iterable[Shape], of: StoredPart) -> StoredPart:
     """The part `name` of the weight whose codes are `of`, with one of these dtypes and shapes."""
     entry = tensors.get(name)
     if entry is None:
@@ -27,16 +27,16 @@ def need(tensors: Tensors, name: str, dtypes: Sequence[str], shapes: Iterable[Sh
         wanted = f"{' or '.join(dtypes)} {' or '.join(str(list(s)) for s in allowed)}"
         got = f"{entry.dtype} {list(entry.shape)}"
         raise InputError(f"{name} is {got}; {of.name} {of.dtype} {list(of.shape)} needs {wanted}")
-    return Part(name, entry.dtype, entry.shape)
+    return StoredPart(name, entry.dtype, entry.shape)
 
 
-def part(tensors: Tensors, name: str, ranks: Sequence[int] = (2, 3)) -> Part:
+def part(tensors: Tensors, name: str, ranks: Sequence[int] = (2, 3)) -> StoredPart:
     """The codes `name`, of one of these numbers of dimensions and not empty."""
     entry = tensors[name]
     if len(entry.shape) not in ranks or 0 in entry.shape:
         wanted = " or ".join(map(str, ranks))
         raise InputError(f"{name} has shape {list(entry.shape)}; codes have {wanted} dimensions and are not empty")
-    return Part(name, entry.dtype, entry.shape)
+    return StoredPart(name, entry.dtype, entry.shape)
 
 
 def there(tensors: Tensors, module: str, names: Iterable[str]) -> tuple[str, ...]:

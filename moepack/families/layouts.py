@@ -1,4 +1,4 @@
-"""Adapt experts that transformers does not run through its experts interface.
+"""Adapt experts that transformers does not run through its experts interface, or that a layer has beside others.
 
 `LAYOUTS` maps their classes to the files here that adapt them. Other models stay unchanged.
 """
@@ -8,8 +8,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-# Class of a module -> file here; its `behind_interface(module)` changes the class to one that the interface runs.
-LAYOUTS = {"transformers.models.llama4.modeling_llama4.Llama4TextMoe": "llama4"}
+_MODELS = "transformers.models"
+# Class of a module -> file here; its `behind_interface(module, config)` changes the module to one that the interface
+# runs. "interface" serves experts that differ from the interface's own by nothing but their code.
+LAYOUTS = {
+    f"{_MODELS}.dbrx.modeling_dbrx.DbrxExperts": "dbrx",
+    f"{_MODELS}.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe.Ernie4_5_VLMoeMoeBlock": "ernie4_5_vl_moe",
+    f"{_MODELS}.llama4.modeling_llama4.Llama4TextMoe": "llama4",
+    f"{_MODELS}.longcat_flash.modeling_longcat_flash.LongcatFlashExperts": "longcat_flash",
+    f"{_MODELS}.step3p7.modeling_step3p7.Step3p7Experts": "interface",
+}
 
 
 def adapt(model: Any) -> None:
@@ -18,7 +26,28 @@ def adapt(model: Any) -> None:
     Raises:
         InputError: for a configuration that is not supported.
     """
-    for module in model.modules():
+    conversions: list[Any] = []
+    for name, module in list(model.named_modules()):
         kind = type(module)
-        if (file := LAYOUTS.get(f"{kind.__module__}.{kind.__qualname__}")) is not None:
-            import_module(f".{file}", __package__).behind_interface(module)
+        if (file := LAYOUTS.get(f"{kind.__module__}.{kind.__qualname__}")) is None:
+            continue
+        family = import_module(f".{file}", __package__)
+        family.behind_interface(module, _config(model, name))
+        if not conversions and hasattr(family, "conversions"):
+            conversions = family.conversions(module)
+            model._moepack_conversions = conversions
+
+
+def conversions_of(model: Any) -> list[Any]:
+    """What transformers' loader must do, beside its own conversions, to fill an adapted model from a checkpoint."""
+    return list(getattr(model, "_moepack_conversions", ()))
+
+
+def _config(model: Any, name: str) -> Any:
+    """The configuration of the nearest module around one that has a model's configuration."""
+    while name:
+        name = name.rpartition(".")[0]
+        config = getattr(model.get_submodule(name), "config", None)
+        if hasattr(config, "_experts_implementation_internal"):
+            return config
+    return getattr(model, "config", None)

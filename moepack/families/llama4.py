@@ -11,31 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate, grouped_mm_experts_forward
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
-from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4TextMoe
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 from moepack.pack.errors import InputError
+
+from .interface import behind_interface as behind
 
 # transformers 5.24.0 reads this attribute of the text model's output, which lacks it: passes over text alone fail.
 if not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):
     MoeCausalLMOutputWithPast.image_outputs = None
-
-
-class Experts(Llama4TextExperts):
-    """Llama-4's experts, called as in other families."""
-
-    has_gate, has_bias, has_post_expert_norm = True, False, False
-    is_transposed, is_concatenated = True, True
-    _is_expert_parallel = False
-    _apply_gate = _default_apply_gate
-    config: Any
-
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:  # type: ignore[override]
-        """Run the experts on [tokens, hidden] by the router's choice [tokens, 1]; return [tokens, hidden]."""
-        run = ALL_EXPERTS_FUNCTIONS.get_interface(self.config._experts_implementation, grouped_mm_experts_forward)
-        out: Tensor = run(self, hidden_states, top_k_index, top_k_weights)
-        return out
 
 
 class Moe(Llama4TextMoe):
@@ -54,7 +39,7 @@ class Moe(Llama4TextMoe):
         return out, logits
 
 
-def behind_interface(block: Any) -> None:
+def behind_interface(block: Any, config: Any) -> None:
     """Change the classes of a Llama-4 block and its experts, so that it calls them through the interface.
 
     Raises:
@@ -62,5 +47,5 @@ def behind_interface(block: Any) -> None:
     """
     if block.top_k != 1:
         raise InputError(f"llama4_text with num_experts_per_tok {block.top_k} is not supported: only 1 is")
-    block.__class__, block.experts.__class__ = Moe, Experts
-    block.experts.config = block.shared_expert.config
+    block.__class__ = Moe
+    behind(block.experts, config, is_transposed=True)

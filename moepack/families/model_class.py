@@ -37,6 +37,16 @@ def auto_class(config: Any) -> Any:
     return found[0]
 
 
+def decoder_layers(config: Any) -> Any:
+    """What a configuration says is the number of decoder layers; None if it says nothing.
+
+    LongCat-Flash has two attentions in a layer: `num_hidden_layers` counts attentions, and is made of `num_layers`.
+    """
+    text = config.get_text_config()
+    made = isinstance(getattr(type(text), "num_hidden_layers", None), property)
+    return getattr(text, "num_layers" if made else "num_hidden_layers", None)
+
+
 def model_of(config: Any, **options: Any) -> Any:
     """Make a configuration's model by `from_config` with these options, with its experts named as in a bundle.
 

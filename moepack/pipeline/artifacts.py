@@ -77,15 +77,15 @@ def save(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] 
     temporary.rename(path)
 
 
-def load_hidden(path: Path) -> Iterator[torch.Tensor]:
-    """Yield the activations that `save` wrote, one tensor a batch, each read on demand."""
+def load_hidden(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the activations that `save` wrote, by name in its order, each read on demand."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as f:
         names = sorted(f.keys())
     for name in names:  # reopened for each: an open file keeps in memory what was read
         with safe_open(path, framework="pt") as f:
-            yield f.get_tensor(name)
+            yield name, f.get_tensor(name)
 
 
 def load_observation(work: WorkDirectory, layer: int) -> Observation:

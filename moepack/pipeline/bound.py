@@ -30,7 +30,7 @@ class BuildNeeds:
     process: int  # the process before the first layer
     loading: int  # while a layer is read: the files' mapped pages and the tensors made of them
     layer: int  # a layer's weights while windows go through it, in the checkpoint's dtype and the computation's
-    hidden: int  # the activations between two layers
+    hidden: int  # the activations between two layers: hidden states
     seen: int  # what a layer's experts read: the inputs in its observation
     routing: int  # the chosen experts and their gates
     window: int  # one window's forward through a layer
@@ -41,6 +41,7 @@ class BuildNeeds:
     waiting: int = 0  # a layer's weights while it is quantised, in the checkpoint's dtype
     dense: int = 0  # the moments of a part's dense matrices
     each: int = 0  # the activations of one window
+    passed: int = 0  # what layers pass on beside hidden states; always in memory
     # The same numbers where a layer's experts are on disk; 0 where that is impossible.
     loading_on_disk: int = 0
     layer_on_disk: int = 0
@@ -73,6 +74,7 @@ def steps(needs: BuildNeeds, how: MemoryPlan) -> dict[str, dict[str, int]]:
     mapped = MAPPED + how.batch_size * needs.each
     hidden = min(needs.hidden, mapped) if how.hidden_on_disk else needs.hidden
     seen = min(needs.seen, mapped) if how.seen_on_disk else needs.seen
+    hidden += needs.passed
     always = {"process": needs.process, "activations": hidden}
     loading, layer, waiting = needs.loading, needs.layer, needs.waiting
     if how.experts_on_disk:

@@ -120,8 +120,9 @@ def windows_until(chosen: Tensor, windows: int, experts: int, turns: Tensor, unt
     import torch
 
     window = torch.arange(windows).repeat_interleave(chosen.numel() // windows)
-    counts = torch.bincount(window * experts + chosen.flatten().long(), minlength=windows * experts)
-    running = counts.view(windows, experts)[turns.argsort()].cumsum(0)
+    wide = experts + 1  # the last counts choices that stand for no expert
+    counts = torch.bincount(window * wide + chosen.flatten().long(), minlength=windows * wide)
+    running = counts.view(windows, wide)[:, :experts][turns.argsort()].cumsum(0)
     missing = (running < until).sum(0)  # windows after which an expert still has too few
     short = int((missing == windows).sum())
     return (windows if short else int(missing.max()) + 1), short

@@ -1,62 +1,40 @@
-"""Estimate a build's cost before it runs: bytes exactly, memory and time from measurements.
+"""Estimate a build's cost before it runs, and before its checkpoint's weights are here.
 
-Every expert goes through the lossless codec, because only encoding tells its size. For memory and time, one batch runs
-through the first layers, and a few experts are quantised. The rest is arithmetic.
+The work is in dryrun/. With all weights in place every expert is encoded, and a batch runs through the first layers.
+Without them, shapes and the released format are enough: of headers on the Hub, or of config.json alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moepack.memory import bound_kernel_caches
-from moepack.pack.layer_file import header_size
-from moepack.pack.spec import DenseMatrix, dense_layers, lossy
 from moepack.pack.writer import check_target, existing
 from moepack.progress import Reporter
 from moepack.reports.doctor import disk_rates
-from moepack.runtime.devices.glibc import reusing, trim
+from moepack.runtime.devices.glibc import trim
 from moepack.runtime.load import check_device
 
-from .bound import BuildNeeds, MemoryPlan, peak, place, workers
+from .bound import place
+from .dryrun.ahead import OutlineRun
+from .dryrun.ladder import never_chosen
+from .dryrun.report import Estimate, render
+from .dryrun.walk import DryRun
 from .executors.engine import check_engine
-from .needs import Dense, needs_of
-from .recipe import Recipe, load_recipe
-from .run import EVERY
-from .start import calibration_text, dense_parts
-from .tasks.experts import ExpertBatchTask, batch_settings, exact_extent, make_expert_batch
-from .tasks.row_shards import bits_of, exact_matrix, make_row_shard, row_shard_tasks
+from .needs import needs_of
+from .recipe import Recipe, load_recipe, with_native
+from .start import calibration_text, dense_parts, window_shape
 from .work import check_work
 
 if TYPE_CHECKING:
     import torch
 
-    from moepack.calibrate.dense import DenseWatch
-    from moepack.calibrate.experts import ExpertWeights
-    from moepack.calibrate.forward import CalibrationPass, Observation
-    from moepack.calibrate.stream import StreamedModel
+    from moepack.calibrate.checkpoint import Checkpoint
 
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """The estimated cost of a build."""
-
-    versions: dict[str, int]  # bytes of each version's files, exact
-    dense_bytes: int  # bytes of all other tensors, exact, without dense matrices that have versions
-    work_bytes: int  # the most bytes in the work directory, without the bundle; approximate
-    memory: dict[str, int]  # bytes by use in the step that takes the most, approximate; the peak is their sum
-    seconds: dict[str, float]  # by kind of work, approximate
-    experts: int
-    layers: int
-    dense_versions: dict[str, int] = field(default_factory=dict)  # bytes of each dense version's files, exact
-    batch_size: int = 0  # windows that go through a layer together
-    on_disk: str = ""  # `MemoryPlan.on_disk`
+__all__ = ["Estimate", "estimate", "render"]
 
 
 def estimate(
@@ -72,8 +50,13 @@ def estimate(
     engine: str = "local",
     address: str | None = None,
 ) -> Estimate:
-    """Estimate `moepack.build` with these arguments. Raises the same errors. Writes and removes a probe file."""
+    """Estimate `moepack.build` with these arguments. Writes and removes a probe file.
+
+    No weight and no text is downloaded: of a Hub model, or a directory, without all its weights here, shapes are
+    enough. Raises the same errors, but for those of weights that are not here.
+    """
     from moepack.calibrate.checkpoint import open_checkpoint
+    from moepack.calibrate.outline import open_outline
     from moepack.calibrate.stream import StreamedModel
 
     began = time.perf_counter()
@@ -86,14 +69,21 @@ def estimate(
     reporter = reporter or Reporter()
     recipe = load_recipe(recipe)
     with reporter.hub_bars():
-        opened = open_checkpoint(checkpoint, revision)
+        outline = open_outline(checkpoint, revision)
+        opened = outline.checkpoint if outline is not None else open_checkpoint(checkpoint, revision)
     stream = StreamedModel(opened, device)
+    native = None if outline is None else outline.native or stream.native
+    if recipe.keeps_released:
+        recipe = with_native(recipe, native or stream.native)
     dense = dense_parts(stream, recipe)
-    _, windows = calibration_text(opened, recipe, calibration)
-    count, length = windows.ids.shape
+    for line in never_chosen(recipe.version_specs(), next(iter(stream.expert_layers.values())).matrices):
+        reporter.note(line)
+    ids = _windows(opened, recipe, calibration, outline is not None)
+    count, length = ids.shape
     needs = needs_of(stream, recipe, count, length, dense, bounded=memory is not None)
     how = place(needs, recipe.calibration.batch_size, memory)
-    run = _DryRun(stream, recipe, dense, windows.ids, reporter, needs, how)
+    arguments = stream, recipe, dense, ids, reporter, needs, how
+    run = DryRun(*arguments) if outline is None or native is None else OutlineRun(outline, native, *arguments)
     run.seconds["start"] = time.perf_counter() - began
     folder = existing(Path(output).absolute().parent)
     if how.experts_on_disk:
@@ -107,295 +97,13 @@ def estimate(
         trim()
     reporter.step("disk")
     linked = work is None or existing(Path(work).absolute()).stat().st_dev == folder.stat().st_dev
-    return run.result(float(disk_rates(folder).get("write_bytes_per_second", 0.0)), work is not None, linked)
+    return run.result(disk_rates(folder), work is not None, linked)
 
 
-# Experts quantised together in the probe. A batch's experts share work that a lone expert bears alone: tiny-qwen3-moe
-# (batches of 16) took 0.5 to 0.65 of the CPU time estimated with a probe of one, and 0.91 to 0.93 with eight.
-PROBED = 8
-
-
-class _DryRun:
-    """A walk through a checkpoint that measures instead of building."""
-
-    def __init__(
-        self,
-        stream: StreamedModel,
-        recipe: Recipe,
-        dense: Dense,
-        ids: torch.Tensor,
-        reporter: Reporter,
-        needs: BuildNeeds,
-        how: MemoryPlan,
-    ) -> None:
-        from moepack.calibrate.forward import CalibrationPass
-
-        self._stream, self._recipe, self._ids, self._reporter = stream, recipe, ids, reporter
-        self._experts = list(stream.expert_layers.values())
-        self.layers, self._batches = len(stream.layers), -(-len(ids) // how.batch_size)
-        self._reuses = how.reuse and self._batches > 2  # batches after a layer's second reuse memory
-        self._dtype = recipe.calibration.torch_dtype
-        self._needs, self._how, batch = needs, how, how.batch_size
-        self._walk: CalibrationPass | None = CalibrationPass(stream, ids[:batch], batch, self._dtype)
-        self._sizes = {}  # version -> bytes of its files; extents that are entropy-coded are added later
-        for v in recipe.version_specs():
-            stored = [(layer, v.stored_sizes(layer.matrices) or (0,)) for layer in self._experts]
-            self._sizes[v.name] = sum(header_size(v.name, x) + x.experts * sizes[0] for x, sizes in stored)
-        self._encoded = [v for v in recipe.version_specs() if v.entropy_coded]  # only encoding tells their sizes
-        self.seconds = defaultdict[str, float](float)  # by kind of work; "start": until all is loaded and compiled
-        self._one_expert = 0.0  # seconds to quantise one expert
-        self._forward = self._again = 0.0  # seconds of a batch in a layer: one of its first two, a later one
-        self._second_a_byte = 0.0  # seconds to read a byte of a layer
-        self._matrices = {x.index: x for x in dense_layers(tuple(m for part in dense.values() for m in part))}
-        self._dense_sizes = {v.name: 0 for v in recipe.dense_specs()}
-        self._dense = self._dense_part = 0  # bytes of tensors without versions; the most of one part's versions
-        self._one_dense = self._dense_work = 0.0  # seconds a unit of work; units, those done at once counted as one
-
-    @contextlib.contextmanager
-    def _timed(self, kind: str) -> Iterator[None]:
-        """Add the seconds inside the context to those of a kind of work."""
-        began = time.perf_counter()
-        yield
-        self.seconds[kind] += time.perf_counter() - began
-
-    def _load(self, part: int | None) -> dict[str, torch.Tensor]:
-        with self._timed("read"):
-            return self._stream.load(part)
-
-    def outside(self) -> None:
-        """Count the bytes of the part outside the layers, and compute the first layer's input."""
-        assert self._walk is not None
-        self._add_dense(None, self._load(None))
-        if self._recipe.mtp == "keep":
-            self._dense += self._stream.mtp_bytes
-        self._stream.to_compute(None, self._dtype)
-        self._walk.start()
-        self._stream.free(None)
-
-    def layer(self, index: int) -> None:
-        """Count a layer's bytes. Up to the first layer with experts, run a batch; there, quantise a few experts."""
-        from moepack.calibrate.dense import watch_part
-
-        if self._walk is None and self._stream.file_bytes(index) and self._how.experts_on_disk:
-            self._in_parts(index)
-            return
-        before = self.seconds["read"]
-        tensors = self._load(index)
-        self._second_a_byte = (self.seconds["read"] - before) / max(1, self._stream.part_bytes(index))
-        dense, experts = self._stream.split(index, tensors)
-        self._add_dense(index, dense)
-        if self._walk is not None:
-            self._stream.to_compute(index, self._dtype)
-            matrices = self._matrices[index].matrices if index in self._matrices else ()
-            inputs = [hidden.clone() for hidden in self._walk.hidden] if self._reuses else []
-            # Sized for all windows, as in a build: then not every token adds to the moments.
-            watch = watch_part(self._stream, matrices, len(self._ids), self._walk.length) if matrices else None
-            observation, self._forward = self._pass(index, watch)
-            self._again = self._forward
-            if self._reuses:
-                with reusing():  # as in a build, where the batches after a layer's second reuse memory
-                    for _ in range(2):
-                        self._walk.restore(inputs)
-                        self._again = self._pass(index, watch)[1]
-                del inputs
-            if observation is not None and experts is not None:
-                self._walk = None
-                self._one_expert = self._quantise_some(index, experts, observation)
-        self._stream.free(index)
-        if experts is not None:
-            self._add_experts(experts)
-
-    def _pass(self, index: int, watch: DenseWatch | None) -> tuple[Observation | None, float]:
-        """Run a batch through a layer; return the observation and the seconds that it took."""
-        assert self._walk is not None
-        began = time.perf_counter()
-        observation = self._walk.run_layer(index, watch=watch)
-        return observation, time.perf_counter() - began
-
-    def _in_parts(self, index: int) -> None:
-        """Count the bytes of a layer whose experts do not fit in memory: read some at a time. Runs no batch."""
-        stream = self._stream
-        with self._timed("read"):
-            dense = stream.tensors(index, stream.dense_names(index))
-        self._add_dense(index, dense)
-        del dense
-        if not self._encoded:  # sizes follow from shapes: only the reading time counts
-            self.seconds["read"] += self._second_a_byte * stream.file_bytes(index)
-            return
-        for some in stream.expert_ranges(index):
-            with self._timed("read"):
-                experts = stream.experts(index, some)
-            self._add_experts(experts)
-            del experts  # before the next are read
-
-    def _add_experts(self, experts: ExpertWeights) -> None:
-        """Add the bytes of experts in entropy-coded versions."""
-        from moepack.calibrate.held import release
-
-        if not self._encoded:
-            return
-        self._reporter.inner("experts", experts.layer.experts)
-        with self._timed("encode"):
-            for e in range(experts.layer.experts):
-                for version in self._encoded:
-                    self._sizes[version.name] += len(exact_extent(version, experts, e)[0])
-                for matrices in experts.weights:
-                    release(matrices)
-                self._reporter.advance()
-
-    def _add_dense(self, part: int | None, tensors: dict[str, torch.Tensor]) -> None:
-        """Count a part's bytes outside the experts, all versions of its dense matrices included, and their work."""
-        layer, versions = self._matrices.get(part), self._recipe.dense_specs()
-        packed: set[str] = set()
-        beside, before = self._at_once(part), sum(self._dense_sizes.values())
-        for described in layer.matrices if layer else ():
-            weight, bias = (f"{described.module}.{name}" for name in ("weight", "bias"))
-            packed |= {weight, bias}
-            with self._timed("encode"):
-                for version in versions:
-                    sizes = version.stored_sizes((described.matrix,))
-                    if sizes is None:
-                        values = tensors[weight], bits_of(tensors[bias]) if bias in tensors else None
-                        sizes = len(exact_matrix(version, described.matrix, *values)[0]), 0
-                    self._dense_sizes[version.name] += sizes[0]
-            work = float(described.matrix.weights * described.matrix.cols)
-            self._one_dense = self._one_dense or self._quantise_dense(described, tensors, beside)
-            self._dense_work += work / beside
-        if layer is not None:
-            for version in versions:
-                self._dense_sizes[version.name] += header_size(version.name, layer)
-        self._dense_part = max(self._dense_part, sum(self._dense_sizes.values()) - before)
-        self._dense += sum(int(t.nbytes) for name, t in tensors.items() if name not in packed)
-
-    def _at_once(self, part: int | None) -> int:
-        """The number of row shards of a part that a build makes at once."""
-        layer = self._matrices.get(part)
-        shards = len(row_shard_tasks(layer.matrices, self._recipe, "", self._stream.device.type)) if layer else 0
-        most = workers(self._stream.device, max((size for _, size in self._needs.row_shards), default=1))
-        return max(1, min(self._how.row_shards, shards, most))
-
-    def _quantise_dense(self, matrix: DenseMatrix, tensors: dict[str, torch.Tensor], beside: int) -> float:
-        """Measure seconds per unit of work (weights times columns) at every lossy width, `beside` shards at once."""
-        import torch
-
-        device = self._stream.device
-        task = row_shard_tasks((matrix,), self._recipe, "", device.type)[-1]
-        task = replace(task, versions=lossy(task.versions))
-        white, seconds = torch.eye(matrix.matrix.cols, device=device), 0.0
-        for together in (1, beside):  # the first round loads libraries
-            began = time.perf_counter()
-            with ThreadPoolExecutor(together) as pool:
-                list(pool.map(lambda _: make_row_shard(task, tensors, white, white, device), range(together)))
-            seconds = time.perf_counter() - began
-        return seconds / (task.shard.weights * task.shard.cols)
-
-    def _quantise_some(self, index: int, experts: ExpertWeights, observation: Observation) -> float:
-        """Measure seconds per expert at every width, in batches of PROBED, side by side as in a build."""
-        from moepack.quantize.expert_batch import expert_batches
-
-        settings, device = batch_settings(self._recipe), self._stream.device
-
-        def make(some: range) -> None:
-            task = ExpertBatchTask("", index, some, settings.versions, settings, device.type)
-            make_expert_batch(task, self._stream.experts_module(index), experts.select(some), seen, device)
-
-        batches = expert_batches(experts.layer, settings)
-        few = batches[0][:PROBED]
-        seen = _shared_out(observation, self._ids.numel(), experts.layer.experts, len(few))
-        began = time.perf_counter()
-        make(range(1))  # loads and compiles
-        first, began = time.perf_counter() - began, time.perf_counter()
-        # --memory may allow more batches at once than the memory that is available now.
-        at_once = min(self._how.batches, workers(device, max(size for _, size in self._needs.batches)))
-        beside = min(at_once, len(batches))
-        with ThreadPoolExecutor(beside) as pool:  # cores that share a cache, or one core's threads, slow each other
-            list(pool.map(make, [few] * beside))
-        one = (time.perf_counter() - began) / len(few)
-        self.seconds["start"] += max(0.0, first - one)
-        # A layer's batches run in rounds of `at_once`; the last round may leave workers idle.
-        return one * -(-len(batches) // at_once) / len(batches)
-
-    def result(self, rate: float, keep: bool, linked: bool) -> Estimate:
-        """Scale the measurements to the whole build.
-
-        `rate` is the disk's bytes a second, 0 for unknown. `keep`: activations are kept. `linked`: the bundle's layer
-        files are hard links.
-        """
-        count = sum(layer.experts for layer in self._experts)
-        batches = self._batches
-        cold = min(2, batches)
-        versions = sum(self._sizes.values()) + sum(self._dense_sizes.values())
-        needs, how = self._needs, self._how
-        kept = needs.hidden * (1 + (self.layers > EVERY)) if keep else 0
-        filed = needs.experts * how.experts_on_disk
-        spilt = needs.hidden * how.hidden_on_disk + needs.seen * how.seen_on_disk + filed
-        passes = 2 if self._recipe.calibration.until else 1  # the first counts tokens
-        written = 2 * versions + 2 * self._dense + kept // 2 * (self.layers // EVERY + 1)
-        written += passes * (self.layers + 1) * needs.hidden * how.hidden_on_disk
-        written += passes * len(self._experts) * (filed + needs.seen * how.seen_on_disk)
-        seconds = {
-            "start": self.seconds["start"],
-            "read": self.seconds["read"] * passes,
-            "calibrate": (self._forward * cold + self._again * (batches - cold)) * self.layers * passes,
-            "quantise": self._one_expert * count + self._one_dense * self._dense_work,
-            "encode": self.seconds["encode"],
-            "write": written / rate if rate else 0.0,
-        }
-        # A part's task results stay until its files are whole; dense tensors are copied into the bundle's files.
-        behind = self._dense_part + needs.hidden * how.hidden_on_disk
-        pieces = max(versions // len(self._experts) + spilt, behind)
-        work_bytes = kept + max(pieces, self._dense + versions * (not linked))
-        return Estimate(
-            self._sizes, self._dense, work_bytes, peak(needs, how)[1], seconds, count, len(self._experts),
-            self._dense_sizes if self._matrices else {}, how.batch_size, how.on_disk,
-        )  # fmt: skip
-
-
-def _shared_out(observation: Observation, tokens: int, experts: int, few: int) -> Observation:
-    """Turn one batch's observation into one of `few` experts, over a build's number of `tokens`.
-
-    Time depends on an expert's number of tokens. So each of the `few` stands for a real expert, and these are evenly
-    spaced among all experts sorted by that number. Observed tokens are repeated to reach a real expert's number. Other
-    tokens of the layer are mixed in: experts are fitted to and measured on some of them too.
-    """
+def _windows(opened: Checkpoint, recipe: Recipe, calibration: Sequence[str | Path], shape_only: bool) -> torch.Tensor:
+    """The windows' ids; zeros of the shape that the recipe names where no text is read."""
     import torch
 
-    from moepack.calibrate.gather import LAYER
-
-    seen = torch.bincount(observation.experts.flatten(), minlength=experts).sort().values
-    picked = seen[((torch.arange(few) + 0.5) * experts / few).long()]
-    shares = [min(tokens, int(s) * tokens // len(observation.inputs)) for s in picked]
-    total = max(*shares, min(tokens, max(shares) + 2 * LAYER))
-    at = torch.arange(total) % len(observation.inputs)
-    chosen = torch.full((total, few), experts, dtype=torch.int32)  # this number stands for no expert
-    for e, share in enumerate(shares):
-        chosen[(torch.linspace(0, total - 1, share).long() + e) % total, e] = e
-    gates = observation.gates[at, :1].expand(-1, few)
-    return replace(observation, inputs=observation.inputs[at], experts=chosen, gates=gates)
-
-
-def render(e: Estimate) -> Any:
-    """Render the estimate as a table."""
-    from rich.table import Table
-
-    table = Table("what", "how much", title=f"a build of {e.experts} experts in {e.layers} layers")
-    whole = sum(e.versions.values()) + sum(e.dense_versions.values()) + e.dense_bytes
-    rows = {f"{name}, bytes": f"{size:,}" for name, size in e.versions.items()}
-    rows |= {f"dense {name}, bytes": f"{size:,}" for name, size in e.dense_versions.items()}
-    rows |= {"dense tensors, bytes": f"{e.dense_bytes:,}", "bundle, bytes": f"{whole:,} and its tables"}
-    rows["work directory, at most about"] = f"{e.work_bytes / 2**30:,.1f} GiB more"
-    rows |= {f"memory, {part}": f"{size / 2**20:,.0f} MiB" for part, size in e.memory.items()}
-    rows["memory, peak about"] = f"{sum(e.memory.values()) / 2**20:,.0f} MiB"
-    rows["windows a batch"] = f"{e.batch_size}"
-    rows |= {"on disk meanwhile": e.on_disk} if e.on_disk else {}
-    rows |= {f"time, {part}": f"{took:,.1f} s" for part, took in e.seconds.items()}
-    rows["time, all about"] = _duration(sum(e.seconds.values()))
-    for row in rows.items():
-        table.add_row(*row)
-    return table
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 7200:
-        return f"{seconds:,.0f} s" if seconds < 120 else f"{seconds / 60:,.0f} min"
-    return f"{seconds / 3600:,.1f} h"
+    if not shape_only:
+        return calibration_text(opened, recipe, calibration)[1].ids
+    return torch.zeros(window_shape(opened, recipe), dtype=torch.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moepack.families.passed import between_layers
 from moepack.memory import resident_memory
 
 from .bound import LATER, BuildNeeds, workers
@@ -49,7 +50,7 @@ def needs_of(
     filed, rest = max(on_disk.values()), max(size - on_disk[part] for part, size in parts.items())
     expert = max(on_disk[i] // x.experts for i, x in stream.expert_layers.items())
     config = stream.model.config.get_text_config()
-    each = length * config.hidden_size * dtype.itemsize
+    each, beside = between_layers(stream.model.config, length, dtype.itemsize)
     widest = max(_window(stream, i, length, dtype) for i in layers)
     converted = widened_bytes(stream.device, dtype, max(largest, recipe.calibration.batch_size * widest) // 2)
     mapped, batches, row_shards = _tasks(stream, recipe, dense, on_disk, bounded)
@@ -64,8 +65,9 @@ def needs_of(
         layer=computed(largest) if on_cpu else largest,
         waiting=largest,
         hidden=windows * each,
-        seen=windows * each,
-        routing=8 * windows * length * _top_k(config),
+        passed=windows * beside,
+        seen=windows * length * config.hidden_size * dtype.itemsize,
+        routing=8 * windows * length * top_k(config),
         window=widest if on_cpu else 0,
         forward=length * length * 4 + converted if on_cpu else 0,
         batches=batches,
@@ -119,7 +121,8 @@ def _tasks(
     return mapped, tuple(batches), tuple(row_shards)
 
 
-def _top_k(config: object) -> int:
+def top_k(config: object) -> int:
+    """Experts of a token, by the names that families have for it."""
     names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k")
     return max([int(v) for v in (getattr(config, n, None) for n in names) if isinstance(v, int)], default=8)
 
@@ -129,11 +132,11 @@ def _window(stream: StreamedModel, index: int, length: int, dtype: torch.dtype) 
     config = stream.model.config.get_text_config()
     size, hidden = dtype.itemsize, int(config.hidden_size)
     around = length * hidden * (4 * size + 4)  # residual, normed, the sum; norms compute in float32
-    attention = length * stream.dense_rows(index) * 3 * size + 2 * size * length * length
+    attention = length * stream.dense_size(index)[0] * 3 * size + 2 * size * length * length
     layer = stream.expert_layers.get(index)
     if layer is None:
         return around + attention
     first, second = layer.matrices[0], layer.matrices[-1]
     gated = hidden * size + (first.rows + 2 * second.cols) * size
     summed = second.cols * size + 2 * hidden * size + 2 * hidden * 4  # routing weights are float32
-    return around + max(attention, length * _top_k(config) * max(gated, summed))
+    return around + max(attention, length * top_k(config) * max(gated, summed))

@@ -107,6 +107,11 @@ class Recipe:
         """The versions of experts as descriptors, from most to least precise."""
         return self._specs(self.versions)
 
+    @property
+    def keeps_released(self) -> bool:
+        """Whether a version holds the checkpoint's experts as they were released."""
+        return any(name == NATIVE or encoding_of(name).released for name in self.versions)
+
     def dense_specs(self) -> tuple[Version, ...]:
         """The versions of dense matrices, including the lossless one; empty if the recipe names no version of them."""
         return self._specs((LOSSLESS, *self.dense)) if self.dense else ()

@@ -185,9 +185,10 @@ class LayerWalk:
         tensors = stream.load(None) if watches or not self._executor.reads else {}
         moments = None
         if walk is not None and watches:
-            if not walk.hidden:
-                walk.restore(load_hidden(work.piece("calibrate", len(stream.layers) - 1, _HIDDEN)))
             stream.to_compute(None, self._dtype)
+            if not walk.hidden:
+                walk.start()
+                walk.restore(load_hidden(work.piece("calibrate", len(stream.layers) - 1, _HIDDEN)))
             watch = watch_part(stream, self._dense[None], walk.windows, walk.length)
             walk.run_head(watch)
             moments = watch.moments()
@@ -253,8 +254,7 @@ class LayerWalk:
     def _keep_hidden(self, walk: CalibrationPass, layer: int) -> None:
         """Save the activations after every EVERY layers and after the last, and mark the layer as calibrated."""
         if self._keep and ((layer + 1) % EVERY == 0 or layer + 1 == len(self._stream.layers)):
-            hidden = {f"{b:06d}": batch for b, batch in enumerate(walk.hidden)}
-            save(self._work.piece("calibrate", layer, _HIDDEN), hidden)
+            save(self._work.piece("calibrate", layer, _HIDDEN), walk.kept())
         self._work.mark("calibrate", layer, {})
         self._walked = layer
         self._drop_hidden()

@@ -20,6 +20,7 @@ from moepack.version import __version__
 from .allocate import check_allocation
 from .artifacts import DIGESTS, RECIPE, run_record
 from .bound import MAPPED, MemoryPlan, place
+from .dryrun.ladder import never_chosen
 from .enough import enough_windows
 from .needs import Dense, needs_of
 from .recipe import Recipe, TextSource, parse_recipe, with_native, with_text
@@ -49,10 +50,16 @@ def calibration_text(
     tokenizer = data.load_tokenizer(checkpoint.path)
     sources = [TextSource(str(s)) for s in calibration] or how.data
     names, weights = [s.source for s in sources], [s.weight for s in sources]
+    count, length = window_shape(checkpoint, recipe)
+    return names, data.calibration_windows(names, tokenizer, count, length, how.seed, weights)
+
+
+def window_shape(checkpoint: Checkpoint, recipe: Recipe) -> tuple[int, int]:
+    """The most windows that a recipe takes, and tokens of one."""
+    how = recipe.calibration
     limit = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None) or 0
     length = min(how.length, limit) if limit > 0 else how.length
-    count = max(how.most, how.samples) if how.until else how.samples
-    return names, data.calibration_windows(names, tokenizer, count, length, how.seed, weights)
+    return max(how.most, how.samples) if how.until else how.samples, length
 
 
 def start(
@@ -83,9 +90,11 @@ def start(
     if stream.mtp:
         are = "are kept beside the model" if keeps_mtp else "are left out: mtp: keep in the recipe keeps them"
         reporter.note(f"{len(stream.mtp)} tensors of layers for multi-token prediction (MTP) {are}")
-    recipe = with_native(recipe, stream.native)
+    recipe = with_native(recipe, stream.native) if recipe.keeps_released else recipe
     if stream.expert_dtype != "BF16" and LOSSLESS in recipe.versions:
         reporter.note(f"the {LOSSLESS} version holds {EXPERT_DTYPES[stream.expert_dtype]}")
+    for line in never_chosen(recipe.version_specs(), next(iter(stream.expert_layers.values())).matrices):
+        reporter.note(line)
     settings = recipe.calibration
     sources, windows = calibration_text(opened, recipe, calibration)
     dense = dense_parts(stream, recipe)
@@ -135,7 +144,7 @@ def _record(
             "expert_dtype": stream.expert_dtype,
             **({"mtp": recipe.mtp} if keeps_mtp else {}),
         },
-        "native": stream.native.record(),
+        **({"native": stream.native.record()} if recipe.keeps_released else {}),
         "decoder_layers": len(stream.layers),
         "expert_layers": [asdict(layer) for layer in stream.expert_layers.values()],
     }
@@ -164,7 +173,7 @@ def resume(
     stream = StreamedModel(opened, device)
     if stage == "quantize" or recipe.versions:  # a recipe of dense matrices alone has no valid text
         recipe = with_text(recipe)
-    recipe = with_native(recipe, stream.native)
+    recipe = with_native(recipe, stream.native) if recipe.keeps_released else recipe
     dense = dense_parts(stream, recipe)
     how = _fit(directory, stream, recipe, dense, memory, where["samples"], where["length"], walks=False)
     was, now = directory.settings()["calibrate"]["checkpoint"], _identity(directory, opened, reporter)

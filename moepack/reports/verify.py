@@ -112,10 +112,12 @@ def _compare_codes(
     """Compare a layer's extents, byte for byte, with those that the checkpoint's codes and scales make."""
     import numpy as np
 
+    from moepack.calibrate.native import expert_as_released
+
     layer, problems = experts.layer, []
     for expert in range(layer.experts):
         codes = stream.native_experts(layer.index, range(expert, expert + 1))
-        made, _ = version.encode(layer.matrices, experts.released(expert, codes))
+        made, _ = version.encode(layer.matrices, expert_as_released(codes, experts, expert))
         if not np.array_equal(made, bundle.extent(version.name, position, expert, check_digest=False)):
             where = bundle.layer_file(version.name, position).place(expert)
             problems.append(Problem(where, "bits", "its codes or scales differ from the checkpoint"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,6 @@ import numpy.typing as npt
 from ..encodings.base import Version
 from ..sections import BLOCK_ROWS, Matrix, Section
 from .bits import Bf16Bits, Buffer, Codes, bf16_to_float32, from_blocks, join_planes, split_planes, to_blocks
-
-if TYPE_CHECKING:
-    from .released import ReleasedMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +40,8 @@ class AffineMatrix:
         return (self.codes.astype(np.float32) - zero[:, group]) * scale[:, group]
 
 
-def encode(matrices: Sequence[Matrix], version: Version, values: Sequence[AffineMatrix | ReleasedMatrix]) -> Buffer:
-    """The extent of one expert, padding included, uint8. `values` has one entry per matrix, of that matrix's shape."""
+def encode(matrices: Sequence[Matrix], version: Version, values: Sequence[Any]) -> Buffer:
+    """The extent of one expert, padding included, uint8. `values`: an AffineMatrix or ReleasedMatrix for each."""
     out = np.zeros(version.resident_size(matrices), np.uint8)
     for m, v in zip(matrices, values, strict=True):
         if v.codes.shape != (m.rows, m.cols):

@@ -17,7 +17,7 @@ from ..errors import Kind
 from ..sections import BLOCK_ROWS, PAGE, SECTION, Matrix, align
 from .affine import section_array
 from .bits import Buffer
-from .exponent import CODED, ESCAPE, LANE_WORDS, TILE, CodedMatrix, parse
+from .exponent import CODED, ESCAPE, LANE_WORDS, RAW, TILE, WIDE, WIDE_WORDS, CodedMatrix, parse
 from .lossless import directory
 
 Wrong = tuple[Kind, str]
@@ -95,10 +95,10 @@ def check_lossless(matrices: Sequence[Matrix], extent: Buffer) -> Iterator[Wrong
 
 
 def check_coded(coded: CodedMatrix) -> Iterator[Wrong]:
-    """Find padding that is not zero and unordered patches, in a coded matrix that decodes."""
+    """Find padding that is not zero and unordered patches, in a coded matrix, or coded FP8 codes, that decode."""
     unused = coded.code.length == 0
     unused[ESCAPE] = True
-    if coded.code.exponent[unused].any():
+    if not coded.fp8 and coded.code.exponent[unused].any():
         yield "padding", "the exponent of a symbol that has none is not zero"
     starts = coded.patch_start.astype(np.int64)
     tile = np.repeat(np.arange(coded.tiles), starts[1:] - starts[:-1])
@@ -107,18 +107,21 @@ def check_coded(coded: CodedMatrix) -> Iterator[Wrong]:
         yield "order", "patches of a tile do not stand by rising position"
     if _loose_bits(coded):
         yield "padding", "bits past the end of a tile are not zero"
+    if coded.fp8 and coded.weights % 2 and coded.plane[-1] >> 4:
+        yield "padding", "the half byte past the last sign and mantissa is not zero"
 
 
 def _loose_bits(coded: CodedMatrix) -> bool:
     begins, last = coded.tile_start[:-1].astype(np.int64), coded.stream[coded.tile_start[1:].astype(np.int64) - 1]
     first = coded.stream[begins]
-    is_coded = first >> np.uint32(16) == CODED
-    at = begins[is_coded]
-    deltas = coded.stream[at[:, None] + np.arange(1, LANE_WORDS)]
-    total = deltas.view(np.uint8).sum(axis=1, dtype=np.int64) + 32 * (first[is_coded] & np.uint32(0xFFFF))
-    spare = (-total % 32).astype(np.uint64)
-    ones: npt.NDArray[np.uint64] = (np.uint64(1) << spare) - np.uint64(1)
-    if (last[is_coded].astype(np.uint64) & ones).any():
+    mode, total = first >> np.uint32(16), 32 * (first & np.uint32(0xFFFF)).astype(np.int64)
+    for coded_mode, words, kind in ((CODED, LANE_WORDS, "u1"), (WIDE, WIDE_WORDS, "<u2")):
+        of_mode = mode == coded_mode
+        lengths = coded.stream[begins[of_mode][:, None] + np.arange(1, words)]
+        total[of_mode] += lengths.view(kind).sum(axis=1, dtype=np.int64)
+    ones: npt.NDArray[np.uint64] = (np.uint64(1) << (-total % 32).astype(np.uint64)) - np.uint64(1)
+    if (last & ones)[mode != RAW].any():
         return True
-    rest = coded.weights % TILE % 4
-    return bool(rest and not is_coded[-1] and int(last[-1]) >> 8 * rest)
+    per_word = 8 if coded.fp8 else 4
+    rest = coded.weights % TILE % per_word
+    return bool(rest and mode[-1] == RAW and int(last[-1]) >> 32 // per_word * rest)

@@ -1,4 +1,4 @@
-/* Shared by the files of the compiled exponent codec. FORMAT.md, "Coded matrices". */
+/* Shared by the files of the compiled exponent codec. FORMAT.md, "Coded matrices" and "Coded FP8 codes". */
 #ifndef MOEPACK_EXPONENT_H
 #define MOEPACK_EXPONENT_H
 #include <stdint.h>
@@ -9,19 +9,41 @@
 #define ROW 128 /* weights that all lanes decode in one step: one quad each */
 #define QUADS (TILE / ROW)
 #define LANE_WORDS 9
+#define WIDE_WORDS 17
 #define CODED 0
 #define RAW 1
+#define WIDE 2 /* coded, with the lanes' lengths in 16 bits: FP8 alone */
+#define INLINE static inline __attribute__((always_inline))
+
+/* The two forms of a weight, by its bytes: BF16, 8 bits of exponent, and FP8 E4M3, 4 bits. Functions take the form as a
+ * constant and are compiled once for each. */
+enum { FP8 = 1, BF16 = 2 };
 
 enum { BAD_SIZE = 1, BAD_LANES = 2, BAD_PATCHES = 3, BAD_CODES = 4 };
 
 typedef struct {
     const uint32_t *payload, *patch; /* payload may be read 66 words past the tile's last */
     const uint8_t *plane;
-    uint16_t *out;
+    uint8_t *out; /* BF16: on a multiple of 2 */
     int64_t patches;
     int size;
     uint32_t position[LANES], end[LANES];
 } Tile;
+
+/* Two symbols by a 12-bit window (exponent_lanes.c). */
+#define PAIR_BITS 12
+typedef union {
+    uint32_t bf16[1 << PAIR_BITS];
+    struct Pairs {
+        uint16_t exponents[1 << PAIR_BITS];
+        uint8_t length[1 << PAIR_BITS];
+    } fp8;
+} Tables;
+
+void moepack_exponent_pairs(int form, const uint8_t *length_of, const uint8_t *exponent_of, Tables *tables);
+void moepack_exponent_lanes(int form, const Tables *tables, const uint8_t *length_of, const uint8_t *exponent_of,
+                            Tile *tile, int first);
+void moepack_exponent_join(const uint8_t *plane, uint8_t *out, int size);
 
 typedef struct {
     uint32_t code[QUADS * LANES]; /* four code words, appended to one another */
@@ -31,10 +53,11 @@ typedef struct {
 #if defined(__x86_64__) && defined(__GNUC__)
 #define HAVE_AVX512 1
 #include <immintrin.h>
+#define AVX2 __attribute__((target("avx2,bmi,bmi2")))
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vbmi2,bmi2")))
 #endif
 
-extern int moepack_exponent_loops; /* 0: plain C; 1: AVX-512 (exponent_level.c) */
+extern int moepack_exponent_loops; /* 0: plain C; 1: the same with AVX2 and BMI2; 2: AVX-512 (exponent_level.c) */
 
 static inline uint64_t spread(uint32_t x) { /* bytes b3 b2 b1 b0 to 16-bit fields */
     uint64_t y = x;

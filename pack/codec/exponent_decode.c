@@ -1,100 +1,14 @@
-/* Decodes exponents: the same weights as exponent.py, compiled. FORMAT.md, "Coded matrices".
+/* Decodes exponents: the same weights as exponent.py, compiled. FORMAT.md, "Coded matrices" and "Coded FP8 codes".
  *
- * Each loop has two forms, plain C and AVX-512 with VBMI; exponent_level.c chooses. Callers have checked the header and
- * every offset (exponent.parse); errors that only decoding can find are checked here. Nothing is allocated.
+ * The loops over a tile are here with AVX-512 and VBMI, elsewhere in plain C and AVX2 (exponent_lanes.c). Callers have
+ * checked the header and every offset (exponent.parse); errors that only decoding can find are checked here. Nothing is
+ * allocated.
  */
 #include "exponent.h"
 
-/* Two symbols by a 12-bit window: their exponents in place for two BF16 weights, and the length of both codes in bits
- * 0 to 5. If 12 bits do not hold both codes, SINGLE marks the entry, and it describes the first symbol alone. */
-#define PAIR_BITS 12
-#define SINGLE 0x8000u
-#define EXPONENTS 0x7F807F80u
-
-static void fill_pairs(const uint8_t *length_of, const uint8_t *exponent_of, uint32_t *pair) {
-    for (uint32_t w = 0; w < 1u << PAIR_BITS; w++) {
-        uint32_t a = w >> (PAIR_BITS - 8), first = length_of[a];
-        uint32_t b = (w << first >> (PAIR_BITS - 8)) & 255, second = length_of[b];
-        pair[w] = (uint32_t)exponent_of[a] << 7;
-        if (first + second <= PAIR_BITS)
-            pair[w] |= (uint32_t)exponent_of[b] << 23 | (first + second);
-        else
-            pair[w] |= SINGLE | first;
-    }
-}
-
-static inline uint32_t next_pair(const uint32_t *pair, const uint8_t *length_of, const uint8_t *exponent_of,
-                                 uint64_t *window, uint32_t *at) {
-    uint32_t t = pair[*window >> (64 - PAIR_BITS)];
-    *window <<= t & 63;
-    *at += t & 63;
-    if (__builtin_expect(t & SINGLE, 0)) {
-        uint32_t b = (uint32_t)(*window >> 56);
-        *window <<= length_of[b];
-        *at += length_of[b];
-        t |= (uint32_t)exponent_of[b] << 23;
-    }
-    return t & EXPONENTS;
-}
-
-static inline uint64_t load_window(const uint32_t *payload, uint32_t at) {
-    const uint32_t *p = payload + (at >> 5);
-    return ((uint64_t)p[0] << 32 | p[1]) << (at & 31);
-}
-
-static inline void store_quad(uint32_t e01, uint32_t e23, const uint8_t *plane, uint16_t *out) {
-    uint32_t p;
-    memcpy(&p, plane, 4);
-    uint64_t x = spread(p);
-    x = (uint64_t)e23 << 32 | e01 | (x & 0x007F007F007F007Full) | (x & 0x0080008000800080ull) << 8;
-    memcpy(out, &x, 8);
-}
-
-/* Decode rows `first` up to `rows` of a tile, on any machine. Four lanes abreast: their chains of look-ups do not wait
- * for one another. */
-static void lanes_plain(const uint32_t *pair, const uint8_t *length_of, const uint8_t *exponent_of, Tile *tile, int first,
-                        int rows) {
-    const uint32_t *payload = tile->payload;
-    const uint8_t *plane = tile->plane;
-    uint16_t *out = tile->out;
-    uint32_t *position = tile->position;
-    int size = tile->size;
-    for (int lane = 0; lane < LANES; lane += 4) {
-        uint32_t at0 = position[lane], at1 = position[lane + 1], at2 = position[lane + 2], at3 = position[lane + 3];
-        for (int q = first; q < rows; q++) {
-            int i = ROW * q + 4 * lane;
-            uint64_t w0 = load_window(payload, at0), w1 = load_window(payload, at1);
-            uint64_t w2 = load_window(payload, at2), w3 = load_window(payload, at3);
-            uint32_t a0 = next_pair(pair, length_of, exponent_of, &w0, &at0);
-            uint32_t a1 = next_pair(pair, length_of, exponent_of, &w1, &at1);
-            uint32_t a2 = next_pair(pair, length_of, exponent_of, &w2, &at2);
-            uint32_t a3 = next_pair(pair, length_of, exponent_of, &w3, &at3);
-            uint32_t b0 = next_pair(pair, length_of, exponent_of, &w0, &at0);
-            uint32_t b1 = next_pair(pair, length_of, exponent_of, &w1, &at1);
-            uint32_t b2 = next_pair(pair, length_of, exponent_of, &w2, &at2);
-            uint32_t b3 = next_pair(pair, length_of, exponent_of, &w3, &at3);
-            uint8_t plane_part[16] = {0};
-            uint16_t out_part[16];
-            int whole = i + 16 <= size;
-            const uint8_t *p = plane + i;
-            uint16_t *o = out + i;
-            if (!whole) {
-                if (i < size) memcpy(plane_part, p, (size_t)(size - i));
-                p = plane_part, o = out_part;
-            }
-            store_quad(a0, b0, p, o);
-            store_quad(a1, b1, p + 4, o + 4);
-            store_quad(a2, b2, p + 8, o + 8);
-            store_quad(a3, b3, p + 12, o + 12);
-            if (!whole && i < size) memcpy(out + i, out_part, 2 * (size_t)(size - i));
-        }
-        position[lane] = at0, position[lane + 1] = at1, position[lane + 2] = at2, position[lane + 3] = at3;
-    }
-}
-
 #ifdef HAVE_AVX512
 /* Exponents of 64 weights and their sign-and-mantissa bytes to BF16. */
-AVX512 static inline void join_avx512(__m512i e, const uint8_t *plane, uint16_t *out) {
+AVX512 static inline void join_bf16_avx512(__m512i e, const uint8_t *plane, uint8_t *out) {
     const __m512i first = _mm512_set_epi8(95, 31, 94, 30, 93, 29, 92, 28, 91, 27, 90, 26, 89, 25, 88, 24, 87, 23, 86, 22, 85,
                                           21, 84, 20, 83, 19, 82, 18, 81, 17, 80, 16, 79, 15, 78, 14, 77, 13, 76, 12, 75, 11,
                                           74, 10, 73, 9, 72, 8, 71, 7, 70, 6, 69, 5, 68, 4, 67, 3, 66, 2, 65, 1, 64, 0);
@@ -102,7 +16,16 @@ AVX512 static inline void join_avx512(__m512i e, const uint8_t *plane, uint16_t 
     __m512i low = _mm512_ternarylogic_epi64(_mm512_set1_epi8(0x7F), p, _mm512_slli_epi16(e, 7), 0xCA);
     __m512i high = _mm512_ternarylogic_epi64(_mm512_set1_epi8((char)0x80), p, _mm512_srli_epi16(e, 1), 0xCA);
     _mm512_storeu_si512(out, _mm512_permutex2var_epi8(low, first, high));
-    _mm512_storeu_si512(out + 32, _mm512_permutex2var_epi8(low, _mm512_add_epi8(first, _mm512_set1_epi8(32)), high));
+    _mm512_storeu_si512(out + 64, _mm512_permutex2var_epi8(low, _mm512_add_epi8(first, _mm512_set1_epi8(32)), high));
+}
+
+/* Exponents of 64 codes and their nibbles to FP8. */
+AVX512 static inline void join_fp8_avx512(__m512i e, const uint8_t *plane, uint8_t *out) {
+    __m512i p = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)plane));
+    p = _mm512_or_si512(p, _mm512_slli_epi16(p, 4)); /* the nibbles in the low halves of bytes, other bits above */
+    __m512i rest = _mm512_ternarylogic_epi64(_mm512_set1_epi8(7), p, _mm512_slli_epi16(e, 3), 0xCA);
+    p = _mm512_slli_epi16(p, 4);
+    _mm512_storeu_si512(out, _mm512_ternarylogic_epi64(_mm512_set1_epi8((char)0x80), p, rest, 0xCA));
 }
 
 /* 32-bit windows at 16 bit positions: two words each, shifted together. */
@@ -135,9 +58,8 @@ AVX512 static inline Decoder make_decoder(const uint8_t *length_of, const uint8_
 }
 
 /* Whole rows of one tile or of two at once: a step waits for the one before, and two tiles fill each other's waits
- * (12.5 against 8.4 GB/s measured). */
-AVX512 static inline __attribute__((always_inline)) void lanes_avx512(const Decoder *d, const int tiles, Tile *tile,
-                                                                      int rows) {
+ * (12.5 against 8.4 GB/s of BF16 measured). */
+AVX512 INLINE void lanes_avx512(const int form, const Decoder *d, const int tiles, Tile *tile, int rows) {
     const __m512i reverse = _mm512_set4_epi32(0x0C0D0E0F, 0x08090A0B, 0x04050607, 0x00010203);
     const __mmask64 first_bytes = 0x1111111111111111ull;
     __m512i pos[4];
@@ -157,29 +79,54 @@ AVX512 static inline __attribute__((always_inline)) void lanes_avx512(const Deco
         for (int g = 0; g < 2 * tiles; g++) {
             int at = ROW * q + 64 * (g & 1);
             __m512i e = look_up(&d->exponents, _mm512_shuffle_epi8(tops[g], reverse));
-            join_avx512(e, tile[g / 2].plane + at, tile[g / 2].out + at);
+            if (form == BF16)
+                join_bf16_avx512(e, tile[g / 2].plane + at, tile[g / 2].out + 2 * at);
+            else
+                join_fp8_avx512(e, tile[g / 2].plane + at / 2, tile[g / 2].out + at);
         }
     }
     for (int g = 0; g < 2 * tiles; g++) _mm512_storeu_si512(tile[g / 2].position + 16 * (g & 1), pos[g]);
 }
 
-AVX512 static void one_avx512(const uint8_t *length_of, const uint8_t *exponent_of, Tile *tile, int rows) {
+AVX512 static void one_avx512(int form, const uint8_t *length_of, const uint8_t *exponent_of, Tile *tile, int rows) {
     Decoder d = make_decoder(length_of, exponent_of);
-    lanes_avx512(&d, 1, tile, rows);
+    if (form == BF16)
+        lanes_avx512(BF16, &d, 1, tile, rows);
+    else
+        lanes_avx512(FP8, &d, 1, tile, rows);
 }
 
-AVX512 static void two_avx512(const uint8_t *length_of, const uint8_t *exponent_of, Tile *tile) {
+AVX512 static void two_avx512(int form, const uint8_t *length_of, const uint8_t *exponent_of, Tile *tile) {
     Decoder d = make_decoder(length_of, exponent_of);
-    lanes_avx512(&d, 2, tile, QUADS);
+    if (form == BF16)
+        lanes_avx512(BF16, &d, 2, tile, QUADS);
+    else
+        lanes_avx512(FP8, &d, 2, tile, QUADS);
 }
 #endif
 
 typedef struct {
     const uint32_t *tile_start, *patch_start, *patches, *stream;
     const uint8_t *plane;
-    uint16_t *out;
+    uint8_t *out;
     int64_t n;
+    int form;
 } Matrix;
+
+/* Decode a raw tile. Returns 0 or the number of an error. */
+static int raw_tile(int form, const uint32_t *words, int64_t count, int size, Tile *tile) {
+    const uint8_t *e = (const uint8_t *)(words + 1), *p = tile->plane;
+    if (count != 1 + (form * (int64_t)size + 7) / 8 || words[0] & 0xFFFF || tile->patches) return BAD_SIZE;
+    tile->size = 0;
+    if (form == FP8) {
+        for (int i = 0; i < size; i++) tile->out[i] = (uint8_t)((e[i / 2] >> (i & 1 ? 4 : 0) & 15) << 3);
+        moepack_exponent_join(p, tile->out, size);
+        return 0;
+    }
+    uint16_t *out = (uint16_t *)tile->out;
+    for (int i = 0; i < size; i++) out[i] = (uint16_t)((p[i] & 0x80) << 8 | (uint32_t)e[i] << 7 | (p[i] & 0x7F));
+    return 0;
+}
 
 /* Find and check a tile. A raw one is decoded here; `size` is then 0. Returns 0 or the number of an error. */
 static int open_tile(const Matrix *m, int64_t t, Tile *tile) {
@@ -188,35 +135,31 @@ static int open_tile(const Matrix *m, int64_t t, Tile *tile) {
     const uint32_t *words = m->stream + m->tile_start[t];
     tile->patch = m->patches + m->patch_start[t];
     tile->patches = (int64_t)m->patch_start[t + 1] - m->patch_start[t];
-    tile->plane = m->plane + begin;
-    tile->out = m->out + begin;
+    tile->plane = m->plane + begin * m->form / 2;
+    tile->out = m->out + begin * m->form;
     if (count < 1) return BAD_SIZE;
     uint32_t mode = words[0] >> 16, base = words[0] & 0xFFFF, total = 0;
-    if (mode == RAW) {
-        if (count != 1 + (size + 3) / 4 || base || tile->patches) return BAD_SIZE;
-        const uint8_t *e = (const uint8_t *)(words + 1), *p = tile->plane;
-        for (int i = 0; i < size; i++)
-            tile->out[i] = (uint16_t)((p[i] & 0x80) << 8 | (uint32_t)e[i] << 7 | (p[i] & 0x7F));
-        tile->size = 0;
-        return 0;
-    }
-    if (mode != CODED || count < LANE_WORDS) return BAD_SIZE;
+    if (mode == RAW) return raw_tile(m->form, words, count, size, tile);
+    int wide = mode == WIDE && m->form == FP8, head = wide ? WIDE_WORDS : LANE_WORDS;
+    if ((mode != CODED && !wide) || count < head || (wide && base)) return BAD_SIZE;
     const uint8_t *delta = (const uint8_t *)(words + 1);
     for (int lane = 0; lane < LANES; lane++) {
         tile->position[lane] = total;
-        tile->end[lane] = total += base + delta[lane];
+        tile->end[lane] = total += wide ? words[1 + lane / 2] >> 16 * (lane & 1) & 0xFFFF : base + delta[lane];
     }
-    tile->payload = words + LANE_WORDS;
+    tile->payload = words + head;
     tile->size = size;
-    return count == LANE_WORDS + ((int64_t)total + 31) / 32 ? 0 : BAD_LANES;
+    return count == head + ((int64_t)total + 31) / 32 ? 0 : BAD_LANES;
 }
 
-static int close_tile(const Tile *tile) {
+static int close_tile(int form, const Tile *tile) {
     if (memcmp(tile->position, tile->end, sizeof tile->end)) return BAD_CODES;
+    if (form == FP8) return tile->patches ? BAD_PATCHES : 0;
+    uint16_t *out = (uint16_t *)tile->out;
     for (int64_t i = 0; i < tile->patches; i++) {
         uint32_t where = tile->patch[i] & 0xFFFF;
         if ((int)where >= tile->size || tile->patch[i] >> 24) return BAD_PATCHES;
-        tile->out[where] = (uint16_t)((tile->out[where] & 0x807F) | (tile->patch[i] >> 16) << 7);
+        out[where] = (uint16_t)((out[where] & 0x807F) | (tile->patch[i] >> 16) << 7);
     }
     return 0;
 }
@@ -225,31 +168,33 @@ static int close_tile(const Tile *tile) {
  * The stream must be readable 66 words past its end. Returns 0, or 8 * tile + the number of an error. */
 int64_t moepack_exponent_decode(const uint8_t *length_of, const uint8_t *exponent_of, const uint32_t *tile_start,
                                 const uint32_t *patch_start, const uint32_t *patches, const uint32_t *stream,
-                                const uint8_t *plane, uint16_t *out, int64_t n, int64_t first, int64_t last) {
-    const Matrix m = {tile_start, patch_start, patches, stream, plane, out, n};
-    uint32_t pair[1 << PAIR_BITS];
+                                const uint8_t *plane, uint8_t *out, int64_t form, int64_t n, int64_t first,
+                                int64_t last) {
+    const Matrix m = {tile_start, patch_start, patches, stream, plane, out, n, (int)form};
+    Tables tables;
     Tile tile[2];
     int bad;
-    if (moepack_exponent_loops < 1 || last * TILE > n) fill_pairs(length_of, exponent_of, pair);
+    if (moepack_exponent_loops < 2 || last * TILE > n)
+        moepack_exponent_pairs(m.form, length_of, exponent_of, &tables);
     for (int64_t t = first; t < last; t++) {
         if ((bad = open_tile(&m, t, tile))) return 8 * t + bad;
         if (!tile->size) continue;
         int rows = (tile->size + ROW - 1) / ROW, done = 0;
 #ifdef HAVE_AVX512
-        if (moepack_exponent_loops > 0 && tile->size == TILE && t + 1 < last && (t + 2) * TILE <= n) {
+        if (moepack_exponent_loops > 1 && tile->size == TILE && t + 1 < last && (t + 2) * TILE <= n) {
             if ((bad = open_tile(&m, t + 1, tile + 1))) return 8 * (t + 1) + bad;
             if (tile[1].size) {
-                two_avx512(length_of, exponent_of, tile);
-                if ((bad = close_tile(tile))) return 8 * t + bad;
+                two_avx512(m.form, length_of, exponent_of, tile);
+                if ((bad = close_tile(m.form, tile))) return 8 * t + bad;
                 t++;
-                if ((bad = close_tile(tile + 1))) return 8 * t + bad;
+                if ((bad = close_tile(m.form, tile + 1))) return 8 * t + bad;
                 continue;
             }
         }
-        if (moepack_exponent_loops > 0) one_avx512(length_of, exponent_of, tile, done = tile->size / ROW);
+        if (moepack_exponent_loops > 1) one_avx512(m.form, length_of, exponent_of, tile, done = tile->size / ROW);
 #endif
-        if (done < rows) lanes_plain(pair, length_of, exponent_of, tile, done, rows);
-        if ((bad = close_tile(tile))) return 8 * t + bad;
+        if (done < rows) moepack_exponent_lanes(m.form, &tables, length_of, exponent_of, tile, done);
+        if ((bad = close_tile(m.form, tile))) return 8 * t + bad;
     }
     return 0;
 }
@@ -275,7 +220,7 @@ static int rises(const uint32_t *start, int64_t tiles, uint32_t total) {
 
 /* Check as exponent.parse does, and make the tables. Returns 0, or 1 for a matrix that is malformed, or so small that too
  * few bytes follow its stream. `data` is on a multiple of 4. */
-int64_t moepack_exponent_open(const uint8_t *data, int64_t size, int64_t weights, uint16_t *out, Opened *to) {
+int64_t moepack_exponent_open(const uint8_t *data, int64_t size, int64_t weights, uint8_t *out, Opened *to) {
     uint32_t head[4];
     if (size < 48 || weights < 4 * GUARD) return 1;
     memcpy(head, data, sizeof head);
@@ -296,7 +241,7 @@ int64_t moepack_exponent_open(const uint8_t *data, int64_t size, int64_t weights
                 for (uint32_t end = at + (1u << (8 - l)); at < end; at++)
                     to->length_of[at] = (uint8_t)l, to->exponent_of[at] = exponent[s];
     const uint32_t *first = (const uint32_t *)(data + 48);
-    to->m = (Matrix){first, first + tiles + 1, first + 2 * (tiles + 1), 0, 0, out, weights};
+    to->m = (Matrix){first, first + tiles + 1, first + 2 * (tiles + 1), 0, 0, out, weights, BF16};
     to->m.stream = to->m.patches + patches;
     to->m.plane = (const uint8_t *)(to->m.stream + words);
     return !rises(to->m.tile_start, tiles, (uint32_t)words) || !rises(to->m.patch_start, tiles, (uint32_t)patches);
@@ -306,5 +251,5 @@ int64_t moepack_exponent_open(const uint8_t *data, int64_t size, int64_t weights
 int64_t moepack_exponent_part(const void *opened, int64_t first, int64_t last) {
     const Opened *o = opened;
     return moepack_exponent_decode(o->length_of, o->exponent_of, o->m.tile_start, o->m.patch_start, o->m.patches,
-                                   o->m.stream, o->m.plane, o->m.out, o->m.n, first, last);
+                                   o->m.stream, o->m.plane, o->m.out, o->m.form, o->m.n, first, last);
 }

@@ -19,8 +19,8 @@ import numpy as np
 
 from ..errors import CodecError
 from . import exponent
-from .bits import Bf16Bits, Buffer, Words
-from .exponent import ESCAPE, LANES, SAMPLED, SYMBOLS, TILE, header, make_code, parse
+from .bits import Bf16Bits, Buffer, Codes, Words
+from .exponent import ESCAPE, LANES, SAMPLED, SYMBOLS, TILE, Code, CodedMatrix, header, make_code, parse
 
 # Messages for the error numbers that the loops add to 8 * tile.
 _REASONS = ("", "mode or size", "lane lengths", "patches", "code words")
@@ -44,7 +44,7 @@ def engine_name() -> str:
     loops = engine()
     if loops is None:
         return "NumPy"
-    return "C, AVX-512" if loops.level else "C"
+    return "C, AVX-512" if loops.level > 1 else "C"
 
 
 @functools.cache
@@ -65,7 +65,6 @@ def encode(bits: Bf16Bits, threads: int | None = None) -> Buffer:
     loops = engine()
     if loops is None:
         return exponent.encode(bits)
-    shares = _shares(-(-bits.size // TILE), threads)
     counts = np.zeros(256, np.int64)
     loops.count(bits, counts)
     code = make_code(counts, bits.size >= SAMPLED)
@@ -74,12 +73,21 @@ def encode(bits: Bf16Bits, threads: int | None = None) -> Buffer:
     for s in range(SYMBOLS - 2, -1, -1):
         if code.length[s]:
             entry[code.exponent[s]] = codewords[s] << np.uint16(4) | np.uint16(code.length[s])
+    return encode_with(loops, bits, code, entry, threads)
+
+
+def encode_with(loops: ModuleType, bits: Bf16Bits | Codes, code: Code, entry: Bf16Bits, threads: int | None) -> Buffer:
+    """Code BF16 bits or FP8 codes by a code, and by the loops' table of it (exponent_native.encode)."""
+    fp8 = bits.dtype == np.uint8
+    shares = _shares(-(-bits.size // TILE), threads)
+    codewords = code.codewords()
     shortest = int(np.argmax(code.length == code.length[code.length > 0].min())) if bits.size else 0
     fill = int(codewords[shortest]) << 4 | int(code.length[shortest])
-    plane = _room("plane", -(-bits.size // 4)).view(np.uint8)[: bits.size]
+    plane_size = -(-bits.size // 2) if fp8 else bits.size
+    plane = _room("plane", -(-plane_size // 4)).view(np.uint8)[:plane_size]
     # A tile is written in its coded form only where that is smaller than the raw one, patches included. Patches are
     # written before that is known, so every share has room for the patches of one more tile.
-    bound = 1 + TILE // 4
+    bound = 1 + TILE // (8 if fp8 else 4)
     stream = _room("stream", bound * shares[-1][1])
     patches = _room("patches", bound * shares[-1][1] + TILE * len(shares))
 
@@ -88,7 +96,7 @@ def encode(bits: Bf16Bits, threads: int | None = None) -> Buffer:
         a, b = shares[i]
         tile_end, patch_end = np.zeros(b - a, np.uint32), np.zeros(b - a, np.uint32)
         s, p = stream[bound * a : bound * b], patches[bound * a + TILE * i : bound * b + TILE * (i + 1)]
-        o = plane[a * TILE : b * TILE]
+        o = plane[a * TILE // 2 : b * TILE // 2] if fp8 else plane[a * TILE : b * TILE]
         loops.encode(bits[a * TILE : b * TILE], entry, np.uint16(fill), s, tile_end, patch_end, p, o)
         return s[: tile_end[-1] if b > a else 0], p[: patch_end[-1] if b > a else 0], tile_end, patch_end
 
@@ -124,19 +132,24 @@ def decode_into(data: Buffer, out: Bf16Bits, threads: int | None = None) -> None
     """
     if out.dtype != np.uint16 or not out.flags.c_contiguous or not out.flags.writeable:
         raise ValueError("decode_into needs a contiguous, writeable uint16 array")
-    if not data.flags.c_contiguous or data.ctypes.data % 4:
-        data = data.copy()  # the engines read words
+    data = aligned(data)
     loops = engine()
     if loops is None:
         out[:] = exponent.decode(data, out.size)
         return
-    coded = parse(data, out.size)
+    decode_parsed(loops, parse(data, out.size), out, threads)
+
+
+def aligned(data: Buffer) -> Buffer:
+    """`data` itself where the engines can read words from it, else a copy."""
+    return data.copy() if not data.flags.c_contiguous or data.ctypes.data % 4 else data
+
+
+def decode_parsed(loops: ModuleType, coded: CodedMatrix, out: Bf16Bits | Codes, threads: int | None) -> None:
+    """Decode what `parse` found into `out`. Raises CodecError for a malformed tile."""
     stream = coded.stream
-    after = data[len(data) - out.size - 4 * len(stream) :]
-    if len(after) >= 4 * (len(stream) + _GUARD):
-        # A damaged tile may read the plane, which follows the stream, as code words, and is then rejected.
-        stream = after[: 4 * (len(stream) + _GUARD)].view("<u4")
-    else:
+    # A damaged tile may read what follows the stream, the plane, as code words, and is then rejected.
+    if len(coded.plane) < 4 * _GUARD:
         stream = np.concatenate([stream, np.zeros(_GUARD, np.uint32)])
     table = coded.code.table()
     found = (table & 15, coded.code.exponent[table >> 4], coded.tile_start, coded.patch_start, coded.patches, stream)

@@ -4,11 +4,13 @@
 
 int moepack_exponent_loops = 0;
 
-/* 0: plain C; 1: AVX-512. Returns the level taken: the best up to `limit`. */
+/* 0: plain C; 1: AVX2; 2: AVX-512. Returns the level taken: the best up to `limit`. */
 int moepack_exponent_level(int limit) {
     int best = 0;
 #ifdef HAVE_AVX512
-    if (isa_level() >= ISA_AVX512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2")) best = 1;
+    if (isa_level() >= ISA_AVX2 && __builtin_cpu_supports("bmi2")) best = 1;
+    if (isa_level() >= ISA_AVX512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2"))
+        best = 2;
 #endif
     moepack_exponent_loops = best < limit ? best : limit;
     return moepack_exponent_loops;

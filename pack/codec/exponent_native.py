@@ -1,7 +1,7 @@
 """The exponent codec's loops in C (exponent_*.c), where installing could compile them.
 
-They are called through ctypes, which releases the GIL. `level` is 1 with AVX-512 VBMI, and 0 where the processor lacks
-AVX-512 VBMI or MOEPACK_ISA (isa.py) does not allow it.
+They are called through ctypes, which releases the GIL. Arrays of weights are uint16, BF16 bits, or uint8, FP8 codes.
+`level` is 2 with AVX-512 VBMI, 1 with AVX2 and BMI2, else 0; MOEPACK_ISA (isa.py) bounds it.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from typing import Any
 import numpy as np
 
 from .. import isa
-from .bits import Bf16Bits, Buffer
+from .bits import Bf16Bits, Buffer, Codes
 from .exponent import TILE as TILE
 
 # Installing builds a file named for its Python version. OSError if this Python has none.
 _library = ctypes.CDLL(str(Path(__file__).with_name(f"_exponent{sysconfig.get_config_var('EXT_SUFFIX')}")))
 _pointer, _number = ctypes.c_void_p, ctypes.c_int64
-_library.moepack_exponent_sample.argtypes = [_pointer, _number, _pointer]
-_library.moepack_exponent_encode.argtypes = [_pointer, _number, _pointer, ctypes.c_uint16, *[_pointer] * 5]
-_library.moepack_exponent_decode.argtypes = [*[_pointer] * 8, _number, _number, _number]
+_library.moepack_exponent_sample.argtypes = [_pointer, _number, _number, _pointer]
+_library.moepack_exponent_encode.argtypes = [_pointer, _number, _number, _pointer, ctypes.c_uint16, *[_pointer] * 5]
+_library.moepack_exponent_decode.argtypes = [*[_pointer] * 8, *[_number] * 4]
 _library.moepack_exponent_decode.restype = _number
 _library.moepack_exponent_open.argtypes = [_pointer, _number, _number, _pointer, _pointer]
 _library.moepack_exponent_open.restype = _library.moepack_exponent_opened.restype = _number
 _library.moepack_exponent_part.argtypes = [_pointer, _number, _number]
 _library.moepack_exponent_part.restype = _number
 
-BEST = int(isa.bound(_library.moepack_isa_level()) >= isa.LEVELS.index("avx512"))
+LEVELS = ("C", "C, AVX2", "C, AVX-512")
+BEST = min(isa.bound(_library.moepack_isa_level()), isa.LEVELS.index("avx512"))
 
 
 def use_level(limit: int = BEST) -> int:
@@ -45,26 +46,26 @@ def _at(array: np.ndarray[Any, Any]) -> int:
     return int(array.ctypes.data)
 
 
-def count(bits: Bf16Bits, counts: np.ndarray[Any, Any]) -> None:
+def count(bits: Bf16Bits | Codes, counts: np.ndarray[Any, Any]) -> None:
     """Add how often each exponent occurs in `exponent.sample(bits)` to counts, int64 [256]."""
-    _library.moepack_exponent_sample(_at(bits), bits.size, _at(counts))
+    _library.moepack_exponent_sample(_at(bits), bits.itemsize, bits.size, _at(counts))
 
 
-def encode(bits: Bf16Bits, entry: Bf16Bits, fill: int, *to: np.ndarray[Any, Any]) -> None:
+def encode(bits: Bf16Bits | Codes, entry: Bf16Bits, fill: int, *to: np.ndarray[Any, Any]) -> None:
     """Encode weights to the arrays `to`: stream words, their ends by tile, the patches' ends by tile, patches, plane.
 
     entry[exponent] is escape << 12 | code word << 4 | length.
     """
-    _library.moepack_exponent_encode(_at(bits), bits.size, _at(entry), int(fill), *map(_at, to))
+    _library.moepack_exponent_encode(_at(bits), bits.itemsize, bits.size, _at(entry), int(fill), *map(_at, to))
 
 
-def decode(parts: Sequence[np.ndarray[Any, Any]], out: Bf16Bits, first_tile: int, last_tile: int) -> int:
+def decode(parts: Sequence[np.ndarray[Any, Any]], out: Bf16Bits | Codes, first_tile: int, last_tile: int) -> int:
     """Decode tiles first_tile up to last_tile into `out`; returns 0, or 8 * tile + the number of an error.
 
     `parts` are the table's lengths and exponents, tile starts, patch starts, patches, stream and plane.
     """
     addresses = (*map(_at, parts), _at(out))
-    return int(_library.moepack_exponent_decode(*addresses, out.size, first_tile, last_tile))
+    return int(_library.moepack_exponent_decode(*addresses, out.itemsize, out.size, first_tile, last_tile))
 
 
 class Opened:

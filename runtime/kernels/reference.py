@@ -89,7 +89,7 @@ def _scale(raw: Tensor, version: Version) -> Tensor:
     if version.scale_dtype == "F8_E4M3":
         return raw.view(torch.float8_e4m3fn).float()
     if version.scale_dtype == "F8_E8M0":
-        return (raw.int() << 23).clamp_(min=1 << 22).view(torch.float32)  # 0 is 2^-127, which has no exponent of its own
+        return (raw.int() << 23).clamp_(min=1 << 22).view(torch.float32)  # 0 is 2^-127, a denormal number
     return raw.float()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from moepack.families.model_class import decoder_layers
 from moepack.pack.config_counts import check_counts
 from moepack.pack.errors import InputError, in_a_line
 from moepack.pack.manifest import CONFIG, Manifest
@@ -29,7 +30,7 @@ def read_config(bundle: str | Path, manifest: Manifest | None, **options: Any) -
     check_config(bundle, **options)
     try:
         config = AutoConfig.from_pretrained(bundle, **options)
-        layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+        layers = decoder_layers(config)
     except Exception as error:  # the classes that validation raises depend on transformers' version
         raise InputError(f"{bundle}: its config cannot be read: {in_a_line(error)}") from None
     if not isinstance(config.dtype, torch.dtype | None):

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.integrations.moe import ExpertsInterface
@@ -48,7 +48,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count the storages it returns."""
-        out = function(*args, **(kwargs or {}))
+        out = function(*_without_masks(function, args), **(kwargs or {}))
         self.calls += 1
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
@@ -69,6 +69,19 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
+def _without_masks(function: Any, args: Any) -> Any:
+    """An operation's arguments. A mask by which it picks elements picks all: a skeleton has no values."""
+    if function is not torch.ops.aten.index.Tensor:
+        return args
+    picked: list[Tensor | None] = []
+    for at in args[1]:
+        if isinstance(at, FakeTensor) and at.dtype == torch.bool:
+            picked += [at.new_zeros(at.numel(), dtype=torch.int64) for _ in range(at.ndim)]
+        else:
+            picked.append(at)
+    return (args[0], picked, *args[2:])
+
+
 def _packed(query: Tensor, key: Tensor, value: Tensor) -> int:
     """Return the bytes into which attention on a CPU packs keys and values, once for every head of the query."""
     if query.element_size() != 2:
@@ -82,8 +95,10 @@ def skeleton(config: Any, dtype: torch.dtype) -> tuple[Any, FakeTensorMode]:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     mode = FakeTensorMode()
-    with mode, torch.no_grad():
+    with torch.device("meta"):  # not in `mode`: some models convert modules as they make them, which it cannot
         model = model_of(config, dtype=dtype)
+    with mode, torch.no_grad():
+        _fill(model)
         plan = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if any(re.search(pattern, name) for pattern in plan):  # loading keeps this tensor in float32
@@ -95,6 +110,20 @@ def skeleton(config: Any, dtype: torch.dtype) -> tuple[Any, FakeTensorMode]:
         elif isinstance(kind, dict):
             module.rope_type = dict.fromkeys(kind, "default")
     return model.eval(), mode
+
+
+def _fill(model: Any) -> None:
+    """Replace a meta model's tensors by ones of the current mode on the CPU; shared tensors stay shared."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor itself, so that no other gets its identity
+    for module in model.modules():
+        for own in (module._parameters, module._buffers, vars(module)):
+            for name, tensor in own.items():
+                if isinstance(tensor, Tensor) and tensor.is_meta:
+                    if id(tensor) not in made:
+                        new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+                        is_parameter = isinstance(tensor, torch.nn.Parameter)
+                        made[id(tensor)] = tensor, torch.nn.Parameter(new, False) if is_parameter else new
+                    own[name] = made[id(tensor)][1]
 
 
 class Probe:

@@ -6,7 +6,10 @@ import importlib.util
 import re
 import sys
 
+import pytest
 from support import ROOT
+
+from moepack.pack.spec import KNOWN
 
 sys.path.insert(0, str(ROOT))
 
@@ -30,3 +33,18 @@ def test_documented_benchmarks_exist_and_run_in_ci() -> None:
         spec = importlib.util.find_spec(f"benchmarks.{name}")
         assert spec is not None and spec.origin is not None, name
         assert not spec.submodule_search_locations or importlib.util.find_spec(f"benchmarks.{name}.__main__"), name
+
+
+def test_bits_of_released_formats_follow_their_formulas() -> None:
+    """Each formula of docs/formats.md gives what the encoding's sections take."""
+    from benchmarks.tables.formats import COLS, FORMATS, bits, formats
+
+    for version, group, _, formula in FORMATS:
+        assert bits(version, group) == pytest.approx(eval(formula, {"c": COLS}), rel=1e-9), version
+    assert {v for v, *_ in FORMATS} == {v.name for v in KNOWN if v.released}
+    shown = [row.strip("| ").split(" | ")[-1] for row in formats().split("\n")[2:]]
+    assert dict(zip([f"{v} {g}" for v, g, *_ in FORMATS], shown, strict=True)) == {
+        "mxfp4 32": "4.25", "nvfp4 16": "4.5005", "mxfp8 32": "8.25", "fp8 128": "8.0156", "fp8 32": "8.0625",
+        "fp8row 0": "8.0078", "int4 32": "4.75", "int4fp16 128": "4.1875", "int8 128": "8.1875",
+        "int8fp16 128": "8.1875",
+    }  # fmt: skip

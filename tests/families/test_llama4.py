@@ -33,7 +33,9 @@ def random_block(top_k: int = 1) -> object:
     from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
     torch.manual_seed(0)
-    block = Llama4TextMoe(text_config(num_experts_per_tok=top_k))
+    config = text_config(num_experts_per_tok=top_k)
+    block = Llama4TextMoe(config)
+    block.config = config
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.normal_(0, 0.2)

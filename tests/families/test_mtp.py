@@ -38,11 +38,13 @@ def test_which_tensors_they_are() -> None:
     names = [
         "model.layers.60.mlp.gate.weight", "model.layers.61.eh_proj.weight", "model.layers.61.mlp.experts.0.up_proj",
         "mtp.layers.0.mlp.gate.weight", "model.mtp_block.0.weight", "model.mtp.layers.0.enorm.weight",
+        "model.mtp_layers.0.attn_hc.fn", "mtp_dspark.norm.weight",
         "model.smtp.weight", "visual.blocks.70.weight", "model.extra.weight",
     ]  # fmt: skip
-    assert mtp_tensors(names, 61) == [*names[1:3], *names[3:6]]
-    assert mtp_tensors(names, 62) == names[3:6]
-    assert mtp_patterns(names, 61) == {r"^model\.layers\.61\.", r"^mtp\.", r"^model\.mtp_block\.", r"^model\.mtp\."}
+    assert mtp_tensors(names, 61) == [*names[1:3], *names[3:8]]
+    assert mtp_tensors(names, 62) == names[3:8]
+    named = {r"^mtp\.", r"^model\.mtp_block\.", r"^model\.mtp\.", r"^model\.mtp_layers\.", r"^mtp_dspark\."}
+    assert mtp_patterns(names, 61) == {r"^model\.layers\.61\.", *named}
 
 
 @pytest.fixture(scope="module")

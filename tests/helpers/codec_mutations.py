@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from exponent_inputs import draw
 
-from moepack.pack.codec import exponent_fast
+from moepack.pack.codec import exponent_fast, fp8
 from moepack.pack.codec.exponent import HEADER, TILE
 from moepack.pack.errors import CodecError
 
@@ -73,11 +73,34 @@ def mutate(coded: np.ndarray[Any, Any], others: list[np.ndarray[Any, Any]], rng:
 
 
 def attack(count: int, overrun: int = 0) -> None:
-    """Decode `count` mutated streams. `overrun` plants a fault."""
-    rng = np.random.default_rng(0)
+    """Decode `count` mutated streams of BF16 weights. `overrun` plants a fault."""
     kinds = ("gaussian", "cauchy", "uniform", "constant")
     whole = [(n, exponent_fast.encode(draw(kind, n, n))) for n in SIZES for kind in kinds]
-    room_in, room_out = Fenced(max(len(c) for _, c in whole)), Fenced(2 * max(SIZES))
+    _attack(whole, np.dtype(np.uint16), exponent_fast.decode_into, count, overrun)
+
+
+def attack_fp8(count: int, overrun: int = 0) -> None:
+    """Decode `count` mutated streams of FP8 codes, on every level in turn."""
+    rng = np.random.default_rng(1)
+    whole: list[tuple[int, np.ndarray[Any, Any]]] = []
+    for n in (1000, 1029, TILE, TILE + 900, 20000):
+        codes = np.clip(np.abs(rng.normal(0, 20, n)), 0, 127).astype(np.uint8)
+        apart = np.where(np.arange(n) // 4 % 16 == 5, 3, codes).astype(np.uint8)
+        whole += [(n, coded) for kind in (codes, apart) if (coded := fp8.encode(kind)) is not None]
+    assert len(whole) == 10
+    native = exponent_fast.engine()
+    for level in range(native.BEST + 1) if native and not overrun else [None]:
+        if native and level is not None:
+            native.use_level(level)
+        _attack(whole, np.dtype(np.uint8), fp8.decode_into, count, overrun)
+
+
+def _attack(
+    whole: list[tuple[int, np.ndarray[Any, Any]]], dtype: np.dtype[Any], decode_into: Any, count: int, overrun: int
+) -> None:
+    rng, width = np.random.default_rng(0), dtype.itemsize
+    most = max(n for n, _ in whole)
+    room_in, room_out = Fenced(max(len(c) for _, c in whole)), Fenced(width * most + 4)
     others = [c for _, c in whole]
     tracemalloc.start()
     for _ in range(count):
@@ -85,12 +108,12 @@ def attack(count: int, overrun: int = 0) -> None:
         data = mutate(coded, others, rng)
         fenced = room_in.room(len(data))
         fenced[:] = data
-        out = room_out.room(2 * n + 2 * overrun)[2 * overrun :].view(np.uint16)
+        out = room_out.room(width * (n + overrun))[width * overrun :].view(dtype)
         if overrun:
             ctypes.memset(out.ctypes.data + out.nbytes, 0, 4 * overrun)
         before = tracemalloc.get_traced_memory()[0]
         tracemalloc.reset_peak()
         with contextlib.suppress(CodecError):
-            exponent_fast.decode_into(fenced, out)
+            decode_into(fenced, out)
         used = tracemalloc.get_traced_memory()[1] - before
         assert used < 64 * 1024, f"decoding {len(data)} bytes allocated {used}"

@@ -1,8 +1,12 @@
-"""BF16 bits of every kind that the exponent codec meets."""
+"""BF16 bits of every kind that the exponent codec meets, and every engine that codes them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
+
+from moepack.pack.codec import exponent_fast
 
 
 def bf16(values: np.ndarray) -> np.ndarray:
@@ -29,3 +33,22 @@ def draw(kind: str, n: int, seed: int) -> np.ndarray:
 
 
 KINDS = ["constant", "two", "gaussian", "cauchy", "lanes", "nan", "uniform"]
+
+
+def every_engine() -> Iterator[str]:
+    """Makes exponent_fast run each of its engines in turn."""
+    kept = exponent_fast.engine
+    try:
+        exponent_fast.engine = lambda: None  # type: ignore[assignment]
+        yield "NumPy"
+        try:
+            from moepack.pack.codec import exponent_native
+        except OSError:
+            return
+        exponent_fast.engine = lambda: exponent_native  # type: ignore[assignment]
+        for level in range(exponent_native.level + 1):
+            assert exponent_native.use_level(level) == level
+            yield f"C {level}"
+        exponent_native.use_level()
+    finally:
+        exponent_fast.engine = kept

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +39,11 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 def decoded(quantization: Any, tensors: dict[str, Tensor], **config: Any) -> dict[str, Tensor]:
-    """Decode all encoded weights, after restoring their tensors bit for bit from JSON and their arrays."""
+    """Decode all encoded weights, after restoring their tensors bit for bit from their arrays."""
     out = {}
     for name, encoded in found(quantization, tensors, **config).items():
         get = tensors.__getitem__
-        again = Encoded.from_facts(json.loads(json.dumps(encoded.facts())))
-        assert again == encoded
-        back = again.restore(encoded.codes(get), encoded.scale(get), encoded.outer(get), encoded.zeros(get))
+        back = encoded.restore(encoded.codes(get), encoded.scale(get), encoded.outer(get), encoded.zeros(get))
         assert set(back) == set(encoded.stored) and set(encoded.stored).isdisjoint(encoded.leftovers)
         assert all(same(tensor, tensors[n]) for n, tensor in back.items())
         out[name] = encoded.decode(get)
@@ -80,10 +77,10 @@ def round_trip(path: Path, every: bool = True) -> StreamedModel:
             assert all(bytes_of(array) == bytes_of(whole[n][1:3]) for n, array in part.arrays().items())
         restored |= stream.write_back(layer, total, weights)
     for name, module in stream.model.named_modules():
-        if type(module) is torch.nn.Linear and (dense := stream.native_dense(name)) is not None:
+        if type(module) is torch.nn.Linear and (weight := stream.native_dense(name)) is not None:
             part_of = stream.layer_of(f"{name}.weight")
-            assert same(values(dense), stream.tensors(part_of, [f"{name}.weight"])[f"{name}.weight"])
-            restored |= stream.write_back_dense(name, dense)
+            assert same(values(weight), stream.tensors(part_of, [f"{name}.weight"])[f"{name}.weight"])
+            restored |= stream.write_back_dense(name, weight)
     own_names = {n for e in stream.checkpoint.encoded.values() for n in e.stored}
     assert set(restored) <= own_names and (set(restored) == own_names or not every)
     assert all(same(tensor, stored[n]) for n, tensor in restored.items())

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import heapq
 import multiprocessing
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from codec_mutations import attack
-from exponent_inputs import KINDS, draw
+from exponent_inputs import KINDS, draw, every_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,25 +20,6 @@ from moepack.pack.errors import CodecError
 from moepack.pack.spec import Matrix, Version
 
 LENGTHS = [0, 1, 2, 3, 4, 5, 127, 128, 129, 4095, TILE - 1, TILE, TILE + 1, 10007, 3 * TILE]
-
-
-def every_engine() -> Iterator[str]:
-    """Makes exponent_fast run each of its engines in turn."""
-    kept = exponent_fast.engine
-    try:
-        exponent_fast.engine = lambda: None  # type: ignore[assignment]
-        yield "NumPy"
-        try:
-            from moepack.pack.codec import exponent_native
-        except OSError:
-            return
-        exponent_fast.engine = lambda: exponent_native  # type: ignore[assignment]
-        for level in range(exponent_native.level + 1):
-            assert exponent_native.use_level(level) == level
-            yield f"C {level}"
-        exponent_native.use_level()
-    finally:
-        exponent_fast.engine = kept
 
 
 def test_the_compiled_engine_is_there() -> None:

@@ -120,8 +120,10 @@ def released_extent(
     `native` has the codes and scales of both matrices, of this expert alone; `expert` is its index in `weights`, whose
     biases are kept.
     """
+    from moepack.calibrate.native import expert_as_released
+
     try:
-        return version.encode(weights.layer.matrices, weights.released(expert, native))
+        return version.encode(weights.layer.matrices, expert_as_released(native, weights, expert))
     except ValueError as error:
         raise InputError(f"{version.name} cannot hold an expert of layer {weights.layer.index}: {error}") from None
 

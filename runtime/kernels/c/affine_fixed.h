@@ -23,7 +23,7 @@
 
 #define FIELD (16 / PARTS)                    /* bits of a field */
 #define FIELDS(p) (FIELD / (p))               /* fields of a word of a plane of p bits */
-#define CHAINS(T) ((T) == 1 ? PARTS : 1)      /* separate sums, so that additions do not wait for one another */
+#define CHAINS(T, codes) ((T) == 1 && (codes) != MXFP4 ? PARTS : 1) /* separate sums, so that additions need not wait */
 #define MASK(p) ((int32_t)(PARTS == 2 ? ((1u << (p)) - 1) * 0x01010101u : ((1u << (p)) - 1) * 0x00010001u))
 
 /* The index of each element's source within 32 columns, for planes of 1, 2, 4 and 8 bits. Field k of a word holds the
@@ -102,8 +102,10 @@ INLINE void NAME(fixed_plane)(const int codes, const int T, const uint32_t *word
                                               : AND(DROP(v[r], p * k), mask);
             UNROLL for (int t = 0; t < T; t++) UNROLL for (int i = 0; i < PARTS; i++) {
                 const I at = SETI(x[t][(w * FIELDS(p) + k) * PARTS + i]);
-                UNROLL for (int r = 0; r < FR; r++)
-                    acc[r][t][k % CHAINS(T)][i] = DOT(acc[r][t][k % CHAINS(T)][i], f[r], at);
+                UNROLL for (int r = 0; r < FR; r++) {
+                    I *sum = &acc[r][t][k % CHAINS(T, codes)][i];
+                    *sum = DOT(*sum, f[r], at);
+                }
             }
         }
     }
@@ -123,17 +125,17 @@ INLINE void NAME(fixed_three)(const int T, const uint32_t *low, const uint32_t *
             UNROLL for (int k = 0; k < 4; k++) {
                 const I f = THIRD(v, h, half, k);
                 UNROLL for (int t = 0; t < T; t++) UNROLL for (int i = 0; i < 2; i++)
-                    acc[0][t][k % CHAINS(T)][i] =
-                        DOT(acc[0][t][k % CHAINS(T)][i], f, SETI(x[t][((w + half) * 4 + k) * 2 + i]));
+                    acc[0][t][k % CHAINS(T, 3)][i] =
+                        DOT(acc[0][t][k % CHAINS(T, 3)][i], f, SETI(x[t][((w + half) * 4 + k) * 2 + i]));
             }
         }
     }
 }
 #endif
 
-INLINE I NAME(folded)(const int T, I acc[2][PARTS]) { /* the total of one vector of rows' sums */
+INLINE I NAME(folded)(const int chains, I acc[2][PARTS]) { /* the total of one vector of rows' sums */
     I part[PARTS];
-    UNROLL for (int i = 0; i < PARTS; i++) part[i] = CHAINS(T) == 2 ? ADDI(acc[0][i], acc[1][i]) : acc[0][i];
+    UNROLL for (int i = 0; i < PARTS; i++) part[i] = chains == 2 ? ADDI(acc[0][i], acc[1][i]) : acc[0][i];
     return PARTS == 2 ? ADDI(SHL(part[0], 8), part[PARTS - 1]) : part[0];
 }
 
@@ -149,25 +151,35 @@ INLINE void NAME(fixed_rows)(const int bits, const int T, const Gemm *m, const F
     const uint8_t *scale = base + f->scale + (block * groups * BLOCK + lane) * item;
     const uint8_t *zero = base + f->zero + block * groups * BLOCK + lane;
     const int32_t *at[TB], *totals[TB];
-    F total[FR][TB];
+    F total[FR][TB], part[FR][TB];
     UNROLL for (int t = 0; t < T; t++) {
         at[t] = x[t]->fixed[p == 8 ? 3 : p / 2], totals[t] = x[t]->totals[f->group < 128 ? f->group / 32 : 3];
-        UNROLL for (int r = 0; r < FR; r++) total[r][t] = SET(0.0f);
+        UNROLL for (int r = 0; r < FR; r++) total[r][t] = part[r][t] = SET(0.0f);
     }
     for (int64_t g = 0; g < groups; g++) {
         I acc[FR][TB][2][PARTS];
         UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) UNROLL for (int c = 0; c < 2; c++)
-            UNROLL for (int i = 0; i < PARTS; i++) acc[r][t][c][i] = SETI(0);
+            UNROLL for (int i = 0; i < PARTS; i++) acc[r][t][c][i] = SETI(fp4 && i == PARTS - 1 ? -12 * totals[t][g] : 0);
         const int64_t to = least((g + 1) * step, words);
 #if PARTS == 2
         if (bits == 3)
             NAME(fixed_three)(T, low, high, g * step, to, at, acc);
         else
 #endif
-            NAME(fixed_plane)(fp4 ? MXFP4 : p, T, low, g * step, to, at, acc);
+            if (fp4 && to == (g + 1) * step) { /* a whole group, which is too short for a loop */
+                const uint32_t *here = low + g * step * BLOCK;
+                const int32_t *xs[TB];
+                UNROLL for (int t = 0; t < T; t++) xs[t] = at[t] + g * step * FIELDS(4) * PARTS;
+                NAME(fixed_plane)(MXFP4, T, here, 0, 1, xs, acc);
+                NAME(fixed_plane)(MXFP4, T, here, 1, 2, xs, acc);
+                if (bits == MXFP4) NAME(fixed_plane)(MXFP4, T, here, 2, 3, xs, acc);
+                if (bits == MXFP4) NAME(fixed_plane)(MXFP4, T, here, 3, 4, xs, acc);
+            } else
+                NAME(fixed_plane)(fp4 ? MXFP4 : p, T, low, g * step, to, at, acc);
         I sum[FR][TB];
         UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++)
-            sum[r][t] = SHL(NAME(folded)(T, acc[r][t]), 8 - width); /* in units of 2^(bits - 8) of a code, as zeros are */
+            /* in units of 2^(bits - 8) of a code, as zeros are */
+            sum[r][t] = SHL(NAME(folded)(CHAINS(T, fp4 ? MXFP4 : p), acc[r][t]), 8 - width);
 #if PARTS == 1
         if (bits == 3) {
             const int32_t *above[TB];
@@ -176,16 +188,32 @@ INLINE void NAME(fixed_rows)(const int bits, const int T, const Gemm *m, const F
             NAME(fixed_plane)(1, T, high, g * (f->group / 32), least((g + 1) * (f->group / 32), ceil_div(m->cols, 32)),
                               above, acc);
             UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++)
-                sum[r][t] = ADDI(sum[r][t], SHL(NAME(folded)(T, acc[r][t]), 10 - bits));
+                sum[r][t] = ADDI(sum[r][t], SHL(NAME(folded)(1, acc[r][t]), 10 - bits));
         }
 #endif
+        if (fp4) { /* sums of 128 columns first, in which scales up to 2^100 have room, then times the value of a 1 */
+            UNROLL for (int r = 0; r < FR; r++) {
+                const uint8_t *mine = scale + g * BLOCK + r * L;
+                const F s = bits == MXFP4 ? POW2(mine) : E4M3_SHIFTED(mine);
+                UNROLL for (int t = 0; t < T; t++)
+                    part[r][t] = FUSED(FLOATS(sum[r][t]), s, part[r][t]);
+            }
+            if (g % per < per - 1 && g < groups - 1) continue;
+            UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) {
+                if (bits == NVFP4) part[r][t] = MUL(part[r][t], SET(0x1p120f));
+                total[r][t] = FUSED(part[r][t], SET(x[t]->units[g / per] * 0.5f), total[r][t]);
+                part[r][t] = SET(0.0f);
+            }
+            continue;
+        }
         F unit[TB];
-        UNROLL for (int t = 0; t < T; t++) unit[t] = SET(x[t]->units[g / per] * (fp4 ? 0.5f : 1.0f / (1 << (8 - width))));
+        UNROLL for (int t = 0; t < T; t++) unit[t] = SET(x[t]->units[g / per] * (1.0f / (1 << (8 - width))));
         UNROLL for (int r = 0; r < FR; r++) {
-            const F s = SCALE(bits, half, scale + (g * BLOCK + r * L) * item);
+            const uint16_t *mine = (const uint16_t *)scale + g * BLOCK + r * L;
+            const F s = half ? HALF(mine) : BF16(mine);
             const I z = f->stored ? LOADB(zero + g * BLOCK + r * L) : SETI(((1 << width) - 1) << (8 - width) >> 1);
             UNROLL for (int t = 0; t < T; t++) {
-                const I exact = SUBI(sum[r][t], fp4 ? SETI(12 * totals[t][g]) : MULI(z, SETI(totals[t][g])));
+                const I exact = SUBI(sum[r][t], MULI(z, SETI(totals[t][g])));
                 total[r][t] = FUSED(MUL(FLOATS(exact), unit[t]), s, total[r][t]);
             }
         }

@@ -31,7 +31,8 @@
 /* Small floats by shifting their bits into a float's, whose exponent counts from another number: multiplied by a power of
  * two, they are what they were, denormal ones too. E8M0 is an exponent alone, and 0 stands for 2^-127. */
 #define POW2(p) AS_FLOATS(MAXI(SHL(LOADB(p), 23), SETI(1 << 22)))
-#define E4M3(p) MUL(AS_FLOATS(AND(SHL(LOADSB(p), 20), SETI(0x87F00000))), SET(0x1p120f))
+#define E4M3_SHIFTED(p) AS_FLOATS(AND(SHL(LOADSB(p), 20), SETI(0x87F00000))) /* times 2^-120 */
+#define E4M3(p) MUL(E4M3_SHIFTED(p), SET(0x1p120f))
 #define HALF(p) MUL(AS_FLOATS(AND(SHL(LOADSH(p), 13), SETI(0x8FFFE000))), SET(0x1p112f))
 /* L scales: bytes of FP4, FP16 if `half`, else BF16. */
 #define SCALE(bits, half, at) \
@@ -41,19 +42,6 @@
                        : BF16((const uint16_t *)(at)))
 #define CODE_E4M3(w) AS_FLOATS(AND(SRA(SHL(w, 24), 4), SETI(0x87F00000))) /* the low byte, times 2^-120 */
 #define QUAD 4.0f /* LUTs of four one-bit codes are for codes worth 4: the high plane of three bits */
-
-/* Add the bias to n results, `stride` apart, and store them for one slot from row `row` on. */
-static inline void put(const Gemm *m, const Job *job, int64_t slot, int64_t row, int64_t n, const float *from, int stride) {
-    const uint16_t *bias = job->bias ? job->bias + row : 0;
-    int64_t at = slot * job->rows + row;
-    for (int64_t i = 0; i < n; i++) {
-        float value = bias ? from[i * stride] + widen(bias[i]) : from[i * stride];
-        if (m->out_bf16)
-            ((uint16_t *)job->out)[at + i] = narrow(value);
-        else
-            ((float *)job->out)[at + i] = value;
-    }
-}
 
 static const float quad_of[4][16] = {
 #define Q(a, b) QUAD * a / 2, QUAD * b / 2

@@ -8,13 +8,13 @@
 #include "gemm.h"
 
 static const Loops *loops_of(const Gemm *m, const Form *f) {
-    return is_fp8(f) ? moepack_fp8 : m->x_bf16 ? moepack_fixed : moepack_floats;
+    return is_fp8(f) ? moepack_fp8[m->x_bf16] : m->x_bf16 ? moepack_fixed : moepack_floats;
 }
 
 static void prepare(const Gemm *m, int64_t activation, Prepared *p) {
     const uint8_t *x = (const uint8_t *)m->x + activation * m->cols * (m->x_bf16 ? 2 : 4);
     (m->x_bf16 ? moepack_fixed : moepack_floats)->prepare(m, x, p);
-    if (p->scaled) moepack_fp8->prepare(m, x, p);
+    if (p->scaled) moepack_fp8[m->x_bf16]->prepare(m, x, p);
 }
 
 /* ---- matrices that are decoded when they are needed

@@ -4,7 +4,7 @@
  * A byte's bits, moved into those of a float32, are its value times 2^-120. Activations are scaled up by a power of two
  * first, so that no product is denormal, and sums are scaled back at the end. */
 
-#define LANES(T) ((T) == 1 ? 4 : (T) == 2 ? 2 : 1) /* separate sums, so that additions do not wait for one another */
+#define LANES (L == 16 ? 4 : 2) /* separate sums, so that additions do not wait for one another */
 
 CALLED void NAME(prepare_fp8)(const Gemm *m, const void *from, Prepared *p) {
     const int64_t cols = m->cols, padded = 32 * ceil_div(cols, 32);
@@ -38,8 +38,8 @@ INLINE void NAME(fp8)(const int T, const Gemm *m, const Form *f, const uint8_t *
     UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) total[r][t] = SET(0.0f);
     for (int64_t g = 0; g < groups; g++) {
         const int64_t to = least((g + 1) * step, words);
-        F acc[FR][TB][4];
-        UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) UNROLL for (int k = 0; k < 4; k++)
+        F acc[FR][TB][LANES];
+        UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) UNROLL for (int k = 0; k < LANES; k++)
             acc[r][t][k] = SET(0.0f);
         for (int64_t w = g * step; w < to; w++) {
             I v[FR];
@@ -51,7 +51,7 @@ INLINE void NAME(fp8)(const int T, const Gemm *m, const Form *f, const uint8_t *
                 UNROLL for (int t = 0; t < T; t++) {
                     const F a = SET(x[t]->scaled[4 * w + k]);
                     UNROLL for (int r = 0; r < FR; r++)
-                        acc[r][t][k % LANES(T)] = FMA(c[r], a, acc[r][t][k % LANES(T)]);
+                        acc[r][t][k % LANES] = FMA(c[r], a, acc[r][t][k % LANES]);
                 }
             }
         }
@@ -61,8 +61,8 @@ INLINE void NAME(fp8)(const int T, const Gemm *m, const Form *f, const uint8_t *
                                          : LOADF(floats + lane + r * L);
             UNROLL for (int t = 0; t < T; t++) {
                 F *a = acc[r][t];
-                if (LANES(T) == 4) a[0] = ADD(ADD(a[0], a[1]), ADD(a[2], a[3]));
-                if (LANES(T) == 2) a[0] = ADD(a[0], a[1]);
+                a[0] = ADD(a[0], a[1]);
+                if (LANES == 4) a[0] = ADD(a[0], ADD(a[LANES - 2], a[LANES - 1]));
                 total[r][t] = FMA(s, a[0], total[r][t]);
             }
         }

@@ -109,7 +109,7 @@ typedef void Unpacking(const Unpack *, int64_t, int64_t, uint8_t *);
 
 extern const Loops moepack_floats_plain, moepack_floats_avx2, moepack_floats_avx512;
 extern const Loops moepack_fixed_plain, moepack_fixed_avx2, moepack_fixed_avx512, moepack_fixed_vnni;
-extern const Loops moepack_fp8_plain, moepack_fp8_avx2, moepack_fp8_avx512;
+extern const Loops moepack_fp8_plain, moepack_fp8_avx2, moepack_fp8_avx512, moepack_fp8_bf16;
 extern Unpacking moepack_unpack_plain, moepack_unpack_avx2, moepack_unpack_avx512;
 
 /* Memory that is kept between calls, and grows as they need. */
@@ -140,6 +140,19 @@ static inline float outer_of(const Form *f, const uint8_t *base, int64_t row) { 
     return ((const float *)(base + f->outer))[row / BLOCK];
 }
 
+/* Add the bias to n results, `stride` apart, and store them for one slot from row `row` on. */
+static inline void put(const Gemm *m, const Job *job, int64_t slot, int64_t row, int64_t n, const float *from, int stride) {
+    const uint16_t *bias = job->bias ? job->bias + row : 0;
+    int64_t at = slot * job->rows + row;
+    for (int64_t i = 0; i < n; i++) {
+        float value = bias ? from[i * stride] + widen(bias[i]) : from[i * stride];
+        if (m->out_bf16)
+            ((uint16_t *)job->out)[at + i] = narrow(value);
+        else
+            ((float *)job->out)[at + i] = value;
+    }
+}
+
 /* Make room for `size` bytes, aligned to pages; contents are lost. Returns 0, or 1 when memory is short. */
 static inline int grow(Arena *arena, size_t size) {
     if (arena->size >= size) return 0;
@@ -155,7 +168,7 @@ static inline int grow(Arena *arena, size_t size) {
 void moepack_parallel(void (*work)(void *), void *argument, int threads);
 
 /* The loops in use (level.c). */
-extern const Loops *moepack_floats, *moepack_fixed, *moepack_fp8;
+extern const Loops *moepack_floats, *moepack_fixed, *moepack_fp8[2]; /* fp8: for float32 and BF16 activations */
 extern Unpacking *moepack_unpacking;
 
 /* Decode the jobs that have more than `most` slots at once. Returns 0; 1 when memory is short; -1 for a bad matrix. */

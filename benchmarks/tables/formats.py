@@ -1,0 +1,59 @@
+"""The tables of docs/formats.md: bits of released formats, and bytes of released models."""
+
+from __future__ import annotations
+
+from .common import results, table
+
+# Version, group size, what it keeps, its bits a weight by formula.
+FORMATS = (
+    ("mxfp4", 32, "E2M1 codes, an E8M0 scale for 32 columns", "4 + 8/32"),
+    ("nvfp4", 16, "E2M1 codes, an E4M3 scale for 16 columns, an FP32 scale for 16 rows", "4 + 8/16 + 32/(16*c)"),
+    ("mxfp8", 32, "E4M3 codes, an E8M0 scale for 32 columns", "8 + 8/32"),
+    ("fp8", 128, "E4M3 codes, an FP32 scale for 128 columns of 16 rows", "8 + 32/(16*128)"),
+    ("fp8", 32, "the same for 32 columns", "8 + 32/(16*32)"),
+    ("fp8row", 0, "E4M3 codes, an FP32 scale a row", "8 + 32/c"),
+    ("int4", 32, "4-bit integers, a BF16 scale and a zero point for 32 columns", "4 + 16/32 + 8/32"),
+    ("int4fp16", 128, "4-bit integers, an FP16 scale and a zero point for 128 columns", "4 + 16/128 + 8/128"),
+    ("int8", 128, "8-bit integers, a BF16 scale and a zero point for 128 columns", "8 + 16/128 + 8/128"),
+    ("int8fp16", 128, "the same with an FP16 scale", "8 + 16/128 + 8/128"),
+)  # fmt: skip
+COLS = 4096  # columns of the matrix that the bits are counted for
+
+
+def bits(version: str, group: int) -> float:
+    """Bits a weight of a matrix of COLS by COLS in a version, scales and zero points included."""
+    from moepack.pack.spec import Matrix, Version
+
+    matrix = Matrix("weight", COLS, COLS)
+    sections = Version.of(version, group).sections((matrix,))
+    return 8 * sum(s.size for s in sections) / matrix.weights
+
+
+def formats() -> str:
+    """What each version keeps, and its bits."""
+    rows = []
+    for version, group, keeps, formula in FORMATS:
+        found = bits(version, group)
+        shown = f"{found:.4f}".rstrip("0")
+        rows.append([f"`{version}`", str(group) if group else "", keeps, f"`{formula}`", shown])
+    return table(["version", "group", "keeps", "bits a weight", f"at c = {COLS:,}"], rows)
+
+
+def sizes() -> str:
+    """Bundles of released models with one version of every expert, in GB."""
+    names = ("bf16", "native", "w4", "w3", "w2")
+    rows = []
+    for r in results("sizes")["rows"]:
+        whole = [r["beside, GB"] + r[f"experts {name}, GB"] for name in names]
+        rows.append([r["model"], f"`{r['native']}`", f"{r['beside, GB']:,.1f}", *(f"{size:,.1f}" for size in whole)])
+    columns = [
+        "model",
+        "native",
+        "beside experts",
+        "about, all `bf16`",
+        "all native",
+        "all `w4`",
+        "all `w3`",
+        "all `w2`",
+    ]
+    return table(columns, rows)

@@ -1,0 +1,294 @@
+"""Released formats: read code for code and scale for scale, decoded, and written back byte for byte."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from released import decoded, found, round_trip, same
+from released_kinds import KINDS, weight
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moepack.calibrate.checkpoint import open_checkpoint
+from moepack.calibrate.stream import StreamedModel
+from moepack.pack.errors import InputError
+
+MODULE = "m.experts.0.up_proj"
+Tensors = dict[str, Tensor]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_is_its_codes_and_scales(kind: str) -> None:
+    """Its value is that computed apart, its tensors are restored, and nothing of it is left unnamed."""
+    own = KINDS[kind]
+    tensors, value = weight(kind, 48, 128)
+    (encoded,) = found(own.quantization, tensors, **own.config).values()
+    assert (encoded.version, encoded.group, encoded.shape) == (own.version, own.group, (48, 128))
+    assert set(encoded.leftovers) == {f"{MODULE}.{n}" for n in own.leftovers}
+    assert set(encoded.names) == set(tensors)
+    got = decoded(own.quantization, tensors, **own.config)
+    assert list(got) == [f"{MODULE}.weight"] and same(got[f"{MODULE}.weight"], value)
+    codes = encoded.codes(tensors.__getitem__)
+    assert codes.dtype == torch.uint8 and codes.shape == (48, 128) and int(codes.max()) < 1 << encoded.bits
+    scale = encoded.scale(tensors.__getitem__)
+    wanted = torch.uint16 if "int" in own.version else torch.float32 if own.version == "fp8" else torch.uint8
+    assert scale.dtype == wanted and scale.shape == (48, -(-128 // own.group) if own.group else 1)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plain")
+    small = {"num_experts": 4, "moe_intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    return tiny_models.save_tiny("qwen3_moe", path, **small)
+
+
+def checkpoint(plain: Path, path: Path, kind: str, dense: bool = True) -> tuple[Tensors, Tensors]:
+    """Save the model with its experts, and attention if `dense`, in a format; return what is stored and the values."""
+    own, stored, values = KINDS[kind], {}, {}
+    for seed, (name, tensor) in enumerate(load_file(plain / "model.safetensors").items()):
+        if name.endswith("_proj.weight") and (dense or ".experts." in name):
+            made, values[name] = weight(kind, *tensor.shape, name.removesuffix(".weight"), seed)
+            stored |= made
+        else:
+            stored[name] = values[name] = tensor
+    config = json.loads((plain / "config.json").read_text())
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({**config, **own.config, "quantization_config": own.quantization}))
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
+    return stored, values
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_is_read_and_written_back(kind: str, plain: Path, tmp_path: Path) -> None:
+    _, values = checkpoint(plain, tmp_path, kind, dense=kind != "deepseek mxfp4")
+    stream = round_trip(tmp_path)
+    assert not stream.unused  # no scale is taken for a tensor without a place
+    loaded = stream.load(0)
+    for name in ("q_proj", "o_proj"):
+        key = f"model.layers.0.self_attn.{name}.weight"
+        assert same(loaded[key], values[key])
+    experts = "model.layers.0.mlp.experts"
+    want = torch.stack([values[f"{experts}.{e}.up_proj.weight"] for e in range(4)])
+    assert same(loaded[f"{experts}.gate_up_proj"][:, 64:], want)
+
+
+def test_a_deepseek_v4_has_two_formats(tmp_path: Path) -> None:
+    """Experts in MXFP4 beside attention in blocks of FP8 with E8M0 scales, under the names of its release."""
+    small = {
+        "num_key_value_heads": 1, "n_routed_experts": 4, "moe_intermediate_size": 64, "q_lora_rank": 32,
+        "o_lora_rank": 32, "o_groups": 2, "num_hidden_layers": 1, "head_dim": 32, "qk_rope_head_dim": 16,
+        "mlp_layer_types": ["moe"], "layer_types": ["sliding_attention"],
+    }  # fmt: skip
+    tiny_models.save_tiny("deepseek_v4", tmp_path, **small)
+    stored: Tensors = {}
+    for seed, (long, tensor) in enumerate(load_file(tmp_path / "model.safetensors").items()):
+        name = long.removeprefix("model.")
+        fp8 = "fp8 blocks E8M0" if re.search(r"\.(wo|wq|wkv|w\d)", name) else None
+        kind = "deepseek mxfp4" if ".experts." in name else fp8
+        module = name.removesuffix(".weight")
+        stored |= weight(kind, *tensor.shape, module, seed)[0] if kind else {name: tensor}
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantization = {"quant_method": "fp8", "weight_block_size": [32, 32], "scale_fmt": "ue8m0"}
+    config |= {"expert_dtype": "fp4", "quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    stream = round_trip(tmp_path, every=False)  # o_a_proj is no Linear
+    kinds = {n.removeprefix("layers.0."): (e.version, e.group) for n, e in stream.checkpoint.encoded.items()}
+    assert kinds["attn.wq_a.weight"] == kinds["attn.wo_a.weight"] == ("fp8", 32)
+    assert kinds["ffn.shared_experts.w2.weight"] == ("fp8", 32) and kinds["ffn.experts.0.w1.weight"] == ("mxfp4", 32)
+    assert len(kinds) == 5 + 3 + 4 * 3 and not stream.unused
+
+
+def test_groups_of_modules_have_their_own_format(plain: Path, tmp_path: Path) -> None:
+    """Experts in INT4 and attention in FP8, as Kimi's; the router, in `ignore`, stays as it is."""
+    stored, _ = checkpoint(plain, tmp_path, "int4", dense=False)
+    for seed, name in enumerate([n for n in stored if "self_attn" in n and n.endswith("_proj.weight")]):
+        stored |= weight("ct fp8 rows", *stored[name].shape, name.removesuffix(".weight"), seed)[0]
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    experts = deepcopy(KINDS["int4"].quantization["config_groups"]["group_0"])
+    attention = deepcopy(KINDS["ct fp8 rows"].quantization["config_groups"]["group_0"])
+    experts["targets"], attention["targets"] = [r"re:.*mlp\.experts\.\d+\..*"], ["re:.*self_attn.*"]
+    config["quantization_config"] |= {
+        "format": "mixed-precision", "ignore": ["re:.*gate$", "lm_head"],
+        "config_groups": {"group_0": attention, "group_1": experts},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    stream = round_trip(tmp_path)
+    assert {e.version for n, e in stream.checkpoint.encoded.items() if "experts" in n} == {"int4"}
+    assert {e.version for n, e in stream.checkpoint.encoded.items() if "self_attn" in n} == {"fp8"}
+    assert stream.native_dense("model.layers.0.mlp.gate") is None
+    attention["targets"] = ["re:.*nothing"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"self_attn.*no target of config.json's config_groups names it"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [k for k, own in KINDS.items() if own.quantization["quant_method"][0] == "c"])
+def test_compressed_tensors_decodes_the_same(kind: str) -> None:
+    """Except that it rounds products with FP16 scales to FP16 first."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    own = KINDS[kind]
+    tensors, value = weight(kind, 48, 128, "m")
+    scheme = QuantizationScheme(**own.quantization["config_groups"]["group_0"])
+    library = BaseCompressor.get_value_from_registry(own.quantization["format"])
+    got = library.decompress({n.removeprefix("m."): x for n, x in tensors.items()}, scheme)["weight"]
+    if own.version.endswith("fp16"):
+        assert torch.allclose(got.float(), value.float(), rtol=2**-7, atol=0)  # half a step of BF16, and of FP16
+    else:
+        assert same(got.to(torch.bfloat16), value)
+
+
+Change = Callable[[Tensors, dict[str, Any]], object]
+NAN = torch.tensor([0x7F], dtype=torch.uint8)
+
+
+def put(name: str, at: int, value: float) -> Change:
+    """Set the bits of an element, given as an integer, or its value."""
+
+    def change(tensors: Tensors, quantization: dict[str, Any]) -> None:
+        flat = tensors[f"{MODULE}.{name}"].clone()
+        tensors[f"{MODULE}.{name}"] = flat
+        (flat.view(torch.uint8) if isinstance(value, int) else flat).view(-1)[at] = value
+
+    return change
+
+
+def drop(name: str) -> Change:
+    return lambda tensors, quantization: tensors.pop(f"{MODULE}.{name}")
+
+
+def take(name: str, part: Any) -> Change:
+    """Keep some of the rows."""
+
+    def change(tensors: Tensors, quantization: dict[str, Any]) -> None:
+        tensors[f"{MODULE}.{name}"] = tensors[f"{MODULE}.{name}"][part].contiguous()
+
+    return change
+
+
+def cast(name: str, dtype: torch.dtype) -> Change:
+    def change(tensors: Tensors, quantization: dict[str, Any]) -> None:
+        tensors[f"{MODULE}.{name}"] = tensors[f"{MODULE}.{name}"].to(dtype)
+
+    return change
+
+
+def say(**more: Any) -> Change:
+    return lambda tensors, quantization: quantization.update(more)
+
+
+def weights(**more: Any) -> Change:
+    return lambda tensors, quantization: quantization["config_groups"]["group_0"]["weights"].update(more)
+
+
+def add(name: str, tensor: Tensor) -> Change:
+    return lambda tensors, quantization: tensors.update({f"{MODULE}.{name}": tensor})
+
+
+BROKEN: dict[str, tuple[str, Change, str]] = {
+    "no scales": ("fp8 tensor", drop("weight_scale_inv"), "has no .*weight_scale_inv"),
+    "two scales": ("fp8 tensor", add("weight_scale", torch.ones(())), "has both .*weight_scale_inv and"),
+    "scales of integers": ("fp8 tensor", cast("weight_scale_inv", torch.int32), "weight_scale_inv is I32"),
+    "a block of nothing": ("fp8 blocks", say(weight_block_size=[0, 32]), r"weight_block_size \[0, 32\]"),
+    "a block of other size": ("fp8 blocks", say(weight_block_size=[16, 32]), r"needs .* \[3, 4\]"),
+    "a code that is NaN": ("fp8 blocks", put("weight", 5, 0x7F), "weight has a code that is NaN"),
+    "a negative code that is NaN": ("fp8 mx", put("weight", 5, 0xFF), "weight has a code that is NaN"),
+    "an infinite scale": ("fp8 rows", put("weight_scale", 3, float("inf")), "weight_scale has a scale that is NaN"),
+    "an E8M0 that is NaN": ("ct mxfp4", put("weight_scale", 3, 0xFF), "weight_scale has a scale that is NaN"),
+    "an E8M0 of MXFP8 that is NaN": ("fp8 mx", put("weight_scale_inv", 3, 0xFF), "weight_scale_inv has a scale"),
+    "an E4M3 scale that is NaN": ("modelopt nvfp4", put("weight_scale", 3, 0x7F), "weight_scale has a scale"),
+    "an FP16 scale that is infinite": ("awq", put("scales", 3, float("inf")), "scales has a scale that is NaN"),
+    "an outer scale that is infinite": ("modelopt nvfp4", put("weight_scale_2", 0, float("inf")), "weight_scale_2 is"),
+    "a divisor of 0": ("ct nvfp4", put("weight_global_scale", 0, 0.0), "weight_global_scale is NaN, infinite or no"),
+    "no experts in fp4": ("fp8 blocks", say(expert_dtype="fp4"), "expert_dtype fp4, but no tensor of an expert"),
+    "experts in fp2": ("fp8 blocks", say(expert_dtype="fp2"), "says expert_dtype 'fp2'"),
+    "nothing quantised": ("fp8 blocks", lambda t, q: t.clear(), "no tensor is stored so"),
+    "a fused weight also plain": ("int4", add("weight", torch.ones(2, 2)), "weight is stored twice"),
+    "a vector of codes": ("fp8 tensor", take("weight", 0), r"\[128\]; codes have 2"),
+    "no codes": ("fp8 tensor", take("weight", slice(0)), "are not empty"),
+    "no group": ("int4", weights(group_size=0), "says group_size 0"),
+    "a negative group": ("gptq", say(group_size=-2), "says group_size -2"),
+    "other groups": ("int4", weights(group_size=64), "needs? I32 of 32 words"),
+    "5 bits": ("int4", weights(num_bits=5), "says num_bits 5: moepack reads 4, 8"),
+    "scales of FP32": ("int4", cast("weight_scale", torch.float32), "weight_scale is F32"),
+    "packed in bytes": ("int4", cast("weight_packed", torch.uint8), "weight_packed is U8"),
+    "no zero points": ("int4 zeros", drop("weight_zero_point"), "has no .*weight_zero_point"),
+    "a strategy for tensors": ("int4", weights(strategy="tensor"), "says strategy 'tensor'"),
+    "no order": ("int4", weights(actorder="group"), "has no .*weight_g_idx, which actorder group needs"),
+    "an order": ("int4", add("weight_g_idx", torch.arange(128).flip(0) // 32), "weight_g_idx orders columns"),
+    "an unknown format": ("int4", lambda t, q: q["config_groups"]["group_0"].update(format="marlin-24"), "'marlin-24'"),
+    "a sparse one": ("int4", say(sparsity_config={"format": "sparse-24-bitmask"}), "no sparse weights"),
+    "a rotated one": ("int4", say(transform_config={"config_groups": {}}), "no rotated weights"),
+    "no config groups": ("int4", say(config_groups=None), "has no config_groups"),
+    "no targets": ("int4", lambda t, q: q["config_groups"]["group_0"].pop("targets"), "without targets"),
+    "a bad target": ("int4", lambda t, q: q["config_groups"]["group_0"].update(targets=["re:("]), "no expression"),
+    "not compressed": ("int4", say(quantization_status="frozen"), "says quantization_status 'frozen'"),
+    "integers that are floats": ("int8 signed", cast("weight", torch.float8_e4m3fn), "8-bit integers"),
+    "floats that are integers": ("ct fp8 rows", cast("weight", torch.int8), "8-bit floats"),
+    "a block structure of one number": ("ct fp8 blocks", weights(block_structure=[32]), r"block_structure \[32\]"),
+    "NVFP4 in groups of 32": ("ct nvfp4", weights(group_size=32), "says group_size 32: moepack reads 16"),
+    "NVFP4 without its divisor": ("ct nvfp4", drop("weight_global_scale"), "has no .*weight_global_scale"),
+    "NVFP4 in words": ("ct nvfp4", cast("weight_packed", torch.int32), "weight_packed is I32, not U8"),
+    "too few scales": ("ct mxfp4", take("weight_scale", slice(1, None)), r"weight_scale is U8 \[47, 4\]"),
+    "ModelOpt's other algorithm": ("modelopt nvfp4", say(quant_algo="MXFP8"), "stored as nvfp4, but .* MXFP8"),
+    "ModelOpt's unknown algorithm": ("modelopt nvfp4", say(quant_algo="NVFP4_AWQ"), "says quant_algo 'NVFP4_AWQ'"),
+    "ModelOpt's scaled inputs": ("modelopt nvfp4", add("pre_quant_scale", torch.ones(128)), "pre_quant_scale scales"),
+    "ModelOpt's integers": ("modelopt fp8", cast("weight", torch.int8), "weight is I8"),
+    "GPTQ's 3 bits": ("gptq", say(bits=3), "says bits 3"),
+    "GPTQ in an unknown format": ("gptq", say(checkpoint_format="marlin"), "says checkpoint_format 'marlin'"),
+    "GPTQ in bytes": ("gptq", cast("qweight", torch.uint8), "qweight is U8, not I32"),
+    "GPTQ's order": ("gptq", put("g_idx", 0, 2), "g_idx orders columns by activation"),
+    "GPTQ's zero 16": ("gptq", put("qzeros", 0, 0xFF), "qzeros has a zero point of 16, beyond 4 bits"),
+    "GPTQ with other groups": ("gptq", say(group_size=64), r"scales is F16 \[4, 48\]"),
+    "AWQ of gemv": ("awq", say(version="gemv"), "says version 'gemv'"),
+    "AWQ without zero points": ("awq", drop("qzeros"), "has no .*qzeros"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_is_not_understood_is_refused(case: str) -> None:
+    kind, change, word = BROKEN[case]
+    own = KINDS[kind]
+    quantization = deepcopy(own.quantization)
+    tensors, _ = weight(kind, 48, 128)
+    change(tensors, quantization)
+    with pytest.raises(InputError, match=word) as error:
+        decoded(quantization, tensors, **own.config)
+    assert "\n" not in str(error.value)
+
+
+def test_codes_that_are_no_numbers_are_refused_by_name(plain: Path, tmp_path: Path) -> None:
+    stored, _ = checkpoint(plain, tmp_path, "fp8 blocks")
+    name = "model.layers.0.mlp.experts.3.up_proj.weight"
+    stored[name].view(torch.uint8)[5, 6] = 0xFF
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    stream = StreamedModel(open_checkpoint(tmp_path))
+    for act in (lambda: stream.native_experts(0, range(4)), lambda: stream.load(0)):
+        with pytest.raises(InputError, match=f"{name} has a code that is NaN") as error:
+            act()
+        assert str(error.value).startswith(str(tmp_path))
+
+
+def test_experts_in_several_encodings_are_refused(plain: Path, tmp_path: Path) -> None:
+    stored, _ = checkpoint(plain, tmp_path, "modelopt nvfp4", dense=False)
+    module = "model.layers.0.mlp.experts.3.up_proj"
+    stored = {n: x for n, x in stored.items() if not n.startswith(f"{module}.")}
+    stored |= weight("modelopt fp8", 64, 64, module)[0]
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["quant_algo"] = "MIXED_PRECISION"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match="expert weights are F8_E4M3, NVFP4, not one of"):
+        StreamedModel(open_checkpoint(tmp_path))

@@ -1,0 +1,144 @@
+"""What layers pass on beside hidden states: recorded from the model's own code, replayed, kept and taken up again."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support import ROOT
+from torch import Tensor
+
+from moepack.calibrate.checkpoint import open_checkpoint
+from moepack.calibrate.dense import dense_matrices, watch_part
+from moepack.calibrate.forward import CalibrationPass
+from moepack.calibrate.stream import StreamedModel
+from moepack.calibrate.trace import Passed, Program, Recording, Ref, ReturnsMore, Store, Unsupported, same
+from moepack.pack.errors import InputError
+
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import families
+
+# An indexer's choice and shared keys and values; outputs of earlier layers, computed with between layers.
+PASSING = ("mistral_large4", "inkling2_text")
+
+
+def a_pass(checkpoint: Path) -> CalibrationPass:
+    ids = torch.randint(1, 4000, (3, 24), generator=torch.Generator().manual_seed(2))
+    stream = StreamedModel(open_checkpoint(checkpoint))
+    stream.load(None)
+    stream.to_compute(None, torch.float32)
+    walk = CalibrationPass(stream, ids, 2, torch.float32)  # 2 + 1: two batch sizes
+    walk.start()
+    return walk
+
+
+def through(walk: CalibrationPass, layers: range) -> None:
+    for i in layers:
+        walk._stream.load(i)
+        walk._stream.to_compute(i, torch.float32)
+        walk.run_layer(i)
+
+
+def head(walk: CalibrationPass) -> Tensor:
+    stream = walk._stream
+    watch = watch_part(stream, [m for m in dense_matrices(stream) if m.layer is None], walk.windows, walk.length)
+    walk.run_head(watch)
+    (learn,) = watch.moments().learn
+    return learn
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_a_pass_taken_up_again(name: str, demo_model: Path, tmp_path: Path) -> None:
+    """Interrupted before any layer, the rest gives the same bits, up to what the output projection reads."""
+    plain = families.save(families.small(name), tmp_path / "checkpoint", demo_model).float().eval()
+    whole = a_pass(tmp_path / "checkpoint")
+    kept = [{n: x.clone() for n, x in whole.kept().items()}]
+    for i in range(4):
+        through(whole, range(i, i + 1))
+        kept.append({n: x.clone() for n, x in whole.kept().items()})
+    want, read = whole.kept(), head(whole)
+    assert max(map(len, kept)) > 2  # more than two batches' hidden states
+    with torch.inference_mode():
+        got = []
+        hook = plain.get_output_embeddings().register_forward_pre_hook(lambda m, args: got.append(args[0].clone()))
+        for ids in whole._batches:
+            plain(input_ids=ids, use_cache=False)
+        hook.remove()
+    x = torch.cat([g.reshape(-1, g.shape[-1]) for g in got])
+    assert float((x.T @ x / len(x) - read).norm() / read.norm()) <= 1e-4
+    for i in (1, 2, 3, 4):
+        again = a_pass(tmp_path / "checkpoint")
+        again.restore(sorted(kept[i].items()))
+        through(again, range(i, 4))
+        now = again.kept()
+        assert now.keys() == want.keys() and all(torch.equal(now[n], x) for n, x in want.items())
+        assert torch.equal(head(again), read)
+
+
+def test_layers_that_run_twice_are_refused(demo_model: Path, tmp_path: Path) -> None:
+    families.save(families.small("inkling2_loop_text"), tmp_path / "checkpoint", demo_model)
+    with pytest.raises(InputError, match="inkling2_loop_text run more than once"):
+        a_pass(tmp_path / "checkpoint")
+
+
+def test_steps_and_how_long_values_are_needed() -> None:
+    """Layer 1 reads what layer 0 returned second; an operation joins the outputs of both for layer 2."""
+    x, recording = torch.ones(1, 2, 3), Recording(2)
+    shared: dict[str, tuple[Tensor, ...]] = {}
+    a, beside = recording.layer(0, x, (), {"shared": shared})
+    b, _ = recording.layer(1, a, (beside,), {"shared": shared, "mask": x})
+    both = torch.cat([a, b], dim=-1)
+    recording.layer(2, b.to(torch.float32), (), {"both": both, "shared": shared})
+    program = Program(recording)
+    assert [step.layer for step in program.steps] == [0, 1, None, None, 2]
+    assert recording.arguments[0] == {0: None, "shared": Store(0)} and recording.arguments[1][1] == Ref(1)
+    assert program.hidden == [-1, 0, 5] and program.between(1) == range(2, 4) and program.between(2) == range(0)
+    values = dict.fromkeys(range(8), x)
+    assert list(program.needed(values, 0)) == [0, 1, 2, 4] and list(program.needed(values, 1)) == [4]
+    assert program.same_as(recording) and not program.same_as(other())
+    passed = Passed()
+    passed.values = {0: 2 * x, 2: 3 * x}
+    args, _ = passed.resolve(recording.arguments[2], passed.values, torch.device("cpu"))
+    assert torch.equal(args[0][0], 2 * x) and torch.equal(args[0][1], 3 * x)
+    given, stores = passed.resolve(recording.arguments[0], {}, torch.device("cpu"))
+    given["shared"]["rope"] = (x, 2 * x)
+    passed.fill(stores)
+    again = Passed()
+    for name, tensor in sorted(passed.named().items()):
+        again.put(name, tensor)
+    assert again.values.keys() == {0, 2} and torch.equal(again.stores[0]["rope"][1], 2 * x)
+
+
+def other() -> Recording:
+    recording = Recording(2)
+    a, _ = recording.layer(0, torch.ones(1, 2, 3), (), {})
+    torch.cat([a, a])
+    return recording
+
+
+def test_what_is_not_replayed() -> None:
+    x, one = torch.ones(1, 2, 3), Recording(1)
+    out = one.layer(0, x, (), {})
+    with pytest.raises(ReturnsMore):
+        _, _ = out
+    with pytest.raises(ReturnsMore):
+        out[0]
+    assert out.shape == (1, 2, 3) and len(one.steps) == 1
+    with pytest.raises(Unsupported, match="changed in place"):
+        out += 1
+    with pytest.raises(Unsupported, match="changed in place"):
+        out[:, 0] = 0
+    with pytest.raises(Unsupported, match="do not read the layer before"):
+        one.layer(1, x, (), {})
+    with pytest.raises(Unsupported, match="more than once"):
+        Recording(1).layer(1, x, (), {})
+
+
+def test_arguments_of_batches_are_compared() -> None:
+    x = torch.ones(2)
+    assert same((x, {"a": x}), (x.clone(), {"a": x.clone()}), torch.equal)
+    for a, b in (((x,), (x, x)), ({"a": x}, {"b": x}), (Ref(1), Ref(2)), (Ref(1), None), (x, None), (x, 2 * x)):
+        assert not same(a, b, torch.equal), (a, b)

@@ -1,0 +1,254 @@
+"""Dry runs before any weight is here: from config.json, an index, or headers on the Hub. Bytes are counted by hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hub_stand_in import Hub, point, serve
+from support import ROOT, cli, ok, refused
+
+from moepack.calibrate.outline import open_outline
+from moepack.calibrate.released.announced import announced_version
+from moepack.pack.errors import InputError
+from moepack.pack.spec import Matrix, Version, encoding_of
+from moepack.pipeline.build import build
+from moepack.pipeline.dryrun.ahead import sample
+from moepack.pipeline.dryrun.ladder import never_chosen, never_smaller
+from moepack.pipeline.estimate import estimate
+from moepack.pipeline.recipe import load_recipe, parse_recipe, with_native
+from moepack.progress import Reporter
+
+CONFIGS = ROOT / "examples" / "configs"
+# Layers, experts, hidden size, expert size, native version, bits of a weight in it, parameters in all (of the model
+# cards, in thousand millions, without layers for multi-token prediction).
+MODELS: dict[str, tuple[int, int, int, int, str, float, float]] = {
+    "gpt-oss-20b": (24, 32, 2880, 2880, "mxfp4", 4.25, 20.91),
+    "gpt-oss-120b": (36, 128, 2880, 2880, "mxfp4", 4.25, 116.83),
+    "deepseek-v4-flash": (43, 256, 4096, 2048, "mxfp4", 4.25, 284.33),
+    "glm-5.3": (75, 256, 6144, 2048, "fp8", 8 + 32 / (16 * 128), 743.9),
+    "kimi-k2.5": (60, 384, 7168, 2048, "int4", 4.75, 1027.0),
+    "qwen3.8-flash-next": (48, 512, 2560, 640, "fp8", 8 + 32 / (16 * 128), 177.4),
+    "qwen3.6-35b-a3b": (40, 256, 2048, 512, "bf16", 10.6, 35.1),
+}
+PAGE = 4096
+
+
+def extent(rows: int, cols: int, bits: float, bias: bool = False) -> float:
+    """Bytes of a matrix, in groups that end with the row; the bias is BF16."""
+    return rows * cols * bits / 8 + 2 * rows * bias
+
+
+@pytest.fixture(autouse=True)
+def without_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rates are not what is tested, and cost a second."""
+    rates = {"write_bytes_per_second": 1e9, "read_bytes_per_second": 2e9}
+    monkeypatch.setattr("moepack.pipeline.estimate.disk_rates", lambda folder: rates)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bytes_of_released_models_from_their_configuration(name: str, tmp_path: Path) -> None:
+    layers, experts, hidden, inner, native, bits, billions = MODELS[name]
+    recipe = load_recipe(name)
+    if name != "gpt-oss-20b":  # rounding is probed in a second, and changes no byte
+        recipe = replace(recipe, quantize=replace(recipe.quantize, method="rtn", loss_tokens=64))
+    e = estimate(CONFIGS / name, tmp_path / "b", recipe)
+    assert (e.layers, e.experts, e.outline) == (layers, layers * experts, "config.json alone")
+    bias = name.startswith("gpt-oss")
+    size = extent(2 * inner, hidden, bits, bias) + extent(hidden, inner, bits, bias)
+    # Extents end on a page, and each layer's file begins with a header of at most two pages.
+    least, most = layers * experts * size, layers * (experts * (size + PAGE) + 2 * PAGE + 80 * experts)
+    if native == "bf16":
+        assert e.versions[native] == pytest.approx(least, rel=0.02), "its bytes depend on values"
+    elif encoding_of(native).entropy_coded:
+        assert 0.75 * least <= e.versions[native] <= most
+    else:
+        assert least <= e.versions[native] <= most
+    weights = 3 * layers * experts * hidden * inner
+    for low, own in ((n, b) for n, b in (("w4", 4), ("w3", 3), ("w2", 2), ("w1", 1)) if n in e.versions):
+        # The last group of a row of 2,880 columns is half full at 128, and full at 64.
+        bits_here = own + (24 if own > 1 else 16) / recipe.quantize.size(low)
+        assert e.versions[low] == pytest.approx(weights * bits_here / 8, rel=0.003)
+    assert (weights + e.dense_bytes / 2) / 1e9 == pytest.approx(billions, rel=0.002)
+    released = weights * (16 if native == "bf16" else bits) / 8 + e.dense_bytes
+    assert e.checkpoint_bytes == pytest.approx(released, rel=0.003)
+    assert {k for k, v in e.seconds.items() if v > 0} >= {"start", "read", "calibrate", "quantise", "write"}
+    assert e.memory["layer"] > 2 * weights / layers and (e.seconds["encode"] > 0) == encoding_of(native).entropy_coded
+
+
+def test_an_index_says_the_checkpoints_bytes(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    shutil.copy(CONFIGS / "gpt-oss-20b" / "config.json", tmp_path / "m")
+    index = {"metadata": {"total_size": 13_761_264_768}, "weight_map": {"a": "model-00001-of-00003.safetensors"}}
+    (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps(index))
+    recipe = parse_recipe("versions: [native]\ncalibration: {samples: 2, length: 64}", "t")
+    e = estimate(tmp_path / "m", tmp_path / "b", recipe)
+    assert e.checkpoint_bytes == 13_761_264_768 and "index" in e.outline
+    assert e.seconds["read"] == pytest.approx(13_761_264_768 / 2e9) and e.seconds["quantise"] == 0
+    with pytest.raises(InputError, match=r"model-00001-of-00003.*missing.*--dry-run needs config.json alone"):
+        build(tmp_path / "m", tmp_path / "b", recipe)
+    (tmp_path / "m" / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(InputError, match="not an index"):
+        estimate(tmp_path / "m", tmp_path / "b", recipe)
+
+
+def test_a_directory_of_a_configuration_on_the_command_line(tmp_path: Path) -> None:
+    said = ok(
+        cli("build", CONFIGS / "qwen3.6-35b-a3b", "-o", tmp_path / "b", "-r", "qwen3.6-35b-a3b", "--dry-run", "-q")
+    )
+    assert "config.json alone" in said and "about" in said and not (tmp_path / "b").exists()
+    refused(cli("build", CONFIGS / "qwen3.6-35b-a3b", "-o", tmp_path / "b", "-q"), "has neither", "--dry-run")
+
+
+def test_shapes_agree_with_the_weights(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """Of one model, with its weights and without: the same exact bytes, activations and tasks."""
+    (tmp_path / "only").mkdir()
+    shutil.copy(demo_model / "config.json", tmp_path / "only")
+    recipe = parse_recipe(
+        "{versions: [native, w4, w2], dense: [w8], quantize: {method: rtn, loss_tokens: 64}, "
+        "calibration: {samples: 4, length: 64, batch_size: 2}}", "t",
+    )  # fmt: skip
+    whole = estimate(demo_model, tmp_path / "b", recipe, [text])
+    bare = estimate(tmp_path / "only", tmp_path / "b", recipe)
+    assert whole.outline == "" and bare.outline == "config.json alone"
+    for name in ("w4", "w2"):
+        assert bare.versions[name] == whole.versions[name]
+    assert bare.versions["bf16"] == pytest.approx(whole.versions["bf16"], rel=0.15)  # pages of 4 KiB in experts of 28
+    assert bare.dense_versions["w8"] == whole.dense_versions["w8"]
+    assert (bare.dense_bytes, bare.checkpoint_bytes) == (whole.dense_bytes, whole.checkpoint_bytes)
+    for use in ("activations", "layer"):
+        assert bare.memory.get(use) == whole.memory.get(use)
+    assert (bare.experts, bare.layers, bare.batch_size) == (whole.experts, whole.layers, whole.batch_size)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    server, hub, address = serve()
+    point(monkeypatch, address, tmp_path / "cache")
+    yield hub
+    server.shutdown()
+    server.server_close()
+
+
+def test_headers_on_the_hub_are_enough(hub: Hub, demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """No weight is downloaded: of the file of weights, at most the first 100 kB."""
+    hub.files["someone/mini"] = {p.name: p.read_bytes() for p in demo_model.iterdir() if p.is_file()}
+    recipe = parse_recipe("{quantize: {method: rtn}, calibration: {samples: 4, length: 64, batch_size: 2}}", "t")
+    whole = estimate(demo_model, tmp_path / "b", recipe, [text])
+    e = estimate("someone/mini", tmp_path / "b", recipe)
+    assert e.outline == "the headers of its files" and e.checkpoint_bytes == whole.checkpoint_bytes
+    assert e.versions["w2"] == whole.versions["w2"] and e.dense_bytes == whole.dense_bytes
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    broken = hub.files["someone/mini"]["model.safetensors"]
+    hub.files["someone/mini"]["model.safetensors"] = broken[:8] + b"[" + broken[9:]
+    with pytest.raises(InputError, match="headers of its weights cannot be read"):
+        estimate("someone/mini", tmp_path / "b", recipe)
+    hub.files["someone/mini"] = {"config.json": hub.files["someone/mini"]["config.json"]}
+    assert estimate("someone/mini", tmp_path / "b", recipe).outline == "config.json alone"
+
+
+def test_weights_in_the_cache_are_measured(hub: Hub, demo_model: Path, text: Path, tmp_path: Path) -> None:
+    hub.files["someone/mini"] = {p.name: p.read_bytes() for p in demo_model.iterdir() if p.is_file()}
+    recipe = parse_recipe("{quantize: {method: rtn}, calibration: {samples: 4, length: 64, batch_size: 2}}", "t")
+    build("someone/mini", tmp_path / "b", recipe, [text])
+    assert estimate("someone/mini", tmp_path / "c", recipe, [text]).outline == ""
+
+
+def pack(bits: int, group: int | None, **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": "int", "group_size": group, "strategy": "group", "symmetric": True}
+    groups = {"group_0": {"targets": ["Linear"], "weights": {**weights, **more}}}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+
+
+def test_the_native_version_follows_from_the_configuration() -> None:
+    def of(quantization: Any, **more: Any) -> str:
+        version = announced_version("x", {"quantization_config": quantization, **more})
+        return f"{version.name} {version.group_size}"
+
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    assert of(None) == "bf16 0" and of({"quant_method": "mxfp4"}) == "mxfp4 32"
+    assert of(fp8) == "fp8 128" and of(fp8, expert_dtype="fp4") == of({**fp8, "expert_dtype": "fp4"}) == "mxfp4 32"
+    assert of({**fp8, "weight_block_size": [32, 32]}) == "fp8 32" and of({"quant_method": "fp8"}) == "fp8row 0"
+    assert of({**fp8, "weight_block_size": [1, 32]}) == of({"quant_method": "mxfp8"}) == "mxfp8 32"
+    assert of(pack(4, 32)) == "int4 32" and of(pack(8, 128)) == "int8 128"
+    assert of({**pack(4, 16, type="float"), "format": "nvfp4-pack-quantized"}) == "nvfp4 16"
+    floats = {"type": "float", "block_structure": [128, 128]}
+    by_row, by_block = (pack(8, None, strategy=strategy, **floats) for strategy in ("channel", "block"))
+    assert of({**by_row, "format": "float-quantized"}) == "fp8row 0"
+    assert of({**by_block, "format": "float-quantized"}) == "fp8 128"
+    assert of({"quant_method": "modelopt", "quant_algo": "NVFP4"}) == "nvfp4 16"
+    assert of({"quant_method": "gptq", "bits": 4, "group_size": 128}) == "int4fp16 128"
+    assert of({"quant_method": "awq", "bits": 4, "group_size": 64}) == "int4fp16 64"
+    assert announced_version("x", {"text_config": {"quantization_config": pack(4, 32)}}).name == "int4"
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "is already quantised"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "says bits 3"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1}, "bits 4, group_size -1, or none keeps them"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 48]}, r"weight_block_size \[128, 48\], or none keeps them"),
+        (pack(4, 48), "format pack-quantized, or none keeps them"),
+        ({**pack(4, 32), "config_groups": {b: pack(b, 32)["config_groups"]["group_0"] for b in (4, 8)}},
+         "config.json alone does not tell"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "does not tell .* quant_algo MIXED_PRECISION"),
+    ], ids=str,
+)  # fmt: skip
+def test_a_quantisation_without_a_version_is_refused(quantization: Any, message: str, tmp_path: Path) -> None:
+    config = json.loads((CONFIGS / "gpt-oss-20b" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    with pytest.raises(InputError, match=message):
+        open_outline(tmp_path)
+
+
+def test_native_becomes_a_version_with_the_checkpoints_groups() -> None:
+    recipe = parse_recipe("{versions: [native, w3, w2], quantize: {group_size: 64}}", "t")
+    known = with_native(recipe, Version.of("int4", 32))
+    assert [(v.name, v.group_size) for v in known.version_specs()] == [("int4", 32), ("w3", 64), ("w2", 64)]
+    assert with_native(parse_recipe("versions: [bf16, native]", "t"), Version.of("bf16")).versions == ("bf16",)
+    plain = parse_recipe("versions: [w3]", "t")
+    assert with_native(plain, Version.of("mxfp4", 32)) is plain
+
+
+def test_entropy_coded_bytes_of_gaussian_values() -> None:
+    """Sign and mantissa as they are, exponents at their entropy: sum over n of P(2^n <= |x| < 2^(n+1))."""
+    edges = torch.special.erf(torch.ldexp(torch.ones(60, dtype=torch.float64), torch.arange(-40, 20)) / 2**0.5)
+    p = (edges[1:] - edges[:-1]).clamp_min(1e-30)
+    entropy = float(-(p * p.log2()).sum())
+    bits, seconds = sample(Version.of("bf16"), 4096)
+    assert 8 + entropy <= bits <= 8 + entropy + 0.2 and 0 < seconds < 1e-6
+    assert 6.4 < sample(Version.of("fp8", 128), 4096)[0] < 8.02, "E4M3 codes of Gaussian values have 6.47 bits"
+
+
+def test_a_version_that_is_no_smaller_than_a_better_one() -> None:
+    assert never_smaller([]) == {}
+    assert never_smaller([("a", 9), ("b", 8), ("c", 8), ("d", 10), ("e", 7)]) == {"c": "b", "d": "b"}
+    matrices = (Matrix("gate_up", 4096, 4096), Matrix("down", 4096, 2048))
+
+    def said(*names: str, group: int = 64) -> list[str]:
+        groups = {"mxfp4": 32, "int4": 32, "fp8": 128}
+        return never_chosen([Version.of(n, groups.get(n, group)) for n in names], matrices)
+
+    (line,) = said("mxfp4", "w4", "w3", "w2")
+    assert line.startswith("w4 takes 4.375 bits a weight and is never chosen: mxfp4") and "takes 4.25:" in line
+    assert said("fp8", "w8", "w4")[0].startswith("w8 takes 8.375 bits a weight and is never chosen: fp8")
+    assert said("mxfp4", "w4", group=128) == [] and said("int4", "w4") == [] and said("bf16", "w8", "w4", "w1") == []
+
+
+def test_the_dry_run_names_versions_that_are_never_chosen(tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    class Kept(Reporter):
+        def note(self, text: str) -> None:
+            lines.append(text)
+
+    recipe = parse_recipe("{versions: [native, w4, w3], quantize: {method: rtn, loss_tokens: 64}}", "t")
+    estimate(CONFIGS / "gpt-oss-20b", tmp_path / "b", recipe, reporter=Kept())
+    assert [line.split()[0] for line in lines] == ["w4"]

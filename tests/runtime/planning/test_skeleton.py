@@ -1,0 +1,47 @@
+"""Skeletons of models that convert modules as they make them, or pick elements by a mask."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from support import ROOT
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from moepack.calibrate.experts import describe, is_experts_module
+from moepack.families.arguments import cache_in
+from moepack.families.model_class import model_of
+from moepack.runtime.planning.kv_cache import cache_bytes
+from moepack.runtime.planning.skeleton import LiveBytes, Probe, skeleton
+
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import families
+
+
+@pytest.mark.parametrize("name", ["glm5_next", "hy_v4", "mistral_large4"])
+def test_kv_bytes_are_those_of_real_caches(name: str) -> None:
+    """An indexer's keys, pooled ones, and layers that keep no keys of their own: to the byte."""
+    torch.manual_seed(0)
+    model = model_of(families.small(name), dtype=torch.bfloat16).eval()
+    found = [(n, m) for n, m in model.named_modules() if is_experts_module(m)]
+    layers = [describe(i, n, m) for i, (n, m) in enumerate(found)]
+    made, mode = skeleton(families.small(name), torch.bfloat16)
+    shape = Probe(made, layers, torch.device("cpu"), mode).kv_shape()
+    assert {n: (p.shape, p.dtype) for n, p in made.named_parameters()}.keys() == dict(model.named_parameters()).keys()
+    for tokens in (8, 21, 70):
+        with torch.no_grad():
+            cache = cache_in(model(input_ids=torch.arange(1, tokens + 1).repeat(2, 1), use_cache=True))
+        assert shape.bytes(tokens, 2) == cache_bytes(cache)
+
+
+def test_a_mask_picks_all_where_values_are_unknown() -> None:
+    with FakeTensorMode(), LiveBytes(torch.nn.Module()) as live:
+        x, mask = torch.empty(4, 6, 3), torch.empty(4, 6, dtype=torch.bool)
+        assert x[mask].shape == (24, 3) and x[:, mask[0]].shape == (4, 6, 3) and x[mask[:, 0], :2].shape == (4, 2, 3)
+        before = live.now
+        picked = x[mask]
+        assert live.now - before == picked.numel() * 4
+    with LiveBytes(torch.nn.Module()):
+        assert torch.arange(4)[torch.tensor([True, False, True, False])].tolist() == [0, 2]

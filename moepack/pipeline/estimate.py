@@ -79,8 +79,7 @@ def estimate(
     for line in never_chosen(recipe.version_specs(), next(iter(stream.expert_layers.values())).matrices):
         reporter.note(line)
     ids = _windows(opened, recipe, calibration, outline is not None)
-    count, length = ids.shape
-    needs = needs_of(stream, recipe, count, length, dense, bounded=memory is not None)
+    needs = needs_of(stream, recipe, len(ids), ids.shape[1], dense, bounded=memory is not None)
     how = place(needs, recipe.calibration.batch_size, memory)
     arguments = stream, recipe, dense, ids, reporter, needs, how
     run = DryRun(*arguments) if outline is None or native is None else OutlineRun(outline, native, *arguments)

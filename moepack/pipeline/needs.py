@@ -132,7 +132,7 @@ def _window(stream: StreamedModel, index: int, length: int, dtype: torch.dtype) 
     config = stream.model.config.get_text_config()
     size, hidden = dtype.itemsize, int(config.hidden_size)
     around = length * hidden * (4 * size + 4)  # residual, normed, the sum; norms compute in float32
-    attention = length * stream.dense_rows(index) * 3 * size + 2 * size * length * length
+    attention = length * stream.dense_size(index)[0] * 3 * size + 2 * size * length * length
     layer = stream.expert_layers.get(index)
     if layer is None:
         return around + attention

@@ -68,7 +68,7 @@ class ServedLayer:
         self.numbers = {v.name: i for i, v in enumerate(self.versions)}
         self.sections = {v.name: sections_of(layer.matrices, v) for v in self.versions}
         self.native = backends.native_layer(layer, self.versions, device)  # the forms that CPU kernels read
-        self.backend = backends.backend(device) if compiled(self.versions, device.type) else "reference"
+        self.backend = backends.backend(device) if compiled(self.versions) else "reference"
         self.tier: HostTier | None = None  # runs experts on the host, beside the device's
         self.makes_up_for_absent = False  # whether a token's other experts take over gate weights of absent ones
 

@@ -57,7 +57,7 @@ class OutlineRun(DryRun):
         dense, experts = self._stream.split(index, self._shapes(index))
         self._add_dense(index, dense)
         tokens = min(self._how.batch_size, len(self._ids)) * self._ids.shape[1]
-        active = self._stream.dense_weights(index)
+        active = self._stream.dense_size(index)[1]
         if experts is not None:
             layer = experts.layer
             active += self._top_k * layer.expert_weights
@@ -65,7 +65,7 @@ class OutlineRun(DryRun):
                 self._one_expert = self._probe(index, experts)
             for version in self._encoded:
                 self._sizes[version.name] += self._encoded_size(version, layer.matrices, layer.experts)
-        attended = self._stream.dense_rows(index) * self._ids.shape[1]  # scores and values, as `needs` counts rows
+        attended = self._stream.dense_size(index)[0] * self._ids.shape[1]  # scores and values, as `needs` counts rows
         self._operations += 2.0 * tokens * (active + attended)
 
     def result(self, rates: Mapping[str, Any], keep: bool, linked: bool) -> Estimate:

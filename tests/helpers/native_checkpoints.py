@@ -1,0 +1,31 @@
+"""Tiny checkpoints whose experts are in a released format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from released_kinds import KINDS
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+
+def released(plain: Path, path: Path, kind: str) -> dict[str, Tensor]:
+    """Save the model with its experts in a format; return every tensor's values, exact in float32."""
+    own, stored, values = KINDS[kind], dict[str, Tensor](), dict[str, Tensor]()
+    for seed, (name, tensor) in enumerate(load_file(plain / "model.safetensors").items()):
+        if ".experts." in name:
+            made, value = own.make(np.random.default_rng(seed), *tensor.shape)
+            stored |= {f"{name.removesuffix('.weight')}.{n}": t for n, t in made.items()}
+            values[name] = torch.from_numpy(np.ascontiguousarray(value)).float()
+        else:
+            stored[name], values[name] = tensor, tensor.float()
+    config = json.loads((plain / "config.json").read_text())
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({**config, **own.config, "quantization_config": own.quantization}))
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
+    for file in plain.glob("*token*"):
+        (path / file.name).write_bytes(file.read_bytes())
+    return values

@@ -201,14 +201,17 @@ def sample(version: Version, cols: int) -> tuple[float, float]:
     matrix = Matrix("sample", ROWS, align(max(cols, WIDE), version.group_size or 1))
     generator = torch.Generator().manual_seed(0)  # the same bytes in every run
     values = torch.randn(matrix.rows, matrix.cols, generator=generator)
-    if version.released:  # E4M3 codes: the greatest of a group is near 448
+    if version.released:  # E4M3 codes: the greatest of those that share a scale is near 448
         from moepack.pack.codec.released import ReleasedMatrix
 
-        groups = values.view(matrix.rows, -1, version.group_size or matrix.cols)
-        most = groups.abs().amax(2, keepdim=True) / 448
-        wide = most if version.scale_dtype == "F32" else torch.exp2(torch.log2(most).ceil())
+        width, stored = version.group_size or matrix.cols, version.sections((matrix,))[1]
+        rows = width if len(stored.shape) == 2 else 1  # scales without rows are for square blocks
+        groups = values.view(-1, rows, matrix.cols // width, width)
+        most = groups.abs().amax((1, 3), keepdim=True) / 448
+        wide = most if stored.item == 4 else torch.exp2(torch.log2(most).ceil())
         codes = (groups / wide).to(torch.float8_e4m3fn).view(torch.uint8).view_as(values)
-        scale = torch.ones(most.shape[:2], dtype=torch.float32 if version.scale_dtype == "F32" else torch.uint8)
+        dtype = torch.float32 if stored.item == 4 else torch.uint8
+        scale = torch.ones(matrix.rows, matrix.cols // width, dtype=dtype)
         value: Any = ReleasedMatrix(codes.numpy(), scale.numpy())
     else:
         value = LosslessMatrix(values.bfloat16().view(torch.uint16).numpy())

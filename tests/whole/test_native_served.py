@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+from gpu_stand_in import install
 from native_checkpoints import released
 from served import ask
 from support import damage
@@ -193,3 +194,19 @@ def test_damage_is_named_and_not_served(native: Make, tmp_path: Path) -> None:
             model(IDS, logits_to_keep=1)
         damage(bundle, "nvfp4", 1, range(4))
         assert torch.equal(model(IDS, logits_to_keep=1).logits.float(), want[:, -1:])
+
+
+def test_a_gpu_gets_codes_that_the_host_decoded(native: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle, gpu = native("fp8 blocks"), install(monkeypatch, computes=False)
+    with pytest.raises(InputError, match="fp8 is paged on a CPU alone: no GPU kernel decodes its codes"):
+        moepack.load(bundle, policy="paged", device_memory=AMPLE, **WORK)
+    model, opened_bundle = moepack.load(bundle, policy="hotness", device_memory=AMPLE, **WORK), open_bundle(bundle)
+    version = opened_bundle.versions[0]
+    with model.moepack as serving:
+        assert {name for row in serving.versions for name in row} == {"fp8"}
+        for p, layer in enumerate(serving.manager.layers):
+            for e, handle in enumerate(layer.current.handles):
+                want = np.zeros(version.resident_size(layer.of.layer.matrices), np.uint8)
+                version.restore(layer.of.layer.matrices, opened_bundle.extent("fp8", p, e), want)
+                assert np.array_equal(handle.extent.numpy(), want)
+    assert gpu.wrong() == gpu.leaks() == []

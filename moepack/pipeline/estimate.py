@@ -20,7 +20,6 @@ from moepack.runtime.load import check_device
 
 from .bound import place
 from .dryrun.ahead import OutlineRun
-from .dryrun.ladder import never_chosen
 from .dryrun.report import Estimate, render
 from .dryrun.walk import DryRun
 from .executors.engine import check_engine
@@ -74,8 +73,6 @@ def estimate(
     stream = StreamedModel(opened, device)
     native = None if outline is None else outline.native or stream.native
     recipe, dense = named(stream, recipe, reporter, native)
-    for line in never_chosen(recipe.version_specs(), next(iter(stream.expert_layers.values())).matrices):
-        reporter.note(line)
     ids = _windows(opened, recipe, calibration, outline is not None)
     needs = needs_of(stream, recipe, len(ids), ids.shape[1], dense, bounded=memory is not None)
     how = place(needs, recipe.calibration.batch_size, memory)

@@ -19,7 +19,6 @@ from moepack.version import __version__
 from .allocate import check_allocation
 from .artifacts import DIGESTS, RECIPE, run_record, watched
 from .bound import MAPPED, MemoryPlan, place
-from .dryrun.ladder import never_chosen
 from .enough import enough_windows
 from .needs import Dense, needs_of
 from .recipe import Recipe, TextSource, parse_recipe, with_native, with_text
@@ -92,8 +91,6 @@ def start(
     recipe, dense = named(stream, recipe, reporter)
     if stream.expert_dtype != "BF16" and LOSSLESS in recipe.versions:
         reporter.note(f"the {LOSSLESS} version holds {EXPERT_DTYPES[stream.expert_dtype]}")
-    for line in never_chosen(recipe.version_specs(), next(iter(stream.expert_layers.values())).matrices):
-        reporter.note(line)
     settings = recipe.calibration
     sources, windows = calibration_text(opened, recipe, calibration)
     count, length = windows.ids.shape  # of all windows that `until` may take

@@ -130,20 +130,6 @@ def test_the_configuration_alone_tells_the_version(kind: str, plain: Path, tmp_p
     assert (told.name.removesuffix("fp16"), told.group_size) == (native.name.removesuffix("fp16"), native.group_size)
 
 
-def test_a_build_names_versions_that_are_never_chosen(plain: Path, text: Path, tmp_path: Path) -> None:
-    lines: list[str] = []
-
-    class Kept(Reporter):
-        def note(self, text: str) -> None:
-            lines.append(text)
-
-    released(plain, tmp_path / "checkpoint", "deepseek mxfp4")
-    recipe = parse_recipe(RECIPE.replace("w2", "w4, w2"), "native")
-    build(tmp_path / "checkpoint", tmp_path / "bundle", recipe, [text], reporter=Kept())
-    (line,) = [line for line in lines if line.startswith("w4 ")]
-    assert "is never chosen: mxfp4, which is more precise, takes" in line, "both fill two pages"
-
-
 @pytest.mark.parametrize("kind", ["deepseek mxfp4", "fp8 blocks", "gptq"])
 def test_dry_runs_count_what_a_build_makes(kind: str, plain: Path, text: Path, tmp_path: Path) -> None:
     """With the weights and from config.json alone: the bytes of the native version's files."""

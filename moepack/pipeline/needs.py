@@ -73,7 +73,8 @@ def needs_of(
         batches=batches,
         row_shards=row_shards,
         each=each,
-        dense=max((sum(8 * m.matrix.cols**2 for m in matrices) for matrices in dense.values()), default=0),
+        dense=max((sum(8 * m.matrix.cols**2 for m in matrices) for matrices in dense.values()), default=0)
+        * recipe.fits_dense,
         loading_on_disk=max(stream.loading_bytes(part, on_disk=True) for part in parts) * bool(filed),
         layer_on_disk=((computed(rest) if on_cpu else rest) + computed(expert)) * bool(filed),
         waiting_on_disk=rest * bool(filed),

@@ -295,10 +295,15 @@ class _Reference:
     def _keep_head(self, model: Any) -> None:
         import torch
 
+        from moepack.runtime.dense.packed import PackedLinear
+
         head = model.get_output_embeddings()
         if not any(model.get_submodule(d.module) is head for d in model.moepack.bundle.manifest.dense):
             return
-        path, like = f"{self._folder}/head", head.weight
+        path, like = (
+            f"{self._folder}/head",
+            head.weights(model.dtype) if isinstance(head, PackedLinear) else head.weight,
+        )
         weight = torch.from_file(path, shared=True, size=like.numel(), dtype=like.dtype).view_as(like)
         weight.copy_(like.detach())
         self._head = torch.nn.Linear(head.in_features, head.out_features, device="meta")

@@ -132,9 +132,9 @@ def released_extent(
         raise InputError(f"{version.name} cannot hold an expert of layer {weights.layer.index}: {error}") from None
 
 
-def no_codes(experts: range) -> Sequence[NativeWeight]:
+def no_codes(what: object) -> Any:
     """Stand for a reader of codes where no version holds them."""
-    raise AssertionError(f"no version holds the codes of {experts}")
+    raise AssertionError(f"no version holds the codes of {what}")
 
 
 NativeReader = Callable[[range], "Sequence[NativeWeight]"]  # codes and scales of both matrices of some experts

@@ -123,7 +123,9 @@ def make_row_shard(
     with fixed_threads():
         for version in task.versions:
             if version.released:
-                made.add(version.name, *released_matrix(version, task.matrix, native(task.matrix.module), bias))
+                made.add(
+                    version.name, *released_matrix(version, task.matrix, native(task.matrix.module), bias, threads)
+                )
             elif version not in wanted:
                 made.add(version.name, *exact_matrix(version, task.shard, rows, bits, threads))
         if wanted:
@@ -144,14 +146,19 @@ def exact_matrix(
 
 
 def released_matrix(
-    version: Version, described: DenseMatrix, native: NativeWeight | None, bias: torch.Tensor | None
+    version: Version,
+    described: DenseMatrix,
+    native: NativeWeight | None,
+    bias: torch.Tensor | None,
+    threads: int | None = None,
 ) -> tuple[Buffer, int]:
-    """Encode a matrix and its bias as the checkpoint has them, in the version for that; return the extent and its
-    unpadded size."""
+    """Encode a matrix and its bias as the checkpoint has them, in the version for that, on `threads` threads or all
+    cores; return the extent and its unpadded size."""
     from moepack.calibrate.native import as_released
 
     assert native is not None, f"{described.module} is not encoded"
-    return version.encode((described.matrix,), [as_released(native, None, None if bias is None else bias.bfloat16())])
+    value = as_released(native, None, None if bias is None else bias.bfloat16())
+    return version.encode((described.matrix,), [value], threads)
 
 
 def bits_of(tensor: torch.Tensor) -> Bf16Bits:

@@ -36,6 +36,7 @@ from safetensors.numpy import save_file
 from benchmarks.common import Target, arguments, finish
 from moepack.pack.codec.affine import AffineMatrix
 from moepack.pack.codec.lossless import LosslessMatrix
+from moepack.pack.codec.released import ReleasedMatrix
 from moepack.pack.errors import MoepackError
 from moepack.pack.layer_file import LayerFileWriter
 from moepack.pack.manifest import MANIFEST, Manifest
@@ -56,10 +57,10 @@ from moepack.pipeline.shrink import shrink
 
 BATCH, PATIENCE, MEMORY = 500, 10, 2 << 30
 LAYERS = tuple(
-    ExpertLayer(n, f"model.layers.{n}.mlp.experts", 2, (Matrix("gate_up", 8, 64), Matrix("down", 64, 4)))
+    ExpertLayer(n, f"model.layers.{n}.mlp.experts", 2, (Matrix("gate_up", 16, 64), Matrix("down", 64, 8)))
     for n in (0, 1)
 )
-VERSIONS = tuple(Version.of(name, 64) for name in ("bf16", "w4", "w2"))
+VERSIONS = tuple(Version.of(*of) for of in (("fp8", 32), ("w4", 64), ("w2", 64)))
 DENSE = (
     DenseMatrix(1, "model.layers.1.self_attn.q_proj", Matrix("weight", 17, 64, True)),
     DenseMatrix(None, "lm_head", Matrix("weight", 20, 65)),
@@ -123,7 +124,7 @@ def whole(target: Path) -> None:
         save_file(tables, writer.path(TABLES), columns)
         for name in ("config.json", "model.safetensors", TABLES):
             writer.add(name)
-        model = {"model_type": "qwen3_moe", "architecture": "X", "decoder_layers": 2, "expert_dtype": "BF16"}
+        model = {"model_type": "qwen3_moe", "architecture": "X", "decoder_layers": 2, "expert_dtype": "F8_E4M3"}
         manifest = Manifest(model, LAYERS, VERSIONS, {}, {}, {"recipe": "none"})
         writer.finish(replace(manifest, dense=DENSE, dense_versions=DENSE_VERSIONS))
 
@@ -132,8 +133,12 @@ def _extent(matrices: tuple[Matrix, ...], version: Version, numbers: np.random.G
     if version.plain:
         weights = [numbers.integers(0, 1 << 15, (m.rows, m.cols)).astype(np.uint16) for m in matrices]
         return version.encode(matrices, [LosslessMatrix(w, _bias(m)) for w, m in zip(weights, matrices, strict=True)])
-    made = []
+    made: list[Any] = []
     for m in matrices:
+        if version.released:  # few exponents, so that codes are coded
+            few = numbers.integers(0x30, 0x38, (m.rows, m.cols)).astype(np.uint8)
+            made.append(ReleasedMatrix(few, np.ones((m.rows, -(-m.cols // version.group_size)), np.float32)))
+            continue
         groups = (m.rows, -(-m.cols // version.group_size))
         codes = numbers.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8)
         made.append(AffineMatrix(codes, np.full(groups, 0x3C00, np.uint16), np.ones(groups, np.uint8), _bias(m)))

@@ -67,11 +67,15 @@ INLINE void products(const int T, const Gemm *m, const Form *f, const uint8_t *b
                     acc[t][k][1] = _mm512_dpbf16_ps(acc[t][k][1], b, by);
                 }
             }
-        const __m512i power = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(powers + g * BLOCK)));
-        const __m512 s =
-            f->bits == FP8       ? _mm512_set1_ps(floats[g])
-            : f->bits == FP8_ROW ? _mm512_loadu_ps(floats)
-                                 : _mm512_castsi512_ps(_mm512_max_epi32(_mm512_slli_epi32(power, 23), _mm512_set1_epi32(1 << 22)));
+        __m512 s; /* each branch reads its own section alone: the others are longer */
+        if (f->bits == FP8) {
+            s = _mm512_set1_ps(floats[g]);
+        } else if (f->bits == FP8_ROW) {
+            s = _mm512_loadu_ps(floats);
+        } else {
+            const __m512i power = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(powers + g * BLOCK)));
+            s = _mm512_castsi512_ps(_mm512_max_epi32(_mm512_slli_epi32(power, 23), _mm512_set1_epi32(1 << 22)));
+        }
         UNROLL for (int t = 0; t < T; t++) {
             const __m512 a = _mm512_add_ps(acc[t][0][0], acc[t][1][0]), b = _mm512_add_ps(acc[t][0][1], acc[t][1][1]);
             total[t] = _mm512_fmadd_ps(s, _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xDD)), total[t]);

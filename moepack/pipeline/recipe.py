@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
@@ -13,7 +13,7 @@ import yaml
 
 from moepack.families import mtp
 from moepack.pack.errors import InputError
-from moepack.pack.spec import GROUPS, LOSSLESS, Version, encoding_of, version_names
+from moepack.pack.spec import GROUPS, KNOWN, LOSSLESS, Version, encoding_of, lossy, version_names
 from moepack.quantize import methods
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ def with_versions(recipe: Recipe, versions: Sequence[Version], dense: Sequence[V
     Raises:
         InputError: where a version's group size differs between experts and dense matrices: a recipe has one for both.
     """
-    sizes = {v.name: v.group_size for v in (*dense, *versions) if v.group_size}
+    sizes = {v.name: v.group_size for v in (*dense, *versions) if v.group_size and not v.released}
     for v in dense:
         if v.group_size and sizes[v.name] != v.group_size:
             raise InputError(
@@ -193,13 +193,14 @@ def with_versions(recipe: Recipe, versions: Sequence[Version], dense: Sequence[V
                 "recipe has one group size for both: replace it in both, by --add and --add-dense"
             )
     document = yaml.safe_load(recipe.text) or {}
-    document["versions"] = [v.name for v in versions]
+    document["versions"] = [NATIVE if v.released else v.name for v in versions]
     if dense or recipe.dense:
         document["dense"] = [v.name for v in dense]
     alike = len(set(sizes.values())) <= 1
     size = next(iter(sizes.values()), 64) if alike else sizes
     document["quantize"] = {**document.get("quantize", {}), "group_size": size}
-    return _written(document)
+    made, native = _written(document), [v for v in versions if v.released]
+    return with_native(made, *native) if native else made
 
 
 def with_native(recipe: Recipe, native: Version) -> Recipe:
@@ -213,14 +214,19 @@ def with_native(recipe: Recipe, native: Version) -> Recipe:
             raise InputError(f"versions: {name}: the checkpoint's experts are {native.name}: write {NATIVE}")
     if NATIVE not in recipe.versions and native.name not in recipe.versions:
         return recipe
-    more = [n for n in recipe.versions if n not in (NATIVE, native.name) and encoding_of(n).bits > native.bits]
-    if more:
-        raise InputError(f"versions: {more[0]} takes more bits than the checkpoint's own {native.name}: leave it out")
+    check_beside(native, [name for name in recipe.versions if name not in (NATIVE, native.name)])
     names = tuple(dict.fromkeys(native.name if name == NATIVE else name for name in recipe.versions))
-    sizes = {name: recipe.quantize.size(name) for name in (*names, *recipe.dense)}
+    sizes = {e.name: recipe.quantize.size(e.name) for e in lossy(KNOWN)}  # of versions that are added later, too
     if native.group_size:
         sizes[native.name] = native.group_size
     return replace(recipe, versions=names, quantize=replace(recipe.quantize, group_size=sizes))
+
+
+def check_beside(native: Version, names: Iterable[str]) -> None:
+    """Raise InputError for a version that takes more bits than `native`, the one that holds the checkpoint."""
+    for name in names:
+        if encoding_of(name).bits > native.bits:
+            raise InputError(f"versions: {name} takes more bits than the checkpoint's own {native.name}: leave it out")
 
 
 def with_text(recipe: Recipe) -> Recipe:

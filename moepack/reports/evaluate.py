@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moepack.opening import Source, check, load_model, locate
 from moepack.pack.errors import InputError
-from moepack.pack.spec import LOSSLESS
+from moepack.pack.spec import LOSSLESS, lossless
 from moepack.progress import Reporter
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 
@@ -42,7 +42,7 @@ class Scores:
     tokens: int  # scored tokens
     tokens_per_second: float
     perplexity_interval: Interval
-    kl: float | None = None  # divergence KL(bf16, served), nats a token; None unless asked for
+    kl: float | None = None  # divergence KL(checkpoint, served), nats a token; None unless asked for
     kl_interval: Interval | None = None
     top1_agreement: float | None = None  # share of tokens at which both distributions have the same likeliest token
     top1_interval: Interval | None = None
@@ -118,7 +118,7 @@ def evaluate(
         samples: windows a file, from its beginning.
         reporter: receives progress.
         trace: a file that receives a line for each forward pass (moepack.runtime.trace); for bundles alone.
-        kl: first run the same bundle at `bf16` without a budget, and report divergence and agreement.
+        kl: first run the same bundle at its best version without a budget, and report divergence and agreement.
     """
     reporter = reporter or Reporter()
     if not data:
@@ -183,7 +183,7 @@ def divergences(
     path: str | Path, data: Sequence[str], policies: Sequence[str], dtype: str = "float32", length: int = 512,
     samples: int = 256, reporter: Reporter | None = None,
 ) -> list[Divergence]:  # fmt: skip
-    """Measure the divergence of several policies from the bundle's own `bf16`, on the same clusters of text.
+    """Measure the divergence of several policies from the bundle's version of the checkpoint, on the same clusters of text.
 
     The results can be compared in pairs. Each policy is served on the CPU, without a budget. Other arguments are those
     of `evaluate`.
@@ -209,13 +209,15 @@ def divergences(
 def _compare_with(
     reference: _Reference, source: Source, options: LoadOptions, pools: Any, batch: int, reporter: Reporter
 ) -> None:
-    """Fill `reference`: run the bundle at `bf16`, without a budget, over all files."""
+    """Fill `reference`: run the bundle at the version that holds the checkpoint, without a budget, over all files."""
     if not source.is_bundle:
-        raise InputError(f"{source.path}: not a bundle: a divergence needs one, to compare with its own bf16")
+        raise InputError(f"{source.path}: not a bundle: a divergence needs one, to compare with what it was made of")
     reporter.stage("reference", len(pools))
-    best = LoadOptions(policy=f"static:{LOSSLESS}", device=options.device, dtype=options.dtype, dense=LOSSLESS)
+    best = LoadOptions(policy="static", device=options.device, dtype=options.dtype, dense=LOSSLESS)
     model = load_model(source, best)
     with model.moepack:
+        if lossless(model.moepack.bundle.versions) is None:
+            raise InputError(f"{source.path}: has no version that holds the checkpoint's weights, to compare with")
         for name, (pool, _) in pools:
             reference.keep(model, name, pool, batch, reporter)
 

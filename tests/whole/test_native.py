@@ -13,6 +13,7 @@ import torch
 from released import same
 from released_kinds import KINDS
 from safetensors.torch import load_file, save_file
+from support import tree
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -22,13 +23,17 @@ from moepack.calibrate.released.announced import announced_version
 from moepack.calibrate.stream import StreamedModel
 from moepack.export import export_checkpoint
 from moepack.pack.encodings.released import Fp8
-from moepack.pack.errors import TargetError
+from moepack.pack.errors import InputError, TargetError
 from moepack.pack.reader import open_bundle
+from moepack.pipeline.add import add
 from moepack.pipeline.build import build
 from moepack.pipeline.estimate import estimate
 from moepack.pipeline.recipe import parse_recipe
+from moepack.pipeline.shrink import shrink
 from moepack.progress import Reporter
+from moepack.reports.evaluate import evaluate
 from moepack.reports.verify import verify
+from moepack.runtime.planning.options import LoadOptions
 
 RECIPE = """
 versions: [native, w2]
@@ -140,6 +145,41 @@ def test_a_build_names_versions_that_are_never_chosen(plain: Path, text: Path, t
     build(tmp_path / "checkpoint", tmp_path / "bundle", recipe, [text], reporter=Kept())
     (line,) = [line for line in lines if line.startswith("w4 ")]
     assert "is never chosen: mxfp4, which is more precise, takes" in line, "both fill two pages"
+
+
+def test_versions_beside_a_released_one(plain: Path, text: Path, tmp_path: Path) -> None:
+    """Added versions are those of one build; what takes more bits than the checkpoint, or holds it too, is refused."""
+    released(plain, tmp_path / "checkpoint", "deepseek mxfp4")
+    at = {"checkpoint": tmp_path / "checkpoint", "output": tmp_path / "b"}
+    build(*at.values(), parse_recipe(RECIPE, "native"), [text], work=tmp_path / "w", keep=True)
+    before = tree(tmp_path / "b")
+    for name, said in {
+        "mxfp4": "is made where", "native": "is made where", "nvfp4": "is made where", "bf16": "takes more bits",
+        "w8": "takes more bits than the checkpoint's own mxfp4",
+    }.items():  # fmt: skip
+        with pytest.raises(InputError, match=f"{name}:? {said}"):
+            add(tmp_path / "b", tmp_path / "w", [name])
+    assert tree(tmp_path / "b") == before
+    add(tmp_path / "b", tmp_path / "w", ["w3", "w4"], {"w4": 64})
+    bundle = open_bundle(tmp_path / "b")
+    assert [f"{v.name} {v.group_size}" for v in bundle.versions] == ["mxfp4 32", "w4 64", "w3 32", "w2 32"]
+    assert verify(tmp_path / "b", tmp_path / "checkpoint") == []
+    again = parse_recipe(str(bundle.manifest.provenance["recipe"]), "of the bundle")
+    build(tmp_path / "checkpoint", tmp_path / "c", again, [text])
+    assert tree(tmp_path / "c") == tree(tmp_path / "b")
+    check_divergence(tmp_path, text)
+
+
+def check_divergence(folder: Path, text: Path) -> None:
+    """It is from the released version, and needs one."""
+    options: dict[str, Any] = {"length": 64, "samples": 2, "kl": True}
+    same, low = (
+        evaluate(folder / "b", [str(text)], LoadOptions(policy=f"static:{name}"), **options) for name in ("mxfp4", "w2")
+    )
+    assert same.kl == 0 and low.kl is not None and low.kl > 0
+    shrink(folder / "b", folder / "small", ["w2"])
+    with pytest.raises(InputError, match="small: has no version that holds the checkpoint's weights"):
+        evaluate(folder / "small", [str(text)], **options)
 
 
 @pytest.mark.parametrize("kind", ["deepseek mxfp4", "fp8 blocks", "gptq"])

@@ -131,7 +131,7 @@ def whole(target: Path, holding: Version = VERSIONS[0]) -> None:
         save_file(tables, writer.path(TABLES), columns)
         for name in ("config.json", "model.safetensors", TABLES):
             writer.add(name)
-        model = {"model_type": "qwen3_moe", "architecture": "X", "decoder_layers": 2}
+        model: dict[str, Any] = {"model_type": "qwen3_moe", "architecture": "X", "decoder_layers": 2}
         manifest = Manifest(
             {**model, "expert_dtype": next(iter(holding.holds))}, LAYERS, versions, {}, {}, {"recipe": "none"}
         )

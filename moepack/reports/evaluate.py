@@ -183,7 +183,7 @@ def divergences(
     path: str | Path, data: Sequence[str], policies: Sequence[str], dtype: str = "float32", length: int = 512,
     samples: int = 256, reporter: Reporter | None = None,
 ) -> list[Divergence]:  # fmt: skip
-    """Measure the divergence of several policies from the bundle's version of the checkpoint, on the same clusters of text.
+    """Measure the divergence of several policies from the checkpoint's weights, on the same clusters of text.
 
     The results can be compared in pairs. Each policy is served on the CPU, without a budget. Other arguments are those
     of `evaluate`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from released import same
 from released_kinds import KINDS
 from safetensors.torch import load_file, save_file
-from support import tree
+from support import spy, tree
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -22,6 +23,7 @@ from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.released.announced import announced_version
 from moepack.calibrate.stream import StreamedModel
 from moepack.export import export_checkpoint
+from moepack.export.filled import FilledFile
 from moepack.pack.encodings.released import Fp8
 from moepack.pack.errors import InputError, TargetError
 from moepack.pack.reader import open_bundle
@@ -120,7 +122,7 @@ def check_export(folder: Path, kind: str) -> None:
     config = json.loads((folder / "again" / "config.json").read_text())
     assert config["quantization_config"] == KINDS[kind].quantization
     assert StreamedModel(open_checkpoint(folder / "again")).native == open_bundle(folder / "bundle").versions[0]
-    with pytest.raises(TargetError, match="again: exists and is not empty"):
+    with pytest.raises(TargetError, match="again: is not empty"):
         export_checkpoint(folder / "bundle", folder / "again")
 
 
@@ -168,6 +170,29 @@ def test_versions_beside_a_released_one(plain: Path, text: Path, tmp_path: Path)
     build(tmp_path / "checkpoint", tmp_path / "c", again, [text])
     assert tree(tmp_path / "c") == tree(tmp_path / "b")
     check_divergence(tmp_path, text)
+    check_whole_or_absent(tmp_path)
+
+
+def check_whole_or_absent(folder: Path) -> None:
+    """An export is at its name when it is complete, and removes what a killed one left beside it."""
+    room = folder / "room"
+    room.mkdir()
+
+    (room / ".c.partial-0").mkdir()  # as one that was killed leaves it
+    seen: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        spy(patch, FilledFile, "close", lambda file: seen.extend(p.name for p in room.iterdir()))
+        export_checkpoint(folder / "b", room / "c")
+    assert len(seen) == 1 and seen[0].startswith(".c.partial-") and seen != [".c.partial-0"]
+    assert [p.name for p in room.iterdir()] == ["c"]
+    with pytest.raises(TargetError, match="lies in the bundle"):
+        export_checkpoint(folder / "b", folder / "b" / "c")
+    with pytest.raises(InputError, match="has no released version here"):
+        export_checkpoint(folder / "small", room / "d")
+    (room / "empty").mkdir()
+    with contextlib.chdir(room / "empty"):
+        export_checkpoint(folder / "b", ".")
+    assert tree(room / "empty") == tree(room / "c")
 
 
 def check_divergence(folder: Path, text: Path) -> None:

@@ -57,7 +57,7 @@ from moepack.pipeline.shrink import shrink
 
 BATCH, PATIENCE, MEMORY = 500, 10, 2 << 30
 LAYERS = tuple(
-    ExpertLayer(n, f"model.layers.{n}.mlp.experts", 2, (Matrix("gate_up", 8, 64), Matrix("down", 64, 4)))
+    ExpertLayer(n, f"model.layers.{n}.mlp.experts", 2, (Matrix("gate_up", 16, 64), Matrix("down", 64, 8)))
     for n in (0, 1)
 )
 VERSIONS = tuple(Version.of(name, 64) for name in ("bf16", "w4", "w2"))
@@ -149,7 +149,7 @@ def _extent(matrices: tuple[Matrix, ...], version: Version, numbers: np.random.G
         if version.released and version.zero == "none":
             bits = np.full(groups, 1, np.float32 if version.scale_dtype == "F32" else np.uint8)
             outer = np.ones(m.rows, np.float32) if version.name == "nvfp4" else None
-            made.append(ReleasedMatrix(codes & 0xBF, bits, outer, _bias(m)))
+            made.append(ReleasedMatrix(codes & np.uint8(0xBF), bits, outer, _bias(m)))
             continue
         made.append(AffineMatrix(codes, np.full(groups, 0x3C00, np.uint16), np.ones(groups, np.uint8), _bias(m)))
     return version.encode(matrices, made)

@@ -66,7 +66,7 @@ class Layers:
         self.digests, self.extent = digests, 0
         forms = [(x.of.layer, x.of.forms["bf16"]) for x in self.layers]
         self.paging = Paging(
-            CpuFiller(self.space, forms, self.stored, 64 << 20), self.window, len(described), self.device.mark
+            CpuFiller(self.space, forms, BF16, self.stored, 64 << 20), self.window, len(described), self.device.mark
         )
         self.modules = [Module() for _ in described]
         self.packed_bytes = self.resident_bytes = 0

@@ -3,7 +3,7 @@
     python -m benchmarks.sizes [--only NAME ...] [--json FILE]
 
 Bytes follow from the configurations in examples/configs/: no weight is read. What stands beside the experts counts in
-BF16, as a bundle holds it. Bytes of lossless BF16 are scaled from Gaussian values; all others are exact.
+BF16, as a bundle holds it. Bytes of lossless BF16 and of FP8 codes are scaled from Gaussian values, all others exact.
 """
 
 from __future__ import annotations

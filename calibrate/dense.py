@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moepack.pack.spec import MAX_EXTENT, PAGE, DenseMatrix, Matrix, is_dense
+from moepack.pack.spec import LOSSLESS, MAX_EXTENT, PAGE, DenseMatrix, Matrix, Version, is_dense
 
 if TYPE_CHECKING:
     from .stream import StreamedModel
@@ -51,6 +52,19 @@ def dense_matrices(stream: StreamedModel) -> tuple[DenseMatrix, ...]:
     return tuple(sorted(out, key=lambda m: len(stream.layers) if m.layer is None else m.layer))
 
 
+def native_dense(stream: StreamedModel) -> Version:
+    """The version that keeps the most weights of dense matrices as released; bf16 if none does.
+
+    A version that experts have in other groups is none: a recipe has one group size for both.
+    """
+    own, weights = stream.native, Counter[Version]()
+    for matrix in dense_matrices(stream):
+        version = stream.dense_versions.get(matrix.module)
+        if version is not None and (version == own or version.name != own.name):
+            weights[version] += matrix.matrix.weights
+    return max(weights, key=weights.__getitem__, default=Version.of(LOSSLESS))
+
+
 @dataclass(frozen=True)
 class DenseMoments:
     """Second moments of the inputs of the dense matrices of a part (a decoder layer, or all else)."""
@@ -74,8 +88,12 @@ class DenseMoments:
 class DenseWatch:
     """Collects second moments of the inputs of one part's dense matrices while batches go through the part."""
 
-    def __init__(self, modules: Mapping[str, Any], blocks: Mapping[str, Any], windows: int, length: int) -> None:
-        """`modules`: the matrices' Linears by name; `blocks`: by the same names, the block (attention, MLP) of each."""
+    def __init__(
+        self, modules: Mapping[str, Any], blocks: Mapping[str, Any], windows: int, length: int, sums: bool = True
+    ) -> None:
+        """`modules`: the matrices' Linears by name; `blocks`: by the same names, the block (attention, MLP) of each.
+
+        Without `sums` it only sees which modules are called; all share one moment of zero, float32 [1, 1]."""
         self._modules, self._blocks, self._windows, self._length = modules, blocks, windows, length
         # For each group (same input): sums of x x^T over tokens to learn from and held-out ones, and their numbers.
         self._sums: list[tuple[Tensor, Tensor]] = []
@@ -87,6 +105,9 @@ class DenseWatch:
         self._made: list[tuple[weakref.ref[Tensor], str]] = []
         self._last: set[str] = set()  # modules whose output is their block's
         self._first = 0  # windows of the finished batches
+        self._makes_sums = sums
+        if not sums:
+            self._sums, self._counts = [(torch.zeros(1, 1), torch.zeros(1, 1))], [[0, 0]]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -110,6 +131,9 @@ class DenseWatch:
         self._made.clear()
 
     def _read(self, name: str, x: Tensor) -> None:
+        if not self._makes_sums:
+            self._of[name] = 0
+            return
         group = self._of.get(name)
         if group is None:
             group = next((g for ref, g in self._now if ref() is x), len(self._sums))
@@ -154,7 +178,9 @@ class DenseWatch:
         return DenseMoments(learn, held, dict(self._of), signal, self._first * self._length)
 
 
-def watch_part(stream: StreamedModel, matrices: Sequence[DenseMatrix], windows: int, length: int) -> DenseWatch:
+def watch_part(
+    stream: StreamedModel, matrices: Sequence[DenseMatrix], windows: int, length: int, sums: bool = True
+) -> DenseWatch:
     """Make the DenseWatch of a part's matrices. A block is a direct child of a decoder layer."""
     modules = {m.module: stream.model.get_submodule(m.module) for m in matrices}
     blocks = {}
@@ -162,7 +188,7 @@ def watch_part(stream: StreamedModel, matrices: Sequence[DenseMatrix], windows: 
         if m.layer is not None:
             inner = m.module.removeprefix(f"{stream.prefix}.{m.layer}.")
             blocks[m.module] = stream.layers[m.layer].get_submodule(inner.split(".")[0])
-    return DenseWatch(modules, blocks, windows, length)
+    return DenseWatch(modules, blocks, windows, length, sums)
 
 
 def save_moments(moments: DenseMoments) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from moepack.pack.codec.affine import AffineMatrix
 from moepack.pack.codec.released import ReleasedMatrix
 from moepack.pack.errors import InputError
+from moepack.pack.spec import BLOCK_ROWS, Matrix, Version
 
 from .experts import ExpertWeights, bits_of
 from .released import Encoded
@@ -69,6 +70,18 @@ class RowPlaces:
         return NativeWeight(
             first.version, first.group, made["codes"], made["scale"], made.get("outer"), made.get("zeros")
         )
+
+    def fits(self, version: Version) -> bool:
+        """Whether rows have one scale wherever the version keeps one for a block of rows."""
+        matrix = Matrix("weight", math.prod(self.lead), self.sources[0][1].shape[-1])
+        if all(len(shape) == 3 for kind, shape, _ in version.parts(matrix) if kind in ("scale", "outer")):
+            return True
+        owner = torch.empty(matrix.rows, 2, dtype=torch.int64)  # of each row: its source, and its block of rows there
+        for number, ((_, encoded), places) in enumerate(zip(self.sources, self.places, strict=True)):
+            owner[places, 0] = number
+            block = encoded.block_rows if encoded.version == "fp8" else len(places)
+            owner[places, 1] = torch.arange(len(places)) // block
+        return bool((owner == owner[::BLOCK_ROWS].repeat_interleave(BLOCK_ROWS, 0)[: matrix.rows]).all())
 
     def restore(self, weight: NativeWeight) -> dict[str, Tensor]:
         """The sources' tensors of the checkpoint, byte for byte, by their names, without their leftovers."""

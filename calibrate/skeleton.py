@@ -80,7 +80,7 @@ class Skeleton:
         if not expert_sources:
             raise InputError(f"{self.checkpoint.name}: no tensor of the checkpoint belongs to an expert")
         self.expert_dtype = source_dtype(self.checkpoint, expert_sources)  # in the checkpoint, one of EXPERT_DTYPES
-        self._expert_sources = expert_sources
+        self._native_sources = expert_sources
         for target, keys in self._targets.items():
             dtype = _TORCH_DTYPE.get(self.checkpoint.dtype(keys[0]))
             if dtype is not None and state[target].is_floating_point():
@@ -146,7 +146,7 @@ class Skeleton:
     @property
     def native(self) -> Version:
         """The version that keeps the experts as released. Raises InputError if no version does."""
-        return native_version(self.checkpoint, self._expert_sources)
+        return native_version(self.checkpoint, self._native_sources)
 
     @property
     def loaded_dtype(self) -> torch.dtype:
@@ -175,15 +175,10 @@ class Skeleton:
         own = set(self._expert_parameters(part)) if part in self._experts else set()
         return [name for name in self.names(part) if name not in own]
 
-    def dense_rows(self, layer: int) -> int:
-        """The sum of the rows of a layer's Linears, without the experts'."""
-        modules = self.layers[layer].modules()
-        return sum(int(m.out_features) for m in modules if isinstance(m, torch.nn.Linear))
-
-    def dense_weights(self, layer: int) -> int:
-        """The weights of a layer's Linears, without the experts'."""
-        modules = self.layers[layer].modules()
-        return sum(m.weight.numel() for m in modules if isinstance(m, torch.nn.Linear))
+    def dense_size(self, layer: int) -> tuple[int, int]:
+        """The sums of the rows and of the weights of a layer's Linears, without the experts'."""
+        found = [m for m in self.layers[layer].modules() if isinstance(m, torch.nn.Linear)]
+        return sum(m.out_features for m in found), sum(m.weight.numel() for m in found)
 
     def part_bytes(self, part: int | None) -> int:
         """Bytes of a part in memory after loading."""
@@ -242,23 +237,6 @@ class Skeleton:
     def weights_of(self, parameter: str) -> tuple[str, ...]:
         """The checkpoint's weights that a parameter or buffer is made of."""
         return tuple(self._targets.get(parameter, ()))
-
-    def expert_sources(self, layer: int) -> tuple[str, ...]:
-        """The checkpoint's weights that the parameters of a layer's experts are made of."""
-        return tuple(key for name in self._expert_parameters(layer) for key in self._targets.get(name, ()))
-
-    def bias_sources(self, layer: int) -> tuple[str | None, ...]:
-        """For each matrix of a layer's experts, the checkpoint's weight with the biases of all; None without biases.
-
-        Raises InputError if it is not one weight of their shape.
-        """
-        prefix, out = self._experts[layer], list[str | None]()
-        for _, bias in parameter_names(self.experts_module(layer)).values():
-            own = None if bias is None else self._own_sources([f"{prefix}.{bias}"])
-            if bias is not None and own is None:
-                raise InputError(f"{self.checkpoint.name}: {prefix}.{bias} is not stored as one tensor: not supported")
-            out.append(None if own is None else own[0])
-        return tuple(out)
 
     def _own_sources(self, names: Sequence[str]) -> list[str] | None:
         """The checkpoint weights of these tensors, one for each, of equal shape; None if the layout differs."""

@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from moepack.pack.errors import InputError
+from moepack.pack.spec import Version
 
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, native_version
 from .experts import ExpertWeights, parameter_names
 from .held import empty, is_mapped, release
 from .native import NativeWeight, RowPlaces, place, read
@@ -163,17 +165,13 @@ class StreamedModel(Skeleton):
         """
         return tuple(self._read_native(placement, parts) for placement, parts in self._native_places(layer, some))
 
-    def native_places(self, layer: int, some: range) -> tuple[RowPlaces, ...]:
-        """Where the rows of the matrices of `native_experts` come from; they restore the checkpoint's tensors.
+    def write_back(self, layer: int, some: range, matrices: Sequence[NativeWeight]) -> dict[str, Tensor]:
+        """The inverse of `native_experts`: the checkpoint's tensors byte for byte, by name, without their leftovers.
 
         Of a tensor with all experts along its first axis, that is `some` of it.
         """
-        return tuple(placement for placement, _ in self._native_places(layer, some))
-
-    def write_back(self, layer: int, some: range, matrices: Sequence[NativeWeight]) -> dict[str, Tensor]:
-        """The inverse of `native_experts`: the checkpoint's tensors byte for byte, by name, without their leftovers."""
         out: dict[str, Tensor] = {}
-        for placement, matrix in zip(self.native_places(layer, some), matrices, strict=True):
+        for (placement, _), matrix in zip(self._native_places(layer, some), matrices, strict=True):
             out |= placement.restore(matrix)
         return out
 
@@ -200,6 +198,19 @@ class StreamedModel(Skeleton):
         parts = self._dense_parts(module)
         assert parts is not None, f"{module} is not stored as codes and scales"
         return self._dense_places(module, parts).restore(weight)
+
+    @cached_property
+    def dense_versions(self) -> Mapping[str, Version]:
+        """The version that keeps a Linear's weight as the checkpoint has it, by module, of those that one keeps."""
+        out: dict[str, Version] = {}
+        for name, module in self.model.named_modules() if self.checkpoint.encoded else ():
+            parts = self._dense_parts(name) if type(module) is torch.nn.Linear else None
+            if parts is not None:
+                with contextlib.suppress(InputError):  # for groups or an order of rows that no version has
+                    version = native_version(self.checkpoint, list(parts))
+                    if self._dense_places(name, parts).fits(version):
+                        out[name] = version
+        return out
 
     def _dense_parts(self, module: str) -> Parts | None:
         """The weights that a Linear's is made of; None unless all of them are encoded."""

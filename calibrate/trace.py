@@ -37,7 +37,7 @@ class Store:
 
 
 @dataclass(frozen=True)
-class Step:
+class TraceStep:
     """A call of a layer, or an operation on layers' outputs."""
 
     layer: int | None  # None for an operation
@@ -90,7 +90,7 @@ class Recording:
 
     def __init__(self, outputs: int, values: Mapping[int, Tensor] | None = None) -> None:
         """`outputs`: values that a layer returns. `values`: nodes whose values are known and need no recorder."""
-        self.steps: list[Step] = []
+        self.steps: list[TraceStep] = []
         self.arguments: list[Arguments] = []
         self._outputs, self._values = outputs, values or {}
         self._nodes = self._layers = 0
@@ -128,7 +128,7 @@ class Recording:
     def _add(self, given: Arguments, layer: int | None, function: Any, outputs: int, whole: bool) -> tuple[int, ...]:
         made = tuple(range(self._nodes, self._nodes + outputs))
         self._nodes += outputs
-        self.steps.append(Step(layer, function, made, whole))
+        self.steps.append(TraceStep(layer, function, made, whole))
         self.arguments.append(tree_map(self._recorded, given, is_leaf=_is_store))
         return made
 
@@ -240,7 +240,7 @@ def split(given: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(given[k] for k in positions), {k: v for k, v in given.items() if isinstance(k, str)}
 
 
-def outputs_of(step: Step, out: Any) -> Iterable[tuple[int, Any]]:
+def outputs_of(step: TraceStep, out: Any) -> Iterable[tuple[int, Any]]:
     """A step's nodes and their values."""
     return zip(step.made, (out,) if step.whole else tuple(out), strict=True)
 

@@ -29,14 +29,23 @@ def bits(version: str, group: int) -> float:
     return 8 * sum(s.size for s in sections) / matrix.weights
 
 
+def stored(version: str, group: int) -> str:
+    """Bits a weight in a file where codes are entropy-coded, about: those of normally distributed weights."""
+    from moepack.pack.spec import Version
+    from moepack.pipeline.dryrun.ahead import sample
+
+    own = Version.of(version, group)
+    return f"about {sample(own, COLS)[0]:.2f}" if own.entropy_coded else "as many"
+
+
 def formats() -> str:
     """What each version keeps, and its bits."""
     rows = []
     for version, group, keeps, formula in FORMATS:
         found = bits(version, group)
         shown = f"{found:.4f}".rstrip("0")
-        rows.append([f"`{version}`", str(group) if group else "", keeps, f"`{formula}`", shown])
-    return table(["version", "group", "keeps", "bits a weight", f"at c = {COLS:,}"], rows)
+        rows.append([f"`{version}`", str(group) if group else "", keeps, f"`{formula}`", shown, stored(version, group)])
+    return table(["version", "group", "keeps", "bits a weight in memory", f"at c = {COLS:,}", "in a file"], rows)
 
 
 def sizes() -> str:

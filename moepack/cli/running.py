@@ -39,7 +39,7 @@ def evaluate(
         Path | None, typer.Option("--trace", help="Write routing and versions, a line of JSON a forward pass.")
     ] = None,
     kl: Annotated[
-        bool, typer.Option("--kl", help="Compare with the checkpoint's weights: divergence and agreement a token.")
+        bool, typer.Option("--kl", help="Compare with the bundle's lossless version: divergence, agreement.")
     ] = False,
     tasks: Annotated[str, typer.Option("--tasks", help="Tasks of lm-evaluation-harness, as gsm8k,arc_easy.")] = "",
     shots: Annotated[int | None, typer.Option("--shots", min=0, help="Examples before each question.")] = None,

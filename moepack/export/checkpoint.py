@@ -128,7 +128,11 @@ def _held(bundle: Bundle, stream: StreamedModel) -> set[str]:
     dense, checkpoint = bundle.dense(), stream.checkpoint
     out: set[str] = set()
     for layer in stream.expert_layers:
-        out.update(n for key in stream.expert_sources(layer) for n in _stored(stream, key))
+        for name in _expert_parameters(stream, layer):
+            keys = stream.weights_of(name)
+            if name.endswith("_bias") and (len(keys) != 1 or checkpoint.dtype(keys[0]) != "BF16"):
+                raise InputError(f"{bundle.path}: {name} was not one tensor in BF16: it is not written again")
+            out.update(n for key in keys for n in _stored(stream, key))
     for name in dense:
         for key in stream.weights_of(name):
             if key in checkpoint.encoded:
@@ -140,6 +144,15 @@ def _held(bundle: Bundle, stream: StreamedModel) -> set[str]:
         for part in ("weight", "bias")[: 1 + module.matrix.bias]:
             out.update(n for key in stream.weights_of(f"{module.module}.{part}") for n in _stored(stream, key))
     return out
+
+
+def _expert_parameters(stream: StreamedModel, layer: int) -> list[str]:
+    """The names of a layer's expert parameters: each matrix, then its bias if it has one."""
+    from moepack.calibrate.experts import parameter_names
+
+    prefix = stream.expert_layers[layer].module
+    names = parameter_names(stream.experts_module(layer)).values()
+    return [f"{prefix}.{name}" for pair in names for name in pair if name is not None]
 
 
 def _stored(stream: StreamedModel, key: str) -> tuple[str, ...]:
@@ -182,8 +195,8 @@ def _experts(bundle: Bundle, stream: StreamedModel, position: int, some: range) 
     for name, tensor in stream.write_back(layer.index, some, native).items():
         whole = stream.checkpoint.headers[stream.checkpoint.file_of[name]].tensors[name].shape
         yield name, some.start if tensor.shape[:1] != whole[:1] else 0, tensor
-    for m, key in enumerate(stream.bias_sources(layer.index)):
-        if key is not None:
+    for m, name in enumerate(n for n in _expert_parameters(stream, layer.index) if n.endswith("_bias")):
+        for key in stream.weights_of(name):
             bits = np.stack([v.bias for v in of_matrix[m]])
             yield key, some.start, torch.from_numpy(bits).view(torch.bfloat16)
 

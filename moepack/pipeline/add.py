@@ -22,7 +22,7 @@ from moepack.pack.writer import check_replaceable, check_target
 from moepack.progress import Reporter
 from moepack.runtime.load import check_device
 
-from .artifacts import native_of, no_moments, quantised_recipe, run_record
+from .artifacts import check_watched, natives_of, quantised_recipe, run_record
 from .assemble import BuildReport, Chosen, assemble, expert_layers, made_by, quantised_settings, report
 from .executors.engine import check_engine, open_executor
 from .model_card import model_card
@@ -107,6 +107,8 @@ def _missing_stage(recipe: Recipe, missing: Mapping[str, Versions]) -> tuple[str
     prefix = {"versions": "", "dense": "dense-"}
     groups = [f"{prefix[kind]}{v.name}.{v.group_size}" for kind, some in missing.items() for v in some]
     names, dense_names = (tuple(v.name for v in some) for some in missing.values())
+    if dense_names:  # says which matrices these are: those that the checkpoint has in this version
+        dense_names = tuple(dict.fromkeys((*(n for n in recipe.dense if encoding_of(n).released), *dense_names)))
     return ADDED + "-".join(groups), replace(recipe, versions=names, allocation=None, dense=dense_names)
 
 
@@ -178,9 +180,10 @@ def _wanted(
         raise InputError(f"--group-size {name}: this version is not added: name it with --add or --add-dense as well")
     wanted = _merged(before, recipe, names, sizes)
     # Dense matrices that have any version have the lossless one too.
-    dense_wanted = _merged(dense_before, recipe, (LOSSLESS, *dense) if dense or dense_before else (), sizes)
-    if dense_wanted and not directory.settings()["calibrate"].get("dense"):
-        raise no_moments(directory)
+    exact = next((name for name in recipe.dense if encoding_of(name).released), LOSSLESS)
+    dense_wanted = _merged(dense_before, recipe, (exact, *dense) if dense or dense_before else (), sizes)
+    if dense_wanted:
+        check_watched(directory, replace(recipe, dense=tuple(v.name for v in dense_wanted)))
     if dense and not record["dense"]:
         raise InputError(f"{directory.path}: --add-dense: the model has no dense matrices that get versions")
     kept = {"versions": wanted, "dense": dense_wanted if record["dense"] else ()}
@@ -197,7 +200,7 @@ def _recipe_of(old: Bundle, directory: WorkDirectory, record: Mapping[str, Any])
             f"{old.path}: was not made of what {directory.path} holds: name the --work that it was built in"
         )
     recipe = parse_recipe(str(found.get("recipe")), f"{old.path / MANIFEST}: recipe")
-    return with_native(recipe, native_of(record))
+    return with_native(recipe, *natives_of(record))
 
 
 def _merged(before: Sequence[Version], recipe: Recipe, names: Sequence[str], sizes: Mapping[str, int]) -> Versions:

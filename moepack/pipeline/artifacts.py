@@ -39,17 +39,18 @@ def run_record(directory: WorkDirectory) -> dict[str, Any]:
     return {"dense": []} | record  # an older record has no "dense"
 
 
-def native_of(record: Mapping[str, Any]) -> Version:
-    """The version that holds the checkpoint as released, from the record of the run."""
-    return Version.read(record["native"]) if "native" in record else Version.of(LOSSLESS)  # older records have none
+def natives_of(record: Mapping[str, Any]) -> tuple[Version, Version]:
+    """The versions that hold experts and dense matrices as released, from the record of the run."""
+    bf16 = Version.of(LOSSLESS).record()  # older records have neither
+    return Version.read(record.get("native", bf16)), Version.read(record.get("native_dense", bf16))
 
 
 def quantised_recipe(directory: WorkDirectory) -> Recipe:
     """The recipe of the last quantize stage, which may differ from the calibration's."""
     path, record = directory.path / "quantize" / RECIPE, run_record(directory)
     if path.is_file():
-        return with_native(parse_recipe(path.read_text(), str(path)), native_of(record))
-    return with_native(parse_recipe(record["recipe"], f"{directory.path / 'run.json'}: recipe"), native_of(record))
+        return with_native(parse_recipe(path.read_text(), str(path)), *natives_of(record))
+    return with_native(parse_recipe(record["recipe"], f"{directory.path / 'run.json'}: recipe"), *natives_of(record))
 
 
 def save(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -119,6 +120,17 @@ def unfinished(work: WorkDirectory, stage: str, part: int | None) -> InputError:
     done, command = ("calibrated", "calibrate") if stage == "calibrate" else ("quantised", "quantize")
     where = "the part outside the layers" if part is None else f"layer {part}"
     return InputError(f"{work.path}: {where} is not {done}: run moepack {command} to its end")
+
+
+def watched(recipe: Recipe) -> bool | str | None:
+    """What calibration keeps of dense matrices: True for moments, "calls" for which are called, None for nothing."""
+    return (recipe.fits_dense or "calls") if recipe.dense else None
+
+
+def check_watched(work: WorkDirectory, recipe: Recipe) -> None:
+    """Raise InputError if calibration did not keep what a recipe's versions of dense matrices are made from."""
+    if work.settings()["calibrate"].get("dense") not in (True, watched(recipe)):
+        raise no_moments(work)
 
 
 def no_moments(work: WorkDirectory) -> InputError:

@@ -20,13 +20,12 @@ from moepack.runtime.load import check_device
 
 from .bound import place
 from .dryrun.ahead import OutlineRun
-from .dryrun.ladder import never_chosen
 from .dryrun.report import Estimate, render
 from .dryrun.walk import DryRun
 from .executors.engine import check_engine
 from .needs import needs_of
-from .recipe import Recipe, load_recipe, with_native
-from .start import calibration_text, dense_parts, window_shape
+from .recipe import Recipe, load_recipe
+from .start import calibration_text, named, window_shape
 from .work import check_work
 
 if TYPE_CHECKING:
@@ -73,14 +72,9 @@ def estimate(
         opened = outline.checkpoint if outline is not None else open_checkpoint(checkpoint, revision)
     stream = StreamedModel(opened, device)
     native = None if outline is None else outline.native or stream.native
-    if recipe.keeps_released:
-        recipe = with_native(recipe, native or stream.native)
-    dense = dense_parts(stream, recipe)
-    for line in never_chosen(recipe.version_specs(), next(iter(stream.expert_layers.values())).matrices):
-        reporter.note(line)
+    recipe, dense = named(stream, recipe, reporter, native)
     ids = _windows(opened, recipe, calibration, outline is not None)
-    count, length = ids.shape
-    needs = needs_of(stream, recipe, count, length, dense, bounded=memory is not None)
+    needs = needs_of(stream, recipe, len(ids), ids.shape[1], dense, bounded=memory is not None)
     how = place(needs, recipe.calibration.batch_size, memory)
     arguments = stream, recipe, dense, ids, reporter, needs, how
     run = DryRun(*arguments) if outline is None or native is None else OutlineRun(outline, native, *arguments)

@@ -73,7 +73,8 @@ def needs_of(
         batches=batches,
         row_shards=row_shards,
         each=each,
-        dense=max((sum(8 * m.matrix.cols**2 for m in matrices) for matrices in dense.values()), default=0),
+        dense=max((sum(8 * m.matrix.cols**2 for m in matrices) for matrices in dense.values()), default=0)
+        * recipe.fits_dense,
         loading_on_disk=max(stream.loading_bytes(part, on_disk=True) for part in parts) * bool(filed),
         layer_on_disk=((computed(rest) if on_cpu else rest) + computed(expert)) * bool(filed),
         waiting_on_disk=rest * bool(filed),
@@ -132,7 +133,7 @@ def _window(stream: StreamedModel, index: int, length: int, dtype: torch.dtype) 
     config = stream.model.config.get_text_config()
     size, hidden = dtype.itemsize, int(config.hidden_size)
     around = length * hidden * (4 * size + 4)  # residual, normed, the sum; norms compute in float32
-    attention = length * stream.dense_rows(index) * 3 * size + 2 * size * length * length
+    attention = length * stream.dense_size(index)[0] * 3 * size + 2 * size * length * length
     layer = stream.expert_layers.get(index)
     if layer is None:
         return around + attention

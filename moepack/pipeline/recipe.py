@@ -109,12 +109,18 @@ class Recipe:
 
     @property
     def keeps_released(self) -> bool:
-        """Whether a version holds the checkpoint's experts as they were released."""
-        return any(name == NATIVE or encoding_of(name).released for name in self.versions)
+        """Whether a version holds the checkpoint's experts or dense matrices as they were released."""
+        return any(name == NATIVE or encoding_of(name).released for name in (*self.versions, *self.dense))
 
     def dense_specs(self) -> tuple[Version, ...]:
         """The versions of dense matrices, including the lossless one; empty if the recipe names no version of them."""
-        return self._specs((LOSSLESS, *self.dense)) if self.dense else ()
+        kept = any(encoding_of(name).released for name in self.dense)
+        return self._specs(self.dense if kept or not self.dense else (LOSSLESS, *self.dense))
+
+    @property
+    def fits_dense(self) -> bool:
+        """Whether versions of dense matrices take the moments of their inputs, which the released one does not."""
+        return any(not v.released for v in self.dense_specs())
 
     def _specs(self, names: Sequence[str]) -> tuple[Version, ...]:
         assert NATIVE not in names, "with_native names the version"
@@ -187,7 +193,7 @@ def with_versions(recipe: Recipe, versions: Sequence[Version], dense: Sequence[V
     """
     sizes = {v.name: v.group_size for v in (*dense, *versions) if v.group_size and not v.released}
     for v in dense:
-        if v.group_size and sizes[v.name] != v.group_size:
+        if v.name in sizes and sizes[v.name] != v.group_size:
             raise InputError(
                 f"{v.name}: dense matrices would have it in groups of {v.group_size}, experts of {sizes[v.name]}: a "
                 "recipe has one group size for both: replace it in both, by --add and --add-dense"
@@ -195,38 +201,51 @@ def with_versions(recipe: Recipe, versions: Sequence[Version], dense: Sequence[V
     document = yaml.safe_load(recipe.text) or {}
     document["versions"] = [NATIVE if v.released else v.name for v in versions]
     if dense or recipe.dense:
-        document["dense"] = [v.name for v in dense]
+        document["dense"] = [v.name for v in dense if not v.released]
     alike = len(set(sizes.values())) <= 1
     size = next(iter(sizes.values()), 64) if alike else sizes
     document["quantize"] = {**document.get("quantize", {}), "group_size": size}
-    made, native = _written(document), [v for v in versions if v.released]
-    return with_native(made, *native) if native else made
+    made = _written(document)
+    native, own = (next((v for v in some if v.released), None) for some in (versions, dense))
+    return made if native is None else with_native(made, native, own)
 
 
-def with_native(recipe: Recipe, native: Version) -> Recipe:
-    """Return a recipe that names this version in place of "native". Its text stays.
+def with_native(recipe: Recipe, native: Version, dense: Version | None = None) -> Recipe:
+    """Return a recipe that names these versions in place of "native", of experts and dense matrices. Its text stays.
+
+    Without `dense` the checkpoint encodes no dense matrices, and they are LOSSLESS. A recipe that keeps the experts as
+    released keeps the dense matrices so, too.
 
     Raises:
-        InputError: for a released version that is not the checkpoint's, or versions that take more bits than it.
+        InputError: for a released version that is not the checkpoint's, or others that take as many bits or more.
     """
-    for name in recipe.versions:
-        if name != NATIVE and encoding_of(name).released and name != native.name:
-            raise InputError(f"versions: {name}: the checkpoint's experts are {native.name}: write {NATIVE}")
-    if NATIVE not in recipe.versions and native.name not in recipe.versions:
+    dense = dense or Version.of(LOSSLESS)
+    keeps = NATIVE in recipe.versions or (native.released and native.name in recipe.versions)
+    asked = (NATIVE, *recipe.dense) if keeps and dense.released else recipe.dense
+    names = _with_own("versions", "experts", recipe.versions, native)
+    dense_names = _with_own("dense", "dense matrices", asked, dense)
+    if native.name not in names and dense_names == recipe.dense:
         return recipe
-    check_beside(native, [name for name in recipe.versions if name not in (NATIVE, native.name)])
-    names = tuple(dict.fromkeys(native.name if name == NATIVE else name for name in recipe.versions))
     sizes = {e.name: recipe.quantize.size(e.name) for e in lossy(KNOWN)}  # of versions that are added later, too
-    if native.group_size:
-        sizes[native.name] = native.group_size
-    return replace(recipe, versions=names, quantize=replace(recipe.quantize, group_size=sizes))
+    sizes |= {v.name: v.group_size for v in (native, dense) if v.group_size and v.name in (*names, *dense_names)}
+    how = replace(recipe.quantize, group_size=sizes)
+    return replace(recipe, versions=names, dense=dense_names, quantize=how)
 
 
-def check_beside(native: Version, names: Iterable[str]) -> None:
-    """Raise InputError for a version that takes more bits than `native`, the one that holds the checkpoint."""
+def _with_own(at: str, what: str, names: Sequence[str], own: Version) -> tuple[str, ...]:
     for name in names:
-        if encoding_of(name).bits > native.bits:
-            raise InputError(f"versions: {name} takes more bits than the checkpoint's own {native.name}: leave it out")
+        if name != NATIVE and encoding_of(name).released and name != own.name:
+            raise InputError(f"{at}: {name}: the checkpoint's {what} are {own.name}: write {NATIVE} in versions")
+    if NATIVE in names or own.name in names:
+        check_beside(own, [n for n in names if n not in (NATIVE, own.name)], at)
+    return tuple(dict.fromkeys(own.name if name == NATIVE else name for name in names))
+
+
+def check_beside(own: Version, names: Iterable[str], at: str = "versions") -> None:
+    """Raise InputError for a version with as many bits as `own`, the one that holds the checkpoint."""
+    for name in names:
+        if encoding_of(name).bits >= own.bits:
+            raise InputError(f"{at}: {name} saves no bits over the checkpoint's own {own.name}: leave it out")
 
 
 def with_text(recipe: Recipe) -> Recipe:

@@ -23,7 +23,17 @@ from moepack.pack.spec import DenseLayer, DenseMatrix
 from moepack.progress import Reporter
 from moepack.runtime.devices.glibc import trim
 
-from .artifacts import DIGESTS, MOMENTS, finished, load_hidden, load_moments, load_observation, no_moments, save
+from .artifacts import (
+    DIGESTS,
+    MOMENTS,
+    check_watched,
+    finished,
+    load_hidden,
+    load_moments,
+    load_observation,
+    no_moments,
+    save,
+)
 from .bound import MemoryPlan
 from .enough import advice, few_tokens, open_pass
 from .executors.local import Local
@@ -189,7 +199,7 @@ class LayerWalk:
             if not walk.hidden:
                 walk.start()
                 walk.restore(load_hidden(work.piece("calibrate", len(stream.layers) - 1, _HIDDEN)))
-            watch = watch_part(stream, self._dense[None], walk.windows, walk.length)
+            watch = watch_part(stream, self._dense[None], walk.windows, walk.length, self._recipe.fits_dense)
             walk.run_head(watch)
             moments = watch.moments()
             save(work.piece("calibrate", None, MOMENTS), *save_moments(moments))
@@ -203,8 +213,8 @@ class LayerWalk:
         for part in (*range(len(self._stream.layers)), None):
             if part is not None:
                 finished(work, "calibrate", part)
-            if part in self._dense and not work.settings()["calibrate"].get("dense"):
-                raise no_moments(work)
+            if part in self._dense:
+                check_watched(work, self._recipe)
             if part is not None and not self._observed(part):
                 what = "its experts saw" if part in self._experts else "its dense matrices read"
                 raise InputError(
@@ -236,7 +246,8 @@ class LayerWalk:
         self._stream.to_compute(layer, self._dtype)
         self._reporter.inner("tokens", sum(h.shape[0] * h.shape[1] for h in walk.hidden))
         matrices = self._dense.get(layer)
-        watch = watch_part(self._stream, matrices, walk.windows, walk.length) if matrices else None
+        sums = self._recipe.fits_dense
+        watch = watch_part(self._stream, matrices, walk.windows, walk.length, sums) if matrices else None
         observation = walk.run_layer(layer, self._reporter.advance, watch)
         moments = None if watch is None else watch.moments()
         if moments is not None and keep:
@@ -284,6 +295,10 @@ class LayerWalk:
         with self._reading:  # reading changes the skeleton for a moment
             return self._stream.native_experts(part, some)
 
+    def _native_dense(self, module: str) -> NativeWeight | None:
+        with self._reading:
+            return self._stream.native_dense(module)
+
     def _quantise_layer(self, part: int | None, inputs: LayerInputs) -> None:
         """Submit a part to the executor: its dense matrices, and if `inputs` has an observation, its experts."""
         from moepack.quantize.expert_batch import expert_batches
@@ -294,7 +309,7 @@ class LayerWalk:
         dense = layer = None
         if part in self._dense:
             moments = inputs.moments or load_moments(self._work, part)
-            inputs = replace(inputs, moments=moments)
+            inputs = replace(inputs, moments=moments, native_dense=self._native_dense)
             if called := self._called(part, moments):
                 signal = tuple(moments.signal[m.module] for m in called)
                 described = DenseLayer(part, self._before(part), called)

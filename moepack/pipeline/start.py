@@ -5,7 +5,6 @@ Bad input is refused before any layer is read. The work directory gets the setti
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -13,14 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import InputError
-from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS
+from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS, Version, lossless
 from moepack.progress import Reporter
 from moepack.version import __version__
 
 from .allocate import check_allocation
-from .artifacts import DIGESTS, RECIPE, run_record
+from .artifacts import DIGESTS, RECIPE, run_record, watched
 from .bound import MAPPED, MemoryPlan, place
-from .dryrun.ladder import never_chosen
 from .enough import enough_windows
 from .needs import Dense, needs_of
 from .recipe import Recipe, TextSource, parse_recipe, with_native, with_text
@@ -90,14 +88,11 @@ def start(
     if stream.mtp:
         are = "are kept beside the model" if keeps_mtp else "are left out: mtp: keep in the recipe keeps them"
         reporter.note(f"{len(stream.mtp)} tensors of layers for multi-token prediction (MTP) {are}")
-    recipe = with_native(recipe, stream.native) if recipe.keeps_released else recipe
+    recipe, dense = named(stream, recipe, reporter)
     if stream.expert_dtype != "BF16" and LOSSLESS in recipe.versions:
         reporter.note(f"the {LOSSLESS} version holds {EXPERT_DTYPES[stream.expert_dtype]}")
-    for line in never_chosen(recipe.version_specs(), next(iter(stream.expert_layers.values())).matrices):
-        reporter.note(line)
     settings = recipe.calibration
     sources, windows = calibration_text(opened, recipe, calibration)
-    dense = dense_parts(stream, recipe)
     count, length = windows.ids.shape  # of all windows that `until` may take
     how = _fit(directory, stream, recipe, dense, memory, count, length, fresh, reporter=reporter)
     identity = _identity(directory, opened, reporter)
@@ -112,7 +107,7 @@ def start(
             "batch_size": how.batch_size,
             "dtype": settings.dtype,
             "moepack": __version__,
-            "dense": bool(recipe.dense) or None,
+            "dense": watched(recipe),
             "mtp": recipe.mtp if keeps_mtp else None,
         },
         fresh,
@@ -144,10 +139,16 @@ def _record(
             "expert_dtype": stream.expert_dtype,
             **({"mtp": recipe.mtp} if keeps_mtp else {}),
         },
-        **({"native": stream.native.record()} if recipe.keeps_released else {}),
+        **(_natives(stream) if recipe.keeps_released else {}),
         "decoder_layers": len(stream.layers),
         "expert_layers": [asdict(layer) for layer in stream.expert_layers.values()],
     }
+
+
+def _natives(stream: StreamedModel) -> dict[str, Any]:
+    from moepack.calibrate.dense import native_dense
+
+    return {"native": stream.native.record(), "native_dense": native_dense(stream).record()}
 
 
 def resume(
@@ -173,8 +174,7 @@ def resume(
     stream = StreamedModel(opened, device)
     if stage == "quantize" or recipe.versions:  # a recipe of dense matrices alone has no valid text
         recipe = with_text(recipe)
-    recipe = with_native(recipe, stream.native) if recipe.keeps_released else recipe
-    dense = dense_parts(stream, recipe)
+    recipe, dense = named(stream, recipe)
     how = _fit(directory, stream, recipe, dense, memory, where["samples"], where["length"], walks=False)
     was, now = directory.settings()["calibrate"]["checkpoint"], _identity(directory, opened, reporter)
     if now != was:
@@ -201,17 +201,37 @@ def _identity(directory: WorkDirectory, checkpoint: Checkpoint, reporter: Report
     return digests
 
 
-def dense_parts(stream: StreamedModel, recipe: Recipe) -> Dense:
-    """The dense matrices that get versions, by part. Raises InputError for an allocation that cannot be met."""
-    found: Dense = {}
-    if recipe.dense:
-        from moepack.calibrate.dense import dense_matrices
+def named(
+    stream: StreamedModel, recipe: Recipe, reporter: Reporter | None = None, announced: Version | None = None
+) -> tuple[Recipe, Dense]:
+    """The recipe with released versions by name, and the dense matrices that get versions, by part.
 
-        for matrix in dense_matrices(stream):
-            found.setdefault(matrix.layer, []).append(matrix)
-    dense, layers = itertools.chain(*found.values()), list(stream.expert_layers.values())
-    check_allocation(recipe.allocation, layers, recipe.version_specs(), list(dense), recipe.dense_specs())
-    return found
+    `announced` is the experts' released version, if not their tensors but the configuration tells. Raises InputError as
+    `with_native` does, and for an allocation that cannot be met.
+    """
+    from moepack.calibrate.dense import dense_matrices, native_dense
+
+    if recipe.keeps_released:
+        recipe = with_native(recipe, announced or stream.native, native_dense(stream))
+    kept = every = dense_matrices(stream) if recipe.dense else ()
+    exact = lossless(recipe.dense_specs())
+    if exact is not None and exact.released:
+        encoded, native = stream.checkpoint.encoded, stream.dense_versions
+        kept = tuple(m for m in every if native.get(m.module) == exact)
+        rest = [m.module for m in every if m not in kept]
+        if not recipe.fits_dense:
+            rest = [m for m in rest if any(key in encoded for key in stream.weights_of(f"{m}.weight"))]
+        if rest and reporter is not None:
+            reporter.note(
+                f"{len(rest)} matrices outside the experts, as {rest[0]}, stay in BF16: of these matrices, those that "
+                f"the checkpoint has as {exact.name} get versions"
+            )
+    found: Dense = {}
+    for matrix in kept:
+        found.setdefault(matrix.layer, []).append(matrix)
+    layers = list(stream.expert_layers.values())
+    check_allocation(recipe.allocation, layers, recipe.version_specs(), kept, recipe.dense_specs())
+    return recipe, found
 
 
 def _fit(

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moepack.opening import Source, check, load_model, locate
 from moepack.pack.errors import InputError
-from moepack.pack.spec import LOSSLESS, lossless
+from moepack.pack.reader import open_bundle
+from moepack.pack.spec import lossless
 from moepack.progress import Reporter
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 
@@ -42,7 +43,7 @@ class Scores:
     tokens: int  # scored tokens
     tokens_per_second: float
     perplexity_interval: Interval
-    kl: float | None = None  # divergence KL(checkpoint, served), nats a token; None unless asked for
+    kl: float | None = None  # divergence KL(lossless, served), nats a token; None unless asked for
     kl_interval: Interval | None = None
     top1_agreement: float | None = None  # share of tokens at which both distributions have the same likeliest token
     top1_interval: Interval | None = None
@@ -118,7 +119,7 @@ def evaluate(
         samples: windows a file, from its beginning.
         reporter: receives progress.
         trace: a file that receives a line for each forward pass (moepack.runtime.trace); for bundles alone.
-        kl: first run the same bundle at its best version without a budget, and report divergence and agreement.
+        kl: first run the bundle's lossless version without a budget, and report divergence and agreement.
     """
     reporter = reporter or Reporter()
     if not data:
@@ -173,7 +174,7 @@ def _checked(path: str | Path, data: Sequence[str], options: LoadOptions, trace:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """How far a policy's distribution is from that of `bf16`, by cluster of text: by document or by window."""
+    """How far a policy's distribution is from the lossless version's, by cluster of text: by document or by window."""
 
     counts: tuple[float, ...]  # tokens of each cluster
     sums: tuple[float, ...]  # the KL divergence summed over a cluster's tokens, nats
@@ -183,7 +184,7 @@ def divergences(
     path: str | Path, data: Sequence[str], policies: Sequence[str], dtype: str = "float32", length: int = 512,
     samples: int = 256, reporter: Reporter | None = None,
 ) -> list[Divergence]:  # fmt: skip
-    """Measure the divergence of several policies from the checkpoint's weights, on the same clusters of text.
+    """Measure the divergence of several policies from the bundle's lossless version, on the same clusters of text.
 
     The results can be compared in pairs. Each policy is served on the CPU, without a budget. Other arguments are those
     of `evaluate`.
@@ -209,15 +210,21 @@ def divergences(
 def _compare_with(
     reference: _Reference, source: Source, options: LoadOptions, pools: Any, batch: int, reporter: Reporter
 ) -> None:
-    """Fill `reference`: run the bundle at the version that holds the checkpoint, without a budget, over all files."""
+    """Fill `reference`: run the bundle's lossless version, without a budget, over all files."""
     if not source.is_bundle:
-        raise InputError(f"{source.path}: not a bundle: a divergence needs one, to compare with what it was made of")
+        raise InputError(f"{source.path}: not a bundle: a divergence needs one, to compare with its lossless version")
     reporter.stage("reference", len(pools))
-    best = LoadOptions(policy="static", device=options.device, dtype=options.dtype, dense=LOSSLESS)
+    dense = open_bundle(source.path).dense_versions if Path(source.path).is_dir() else ()
+    best = LoadOptions(  # the most precise versions; naming one keeps the environment's from being taken
+        policy="static", device=options.device, dtype=options.dtype, dense=dense[0].name if dense else None
+    )
     model = load_model(source, best)
-    with model.moepack:
-        if lossless(model.moepack.bundle.versions) is None:
-            raise InputError(f"{source.path}: has no version that holds the checkpoint's weights, to compare with")
+    with model.moepack as serving:
+        bundle = serving.bundle
+        for versions in (bundle.versions, bundle.dense_versions):
+            if versions and lossless(versions[:1]) is None:
+                here = ", ".join(v.name for v in versions)
+                raise InputError(f"{bundle.path}: has no lossless version to compare with: here are {here}")
         for name, (pool, _) in pools:
             reference.keep(model, name, pool, batch, reporter)
 
@@ -256,7 +263,7 @@ class _Scored(NamedTuple):
 
 
 class _Reference:
-    """Hidden states of a bundle at `bf16`, a row for each token, and the output projection if it has versions.
+    """Hidden states of a lossless version, a row for each token, and the output projection if it has versions.
 
     Both are in mapped files, whose pages the system may write out.
     """
@@ -288,10 +295,15 @@ class _Reference:
     def _keep_head(self, model: Any) -> None:
         import torch
 
+        from moepack.runtime.dense.packed import PackedLinear
+
         head = model.get_output_embeddings()
         if not any(model.get_submodule(d.module) is head for d in model.moepack.bundle.manifest.dense):
             return
-        path, like = f"{self._folder}/head", head.weight
+        path, like = (
+            f"{self._folder}/head",
+            head.weights(model.dtype) if isinstance(head, PackedLinear) else head.weight,
+        )
         weight = torch.from_file(path, shared=True, size=like.numel(), dtype=like.dtype).view_as(like)
         weight.copy_(like.detach())
         self._head = torch.nn.Linear(head.in_features, head.out_features, device="meta")
@@ -348,7 +360,7 @@ def _score(
 
 
 def _scores(scored: Sequence[_Scored], compared: bool) -> dict[str, Any]:
-    """Compute the fields of `Scores` over all clusters of these files; `compared` adds the comparison with `bf16`."""
+    """Compute the fields of `Scores` over all clusters of these files; `compared` adds those of the reference."""
     counts = [n for s in scored for n in s.counts]
     perplexity = clustered([x for s in scored for x in s.nll], counts).exp()
     tokens = int(sum(counts))
@@ -370,7 +382,7 @@ def render(result: Evaluation, title: str) -> Any:
 
     columns = ["file", "perplexity", "95 %", "tokens", "tokens/s"]
     if result.kl is not None:
-        columns += ["KL to bf16, nats", "95 %", "same first token"]
+        columns += ["KL to lossless, nats", "95 %", "same first token"]
     table = Table(*columns, title=f"{title}: {result.policy or 'as it is'}")
     for score in result.files:
         low, high = score.perplexity_interval

@@ -63,10 +63,12 @@ def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list
     reporter.stage("compare with checkpoint", len(stream.layers) + 1)
     for i in (None, *range(len(stream.layers))):
         reporter.step("outside the layers" if i is None else f"layer {i}")
-        tensors = stream.load(i)
+        tensors, codes = stream.load(i), dict[str, Any]()
         rest, experts = (tensors, None) if i is None else stream.split(i, tensors)
         for name, tensor in rest.items():
-            if dense_exact is not None and name in packed:
+            if dense_exact is not None and name in packed and dense_exact.released:
+                codes |= {packed[name][0]: tensors.get(f"{packed[name][0]}.bias")}
+            elif dense_exact is not None and name in packed:
                 problems += _compare_matrix(bundle, dense_exact, *packed[name], tensor)
             else:
                 problems += _compare(dense, str(bundle.path), name, tensor)
@@ -75,6 +77,9 @@ def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list
         stream.free(i)
         if experts is not None and i is not None and exact.released:
             problems += _compare_codes(bundle, exact, positions[i], experts, stream)
+        for module, bias in codes.items():
+            assert dense_exact is not None
+            problems += _compare_dense_codes(bundle, dense_exact, module, bias, stream)
     for group in stream.mtp_groups(_AT_ONCE) if bundle.manifest.model.get("mtp") == "keep" else ():
         for name, tensor in group.items():
             problems += _compare(dense, str(bundle.path), name, tensor)
@@ -122,6 +127,25 @@ def _compare_codes(
             where = bundle.layer_file(version.name, position).place(expert)
             problems.append(Problem(where, "bits", "its codes or scales differ from the checkpoint"))
     return problems
+
+
+def _compare_dense_codes(
+    bundle: Bundle, version: Version, module: str, bias: Any, stream: StreamedModel
+) -> list[Problem]:
+    """Compare a dense matrix' extent, byte for byte, with that which the checkpoint's codes and scales make."""
+    import numpy as np
+
+    from moepack.calibrate.native import as_released
+
+    number = next(n for n, d in enumerate(bundle.manifest.dense) if d.module == module)
+    file, extent = bundle.dense_place(number)
+    if stream.dense_versions.get(module) == version:
+        native, bias = stream.native_dense(module), None if bias is None else bias.bfloat16()
+        assert native is not None
+        made, _ = version.encode((bundle.manifest.dense[number].matrix,), [as_released(native, None, bias)])
+        if np.array_equal(made, bundle.dense_file(version.name, file).extent(extent, check_digest=False)):
+            return []
+    return [Problem(bundle.dense_matrix(version.name, module).where, "bits", "differs from the checkpoint's codes")]
 
 
 def _compare_matrix(bundle: Bundle, version: Version, module: str, part: str, tensor: Any) -> list[Problem]:

@@ -15,13 +15,12 @@ import numpy.typing as npt
 from ..encodings.base import Version
 from ..errors import Kind
 from ..sections import BLOCK_ROWS, PAGE, SECTION, Matrix, align
+from . import lossless, released
 from .affine import section_array
 from .bits import Buffer
 from .exponent import CODED, ESCAPE, LANE_WORDS, RAW, TILE, WIDE, WIDE_WORDS, CodedMatrix, parse
-from .lossless import directory
 
 Wrong = tuple[Kind, str]
-_ENTRY = 16
 
 
 def check_affine(matrices: Sequence[Matrix], version: Version, extent: Buffer) -> Iterator[Wrong]:
@@ -71,13 +70,35 @@ def _any(extent: Buffer, gaps: Iterator[tuple[int, int]]) -> bool:
 
 def check_lossless(matrices: Sequence[Matrix], extent: Buffer) -> Iterator[Wrong]:
     """Find wrong offsets, nonzero padding and unsorted escaped exponents in a lossless extent that decodes."""
-    table = extent[: _ENTRY * len(matrices)].view("<u4").reshape(-1, 2)
+    yield from _check_places(matrices, lossless.beside(matrices), extent)
+    for m, (data, _) in zip(matrices, lossless.directory(matrices, extent), strict=True):
+        for kind, message in check_coded(parse(data, m.weights)):
+            yield kind, f"{m.name}: {message}"
+
+
+def check_released(matrices: Sequence[Matrix], version: Version, extent: Buffer) -> Iterator[Wrong]:
+    """Find what `check_affine` and `check_lossless` find, in a stored extent with coded planes.
+
+    Raises CodecError where the extent is not well formed.
+    """
+    plain = np.zeros(version.resident_size(matrices), np.uint8)
+    coded = released.restore_coded(matrices, version, extent, plain)
+    yield from _check_places(matrices, [len(rest) for _, rest in released.rooms(matrices, version, plain)], extent)
+    yield from check_affine(matrices, version, plain)
+    for m, data, codes in coded:
+        for kind, message in check_coded(parse(data, codes, fp8=True)):
+            yield kind, f"{m.name}: {message}"
+
+
+def _check_places(matrices: Sequence[Matrix], beside: Sequence[int], extent: Buffer) -> Iterator[Wrong]:
+    """Find wrong offsets, and padding that is not zero, in an extent that `lossless.split` splits."""
+    table = extent[: lossless.ENTRY * len(matrices)].view("<u4").reshape(-1, 2)
     ends, at = [table.nbytes], align(table.nbytes, SECTION)
     begins = []
     for i, (offset, size) in enumerate(table.tolist()):
-        if i % 2 and not matrices[i // 2].bias:
+        if i % 2 and not beside[i // 2]:
             if offset:
-                yield "offsets", f"{matrices[i // 2].name} has no bias, and an offset of one"
+                yield "offsets", f"nothing is beside {matrices[i // 2].name}, which has an offset of that"
             continue
         if offset != at:
             yield "offsets", f"part {i} begins at {offset}, its place is {at}"
@@ -89,9 +110,6 @@ def check_lossless(matrices: Sequence[Matrix], extent: Buffer) -> Iterator[Wrong
         yield "size", f"{len(extent)} bytes, where its parts end at {ends[-1]}"
     if _any(extent, zip(ends, [*begins, len(extent)], strict=True)):
         yield "padding", "bytes between its parts, or after them, are not zero"
-    for m, (data, _) in zip(matrices, directory(matrices, extent), strict=True):
-        for kind, message in check_coded(parse(data, m.weights)):
-            yield kind, f"{m.name}: {message}"
 
 
 def check_coded(coded: CodedMatrix) -> Iterator[Wrong]:

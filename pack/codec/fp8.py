@@ -2,7 +2,7 @@
 
 Weights scaled to E4M3's range use its 16 exponents unevenly: some 2.55 bits of entropy, where 4 are stored. They are
 coded as BF16's exponents are, in the same tiles; sign and mantissa are stored as they are, two codes a byte (FORMAT.md,
-"Coded FP8 codes"). This module makes the code and checks what was coded; exponent.py and exponent_fast.py do the work.
+"Coded FP8 codes"). This module makes the code; exponent.py and exponent_fast.py do the work.
 What the codes mean, and whether NaNs are allowed among them, is the caller's.
 """
 
@@ -11,10 +11,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CodecError
 from . import exponent_fast
 from .bits import Codes
-from .checks import check_coded
 from .exponent import (
     SYMBOLS,
     Code,
@@ -77,15 +75,3 @@ def decode_into(data: Codes, out: Codes, threads: int | None = None) -> None:
         return
     nibbles = unpack_nibbles(coded.plane, out.size)
     out.reshape(-1)[:] = (nibbles & 8) << 4 | decode_exponents(coded) << 3 | nibbles & 7
-
-
-def check(data: Codes, codes: int, threads: int | None = None) -> None:
-    """Check that `data` is a well-formed byte string of `codes` codes in every rule of FORMAT.md; decodes all of it.
-
-    Raises CodecError, which names the first rule that is broken.
-    """
-    data = exponent_fast.aligned(data)
-    coded = parse(data, codes, fp8=True)
-    decode_into(data, np.empty(codes, np.uint8), threads)
-    for _, message in check_coded(coded):
-        raise CodecError(message)

@@ -2,18 +2,21 @@
 
 `ReleasedMatrix.dequantise` defines a version's weights and is the reference for every kernel: code times scale is exact
 in float32 but for FP8 with float32 scales; that product, and one by an outer scale, are rounded to float32.
+Extents with E4M3 codes are stored with their planes coded by fp8.py, and restored to their form in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from ..encodings.base import Version
+from ..errors import CodecError
 from ..sections import BLOCK_ROWS, Matrix
+from . import affine, fp8, lossless
 from .affine import section_array
 from .bits import Bf16Bits, Buffer, Codes, from_blocks, join_planes
 
@@ -74,3 +77,60 @@ def decode(matrices: Sequence[Matrix], version: Version, extent: Buffer) -> list
         }
         out.append(ReleasedMatrix(codes, rows["scale"], rows.get("outer"), part.get("bias")))  # type: ignore[arg-type]
     return out
+
+
+def rooms(matrices: Sequence[Matrix], version: Version, extent: Buffer) -> list[lossless.Parts]:
+    """The plane of every matrix, and all sections behind it, as views of an extent in its form in memory."""
+    out: list[lossless.Parts] = []
+    sections = version.sections(matrices)
+    for i in range(len(matrices)):
+        plane, *rest = (s for s in sections if s.matrix == i)
+        out.append((extent[plane.offset : plane.end], extent[rest[0].offset : rest[-1].end]))
+    return out
+
+
+def encode_coded(
+    matrices: Sequence[Matrix], version: Version, values: Sequence[ReleasedMatrix], threads: int | None
+) -> tuple[Buffer, int]:
+    """Encode one expert with each plane coded where that gains: its stored extent, and its payload in bytes."""
+    parts: list[lossless.Parts] = []
+    for plane, rest in rooms(matrices, version, affine.encode(matrices, version, values)):
+        coded = fp8.encode(plane, threads)
+        parts.append((plane if coded is None else coded, rest))
+    return lossless.join(matrices, parts)
+
+
+def restore_coded(
+    matrices: Sequence[Matrix],
+    version: Version,
+    extent: Buffer,
+    out: Buffer,
+    threads: int | None = None,
+    before: Callable[[int], None] = lambda matrix: None,
+) -> list[tuple[Matrix, Buffer, int]]:
+    """Write a stored extent to `out` in its form in memory, but for what is between sections.
+
+    Returns each matrix whose plane is coded, the coded bytes, and the number of codes. Raises CodecError where the
+    extent is not well formed.
+    """
+    places = rooms(matrices, version, out)
+    parts = lossless.split(matrices, [len(rest) for _, rest in places], extent)
+    found = []
+    for i, ((coded, stored), (plane, rest)) in enumerate(zip(parts, places, strict=True)):
+        before(i)
+        if len(coded) < len(plane):
+            fp8.decode_into(coded, plane, threads)
+            found.append((matrices[i], coded, len(plane)))
+        elif len(coded) == len(plane):
+            plane[:] = coded
+        else:
+            raise CodecError(f"{matrices[i].name} has {len(coded)} bytes of codes, more than its {len(plane)} codes")
+        rest[:] = stored
+    return found
+
+
+def decode_coded(matrices: Sequence[Matrix], version: Version, extent: Buffer) -> list[ReleasedMatrix]:
+    """The matrices of one stored extent with coded planes. Raises CodecError when it is not well formed."""
+    plain = np.zeros(version.resident_size(matrices), np.uint8)
+    restore_coded(matrices, version, extent, plain)
+    return decode(matrices, version, plain)

@@ -1,11 +1,12 @@
 """Encodings that keep a released checkpoint's codes and scales as they are: FP4 and FP8 with scales, and integers.
 
-An extent has the same blocks and planes as an affine one, and the same bytes in memory and in its file.
+An extent has the same blocks and planes as an affine one. Its bytes in its file are those in memory, but for E4M3
+codes, which are entropy-coded there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -72,7 +73,45 @@ class Mxfp4(ReleasedFloat):
     scale_dtype = "F8_E8M0"
 
 
-class Mxfp8(ReleasedFloat):
+class ReleasedCoded(ReleasedFloat):
+    """E4M3 codes, entropy-coded in the file where that gains (FORMAT.md, "Coded released extents")."""
+
+    entropy_coded = True
+
+    def stored_sizes(self, matrices: Sequence[Matrix]) -> None:
+        """Return None: the sizes depend on the codes."""
+
+    def encode(
+        self, matrices: Sequence[Matrix], values: Sequence[ReleasedMatrix], threads: int | None = None
+    ) -> tuple[Buffer, int]:
+        """See Version."""
+        return codec("released").encode_coded(matrices, self, values, threads)  # type: ignore[no-any-return]
+
+    def restore(
+        self,
+        matrices: Sequence[Matrix],
+        extent: Buffer,
+        out: Buffer,
+        threads: int | None = None,
+        before: Callable[[int], None] = lambda matrix: None,
+    ) -> None:
+        """See Version. Bytes between sections stay as they are: nothing reads them."""
+        codec("released").restore_coded(matrices, self, extent, out, threads, before)
+
+    def decode(self, matrices: Sequence[Matrix], extent: Buffer) -> Sequence[ReleasedMatrix]:
+        """See Version."""
+        return codec("released").decode_coded(matrices, self, extent)  # type: ignore[no-any-return]
+
+    def check(self, matrices: Sequence[Matrix], extent: Buffer) -> Iterator[tuple[Kind, str]]:
+        """See Version."""
+        return codec("checks").check_released(matrices, self, extent)  # type: ignore[no-any-return]
+
+    def payload(self, matrices: Sequence[Matrix], extent: Buffer) -> int:
+        """See Version."""
+        return int(codec("lossless").payload(len(matrices), extent))
+
+
+class Mxfp8(ReleasedCoded):
     """E4M3 codes, an E8M0 scale for 32 of a row."""
 
     holds = own("MXFP8")
@@ -91,7 +130,7 @@ class Nvfp4(ReleasedFloat):
         yield "outer", (blocks,), 4
 
 
-class Fp8(ReleasedFloat):
+class Fp8(ReleasedCoded):
     """E4M3 codes, a float32 scale for blocks of rows and columns; kept by blocks of 16 rows."""
 
     holds = own("F8_E4M3")
@@ -102,7 +141,7 @@ class Fp8(ReleasedFloat):
         yield "scale", (blocks, groups), 4
 
 
-class Fp8Row(ReleasedFloat):
+class Fp8Row(ReleasedCoded):
     """E4M3 codes, a float32 scale for each row: checkpoints with a scale a channel or a tensor."""
 
     holds = own("F8_E4M3")

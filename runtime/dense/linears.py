@@ -235,20 +235,19 @@ def serve(model: nn.Module, bundle: Bundle, versions: Sequence[Version], compile
     """Load a model's dense matrices after its other weights, and let the kernels multiply by them.
 
     Args:
-        versions: one for each dense matrix of the bundle; if empty, the model's own are moved into huge pages.
+        versions: one for each dense matrix of the bundle; the model's others are moved into huge pages.
         compiled: whether the model is on a CPU that has compiled kernels.
         plain: whether the kernels multiply by BF16 matrices too.
 
     Raises BundleError when an extent is damaged.
     """
-    if versions:
-        served = _load(model, bundle, versions)
-    elif compiled and plain:
-        served = _move(linears(model, [layer.module for layer in bundle.layers]))
-    else:
-        return
+    served = _load(model, bundle, versions) if versions else {}
     if not compiled:
         return
+    if plain:
+        own = {d.module for d in bundle.manifest.dense}
+        rest = linears(model, [layer.module for layer in bundle.layers])
+        served |= _move({name: module for name, module in rest.items() if name not in own})
     most = most_tokens() if plain else 0
     for names in groups([n for n, d in served.items() if has_kernels([d.version])]):
         group = Group([served[n] for n in names])

@@ -3,6 +3,7 @@
 A thread issues copies on its own stream and polls for their end. An extent in pinned memory (pinned.py) takes one copy.
 Otherwise the file is read into a staging buffer, whose chunks are copied while later chunks are read. A lossless
 extent is decoded on another stream, while the next extent is copied. The forward pass waits for none of this.
+FP8 codes, which no GPU kernel decodes yet, are decoded on the thread before the copy.
 """
 
 from __future__ import annotations
@@ -114,6 +115,7 @@ class _Slot:
     host: Tensor
     device: Tensor
     status: Tensor
+    coded: Buffer  # not pinned: an extent that the host decodes into `host`
 
 
 class CudaDevice(Migration):
@@ -135,9 +137,10 @@ class CudaDevice(Migration):
     ) -> None:
         """Allocate buffers for `slots` fetches at a time.
 
-        `largest` is the size in bytes of the largest extent that is fetched, `staging` that of the largest lossless
-        extent. `on_event` is called on the stream's thread after each fetch has ended. `host` is started by `serve` and
-        closed with the device. `pins` pins memory of experts that the host runs.
+        `largest` is the size in bytes of the largest extent that is fetched, in memory where the host decodes it;
+        `staging` that of the largest entropy-coded extent. `on_event` is called on the stream's thread after each fetch
+        has ended. `host` is started by `serve` and closed with the device. `pins` pins memory of experts that the host
+        runs.
         """
         self.gpu = gpu = gpu or TorchGpu(device)
         size = align(max(largest, PAGE), PAGE)
@@ -150,7 +153,12 @@ class CudaDevice(Migration):
         self._registered: list[RegisteredMemory] = []
         self._parts: dict[int, tuple[CodedPart, ...]] = {}
         self._free = [
-            _Slot(gpu.pinned(size), gpu.memory(staging), gpu.pinned(4 * MATRICES).view(torch.int32))
+            _Slot(
+                gpu.pinned(size),
+                gpu.memory(staging),
+                gpu.pinned(4 * MATRICES).view(torch.int32),
+                CpuMemory(staging).tensor.numpy(),
+            )
             for _ in range(slots)
         ]
         super().__init__(on_event, depth=slots)
@@ -179,7 +187,8 @@ class CudaDevice(Migration):
     def _issue(
         self, event: HostEvent, source: Stored, target: Tensor, layer: ExpertLayer, version: Version, packed: bool
     ) -> Going:
-        decodes = version.entropy_coded and not packed
+        on_host = version.entropy_coded and not packed and not version.plain
+        decodes = version.entropy_coded and not packed and not on_host
         status: Tensor | None = None
         error: BaseException | None = None
         with contextlib.ExitStack() as stack:
@@ -191,7 +200,10 @@ class CudaDevice(Migration):
                 stack.callback(held.release)
             with self.gpu.migrating():
                 try:
-                    self.bring(source, slot.device if decodes else target, slot.host, held, before)
+                    if on_host:
+                        self._bring_restored(source, target, slot, layer, version, held, before)
+                    else:
+                        self.bring(source, slot.device if decodes else target, slot.host, held, before)
                     before(0)
                     if packed:
                         self._parts[target.data_ptr()] = find_parts(source, layer, slot.host, held)
@@ -254,6 +266,31 @@ class CudaDevice(Migration):
 
         with self.pinned.fetching() if self.pinned is not None else contextlib.nullcontext():
             source.read_into(host.numpy(), before, None, after)
+
+    def _bring_restored(
+        self,
+        source: Stored,
+        target: Tensor,
+        slot: _Slot,
+        layer: ExpertLayer,
+        version: Version,
+        held: Held | None,
+        before: Callable[[int], None],
+    ) -> None:
+        """Issue the copy of an extent to `target` that the host decodes first, on this thread, in its pinned buffer."""
+        if held is not None and not held.mapped:
+            before(source.size)
+            coded: Buffer = held.bytes.numpy()
+        else:
+            coded = slot.coded[: source.size]
+            with self.pinned.fetching() if self.pinned is not None else contextlib.nullcontext():
+                source.read_into(coded, before)
+        size = version.resident_size(layer.matrices)
+        try:
+            version.restore(layer.matrices, coded, slot.host.numpy()[:size], 1, lambda matrix: before(0))
+        except CodecError as error:
+            raise BundleError.single(source.where, "codec", str(error)) from None
+        self.gpu.copy(target[:size], slot.host[:size])
 
     def parts(self, extent: Tensor) -> tuple[CodedPart, ...]:
         """Return the parts (coded matrices) of the packed extent that was fetched to this address."""

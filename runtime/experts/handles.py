@@ -24,7 +24,9 @@ from moepack.runtime.step import StepOpener
 
 from . import backends
 from .host_tier import HostTier
-from .packed import GpuPackedExtent, PackedExtent
+from .packed import GpuPackedExtent, PackedExtent, RestoredExtent
+
+Packed = PackedExtent | RestoredExtent | GpuPackedExtent
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +40,11 @@ class Handle:
     weights: tuple[Tensor, ...]  # BF16 views [rows, cols] of the matrices of a plain (BF16) version; else empty
     biases: tuple[Tensor | None, ...]  # BF16 views [rows] by matrix
     where: Where = Where.DEVICE
-    packed: PackedExtent | GpuPackedExtent | None = None  # the compressed bytes of an expert on the device
+    packed: Packed | None = None  # the compressed bytes of an expert on the device
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes that the expert takes on its device, without the window into which paged experts are decoded."""
+        """Bytes that the expert takes on its device, without the window for paged experts."""
         if self.packed is not None:
             return self.packed.extent.numel()
         return self.extent.numel() if self.where is Where.DEVICE else 0
@@ -66,7 +68,7 @@ class ServedLayer:
         self.numbers = {v.name: i for i, v in enumerate(self.versions)}
         self.sections = {v.name: sections_of(layer.matrices, v) for v in self.versions}
         self.native = backends.native_layer(layer, self.versions, device)  # the forms that CPU kernels read
-        self.backend = backends.backend(device) if compiled(self.versions, device.type) else "reference"
+        self.backend = backends.backend(device) if compiled(self.versions) else "reference"
         self.tier: HostTier | None = None  # runs experts on the host, beside the device's
         self.makes_up_for_absent = False  # whether a token's other experts take over gate weights of absent ones
 
@@ -75,7 +77,7 @@ class ServedLayer:
         version: Version,
         extent: Tensor,
         where: Where = Where.DEVICE,
-        packed: PackedExtent | GpuPackedExtent | None = None,
+        packed: Packed | None = None,
     ) -> Handle:
         """Make the handle of a version whose bytes are in `extent`; arguments are as in `Handle`."""
         weights = plain_weights(extent, self.sections[version.name])

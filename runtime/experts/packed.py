@@ -1,4 +1,4 @@
-"""A lossless extent that stays compressed in memory, and is decoded to a fixed address when its layer runs.
+"""An entropy-coded extent that stays coded in memory, and is decoded to a fixed address when its layer runs.
 
 The digest was checked when the extent was read. Decoding raises errors that only decoding can find.
 """
@@ -20,7 +20,7 @@ from moepack.pack.codec.bits import Bf16Bits, Buffer
 from moepack.pack.codec.exponent import HEADER, parse
 from moepack.pack.codec.lossless import directory
 from moepack.pack.errors import BundleError, CodecError
-from moepack.pack.spec import ExpertLayer
+from moepack.pack.spec import ExpertLayer, Version
 from moepack.runtime.kernels.forms import Form
 
 Copy = Callable[[Tensor, Tensor], None]  # to, from: on the current stream
@@ -43,7 +43,7 @@ class _Stored:
 
 @dataclass(eq=False)
 class PackedExtent(_Stored):
-    """One expert's extent in host memory. Methods raise BundleError when the extent is malformed."""
+    """One BF16 expert's extent in host memory. Methods raise BundleError when the extent is malformed."""
 
     def __post_init__(self) -> None:
         self._opened: list[Any] = [None] * len(self.layer.matrices)
@@ -80,6 +80,24 @@ class PackedExtent(_Stored):
         except CodecError as error:
             raise self.damaged(str(error)) from None
         self.bias(matrix)
+
+
+@dataclass(eq=False)
+class RestoredExtent(_Stored):
+    """One expert's extent of any encoding in host memory, with the methods of `PackedExtent` for one page an expert."""
+
+    version: Version
+
+    def opened(self, matrix: int) -> int:
+        """Return 0: no kernel decodes the matrices of such an expert one by one."""
+        return 0
+
+    def decode(self, page: int, threads: int | None) -> None:
+        """Write the whole expert to `target` as it is in memory. Raises BundleError when the extent is malformed."""
+        try:
+            self.version.restore(self.layer.matrices, self.extent.numpy(), self.target.numpy(), threads)
+        except CodecError as error:
+            raise self.damaged(str(error)) from None
 
 
 def _native() -> ModuleType | None:

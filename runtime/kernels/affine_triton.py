@@ -2,14 +2,16 @@
 
 Programs find an expert's extent (FORMAT.md, "Affine extents") through the handle table, and return at once if the
 expert's version is not the launch's. So all launches of a layer share one `Geometry`. Nothing waits for the device, and
-a CUDA graph may capture the launches. Codes, minus the middle of their range, are exact in BF16: tensor cores multiply
-them, and scales and zero points are applied to each group's sums in float32.
+a CUDA graph may capture the launches. Tensor cores multiply numbers that are exact in BF16: integer codes minus the
+middle of their range, E4M3 codes, and E2M1 or E4M3 codes times scales of one byte. Other scales and zero points are
+applied to sums in float32, and so is what holds for whole rows, once, at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -36,6 +38,18 @@ class Tiling:
 
 DECODE = Tiling(16, 32)  # few rows, so that one token's eight experts fill a GPU
 PREFILL = Tiling(64, 128, warps=8)
+
+# By an encoding's number in KERNELS: the bits of its codes, the mantissa bits of codes that are floating-point numbers,
+# and what its scales are. Other numbers are the bits of integer codes with BF16 scales.
+_RELEASED = {
+    17: (4, 1, "e8m0"),
+    18: (4, 1, "e4m3"),
+    19: (8, 3, "e8m0"),
+    20: (8, 3, "block"),  # float32, one for 16 rows and a group of columns
+    21: (8, 3, "row"),  # float32
+    22: (4, 0, "fp16"),
+    23: (8, 0, "fp16"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +99,62 @@ def _plane(base, offset, cols, row, here, g, P: tl.constexpr, GROUP: tl.constexp
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _group(  # type: ignore[no-untyped-def]
-    base, low, high, scale, zero, cols, row, here, g, x, sums, total,
-    BITS: tl.constexpr, GROUP: tl.constexpr, STORED: tl.constexpr, ROWS: tl.constexpr,
+def _number(codes, BITS: tl.constexpr, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the values of floating-point codes of BITS bits, float16, exactly.
+
+    The code's bits are moved to their places in an FP16 number, which is too small by a power of two: the difference of
+    both exponents' biases. Numbers without an exponent of their own (subnormal ones) come out right, too.
+    """
+    sign: tl.constexpr = 1 << (BITS - 1)
+    size = (codes & (sign - 1)) << (10 - MANTISSA)
+    half = (size | (codes & sign) << (16 - BITS)).to(tl.uint16).to(tl.float16, bitcast=True)
+    return half * (1 << (16 - (1 << (BITS - 2 - MANTISSA))))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _floats(  # type: ignore[no-untyped-def]
+    base, low, scale, cols, row, here, g, x, total,
+    BITS: tl.constexpr, MANTISSA: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Return total [TOKENS, ROWS] plus the product over one group of columns."""
+    """`_step` for floating-point codes."""
+    w = _number(_plane(base, low, cols, row, here, g, BITS, COLUMNS, ROWS), BITS, MANTISSA)
+    groups = (cols + GROUP - 1) // GROUP
+    if SCALE == "row":
+        total = tl.dot(x, tl.trans(w.to(x.dtype)), total, input_precision="ieee")
+    elif SCALE == "block":
+        at = (row // _BLOCK) * groups + g * COLUMNS // GROUP
+        s = tl.load((base + scale).to(tl.pointer_type(tl.float32)) + at, mask=here, other=0.0)
+        total += tl.dot(x, tl.trans(w.to(x.dtype)), input_precision="ieee") * s[None, :]
+    else:
+        n = g * (COLUMNS // GROUP) + tl.arange(0, COLUMNS // GROUP)
+        at = ((row // _BLOCK)[:, None] * groups + n[None, :]) * _BLOCK + (row % _BLOCK)[:, None]
+        bits = tl.load((base + scale) + at, mask=here[:, None] & (n < groups)[None, :], other=0).to(tl.int32)
+        if SCALE == "e4m3":
+            s = _number(bits, 8, 3).to(tl.float32)
+        else:  # the bits of an exponent; 0 is 2^-127, which in float32 is subnormal
+            s = tl.maximum(bits << 23, 1 << 22).to(tl.float32, bitcast=True)
+        scaled = tl.reshape(w.to(tl.float32), [ROWS, COLUMNS // GROUP, GROUP]) * s[:, :, None]
+        w = tl.reshape(scaled, [ROWS, COLUMNS]).to(x.dtype)
+        total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _step(  # type: ignore[no-untyped-def]
+    base, low, high, scale, zero, cols, row, here, g, x, sums, total,
+    BITS: tl.constexpr, MANTISSA: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
+    STORED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Return total [TOKENS, ROWS] plus the product over the g-th COLUMNS columns."""
     if BITS == 16:
-        k = g * GROUP + tl.arange(0, GROUP)
+        k = g * COLUMNS + tl.arange(0, COLUMNS)
         weights = (base + low).to(tl.pointer_type(tl.bfloat16))
         at = row.to(tl.int64)[:, None] * cols + k[None, :]
         w = tl.load(weights + at, mask=here[:, None] & (k < cols)[None, :], other=0.0)
         return tl.dot(x, tl.trans(w.to(x.dtype)), total, input_precision="ieee")
+    elif MANTISSA > 0:
+        return _floats(base, low, scale, cols, row, here, g, x, total, BITS, MANTISSA, SCALE, GROUP, COLUMNS, ROWS)
     else:
         tl.static_assert((BITS == 8) | ((BITS >= 1) & (BITS <= 4)), "an encoding that this kernel does not know")
         if BITS == 3:
@@ -108,7 +167,8 @@ def _group(  # type: ignore[no-untyped-def]
         part = tl.dot(x, tl.trans(c), input_precision="ieee")
         groups = (cols + GROUP - 1) // GROUP
         at = ((row // _BLOCK) * groups + g) * _BLOCK + row % _BLOCK
-        s = tl.load((base + scale).to(tl.pointer_type(tl.bfloat16)) + at, mask=here, other=0.0).to(tl.float32)
+        of: tl.constexpr = tl.pointer_type(tl.float16 if SCALE == "fp16" else tl.bfloat16)
+        s = tl.load((base + scale).to(of) + at, mask=here, other=0.0).to(tl.float32)
         if STORED:
             z = tl.load((base + zero).to(tl.pointer_type(tl.uint8)) + at, mask=here, other=0).to(tl.float32)
             z = z * (1.0 / (1 << (8 - BITS))) - middle
@@ -116,16 +176,28 @@ def _group(  # type: ignore[no-untyped-def]
         return total + part * s[None, :]
 
 
-@triton.jit
-def _bias(base, offset, row, here):  # type: ignore[no-untyped-def]
-    return tl.load((base + offset).to(tl.pointer_type(tl.bfloat16)) + row, mask=here, other=0.0).to(tl.float32)
+@triton.jit  # type: ignore[untyped-decorator]
+def _finish(  # type: ignore[no-untyped-def]
+    total, base, scale, outer, bias, row, here, SCALE: tl.constexpr, OUTER: tl.constexpr, BIAS: tl.constexpr
+):  # fmt: skip
+    """Apply what holds for whole rows to their sums: scales, then biases."""
+    if SCALE == "row":
+        total *= tl.load((base + scale).to(tl.pointer_type(tl.float32)) + row, mask=here, other=0.0)[None, :]
+    if OUTER:
+        at = row // _BLOCK
+        total *= tl.load((base + outer).to(tl.pointer_type(tl.float32)) + at, mask=here, other=0.0)[None, :]
+    if BIAS:
+        b = tl.load((base + bias).to(tl.pointer_type(tl.bfloat16)) + row, mask=here, other=0.0)
+        total += b.to(tl.float32)[None, :]
+    return total
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _product(  # type: ignore[no-untyped-def]
     handles, order, block_expert, block_first, block_count, x, out,
-    rows, cols, share, version, low, high, scale, zero, bias,
-    BITS: tl.constexpr, GROUP: tl.constexpr, STORED: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
+    rows, cols, share, version, low, high, scale, zero, bias, outer,
+    BITS: tl.constexpr, MANTISSA: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
+    STORED: tl.constexpr, BIAS: tl.constexpr, OUTER: tl.constexpr, GATED: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
@@ -142,25 +214,39 @@ def _product(  # type: ignore[no-untyped-def]
         from_x = x + (slot // share)[:, None] * cols
         total = tl.zeros([TOKENS, ROWS], dtype=tl.float32)
         up = tl.zeros([TOKENS, ROWS], dtype=tl.float32)
-        for g in range(0, (cols + GROUP - 1) // GROUP):
-            k = g * GROUP + tl.arange(0, GROUP)
+        for g in range(0, (cols + COLUMNS - 1) // COLUMNS):
+            k = g * COLUMNS + tl.arange(0, COLUMNS)
             xs = tl.load(from_x + k[None, :], mask=live[:, None] & (k < cols)[None, :], other=0.0)
             if WIDEN:
                 xs = xs.to(tl.float32)
             sums = tl.sum(xs.to(tl.float32), 1)
-            total = _group(base, low, high, scale, zero, cols, row, here, g, xs, sums, total, BITS, GROUP, STORED, ROWS)
+            total = _step(
+                base, low, high, scale, zero, cols, row, here, g, xs, sums, total,
+                BITS, MANTISSA, SCALE, GROUP, COLUMNS, STORED, ROWS,
+            )  # fmt: skip
             if GATED:
-                up = _group(
-                    base, low, high, scale, zero, cols, row + made, here, g, xs, sums, up, BITS, GROUP, STORED, ROWS
-                )
-        if BIAS:
-            total += _bias(base, bias, row, here)[None, :]
-            if GATED:
-                up += _bias(base, bias, row + made, here)[None, :]
+                up = _step(
+                    base, low, high, scale, zero, cols, row + made, here, g, xs, sums, up,
+                    BITS, MANTISSA, SCALE, GROUP, COLUMNS, STORED, ROWS,
+                )  # fmt: skip
+        total = _finish(total, base, scale, outer, bias, row, here, SCALE, OUTER, BIAS)
         if GATED:
+            up = _finish(up, base, scale, outer, bias, row + made, here, SCALE, OUTER, BIAS)
             total = total * (1.0 / (1.0 + tl.exp(-total))) * up
         to = out + slot[:, None] * made + row[None, :]
         tl.store(to, total.to(out.dtype.element_ty), mask=live[:, None] & here[None, :])
+
+
+def _cases(form: Form, tiling: Tiling) -> dict[str, Any]:
+    """What the kernel is compiled for: how it reads codes and scales, and how many columns it takes in a step."""
+    bits, mantissa, scale = _RELEASED.get(form.bits, (form.bits, 0, "bf16"))
+    columns = tiling.columns if mantissa or not form.group else form.group
+    if scale == "block":
+        columns = min(columns, form.group)
+    return {
+        "BITS": bits, "MANTISSA": mantissa, "SCALE": scale, "GROUP": form.group or columns, "COLUMNS": columns,
+        "STORED": bool(form.stored),
+    }  # fmt: skip
 
 
 def product(
@@ -205,7 +291,7 @@ def product(
         _product[grid](
             handles, geometry.order, geometry.expert, geometry.first, geometry.count, x, out,
             matrix.rows, matrix.cols, slots // len(x), number, f.low, f.high, f.scale, f.zero, max(f.bias, 0),
-            BITS=f.bits, GROUP=f.group or tiling.columns, STORED=bool(f.stored), BIAS=f.bias >= 0, GATED=gated,
+            max(f.outer, 0), **_cases(f, tiling), BIAS=f.bias >= 0, OUTER=f.outer >= 0, GATED=gated,
             TOKENS=tiling.tokens, ROWS=tiling.rows, WIDEN=not x.is_cuda,
             num_warps=tiling.warps, num_stages=tiling.stages,
         )  # fmt: skip

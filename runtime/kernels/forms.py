@@ -22,21 +22,20 @@ class Kernel:
     float32: int = 0  # with activations in float32
     bfloat16: int = 0
     beside_amx: int = 0  # in bfloat16, if AMX runs experts with more tokens
-    compiled: bool = True  # whether C has a case for the encoding; else torch dequantises the layer, slowly
-    triton: bool = True  # whether Triton has one, too
+    compiled: bool = True  # whether C and Triton have a case for the encoding; else torch dequantises the layer, slowly
 
 
-# By `Version.kernel`, a number that C knows too, and Triton but for some. Limits were measured on one AVX-512 core:
-# against torch's product, and for `beside_amx` against AMX tiles.
+# By `Version.kernel`, a number that C and Triton know too. Limits were measured on one AVX-512 core: against torch's
+# product, and for `beside_amx` against AMX tiles.
 KERNELS = {
     16: Kernel(64, 4, 4),
-    23: Kernel(128, 24, 4, triton=False),  # as 8 and 4, but with FP16 scales
-    22: Kernel(128, 16, 4, triton=False),
-    21: Kernel(128, 16, 4, triton=False),  # FP8 with a scale for each row; 20: for each group of 16 rows' columns
-    20: Kernel(128, 16, 4, triton=False),
-    19: Kernel(128, 16, 4, triton=False),  # MXFP8
-    18: Kernel(128, 16, 4, triton=False),  # NVFP4
-    17: Kernel(128, 16, 4, triton=False),  # MXFP4
+    23: Kernel(128, 24, 4),  # as 8 and 4, but with FP16 scales
+    22: Kernel(128, 16, 4),
+    21: Kernel(128, 16, 4),  # FP8 with a scale for each row; 20: for each group of 16 rows' columns
+    20: Kernel(128, 16, 4),
+    19: Kernel(128, 16, 4),  # MXFP8
+    18: Kernel(128, 16, 4),  # NVFP4
+    17: Kernel(128, 16, 4),  # MXFP4
     8: Kernel(128, 24, 4),
     4: Kernel(128, 16, 4),
     3: Kernel(128, 12, 2),
@@ -59,14 +58,13 @@ def kernel_of(name: str) -> Kernel:
     return KERNELS[encoding.kernel]
 
 
-def compiled(versions: Iterable[Version], on: str = "cpu") -> bool:
-    """Whether C, or with `on` "cuda" Triton, has a case for every one of these versions."""
-    kernels = [kernel_of(v.name) for v in versions]
-    return all(k.compiled and (k.triton or on != "cuda") for k in kernels)
+def compiled(versions: Iterable[Version]) -> bool:
+    """Whether C and Triton have a case for every one of these versions."""
+    return all(kernel_of(v.name).compiled for v in versions)
 
 
 def compiled_names() -> tuple[str, ...]:
-    """The names of all encodings for which C has a case."""
+    """The names of all encodings for which C and Triton have a case."""
     return tuple(n for n in version_names() if (k := KERNELS.get(encoding_of(n).kernel)) and k.compiled)
 
 

@@ -1,8 +1,9 @@
 """Addresses for every expert's matrices, and the few blocks of memory that are bound to some of them.
 
-The CPU's form of PagedTensor (fluxmoe, section 4.1). A page is one matrix of one expert; it keeps its address in a
-reserved range while the model lives. A block of memory moves from page to page by a change of page-table entries, since
-fresh memory would cost a fault and zeroing each time. window.py decides which pages have memory.
+The CPU's form of PagedTensor (fluxmoe, section 4.1). A page is one matrix of one expert, or a whole expert whose
+matrices share system pages; it keeps its address in a reserved range while the model lives. A block of memory moves
+from page to page by a change of page-table entries, since fresh memory would cost a fault and zeroing each time.
+window.py decides which pages have memory.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from torch import Tensor
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import PAGE, Matrix, Version, align
-from moepack.runtime.kernels.forms import make_forms
-from moepack.runtime.planning.paging import page_sizes
+from moepack.runtime.planning.paging import page_sizes, page_starts
 
 HUGE = 2 << 20  # bytes that a second-level page-table entry maps: blocks aligned to it move 512 system pages at a time
 _MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP: no other mapping can take the old range
 _RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
 _RESERVED_HERE = _RESERVED | 0x10  # MAP_FIXED
 
-Page = tuple[int, int, int]  # matrix (0 gate and up, 1 down; on a GPU always 0: all of them), layer position, expert
+# Matrix (0 gate and up, 1 down; always 0 where a page is a whole expert, as on a GPU), layer position, expert
+Page = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,8 @@ class Places:
 
     first: int  # offset of the layer's first expert in the range
     stride: int  # distance from one expert to the next
-    at: tuple[int, ...]  # offset of each matrix in its expert
-    sizes: tuple[int, ...]  # size of each matrix with its bias, in whole system pages
+    at: tuple[int, ...]  # offset of each page in its expert
+    sizes: tuple[int, ...]  # size of each page, in whole system pages
     resident: int  # size of an expert
 
 
@@ -44,10 +45,10 @@ def lay_out(layers: Sequence[tuple[Sequence[Matrix], int]], version: Version) ->
     """Return the places of each layer's pages, and the bytes of the range. `layers`: (matrices, number of experts)."""
     places, first = [], 0
     for matrices, experts in layers:
-        at = tuple(f.low for f in make_forms(matrices, version))
         size = version.resident_size(matrices)
         stride = align(size, HUGE if size >= HUGE else PAGE)
-        places.append(Places(first, stride, at, page_sizes(matrices, version), size))
+        at, sizes = page_starts(matrices, version), page_sizes(matrices, version)
+        places.append(Places(first, stride, at, sizes, size))
         first += stride * experts
     return places, first
 

@@ -1,4 +1,7 @@
-"""Pages on a CPU: loader threads decode them, or the product does, and multiplies by rows still in the CPU's cache."""
+"""Pages on a CPU: loader threads decode them, or the product does, and multiplies by rows still in the CPU's cache.
+
+A product decodes BF16 matrices. Experts of other encodings are restored whole, or read to their page as they are.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moepack.pack.spec import ExpertLayer
+from moepack.pack.spec import ExpertLayer, Version
 from moepack.runtime.devices.cpu import CpuMemory
-from moepack.runtime.experts.packed import PackedExtent
+from moepack.runtime.experts.packed import PackedExtent, RestoredExtent
 from moepack.runtime.kernels.forms import Form
-from moepack.runtime.planning.paging import LOADERS
+from moepack.runtime.planning.paging import LOADERS, by_matrix
 from moepack.runtime.store.files import Stored
 
 from .address_space import CpuAddressSpace, Page
@@ -33,6 +36,9 @@ class CpuRunPages(RunPages):
 
         Yields None if all are decoded. Raises BundleError when one is damaged.
         """
+        if matrix >= len(self._own):  # a page is a whole expert, ready since the first matrix
+            yield None
+            return
         self._gather(matrix)
         own = self._own[matrix]
         if not own:
@@ -62,7 +68,9 @@ class CpuRunPages(RunPages):
         own.clear()
 
     def ready(self, matrix: int) -> None:
-        """Decode one matrix of each needed expert, or wait for its load. Raises BundleError when one is damaged."""
+        """Decode one page of each needed expert, or wait for its load. Raises BundleError when one is damaged."""
+        if matrix >= len(self._own):
+            return
         self._gather(matrix)
         began = time.perf_counter()
         for expert in list(self._own[matrix]):
@@ -83,28 +91,40 @@ class CpuFiller(PageFiller):
         self,
         space: CpuAddressSpace,
         layers: Sequence[tuple[ExpertLayer, Sequence[Form]]],
+        version: Version,
         stored: Callable[[int, int], Stored],
         staging: int,
     ) -> None:
-        """Allocate a buffer of `staging` bytes for each loader; the largest extent has that size.
+        """Allocate a buffer of `staging` bytes for each loader; the largest entropy-coded extent has that size.
 
-        `layers` are given with the forms of their decoded matrices. `stored` takes a layer's position and an expert.
+        `layers` are given with the forms of their matrices in memory. `stored` takes a layer's position and an expert.
         """
-        self.space = space
+        self.space, self._version = space, version
         self._layers, self._stored = tuple(layers), stored
         self._staging = [CpuMemory(staging).tensor.numpy() for _ in range(LOADERS)]
 
-    def over(self, position: int, expert: int, extent: Tensor, where: str) -> PackedExtent:
+    def over(self, position: int, expert: int, extent: Tensor, where: str) -> PackedExtent | RestoredExtent:
         """See `PageFiller`."""
         layer, forms = self._layers[position]
-        return PackedExtent(extent, layer, forms, self.space.extent(position, expert), where)
+        target = self.space.extent(position, expert)
+        if by_matrix(self._version):
+            return PackedExtent(extent, layer, forms, target, where)
+        return RestoredExtent(extent, layer, forms, target, where, self._version)
 
-    def read(self, loader: int, position: int, expert: int) -> tuple[PackedExtent, int]:
-        """Read the extent into the loader's buffer; its digest is checked every time."""
-        stored, staging = self._stored(position, expert), self._staging[loader]
+    def read(self, loader: int, position: int, expert: int) -> tuple[PackedExtent | RestoredExtent | None, int]:
+        """Read the extent into the loader's buffer, or to its page if it is not entropy-coded, and then return None.
+
+        Its digest is checked every time.
+        """
+        stored = self._stored(position, expert)
+        if not self._version.entropy_coded:
+            stored.read_into(self.space.extent(position, expert).numpy())
+            return None, stored.size
+        staging = self._staging[loader]
         stored.read_into(staging)
         return self.over(position, expert, torch.from_numpy(staging[: stored.size]), stored.where), stored.size
 
-    def fill(self, loader: int, packed: PackedExtent, page: Page) -> None:
-        """Decode the page on one core, the loader's own."""
-        packed.decode(page[0], 1)
+    def fill(self, loader: int, packed: PackedExtent | RestoredExtent | None, page: Page) -> None:
+        """Decode the page on one core, the loader's own, unless `read` has filled it."""
+        if packed is not None:
+            packed.decode(page[0], 1)

@@ -28,13 +28,14 @@ class PageFiller:
     run_pages: type[RunPages]
 
     def over(self, position: int, expert: int, extent: Tensor, where: str) -> Any:
-        """Return a packed extent over these stored bytes of an expert; it decodes them to the expert's pages."""
+        """Return a packed extent over these coded bytes of an expert; it decodes them to the expert's pages."""
         raise NotImplementedError
 
     def read(self, loader: int, position: int, expert: int) -> tuple[Any, int]:
         """Read a stored extent into a loader's buffer; return it and its size. Raises BundleError when it is damaged.
 
-        Each read reuses the buffer: a loader fills its pages from one extent before it reads the next.
+        Each read reuses the buffer: a loader fills its pages from one extent before it reads the next. An extent that
+        is not entropy-coded goes to its page, and needs no buffer.
         """
         raise NotImplementedError
 
@@ -62,8 +63,8 @@ class PageFiller:
 class RunPages:
     """The pages of one run (one layer's experts in one step). Each device has a subclass.
 
-    The forward pass calls `ready(matrix)`: code that runs or is issued next may then read that matrix of every needed
-    expert. On a CPU it may call `decoding(matrix)` instead.
+    The forward pass calls `ready(matrix)`, in the matrices' order: code that runs or is issued next may then read that
+    matrix of every needed expert. On a CPU it may call `decoding(matrix)` instead.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class LoadOptions:
             `hotness:hi=bf16,lo=w2,interval=1` (HotnessOptions); `prefill`, such as `prefill:bits=2.5,k=8`
             (PrefillOptions), keeps a prompt's busiest experts on the device and runs the others on the host;
             `importance` (ImportanceOptions) loads experts when a layer needs them, at two precisions by importance, and
-            ahead of time; `paged` (PagedOptions) serves `bf16` from compressed bytes, decoded while a layer runs; `lru`
+            ahead of time; `paged` (PagedOptions) serves the lossless version, decoded or read while a layer runs; `lru`
             is a baseline. docs/policies.md compares them. `None` serves the most precise version present, or in a
             budget chooses `hotness`, or `uniform` if versions cannot change.
         dtype: the type of dense tensors and activations: a torch dtype or its name; "auto" for the checkpoint's own.

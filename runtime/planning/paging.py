@@ -1,7 +1,7 @@
 """The costs of expert paging: the window's bytes, and the bandwidths at which experts reach the window.
 
 The window is memory for the decoded experts of two layers (fluxmoe, section 3.1). Bandwidths are measured briefly on
-extents of the bundle (section 4.2).
+extents of the bundle (section 4.2). Of an encoding this module knows the extent in memory and `Version.restore`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from moepack.pack.codec.bits import Buffer
-from moepack.pack.codec.exponent_fast import decode_into
-from moepack.pack.codec.lossless import directory
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import PAGE, ExpertLayer, Matrix, Version, align
 from moepack.runtime.kernels.forms import make_forms
@@ -32,10 +29,11 @@ BRIEFLY = 0.08  # seconds for which the bandwidth of one source is measured
 
 @dataclass(frozen=True, slots=True)
 class WindowSize:
-    """The size of the window into which paged experts are decoded."""
+    """The size of the window into which paged experts are decoded or read."""
 
-    blocks: int  # for each type of matrix: the most experts of two consecutive layers (the first follows the last)
-    # Bytes of a block of each type, in whole pages: the largest matrix with its bias; on a GPU one type, whole experts
+    blocks: int  # of each type: the most experts of two consecutive layers (the first follows the last)
+    # Bytes of a block of each type, in whole system pages: the largest page of that type (`page_starts`); on a GPU
+    # there is one type, whole experts
     sizes: tuple[int, ...]
 
     @property
@@ -44,11 +42,20 @@ class WindowSize:
         return self.blocks * sum(self.sizes)
 
 
+def by_matrix(version: Version) -> bool:
+    """Whether each matrix of an expert is a page of its own, which a CPU can decode alone; else an expert is one."""
+    return version.plain and version.entropy_coded
+
+
+def page_starts(matrices: Sequence[Matrix], version: Version) -> tuple[int, ...]:
+    """Return the offsets of an expert's pages in its extent in memory, on a CPU."""
+    return tuple(f.low for f in make_forms(matrices, version)) if by_matrix(version) else (0,)
+
+
 def page_sizes(matrices: Sequence[Matrix], version: Version) -> tuple[int, ...]:
-    """Return the bytes of each matrix with its bias, in whole system pages, of a decoded lossless expert."""
-    at = [f.low for f in make_forms(matrices, version)]
+    """Return the bytes of each page of an expert in whole system pages, on a CPU; a matrix counts with its bias."""
     whole = align(version.resident_size(matrices), PAGE)
-    return tuple(b - a for a, b in pairwise([*at, whole]))
+    return tuple(b - a for a, b in pairwise([*page_starts(matrices, version), whole]))
 
 
 def window_size(layers: Sequence[ExpertLayer], version: Version, granule: int = 0) -> WindowSize:
@@ -69,8 +76,8 @@ def paged_version(ladder: Ladder) -> Version | None:
 def measure_rates(bundle: Bundle, ladder: Ladder) -> tuple[float, ...]:
     """Measure the bytes of weights a second that each placement of a ladder supplies; infinity for resident weights.
 
-    Packed experts are decoded on torch's threads; stored experts are read, digested and decoded by the loaders. Both
-    share the cores, and are measured one after the other.
+    Packed experts are decoded on torch's threads; stored experts are read, digested and decoded or copied by the
+    loaders. Both share the cores, and are measured one after the other.
 
     Raises BundleError when a measured extent is damaged.
     """
@@ -78,17 +85,15 @@ def measure_rates(bundle: Bundle, ladder: Ladder) -> tuple[float, ...]:
     assert version is not None
     layer, threads = bundle.layers[0], torch.get_num_threads()
     size, count = version.resident_size(layer.matrices), min(layer.experts, 4)
-    outs = [[np.empty(m.weights, np.uint16) for m in layer.matrices] for _ in range(LOADERS)]
+    outs = [np.empty(size, np.uint8) for _ in range(LOADERS)]
     stored = partial(bundle.extent, version.name, 0)  # reads and digests an expert's extent
-
-    def decode(extent: Buffer, out: Sequence[np.ndarray[tuple[int], np.dtype[np.uint16]]], threads: int) -> None:
-        for (coded, _), room in zip(directory(layer.matrices, extent), out, strict=True):
-            decode_into(coded, room, threads)
-
-    extents = [np.array(stored(e)) for e in range(count)]
-    packed = size * rate(lambda i: decode(extents[i % count], outs[0], threads))
+    restore = partial(version.restore, layer.matrices)
+    packed = float("inf")
+    if version.entropy_coded:
+        extents = [np.array(stored(e)) for e in range(count)]
+        packed = size * rate(lambda i: restore(extents[i % count], outs[0], threads))
     with ThreadPoolExecutor(LOADERS) as pool:
-        work = [partial(decode, out=out, threads=1) for out in outs]
+        work = [partial(restore, out=out, threads=1) for out in outs]
         both = size * LOADERS * rate(lambda i: list(pool.map(lambda w: w(stored(i % count)), work)))
     return by_placement(ladder, packed, both)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import PAGE, Version, align
 from moepack.runtime.allocation.knapsack import BudgetError, Table
@@ -25,7 +26,7 @@ from .capacity import base_bytes, bytes_by_loss, even_bytes
 from .choice import ladders_of
 from .exceeded import TooSmallError
 from .fixed import Fixed
-from .paging import LOADERS, measure_rates, paged_version, window_size
+from .paging import LOADERS, by_matrix, measure_rates, paged_version, window_size
 
 ROOMY = 32  # a workspace gets 1/32 of the bytes beyond the least budget
 FEW = 256  # with this many tokens, an expert's own loss counts as much as the mean of its layer
@@ -163,6 +164,9 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int, o
             experts of a layer at the best.
     """
     ladders = ladders_of(bundle, options)
+    for paged in filter(None, map(paged_version, ladders)):
+        if on_gpu and paged.entropy_coded and not by_matrix(paged):
+            raise InputError(f"{bundle.path}: {paged.name} is paged on a CPU alone: no GPU kernel decodes its codes")
     experts = tuple(x.experts for x in bundle.layers)
     traffic, losses = calibration(bundle, ladders)
     granule = paging.GRANULE if on_gpu else 0

@@ -1,7 +1,8 @@
-"""`paged`: the lossless version, decoded while a layer runs; how much stays on the device (fluxmoe, section 4.3).
+"""`paged`: the lossless version, in memory while a layer runs; how much stays on the device (fluxmoe, section 4.3).
 
 Of all experts, a share x is uncompressed on the device, a share y compressed on the device, and a share z in the
-backing store alone: x + y + z = 1. The policy is pure; paging/ moves the pages.
+backing store alone: x + y + z = 1. A version that is not entropy-coded has no compressed form: y is 0, and what the
+device holds is served as it is. The policy is pure; paging/ moves the pages.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import ClassVar
 import numpy as np
 
 from moepack.pack.errors import InputError
-from moepack.pack.spec import Version
+from moepack.pack.spec import Version, lossless
 
 from .contract import Event, Interval, Key, Ladder, LiveOptions, Needs, Setting, Wanted, live_entry
-from .placements import Placement, Where
+from .placements import Placement, Where, paged_places
 
-RESIDENT, PACKED, STORED = range(3)  # placements: indices into the ladder
+RESIDENT = 0  # a placement: the index into the ladder of experts that are uncompressed on the device
 RATE = 200.0  # megabytes a second of copies, as in hotness.py
 
 
@@ -49,11 +50,11 @@ class PagedOptions(LiveOptions):
             raise ValueError("interval is from 0")
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
-        """Return one ladder: the lossless version on the device, packed there, and in the store alone."""
-        found = next((v for v in versions if v.entropy_coded), None)
+        """Return one ladder: the lossless version on the device, packed there where it has such a form, and stored."""
+        found = lossless(versions)
         if found is None:
             raise InputError(f"has no lossless version to page: here are {', '.join(v.name for v in versions)}")
-        return [tuple(Placement(found, where) for where in (Where.DEVICE, Where.PACKED, Where.STORED))]
+        return [tuple(Placement(found, where) for where in (Where.DEVICE, *paged_places(found)))]
 
 
 class Paged:
@@ -74,10 +75,11 @@ class Paged:
         self.options = options = options or PagedOptions()
         self.needs = Needs(interval=min(0.1, options.interval / 4), timings=True, pages_ahead=options.ahead == "yes")
         self._setting = setting
+        self._packed = setting.base - 1  # the placement of experts in memory: RESIDENT where there is no packed form
         self._order = [np.argsort(-np.array(row), kind="stable").tolist() for row in setting.traffic]
-        alpha = options.alpha
+        alpha, rates = options.alpha, setting.rates[self._packed :]
         if not alpha:
-            alpha = setting.rates[PACKED] / sum(setting.rates[PACKED:]) if setting.rates else 1.0
+            alpha = rates[0] / sum(rates) if rates and rates[0] < float("inf") else 1.0
         self.held = [max(1, round(alpha * n)) for n in setting.experts]  # experts of each layer wanted on the device
         self.rho: float | None = None  # as of the last interval with decoding steps
         self._before: list[tuple[int, int]] = []
@@ -100,7 +102,7 @@ class Paged:
         self._steps += event.steps
         self._computed += event.computed
         for mine, new in zip(self._loaded, event.loaded, strict=False):
-            mine[:] = [a + b for a, b in zip(mine, new[PACKED:], strict=True)]
+            mine[:] = [a + b for a, b in zip(mine, new[self._packed :], strict=True)]
         if self._steps and event.time - self._last >= self.options.interval:
             self._last = event.time
             self._adjust(event.capacity)
@@ -115,12 +117,12 @@ class Paged:
         for rank in range(max(self._setting.experts)):
             for p, (resident, held) in enumerate(placed):
                 if rank < held:
-                    wanted[p, self._order[p][rank]] = RESIDENT if rank < resident else PACKED
+                    wanted[p, self._order[p][rank]] = RESIDENT if rank < resident else self._packed
         return wanted
 
     def _fit(self, p: int, room: int) -> tuple[int, int]:
         """Return how many experts of a layer fit `room` bytes: uncompressed ones, and all in memory (equation 12)."""
-        whole, packed = self._setting.sizes[p][RESIDENT], self._setting.sizes[p][PACKED]
+        whole, packed = self._setting.sizes[p][RESIDENT], self._setting.sizes[p][self._packed]
         held = min(self.held[p], max(0, room) // packed)
         resident = min(held, round(self.options.resident * self._setting.experts[p]))
         return min(resident, max(0, room - held * packed) // max(1, whole - packed)), held
@@ -132,8 +134,8 @@ class Paged:
         loads = [[size / self._steps for size in row] for row in self._loaded]
         compute, loading = self._computed / self._steps, self._seconds(loads)
         self.rho = compute / loading if loading else float("inf")
-        if self.options.theta <= self.rho <= 1:
-            return
+        if self.options.theta <= self.rho <= 1 or not (loading or self._packed):
+            return  # without a packed form and loads, what a step would load of an expert is not known
         by, longest = (-1, compute / self.options.theta) if self.rho > 1 else (1, loading)
         changes = self._changes(by, capacity)
         if self._seconds(self._moved(loads, changes)) <= longest:
@@ -141,12 +143,12 @@ class Paged:
             self._turn = (int(np.argmax(np.abs(changes))) + 1) % len(changes)
 
     def _seconds(self, loads: Sequence[Sequence[float]]) -> float:
-        return pass_seconds(loads, self._setting.rates[PACKED:], self._setting.together)
+        return pass_seconds(loads, self._setting.rates[self._packed :], self._setting.together)
 
     def _changes(self, by: int, capacity: Sequence[int]) -> list[int]:
         """Return the change in each layer's number of experts: one in each, or all of them in one layer, in turn."""
         experts = self._setting.experts
-        most = [min(n, max(0, room) // row[PACKED])
+        most = [min(n, max(0, room) // row[self._packed])
                 for n, room, row in zip(experts, capacity, self._setting.sizes, strict=True)]  # fmt: skip
         free = [max(0, m - h) if by > 0 else max(0, h - 1) for m, h in zip(most, self.held, strict=True)]
         if self.options.stagger == "yes":
@@ -158,7 +160,10 @@ class Paged:
     def _moved(self, loads: Sequence[Sequence[float]], changes: Sequence[int]) -> list[list[float]]:
         """Return the bytes a step loads, by layer and source, after these changes, if all experts are equally busy."""
         out = []
-        for (packed, stored), n, change in zip(loads, self._setting.experts, changes, strict=True):
+        for (packed, stored), n, held, change in zip(loads, self._setting.experts, self.held, changes, strict=True):
+            if self._packed == RESIDENT:  # an expert in memory loads nothing
+                out.append([packed, stored - change * stored / max(1, n - held)])
+                continue
             size = min(max(change * (packed + stored) / n, -packed), stored)
             out.append([packed + size, stored - size])
         return out

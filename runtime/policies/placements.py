@@ -14,13 +14,13 @@ class Where(enum.Enum):
     """The memory that holds an expert's bytes, and the processor that runs it."""
 
     DEVICE = "device"
-    PACKED = "packed"  # on the device as stored; decoded into a window there when its layer runs (paging/)
+    PACKED = "packed"  # on the device, entropy-coded; decoded into a window there when its layer runs (paging/)
     STORED = "stored"  # in the backing store alone; read into that window when its layer runs
     HOST = "host"  # in host memory, outside the device's budget; the host's processor runs it
     ABSENT = "absent"  # nowhere: the expert adds nothing to its tokens' sums
 
 
-PAGED = frozenset({Where.PACKED, Where.STORED})  # places whose decoded weights are in memory only while a layer runs
+PAGED = frozenset({Where.PACKED, Where.STORED})  # places whose extents are in memory, decoded, only while a layer runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Placement:
     def __post_init__(self) -> None:
         if (self.version is None) != (self.where is Where.ABSENT):
             raise ValueError("an absent expert has no version, and every other has one")
-        if self.where in PAGED and self.version is not None and not self.version.entropy_coded:
+        if self.where is Where.PACKED and self.version is not None and not self.version.entropy_coded:
             raise ValueError(f"{self.version.name} is served as it is stored: it has no packed form")
 
     def __str__(self) -> str:
@@ -43,6 +43,11 @@ class Placement:
 
 
 ABSENT = Placement(None, Where.ABSENT)
+
+
+def paged_places(version: Version) -> tuple[Where, ...]:
+    """The places at which a version can be paged, the nearest first: what is not entropy-coded has no packed form."""
+    return (Where.PACKED, Where.STORED) if version.entropy_coded else (Where.STORED,)
 
 
 def read_placement(text: str, versions: Sequence[Version]) -> Placement:
@@ -56,13 +61,13 @@ def read_placement(text: str, versions: Sequence[Version]) -> Placement:
     name, _, place = text.partition("@")
     found = next((v for v in versions if v.name == name), None)
     places = {"": Where.DEVICE, "host": Where.HOST}
-    if found is not None and found.entropy_coded:
-        places |= {where.value: where for where in PAGED}
+    if found is not None and found.holds:
+        places |= {where.value: where for where in paged_places(found)}
     if found is None or place not in places:
         here = ", ".join(v.name for v in versions)
         raise InputError(
             f"has no {text!r}: here are {here}, each also as NAME@host, and absent; the lossless one also as "
-            "NAME@packed and NAME@stored"
+            "NAME@stored, and NAME@packed where its codes are entropy-coded"
         )
     return Placement(found, places[place])
 

@@ -22,7 +22,7 @@ from moepack.runtime.paging.window import Window
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.capacity import base_bytes
 from moepack.runtime.planning.exceeded import TooSmallError
-from moepack.runtime.planning.paging import paged_version, window_size
+from moepack.runtime.planning.paging import by_matrix, paged_version, window_size
 from moepack.runtime.planning.plan import Plan
 from moepack.runtime.policies.placements import Where
 from moepack.runtime.store.files import BackingStore
@@ -57,8 +57,8 @@ def open_device(
 
     staging, last = plan.staging // buffers, len(plan.ladder) - plan.keep
     on_device = [v for v, placement in enumerate(plan.ladder) if placement.where is Where.DEVICE]
-    uncoded = [v for v in on_device if not version_of(plan, v).entropy_coded]
-    largest = max([staging, *(row[v] for row in plan.sizes for v in uncoded)])
+    as_in_memory = [v for v in on_device if not by_matrix(version_of(plan, v))]  # those that no GPU kernel decodes
+    largest = max([staging, *(row[v] for row in plan.sizes for v in as_in_memory)])
     served = [version_of(plan, v).name for v in on_device if v < last]
     return open_cuda(store, served, device, largest, staging, buffers, on_event, host, plan.granule)
 
@@ -119,7 +119,7 @@ def open_paging(
     stored = partial(store.stored, version.name)
     if isinstance(device, CpuDevice):
         space = CpuAddressSpace([(x.matrices, x.experts) for x in described], version)
-        filler: PageFiller = CpuFiller(space, forms, stored, plan.staging)
+        filler: PageFiller = CpuFiller(space, forms, version, stored, plan.staging)
     else:
         from moepack.runtime.devices.cuda import CudaDevice
         from moepack.runtime.paging.gpu_filler import GpuFiller

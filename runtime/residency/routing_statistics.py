@@ -131,7 +131,7 @@ class RoutingStatistics:
             self._computed += step.seconds
             for position, *sizes in step.demanded:
                 row = self._loaded[position]
-                row[:] = [old + new for old, new in zip(row, (0, *sizes), strict=True)]
+                row[-2:] = [old + new for old, new in zip(row[-2:], sizes, strict=True)]
         if not self._needs.prompts:
             return
         reading = [one for one in step.prompt.each if one.tokens]

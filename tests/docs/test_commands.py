@@ -176,6 +176,6 @@ def test_the_rules_of_this_file_are_kept() -> None:
     assert run("moepack eval", ROOT)[0] != 0
     assert run("false", ROOT)[0] != 0
     assert cli("--version")[0] == 0
-    assert {b.language for d in DOCUMENTS for b in blocks(d)} <= {"sh", "python", "text", "mermaid"}, (
+    assert {b.language for d in DOCUMENTS for b in blocks(d)} <= {"sh", "python", "text", "mermaid", "yaml"}, (
         "a block of no known kind"
     )

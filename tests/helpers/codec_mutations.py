@@ -19,6 +19,7 @@ from exponent_inputs import draw
 from moepack.pack.codec import exponent_fast, fp8
 from moepack.pack.codec.exponent import HEADER, TILE
 from moepack.pack.errors import CodecError
+from moepack.pack.spec import Matrix, Version
 
 PAGE = mmap.PAGESIZE
 SIZES = (1, 100, 128, 1000, TILE, TILE + 1, 20000)
@@ -70,6 +71,22 @@ def mutate(coded: np.ndarray[Any, Any], others: list[np.ndarray[Any, Any]], rng:
             out[start + a] = (int(out[start + a]) + d) % 256
             out[start + b] = (int(out[start + b]) - d) % 256
     return out
+
+
+def attack_extent(version: Version, matrices: tuple[Matrix, ...], extent: Any, count: int) -> tuple[int, int]:
+    """Restore and check `count` mutations of a stored extent; return how many were refused, and how many decoded."""
+    rng, refused = np.random.default_rng(0), 0
+    stored, memory = Fenced(len(extent)), Fenced(version.resident_size(matrices))
+    for _ in range(count):
+        made = mutate(extent, [extent], rng)
+        data, out = stored.room(len(made)), memory.room(version.resident_size(matrices))
+        data[:] = made
+        try:
+            version.restore(matrices, data, out)
+            list(version.check(matrices, data))
+        except CodecError:
+            refused += 1
+    return refused, count - refused
 
 
 def attack(count: int, overrun: int = 0) -> None:

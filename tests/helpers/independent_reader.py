@@ -164,6 +164,43 @@ def lossless_bits(extent: bytes, layer: dict) -> list[list[int]]:
 
 
 def coded_matrix(data: bytes, weights: int) -> list[int]:
+    plane, exponents = coded(data, weights, weights)
+    return [(p & 0x80) << 8 | e << 7 | p & 0x7F for p, e in zip(plane, exponents, strict=True)]
+
+
+def coded_codes(data: bytes, codes: int) -> bytes:
+    plane, exponents = coded(data, codes, -(-codes // 2))
+    nibbles = [plane[i // 2] >> 4 * (i % 2) & 15 for i in range(codes)]
+    return bytes((x & 8) << 4 | e << 3 | x & 7 for x, e in zip(nibbles, exponents, strict=True))
+
+
+def fp8_values(extent: bytes, layer: dict, version: dict) -> list[list[list[float]]]:
+    """The values of `fp8`, from the extent in its file; a product of two floats of Python is not rounded to float32."""
+    out = []
+    for i, m in enumerate(layer["matrices"]):
+        rows, cols, size = m["rows"], m["cols"], version["group_size"]
+        blocks, words, groups = -(-rows // 16), -(-cols // 4), -(-cols // size)
+        offset, length, rest, beside = struct.unpack_from("<4I", extent, 16 * i)
+        plane = extent[offset : offset + length]
+        if length < 64 * blocks * words:
+            plane = coded_codes(plane, 64 * blocks * words)
+        scale = struct.unpack_from(f"<{blocks * groups}f", extent, rest)
+        assert beside == (-(-len(scale) * 4 // 64) * 64 + 2 * rows if m["bias"] else len(scale) * 4)
+        out.append(
+            [
+                [
+                    e4m3(plane[4 * ((r // 16 * words + c // 4) * 16 + r % 16) + c % 4])
+                    * scale[r // 16 * groups + c // size]
+                    for c in range(cols)
+                ]
+                for r in range(rows)
+            ]
+        )
+    return out
+
+
+def coded(data: bytes, weights: int, plane_size: int) -> tuple[bytes, list[int]]:
+    """The last part and the exponents: of BF16 weights, or, where `plane_size` is half of them, of FP8 codes."""
     n, tiles, words, n_patches = struct.unpack_from("<4I", data, 0)
     assert n == weights
     exponent, length = data[16:32], data[32:48]
@@ -174,7 +211,7 @@ def coded_matrix(data: bytes, weights: int) -> list[int]:
         at += 4 * count
     tile_start, patch_start, patches, stream = parts
     plane = data[at:]
-    assert len(plane) == n
+    assert len(plane) == plane_size
     symbol_of, word = {}, 0
     for bits in range(1, 9):
         for s in range(16):
@@ -188,11 +225,16 @@ def coded_matrix(data: bytes, weights: int) -> list[int]:
         body = stream[tile_start[t] : tile_start[t + 1]]
         if body[0] >> 16 == 1:
             raw = b"".join(struct.pack("<I", w) for w in body[1:])
+            if plane_size < n:
+                raw = bytes(b >> shift & 15 for b in raw for shift in (0, 4))
             exponents[8192 * t : 8192 * t + count] = raw[:count]
             continue
         base = body[0] & 0xFFFF
-        deltas = b"".join(struct.pack("<I", w) for w in body[1:9])
-        bits = "".join(format(w, "032b") for w in body[9:])
+        wide = body[0] >> 16 == 2
+        deltas = struct.unpack(
+            "<32H" if wide else "<32B", struct.pack("<16I" if wide else "<8I", *body[1 : 17 if wide else 9])
+        )
+        bits = "".join(format(w, "032b") for w in body[17 if wide else 9 :])
         start = 0
         quads = -(-count // 128)
         for lane in range(32):
@@ -211,4 +253,4 @@ def coded_matrix(data: bytes, weights: int) -> list[int]:
             start = end
         for patch in patches[patch_start[t] : patch_start[t + 1]]:
             exponents[8192 * t + (patch & 0xFFFF)] = patch >> 16
-    return [(p & 0x80) << 8 | e << 7 | p & 0x7F for p, e in zip(plane, exponents, strict=True)]
+    return plane, exponents

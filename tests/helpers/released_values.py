@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from moepack.pack.codec.affine import AffineMatrix
 from moepack.pack.codec.released import ReleasedMatrix
@@ -35,3 +36,18 @@ def random_released(m: Matrix, version: Version, seed: int) -> AffineMatrix | Re
     if version.group_size:
         scale32 = np.repeat(scale32[::BLOCK_ROWS], BLOCK_ROWS, axis=0)[: m.rows]
     return ReleasedMatrix(codes, scale32, None, bias)
+
+
+def gaussian_released(m: Matrix, version: Version, seed: int) -> ReleasedMatrix:
+    """E4M3 codes of normally distributed weights: the greatest of those that share a scale stands for 448 or less."""
+    w = torch.randn(m.rows, m.cols, generator=torch.Generator().manual_seed(seed))
+    width = version.group_size or m.cols
+    most = torch.nn.functional.pad(w.abs(), (0, -m.cols % width)).view(m.rows, -1, width).amax(2)
+    if version.name == "fp8":
+        most = torch.cat([x.amax(0, keepdim=True).expand_as(x) for x in most.split(max(BLOCK_ROWS, width))])
+    scale = most / 448
+    if version.name == "mxfp8":
+        scale = torch.exp2(torch.log2(scale).ceil())
+    codes = (w / scale.repeat_interleave(width, 1)[:, : m.cols]).to(torch.float8_e4m3fn).view(torch.uint8)
+    stored = (torch.log2(scale) + 127).to(torch.uint8) if version.name == "mxfp8" else scale
+    return ReleasedMatrix(codes.numpy(), stored.numpy(), None, np.arange(m.rows, dtype=np.uint16) if m.bias else None)

@@ -181,12 +181,12 @@ BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "no model_type": (configured(model_type=None), ("model_type",)),
     "dense model": (make_dense, ("not a Mixture-of-Experts model",)),
     "already quantised": (
-        configured(quantization_config={"quant_method": "awq"}),
-        ("already quantised (awq)", "give it the checkpoint this was made from"),
+        configured(quantization_config={"quant_method": "bitsandbytes"}),
+        ("already quantised (bitsandbytes)", "the checkpoint this was made from"),
     ),
     "FP8 without blocks": (
         configured(quantization_config={"quant_method": "fp8"}),
-        ("already quantised (fp8 without weight_block_size)",),
+        ("config.json says that weights are quantised, but no tensor is stored so",),
     ),
     "no weights": (lambda c: (c / "model.safetensors").unlink(), ("model.safetensors",)),
     "truncated weights": (lambda c: truncate(c / "model.safetensors"), ("model.safetensors", "download")),

@@ -12,6 +12,7 @@ from codec_mutations import attack_fp8
 from exponent_inputs import every_engine
 
 from moepack.pack.codec import exponent, exponent_fast, fp8
+from moepack.pack.codec.checks import check_coded
 from moepack.pack.codec.exponent import HEADER, RAW, TILE, WIDE, parse
 from moepack.pack.errors import CodecError
 
@@ -29,6 +30,13 @@ def rows_apart(n: int) -> np.ndarray:
     return np.where(np.arange(n) // 4 % 16 == 5, normal(n, 4, 1e-3), codes).astype(np.uint8)
 
 
+def check(data: np.ndarray, codes: int) -> None:
+    """Raise CodecError for the first rule of FORMAT.md that coded codes break."""
+    fp8.decode_into(data, np.empty(codes, np.uint8))
+    for _, message in check_coded(parse(exponent_fast.aligned(data), codes, fp8=True)):
+        raise CodecError(message)
+
+
 @pytest.mark.parametrize("n", [1024, 1151, 4099, TILE, TILE + 1, 3 * TILE + 7, 70000])
 @pytest.mark.parametrize("draw", [normal, rows_apart], ids=["normal", "rows apart"])
 def test_round_trip_on_every_engine(draw: Callable[[int], np.ndarray], n: int) -> None:
@@ -41,7 +49,7 @@ def test_round_trip_on_every_engine(draw: Callable[[int], np.ndarray], n: int) -
         out = np.empty_like(codes)
         fp8.decode_into(coded, out)
         assert np.array_equal(out, codes), engine
-        fp8.check(coded, n)
+        check(coded, n)
 
 
 def test_every_code_survives_in_every_place() -> None:
@@ -162,7 +170,7 @@ def test_damage_is_refused(kind: str) -> None:
     data, n, word = damaged(kind)
     for _ in every_engine():
         with pytest.raises(CodecError, match=word):
-            fp8.check(data, n)
+            check(data, n)
 
 
 def test_a_patch_is_refused() -> None:
@@ -172,7 +180,7 @@ def test_a_patch_is_refused() -> None:
     data = np.concatenate([coded[:at], np.zeros(4, np.uint8), coded[at:]])
     data[12], data[at - 4] = 1, 1
     with pytest.raises(CodecError, match="patches"):
-        fp8.check(data, N)
+        check(data, N)
 
 
 def test_padding_bits_of_tiles_are_checked() -> None:
@@ -182,13 +190,13 @@ def test_padding_bits_of_tiles_are_checked() -> None:
         coded = fp8.encode(codes)
         assert coded is not None
         parts = parse(coded, codes.size, fp8=True)
-        fp8.check(coded, codes.size)
+        check(coded, codes.size)
         last = len(coded) - len(parts.plane) - 4
         parts.stream[-1] |= 1 if parts.stream[parts.tile_start[-2]] >> 16 != RAW else 1 << 31
         assert coded[last:].size and exponent_fast.engine() is not None
         fp8.decode_into(coded, np.empty_like(codes))
         with pytest.raises(CodecError, match="past the end of a tile"):
-            fp8.check(coded, codes.size)
+            check(coded, codes.size)
 
 
 def test_bf16_matrices_are_never_wide() -> None:

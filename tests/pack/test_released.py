@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
-from released_values import NAMES, random_released
+from codec_mutations import attack_extent
+from released_values import NAMES, gaussian_released, random_released
 
-from moepack.pack.codec.affine import AffineMatrix
+from moepack.pack.codec import lossless
+from moepack.pack.codec.affine import AffineMatrix, encode
 from moepack.pack.codec.released import E2M1, E4M3, E8M0, ReleasedMatrix
+from moepack.pack.errors import CodecError
 from moepack.pack.spec import Matrix, Version, needed_format, version_names
 
 MATRICES = (Matrix("gate_up", 40, 100, True), Matrix("down", 33, 48))
@@ -23,7 +29,11 @@ def made(name: str, group: int) -> tuple[Version, list[AffineMatrix | ReleasedMa
 def test_codes_and_scales_come_back(name: str, group: int) -> None:
     version, values = made(name, group)
     extent, payload = version.encode(MATRICES, values)
-    assert len(extent) == version.resident_size(MATRICES) and payload == version.payload(MATRICES, extent)
+    stored, room = version.stored_sizes(MATRICES), np.zeros(version.resident_size(MATRICES), np.uint8)
+    assert payload == version.payload(MATRICES, extent) and (stored is None) == (name in ("fp8", "fp8row", "mxfp8"))
+    assert stored is None or stored[0] == len(extent)
+    version.restore(MATRICES, extent, room)
+    assert np.array_equal(room, encode(MATRICES, version, values))
     assert not list(version.check(MATRICES, extent)) and Version.read(version.record()) == version
     for ours, theirs in zip(values, version.decode(MATRICES, extent), strict=True):
         for field in ours.__slots__:
@@ -69,7 +79,111 @@ def test_bits_per_weight() -> None:
         ("fp8row", 0): 8 + 32 * (1536 + 2048) / weights,
     }  # fmt: skip
     for (name, group), bits in wanted.items():
-        assert 8 * Version.of(name, group).stored_sizes(matrices)[1] / weights == bits, name
+        assert 8 * sum(s.size for s in Version.of(name, group).sections(matrices)) / weights == bits, name
+
+
+def gaussian(name: str, group: int, matrices: tuple[Matrix, ...]) -> tuple[Version, list[ReleasedMatrix]]:
+    version = Version.of(name, group)
+    return version, [gaussian_released(m, version, seed) for seed, m in enumerate(matrices)]
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "least", "most"),
+    [("fp8", 128, 6.6, 6.75), ("fp8", 32, 6.65, 6.8), ("fp8row", 0, 6.6, 6.8), ("mxfp8", 32, 6.8, 7.0)],
+)
+def test_e4m3_codes_are_smaller_in_files(name: str, group: int, least: float, most: float) -> None:
+    matrices = (Matrix("gate_up", 512, 1024, True), Matrix("down", 1000, 256))
+    version, values = gaussian(name, group, matrices)
+    extent, payload = version.encode(matrices, values)
+    assert (
+        least < 8 * payload / sum(m.weights for m in matrices) < most and payload <= len(extent) < payload + 4096 + 256
+    )
+    assert np.array_equal(extent, version.encode(matrices, values, 1)[0]) and not list(version.check(matrices, extent))
+    for ours, theirs in zip(values, version.decode(matrices, extent), strict=True):
+        assert np.array_equal(ours.codes, theirs.codes) and np.array_equal(ours.scale, theirs.scale)
+        assert ours.bias is theirs.bias is None or np.array_equal(ours.bias, theirs.bias)
+
+
+BLOCKS = (Matrix("gate_up", 64, 100, True), Matrix("down", 9, 32))  # the second is too small to gain
+
+
+def directory(extent: np.ndarray) -> np.ndarray:
+    """Offset and size of the first plane, of what is beside it, and likewise of the second."""
+    return extent[:32].view("<u4")
+
+
+def test_planes_that_do_not_gain_are_stored_as_they_are() -> None:
+    version, values = gaussian("fp8", 32, BLOCKS)
+    extent, _ = version.encode(BLOCKS, values)
+    coded, rest, plain, last = directory(extent).reshape(-1, 2).tolist()
+    assert coded[1] < 0.97 * 64 * 100 and rest[1] == 64 + 2 * 64, "16 scales of 4 bytes, and a bias"
+    assert plain[1] == 16 * 32 and last[1] == 4
+    in_memory = encode(BLOCKS, version, values)
+    at = version.sections(BLOCKS)[3].offset
+    assert np.array_equal(extent[plain[0] :][: plain[1]], in_memory[at : at + plain[1]])
+
+
+def put(at: int, value: int) -> Callable[[np.ndarray], None]:
+    return lambda extent: directory(extent).__setitem__(at, value)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "said"),
+    [
+        (put(0, 0), "codec", "gate_up at 0, .* is not in its place"),
+        (lambda e: directory(e)[:1].__iadd__(4), "codec", "gate_up at 68, .*on a multiple of 64"),
+        (put(4, 64), "codec", "down at 64, 512 bytes, .*past the part before it"),
+        (lambda e: directory(e)[6:7].__iadd__(1 << 20), "codec", "beside down at .* inside the extent of 8192"),
+        (put(7, 28), "codec", "beside down has 28 bytes, not 4"),
+        (put(5, 511), "codec", "."), (put(1, 100), "codec", "."), (put(1, 0), "codec", "."),
+        (lambda e: directory(e)[6:7].__iadd__(64), "offsets", "part 3 begins at"),
+        (lambda e: e.__setitem__(40, 1), "padding", "between its parts"),
+        (lambda e: e.__setitem__(-1, 1), "padding", "after them"),
+        (lambda e: e.__setitem__(int(directory(e)[4]), 0x7F), "number", "down has a code that is not a number"),
+        (lambda e: e.__setitem__(int(directory(e)[4]) + 511, 1), "padding", "rows past the last"),
+    ],
+)  # fmt: skip
+def test_rules_of_stored_extents(change: Callable[[np.ndarray], object], kind: str, said: str) -> None:
+    version, values = gaussian("fp8", 32, BLOCKS)
+    extent, _ = version.encode(BLOCKS, values)
+    change(extent)
+    if kind == "codec":
+        for use in (version.decode, lambda m, e: list(version.check(m, e))):
+            with pytest.raises(CodecError, match=said):
+                use(BLOCKS, extent)
+        return
+    found = list(version.check(BLOCKS, extent))
+    assert {k for k, _ in found} == {kind} and re.search(said, found[0][1]), found
+
+
+def test_a_part_is_not_larger_than_its_plane() -> None:
+    version, values = gaussian("fp8", 32, BLOCKS)
+    parts = lossless.split(BLOCKS, [192, 4], version.encode(BLOCKS, values)[0])
+    parts[1] = np.append(parts[1][0], np.uint8(0)), parts[1][1]
+    with pytest.raises(CodecError, match="down has 513 bytes of codes, more than its 512 codes"):
+        version.decode(BLOCKS, lossless.join(BLOCKS, parts)[0])
+
+
+def test_a_coded_plane_is_checked_like_a_plain_one() -> None:
+    version, values = gaussian("fp8", 32, BLOCKS)
+    values[0].codes[3, 5] = 0xFF
+    extent, _ = version.encode(BLOCKS, values)
+    assert list(version.check(BLOCKS, extent)) == [("number", "gate_up has a code that is not a number")]
+    values[0].codes[3, 5] = 0
+    extent, _ = version.encode(BLOCKS, values)
+    offset = int(directory(extent)[0])
+    words = extent[offset : offset + 64].view("<u4")
+    assert words[1] == 1, "one tile, whose last word has bits to spare"
+    last = offset + 48 + 16 + 4 * int(words[2]) - 4
+    extent[last] ^= 1
+    assert list(version.check(BLOCKS, extent)) == [("padding", "gate_up: bits past the end of a tile are not zero")]
+
+
+def test_hostile_extents_are_refused_or_decoded() -> None:
+    """A thousand, in memory that ends where it may not be touched."""
+    version, values = gaussian("fp8", 32, BLOCKS)
+    refused, decoded = attack_extent(version, BLOCKS, version.encode(BLOCKS, values)[0], 1000)
+    assert refused > 300 and decoded > 100 and refused + decoded == 1000
 
 
 def test_rows_of_a_block_share_a_scale() -> None:

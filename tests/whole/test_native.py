@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from released import same
-from released_kinds import KINDS
+from native_checkpoints import Make, released
+from released import found, same
+from released_kinds import E8M0, KINDS, block_fp8
 from safetensors.torch import load_file, save_file
 from support import spy, tree
 from torch import Tensor
@@ -20,13 +22,14 @@ from transformers import AutoModelForCausalLM
 
 import moepack
 from moepack.calibrate.checkpoint import open_checkpoint
+from moepack.calibrate.native import RowPlaces
 from moepack.calibrate.released.announced import announced_version
 from moepack.calibrate.stream import StreamedModel
 from moepack.export import export_checkpoint
 from moepack.export.filled import FilledFile
-from moepack.pack.encodings.released import Fp8
 from moepack.pack.errors import InputError, TargetError
 from moepack.pack.reader import open_bundle
+from moepack.pack.spec import Version, encoding_of
 from moepack.pipeline.add import add
 from moepack.pipeline.build import build
 from moepack.pipeline.estimate import estimate
@@ -35,6 +38,7 @@ from moepack.pipeline.shrink import shrink
 from moepack.progress import Reporter
 from moepack.reports.evaluate import evaluate
 from moepack.reports.verify import verify
+from moepack.runtime.dense.packed import PackedLinear
 from moepack.runtime.planning.options import LoadOptions
 
 RECIPE = """
@@ -46,32 +50,20 @@ IDS = torch.arange(3, 43)[None]
 # Without: those whose scale is for a whole row of integers.
 SERVED = [kind for kind, k in KINDS.items() if k.group or not k.version.startswith("int")]
 
+DENSE: dict[str, tuple[Make, str, int]] = {  # experts' format -> attention's, its version and group size
+    "deepseek mxfp4": (lambda r, n, c: block_fp8(r, n, c, 128, "scale", E8M0), "fp8", 128),
+    "fp8 blocks": (KINDS["fp8 blocks"].make, "fp8", 32),
+    "ct nvfp4": (KINDS["ct nvfp4"].make, "nvfp4", 16),
+}
+
 
 @pytest.fixture(scope="module")
 def plain(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     small = {"num_experts": 4, "moe_intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 4096}
+    small |= {"hidden_size": 128, "head_dim": 64}
     path = tiny_models.save_tiny("qwen3_moe", tmp_path_factory.mktemp("plain"), **small)
     tiny_models.copy_tokenizer(demo_model, path)
     return path
-
-
-def released(plain: Path, path: Path, kind: str) -> dict[str, Tensor]:
-    """Save the model with its experts in a format; return every tensor's values, exact in float32."""
-    own, stored, values = KINDS[kind], dict[str, Tensor](), dict[str, Tensor]()
-    for seed, (name, tensor) in enumerate(load_file(plain / "model.safetensors").items()):
-        if ".experts." in name:
-            made, value = own.make(np.random.default_rng(seed), *tensor.shape)
-            stored |= {f"{name.removesuffix('.weight')}.{n}": t for n, t in made.items()}
-            values[name] = torch.from_numpy(np.ascontiguousarray(value)).float()
-        else:
-            stored[name], values[name] = tensor, tensor.float()
-    config = json.loads((plain / "config.json").read_text())
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps({**config, **own.config, "quantization_config": own.quantization}))
-    save_file(stored, path / "model.safetensors", {"format": "pt"})
-    for file in plain.glob("*token*"):
-        (path / file.name).write_bytes(file.read_bytes())
-    return values
 
 
 def logits(bundle: Path, **options: Any) -> Tensor:
@@ -81,6 +73,16 @@ def logits(bundle: Path, **options: Any) -> Tensor:
             return model(IDS).logits.float()
     finally:
         model.moepack.close()
+
+
+def reference(values: dict[str, Tensor], plain: Path, folder: Path) -> Tensor:
+    """What transformers computes in float32 with these values."""
+    folder.mkdir()
+    (folder / "config.json").write_bytes((plain / "config.json").read_bytes())
+    save_file(values, folder / "model.safetensors", {"format": "pt"})
+    with torch.inference_mode():
+        logits: Tensor = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(IDS).logits
+    return logits
 
 
 @pytest.mark.numeric
@@ -99,12 +101,7 @@ def test_from_checkpoint_to_logits(kind: str, plain: Path, text: Path, tmp_path:
         decoded = bundle.expert(native.name, 1, expert).decode()
         for ours, want in zip(map(native.dequantise, decoded), (np.concatenate([gate, up]), down), strict=True):
             assert np.allclose(ours, want, rtol=2**-23, atol=0), "an outer scale may be multiplied in another order"
-    exact = tmp_path / "exact"
-    exact.mkdir()
-    (exact / "config.json").write_bytes((plain / "config.json").read_bytes())
-    save_file(values, exact / "model.safetensors", {"format": "pt"})
-    with torch.inference_mode():
-        want = AutoModelForCausalLM.from_pretrained(exact, dtype=torch.float32)(IDS).logits
+    want = reference(values, plain, tmp_path / "exact")
     got = logits(tmp_path / "bundle", policy=f"static:{native.name}", dtype=torch.float32)
     assert float((got - want).norm() / want.norm()) < 1e-5
     assert float((logits(tmp_path / "bundle", policy="static:w2") - want).norm() / want.norm()) > 0.01
@@ -135,20 +132,6 @@ def test_the_configuration_alone_tells_the_version(kind: str, plain: Path, tmp_p
     assert (told.name.removesuffix("fp16"), told.group_size) == (native.name.removesuffix("fp16"), native.group_size)
 
 
-def test_a_build_names_versions_that_are_never_chosen(plain: Path, text: Path, tmp_path: Path) -> None:
-    lines: list[str] = []
-
-    class Kept(Reporter):
-        def note(self, text: str) -> None:
-            lines.append(text)
-
-    released(plain, tmp_path / "checkpoint", "deepseek mxfp4")
-    recipe = parse_recipe(RECIPE.replace("w2", "w4, w2"), "native")
-    build(tmp_path / "checkpoint", tmp_path / "bundle", recipe, [text], reporter=Kept())
-    (line,) = [line for line in lines if line.startswith("w4 ")]
-    assert "is never chosen: mxfp4, which is more precise, takes" in line, "both fill two pages"
-
-
 def test_versions_beside_a_released_one(plain: Path, text: Path, tmp_path: Path) -> None:
     """Added versions are those of one build; what takes more bits than the checkpoint, or holds it too, is refused."""
     released(plain, tmp_path / "checkpoint", "deepseek mxfp4")
@@ -156,15 +139,15 @@ def test_versions_beside_a_released_one(plain: Path, text: Path, tmp_path: Path)
     build(*at.values(), parse_recipe(RECIPE, "native"), [text], work=tmp_path / "w", keep=True)
     before = tree(tmp_path / "b")
     for name, said in {
-        "mxfp4": "is made where", "native": "is made where", "nvfp4": "is made where", "bf16": "takes more bits",
-        "w8": "takes more bits than the checkpoint's own mxfp4",
+        "mxfp4": "is made where", "native": "is made where", "nvfp4": "is made where", "bf16": "saves no bits",
+        "w8": "saves no bits over the checkpoint's own mxfp4",
     }.items():  # fmt: skip
         with pytest.raises(InputError, match=f"{name}:? {said}"):
             add(tmp_path / "b", tmp_path / "w", [name])
     assert tree(tmp_path / "b") == before
-    add(tmp_path / "b", tmp_path / "w", ["w3", "w4"], {"w4": 64})
+    add(tmp_path / "b", tmp_path / "w", ["w3", "w1"], {"w3": 64})
     bundle = open_bundle(tmp_path / "b")
-    assert [f"{v.name} {v.group_size}" for v in bundle.versions] == ["mxfp4 32", "w4 64", "w3 32", "w2 32"]
+    assert [f"{v.name} {v.group_size}" for v in bundle.versions] == ["mxfp4 32", "w3 64", "w2 32", "w1 32"]
     assert verify(tmp_path / "b", tmp_path / "checkpoint") == []
     again = parse_recipe(str(bundle.manifest.provenance["recipe"]), "of the bundle")
     build(tmp_path / "checkpoint", tmp_path / "c", again, [text])
@@ -203,13 +186,16 @@ def check_divergence(folder: Path, text: Path) -> None:
     )
     assert same.kl == 0 and low.kl is not None and low.kl > 0
     shrink(folder / "b", folder / "small", ["w2"])
-    with pytest.raises(InputError, match="small: has no version that holds the checkpoint's weights"):
+    with pytest.raises(InputError, match="small: has no lossless version to compare with: here are w2"):
         evaluate(folder / "small", [str(text)], **options)
 
 
 @pytest.mark.parametrize("kind", ["deepseek mxfp4", "fp8 blocks", "gptq"])
 def test_dry_runs_count_what_a_build_makes(kind: str, plain: Path, text: Path, tmp_path: Path) -> None:
-    """With the weights and from config.json alone: the bytes of the native version's files."""
+    """With the weights and from config.json alone: the bytes of the native version's files.
+
+    Where these depend on its codes, the codes are read and encoded; without them a sample tells about how many.
+    """
     released(plain, tmp_path / "checkpoint", kind)
     recipe = parse_recipe(RECIPE, "native")
     build(tmp_path / "checkpoint", tmp_path / "bundle", recipe, [text])
@@ -219,17 +205,92 @@ def test_dry_runs_count_what_a_build_makes(kind: str, plain: Path, text: Path, t
     made = sum(f.stat().st_size for f in (tmp_path / "bundle" / "experts" / native).iterdir())
     whole = estimate(tmp_path / "checkpoint", tmp_path / "b", recipe, [text])
     bare = estimate(tmp_path / "only", tmp_path / "b", recipe)
-    assert whole.versions[native] == bare.versions[native] == made and bare.outline == "config.json alone"
+    assert whole.versions[native] == made and bare.outline == "config.json alone"
+    assert bare.versions[native] == (pytest.approx(made, rel=0.1) if encoding_of(native).entropy_coded else made)
     assert whole.checkpoint_bytes == sum(
         t.nbytes for t in load_file(tmp_path / "checkpoint/model.safetensors").values()
     )
 
 
-def test_a_dry_run_encodes_released_codes(plain: Path, text: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Where a version's bytes depend on its codes, they are read and encoded: here to what the shapes say."""
-    released(plain, tmp_path / "checkpoint", "fp8 blocks")
-    recipe = parse_recipe(RECIPE, "native")
-    plainly = estimate(tmp_path / "checkpoint", tmp_path / "b", recipe, [text])
-    monkeypatch.setattr(Fp8, "entropy_coded", True)
-    monkeypatch.setattr(Fp8, "stored_sizes", lambda version, matrices: None)
-    assert estimate(tmp_path / "checkpoint", tmp_path / "b", recipe, [text]).versions == plainly.versions
+@pytest.mark.numeric
+@pytest.mark.parametrize("kind", DENSE)
+def test_dense_matrices_stay_as_released(kind: str, plain: Path, text: Path, tmp_path: Path) -> None:
+    """At their own size on the device, computing what transformers does, and narrower where a recipe asks for it."""
+    make, name, group = DENSE[kind]
+    less = "w3" if name == "nvfp4" else "w4"
+    values = released(plain, tmp_path / "checkpoint", kind, make)
+    recipes = {n: parse_recipe(RECIPE + more, n) for n, more in (("bundle", ""), ("both", f"dense: [{less}]"))}
+    for path, recipe in recipes.items():
+        expected = estimate(tmp_path / "checkpoint", tmp_path / path, recipe, [text]).dense_versions
+        build(tmp_path / "checkpoint", tmp_path / path, recipe, [text])
+        assert verify(tmp_path / path, tmp_path / "checkpoint") == []
+        made = open_bundle(tmp_path / path)
+        assert expected == {v.name: made.dense_bytes(v.name) for v in made.dense_versions}
+    bundle, both = open_bundle(tmp_path / "bundle"), open_bundle(tmp_path / "both")
+    assert [(v.name, v.group_size) for v in bundle.dense_versions] == [(name, group)]
+    assert [v.name for v in both.dense_versions] == [name, less] and bundle.manifest.format_version == 4
+    assert len(bundle.manifest.dense) == 8 and "lm_head.weight" in bundle.dense()
+    want, exact = reference(values, plain, tmp_path / "exact"), f"static:{bundle.versions[0].name}"
+    weights, sizes = sum(m.matrix.weights for m in bundle.manifest.dense), list[int]()
+    for path, options in ((bundle.path, {}), (bundle.path, {"device_memory": "64MiB"}), (both.path, {"dense": less})):
+        model = moepack.load(path, policy=exact, dtype=torch.float32, **options)
+        sizes.append(sum(m.packed.nbytes for m in model.modules() if isinstance(m, PackedLinear)))
+        with torch.inference_mode():
+            error = float((model(IDS).logits - want).norm() / want.norm())
+        model.moepack.close()
+        assert error > 0.01 if options.get("dense") else error < 1e-5
+    for version, size in zip((*bundle.dense_versions, *both.dense_versions), sizes, strict=True):
+        assert version.bits / 16 < size / (2 * weights) < version.bits / 16 + 0.1, "of BF16's bytes"
+    served = LoadOptions(policy=exact, dense=less, dtype="float32")
+    least, most = (
+        evaluate(both.path, [str(text)], how, 64, 1, kl=True).kl for how in (replace(served, dense=None), served)
+    )
+    assert least is not None and most is not None and abs(least) < 1e-6 < most, "against what was released"
+    check_export(tmp_path, kind)
+
+
+def test_dense_versions_are_of_the_matrices_that_are_encoded(plain: Path, text: Path, tmp_path: Path) -> None:
+    """Others stay in BF16, as a build says. Versions can be added where inputs were kept; verify sees another code."""
+    checkpoint, name = tmp_path / "checkpoint", "model.layers.1.self_attn.k_proj.weight"
+    released(plain, checkpoint, "fp8 blocks", KINDS["fp8 blocks"].make)
+    stored = load_file(checkpoint / "model.safetensors")
+    stored = {n: t for n, t in stored.items() if not n.startswith(name)} | {
+        name: load_file(plain / "model.safetensors")[name]
+    }
+    save_file(stored, checkpoint / "model.safetensors", {"format": "pt"})
+    notes: list[str] = []
+
+    class Kept(Reporter):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    def made(path: str, more: str = "") -> Path:
+        recipe, work = parse_recipe(RECIPE + more, path), tmp_path / f"{path}.work"
+        build(checkpoint, tmp_path / path, recipe, [text], work=work, keep=True, reporter=Kept())
+        return tmp_path / path
+
+    bare = made("bare")
+    assert not any("stay in BF16" in line for line in notes), "nothing but codes was asked for"
+    one, two = made("one", "dense: [w4]"), made("two", "dense: [w4, w2]")
+    kept = [line for line in notes if "stay in BF16" in line]
+    assert len(kept) == 2 and kept[0].startswith("2 matrices outside the experts, as model.layers.1.self_attn.k_proj,")
+    assert len(open_bundle(one).manifest.dense) == 7 and name in open_bundle(one).dense()
+    with pytest.raises(InputError, match="was calibrated without dense"):
+        add(bare, tmp_path / "bare.work", [], dense=["w2"])
+    add(one, tmp_path / "one.work", [], dense=["w2"])
+    files = {n: data for n, data in tree(two).items() if n.startswith("dense/") or n == "calibration.safetensors"}
+    assert files == {n: tree(one)[n] for n in files} and len(files) == 3 * 2 + 1
+    stored["model.layers.0.self_attn.q_proj.weight"].view(torch.uint8)[5, 7] ^= 1
+    save_file(stored, checkpoint / "model.safetensors", {"format": "pt"})
+    (problem,) = verify(one, checkpoint)
+    assert problem.kind == "bits" and "layers.0.self_attn.q_proj, version fp8" in problem.location
+
+
+@pytest.mark.parametrize(("version", "rows", "fits"), [("nvfp4", 24, False), ("nvfp4", 32, True), ("fp8row", 24, True)])
+def test_blocks_of_rows_with_different_scales_fit_no_version(version: str, rows: int, fits: bool) -> None:
+    """A matrix of two weights: an outer scale stands once for 16 rows, a scale of FP8 rows for each."""
+    kind = KINDS["modelopt nvfp4" if version == "nvfp4" else "modelopt fp8"]
+    tensors = {f"{m}.{n}": t for m in "ab" for n, t in kind.make(np.random.default_rng(0), rows, 64)[0].items()}
+    sources = tuple(sorted(found(kind.quantization, tensors).items()))
+    places = RowPlaces(sources, (torch.arange(rows), torch.arange(rows, 2 * rows)), (2 * rows,))
+    assert places.fits(Version.of(version)) == fits

@@ -57,7 +57,7 @@ class OutlineRun(DryRun):
         dense, experts = self._stream.split(index, self._shapes(index))
         self._add_dense(index, dense)
         tokens = min(self._how.batch_size, len(self._ids)) * self._ids.shape[1]
-        active = self._stream.dense_weights(index)
+        active = self._stream.dense_size(index)[1]
         if experts is not None:
             layer = experts.layer
             active += self._top_k * layer.expert_weights
@@ -65,7 +65,7 @@ class OutlineRun(DryRun):
                 self._one_expert = self._probe(index, experts)
             for version in self._encoded:
                 self._sizes[version.name] += self._encoded_size(version, layer.matrices, layer.experts)
-        attended = self._stream.dense_rows(index) * self._ids.shape[1]  # scores and values, as `needs` counts rows
+        attended = self._stream.dense_size(index)[0] * self._ids.shape[1]  # scores and values, as `needs` counts rows
         self._operations += 2.0 * tokens * (active + attended)
 
     def result(self, rates: Mapping[str, Any], keep: bool, linked: bool) -> Estimate:
@@ -198,15 +198,21 @@ def sample(version: Version, cols: int) -> tuple[float, float]:
 
     from moepack.pack.codec.lossless import LosslessMatrix
 
-    matrix = Matrix("sample", ROWS, max(cols, WIDE))
+    matrix = Matrix("sample", ROWS, align(max(cols, WIDE), version.group_size or 1))
     generator = torch.Generator().manual_seed(0)  # the same bytes in every run
     values = torch.randn(matrix.rows, matrix.cols, generator=generator)
-    if version.released:
+    if version.released:  # E4M3 codes: the greatest of those that share a scale is near 448
         from moepack.pack.codec.released import ReleasedMatrix
 
-        groups = -(-matrix.cols // version.group_size) if version.group_size else 1
-        codes = (values * (448 / values.abs().max())).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-        value: Any = ReleasedMatrix(codes, torch.ones(matrix.rows, groups).numpy())
+        width, stored = version.group_size or matrix.cols, version.sections((matrix,))[1]
+        rows = width if len(stored.shape) == 2 else 1  # scales without rows are for square blocks
+        groups = values.view(-1, rows, matrix.cols // width, width)
+        most = groups.abs().amax((1, 3), keepdim=True) / 448
+        wide = most if stored.item == 4 else torch.exp2(torch.log2(most).ceil())
+        codes = (groups / wide).to(torch.float8_e4m3fn).view(torch.uint8).view_as(values)
+        dtype = torch.float32 if stored.item == 4 else torch.uint8
+        scale = torch.ones(matrix.rows, matrix.cols // width, dtype=dtype)
+        value: Any = ReleasedMatrix(codes.numpy(), scale.numpy())
     else:
         value = LosslessMatrix(values.bfloat16().view(torch.uint16).numpy())
     version.encode((matrix,), [value])  # loads the codec

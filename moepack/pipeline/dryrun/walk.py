@@ -24,7 +24,7 @@ from ..needs import Dense
 from ..recipe import Recipe
 from ..run import EVERY
 from ..tasks.experts import ExpertBatchTask, batch_settings, exact_extent, make_expert_batch, released_extent
-from ..tasks.row_shards import bits_of, exact_matrix, make_row_shard, row_shard_tasks
+from ..tasks.row_shards import bits_of, exact_matrix, make_row_shard, released_matrix, row_shard_tasks
 from .report import Estimate
 
 if TYPE_CHECKING:
@@ -116,7 +116,8 @@ class DryRun:
             matrices = self._matrices[index].matrices if index in self._matrices else ()
             inputs = {name: x.clone() for name, x in self._walk.kept().items()} if self._reuses else {}
             # Sized for all windows, as in a build: then not every token adds to the moments.
-            watch = watch_part(self._stream, matrices, len(self._ids), self._walk.length) if matrices else None
+            sized = len(self._ids), self._walk.length, self._recipe.fits_dense
+            watch = watch_part(self._stream, matrices, *sized) if matrices else None
             observation, self._forward = self._pass(index, watch)
             self._again = self._forward
             if self._reuses:
@@ -204,6 +205,8 @@ class DryRun:
         """Bytes of a dense matrix in an entropy-coded version."""
         weight, bias = (tensors.get(f"{described.module}.{name}") for name in ("weight", "bias"))
         assert weight is not None
+        if version.released:
+            return len(released_matrix(version, described, self._stream.native_dense(described.module), bias)[0])
         return len(exact_matrix(version, described.matrix, weight, None if bias is None else bits_of(bias))[0])
 
     def _at_once(self, part: int | None) -> int:

@@ -65,7 +65,8 @@ class Local:
 def _make(task: RowShardTask | ExpertBatchTask, inputs: LayerInputs, device: torch.device) -> TaskResult:
     if isinstance(task, RowShardTask):
         assert inputs.moments is not None
-        return make_row_shard(task, inputs.tensors, *inputs.moments.of(task.matrix.module), device)
+        moments = inputs.moments.of(task.matrix.module)
+        return make_row_shard(task, inputs.tensors, *moments, device, inputs.native_dense)
     from moepack.calibrate.held import release
 
     assert inputs.weights is not None and inputs.observation is not None

@@ -146,7 +146,8 @@ def _make(task: RowShardTask | ExpertBatchTask, source: WorkerCheckpoint, shared
         part = task.matrix.layer
         check(stream.tensor_files(part, task.names))
         learn, held = shared.tensors()
-        return make_row_shard(task, stream.tensors(part, task.names), learn, held, device)
+        tensors = stream.tensors(part, task.names)
+        return make_row_shard(task, tensors, learn, held, device, stream.native_dense)
     check(stream.expert_files(task.layer, task.experts))
     weights, (inputs, experts, gates) = stream.experts(task.layer, task.experts), shared.tensors()
     observation = Observation(inputs, experts, gates, shared.length)

@@ -113,9 +113,13 @@ def exact_extent(
 
 
 def released_extent(
-    version: Version, native: Sequence[NativeWeight], weights: ExpertWeights, expert: int
+    version: Version,
+    native: Sequence[NativeWeight],
+    weights: ExpertWeights,
+    expert: int,
+    threads: int | None = None,
 ) -> tuple[Buffer, int]:
-    """Encode an expert as it was released; return the extent and its unpadded size.
+    """Encode an expert as it was released, on `threads` threads or all cores; return the extent and its unpadded size.
 
     `native` has the codes and scales of both matrices, of this expert alone; `expert` is its index in `weights`, whose
     biases are kept.
@@ -123,14 +127,14 @@ def released_extent(
     from moepack.calibrate.native import expert_as_released
 
     try:
-        return version.encode(weights.layer.matrices, expert_as_released(native, weights, expert))
+        return version.encode(weights.layer.matrices, expert_as_released(native, weights, expert), threads)
     except ValueError as error:
         raise InputError(f"{version.name} cannot hold an expert of layer {weights.layer.index}: {error}") from None
 
 
-def no_codes(experts: range) -> Sequence[NativeWeight]:
+def no_codes(what: object) -> Any:
     """Stand for a reader of codes where no version holds them."""
-    raise AssertionError(f"no version holds the codes of {experts}")
+    raise AssertionError(f"no version holds the codes of {what}")
 
 
 NativeReader = Callable[[range], "Sequence[NativeWeight]"]  # codes and scales of both matrices of some experts
@@ -162,13 +166,13 @@ def make_expert_batch(
     made = TaskResult({}, {}, losses | {"method": torch.zeros(shape, dtype=torch.uint8)})
     with fixed_threads():
         exact = [v for v in task.versions if v not in lossy(task.versions)]
+        threads = THREADS if device.type == "cpu" else None
         for version in exact:
             if version.released:  # an expert at a time: a byte a weight
                 for i, e in enumerate(task.experts):
-                    made.add(version.name, *released_extent(version, native(range(e, e + 1)), weights, i))
+                    made.add(version.name, *released_extent(version, native(range(e, e + 1)), weights, i, threads))
         batch = gather_batch(module, weights, task.experts, observation, task.settings, device)
         quantised = [names.index(v.name) for v in task.settings.versions]
-        threads = THREADS if device.type == "cpu" else None
         for i, row in enumerate(quantise_batch(batch, task.settings)):
             for k, values in measured_row([(item.own, item.others) for item in row]).items():
                 made.losses[k][i, quantised] = torch.tensor(values, dtype=torch.float64)

@@ -24,7 +24,7 @@ from moepack.quantize import methods
 from ..artifacts import save
 from .experts import ExpertBatchTask, NativeReader, no_codes
 from .result import load_result
-from .row_shards import RowShardTask
+from .row_shards import DenseReader, RowShardTask
 
 if TYPE_CHECKING:
     import torch
@@ -94,6 +94,7 @@ class LayerInputs:
     moments: DenseMoments | None = None  # of the dense matrices' inputs
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)  # dense; empty where the executor reads them
     native: NativeReader = no_codes  # reads the codes and scales of a range of the layer's experts, from any thread
+    native_dense: DenseReader = no_codes  # likewise of a dense matrix, by its module
 
 
 def write_layer(work: LayerWork) -> dict[str, Any]:
@@ -162,8 +163,10 @@ def write_dense(work: DenseWork, made: Sequence[tuple[RowShardTask, Path]], fold
         [_losses(described.matrix, version, own) for version in work.versions]
         for described, own in zip(work.layer.matrices, shards, strict=True)
     ]
-    table = torch.tensor(rows, dtype=torch.float64)
-    facts = {k: table[..., i].to(torch.uint8 if k == "method" else torch.float32) for i, k in enumerate(_COLUMNS)}
+    facts = {}
+    for i, k in enumerate(_COLUMNS):
+        dtype = torch.uint8 if k == "method" else torch.float32
+        facts[k] = torch.tensor([[cell[i] for cell in row] for row in rows], dtype=dtype)
     facts["signal"] = torch.tensor(work.signal, dtype=torch.float32)
     facts["tokens"] = torch.full((work.layer.extents,), work.tokens, dtype=torch.int64)
     save(folder / LOSSES, facts)

@@ -7,7 +7,7 @@ for each shard of its rows. tasks/layer.py joins the shards.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,13 +16,17 @@ from moepack.pack.codec.lossless import LosslessMatrix
 from moepack.pack.spec import DenseMatrix, Matrix, Version, lossy
 from moepack.quantize import methods
 
-from .experts import address
+from .experts import address, no_codes
 from .result import THREADS, TaskResult, fixed_threads
 
 if TYPE_CHECKING:
     import torch
 
+    from moepack.calibrate.native import NativeWeight
+
     from ..recipe import Recipe
+
+DenseReader = Callable[[str], "NativeWeight | None"]  # reads a matrix's codes and scales, by the name of its module
 
 
 @dataclass(frozen=True)
@@ -98,10 +102,12 @@ def make_row_shard(
     learn: torch.Tensor,
     held: torch.Tensor,
     device: torch.device,
+    native: DenseReader = no_codes,
 ) -> TaskResult:
     """Quantise a row shard, measure its loss and encode it, with torch on THREADS threads.
 
     `tensors`: the whole weight and bias, by name. `learn`, `held`: the moments to fit codes by, and to measure by.
+    `native` reads the codes and scales of a whole matrix.
     """
     import torch
 
@@ -116,7 +122,11 @@ def make_row_shard(
     wanted, threads = lossy(task.versions), THREADS if device.type == "cpu" else None
     with fixed_threads():
         for version in task.versions:
-            if version not in wanted:
+            if version.released:
+                made.add(
+                    version.name, *released_matrix(version, task.matrix, native(task.matrix.module), bias, threads)
+                )
+            elif version not in wanted:
                 made.add(version.name, *exact_matrix(version, task.shard, rows, bits, threads))
         if wanted:
             done = quantise_rows(rows.to(device, torch.float32), learn.to(device), held.to(device), task.method, wanted)
@@ -133,6 +143,22 @@ def exact_matrix(
 ) -> tuple[Buffer, int]:
     """Encode a matrix losslessly, on `threads` threads or all cores; return the extent and its unpadded size."""
     return version.encode((matrix,), [LosslessMatrix(bits_of(weight), bias)], threads)
+
+
+def released_matrix(
+    version: Version,
+    described: DenseMatrix,
+    native: NativeWeight | None,
+    bias: torch.Tensor | None,
+    threads: int | None = None,
+) -> tuple[Buffer, int]:
+    """Encode a matrix and its bias as the checkpoint has them, in the version for that, on `threads` threads or all
+    cores; return the extent and its unpadded size."""
+    from moepack.calibrate.native import as_released
+
+    assert native is not None, f"{described.module} is not encoded"
+    value = as_released(native, None, None if bias is None else bias.bfloat16())
+    return version.encode((described.matrix,), [value], threads)
 
 
 def bits_of(tensor: torch.Tensor) -> Bf16Bits:

@@ -33,9 +33,6 @@ NUMBERS = {
         ("scale", 0, 0x7F, "u1"), ("scale", 1, 0xFF, "u1"), ("outer", 0, 0x7FC00000, "<u4"),
         ("outer", 1, 0x7F800000, "<u4"),
     ],
-    ("mxfp8", 32): [("scale", 0, 255, "u1"), ("plane0", 2, 0x7F, "u1"), ("plane0", 5, 0xFF, "u1")],
-    ("fp8", 32): [("plane0", 0, 0xFF, "u1"), ("scale", 1, 0x7FC00000, "<u4"), ("scale", 3, 0xFF800000, "<u4")],
-    ("fp8row", 0): [("plane0", 0, 0x7F, "u1"), ("scale", 17, 0x7F800001, "<u4")],
     ("int8", 32): [("scale", 0, 0x7FC0, "<u2")],
     ("int4fp16", 32): [("scale", 0, 0x7C00, "<u2"), ("scale", 1, 0xFE00, "<u2")],
     ("int8fp16", 32): [("scale", 0, 0x7E00, "<u2")],
@@ -43,9 +40,6 @@ NUMBERS = {
 PADDING = {
     ("mxfp4", 32): [("plane0", -1, 0x1, "<u4"), ("plane0", 4 * 16, 1 << 20, "<u4"), ("scale", -1, 1, "u1")],
     ("nvfp4", 16): [("scale", -1, 1, "u1")],
-    ("mxfp8", 32): [("plane0", 9 * 16, 1 << 8, "<u4")],
-    ("fp8", 32): [("plane0", -1, 0x1, "<u4")],
-    ("fp8row", 0): [("scale", -1, 1, "<u4")],
     ("int4fp16", 32): [("zero", -1, 0x80, "u1"), ("scale", -1, 1, "<u2")],
 }  # fmt: skip
 RELEASED: dict[str, tuple[tuple[str, int], Do, str]] = {

@@ -218,7 +218,7 @@ def test_a_bound_counts_pieces_that_available_memory_does_not_hold_now(
     """Other programs may give it back, and it takes no more than a thread for each of them."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     model, recipe = StreamedModel(open_checkpoint(demo_model)), replace(RECIPE, dense=("w4",))
-    parts = start.dense_parts(model, recipe)
+    _, parts = start.named(model, recipe)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
     for bounded, least in ((False, 1), (True, 3)):
         found = needs_of(model, recipe, 4, 64, parts, 0, bounded)

@@ -19,7 +19,8 @@ EXPECTED = shipped()
 def test_shipped_recipes_are_valid(name: str) -> None:
     recipe = load_recipe(name)
     assert recipe.calibration.data and recipe.text
-    made = with_native(recipe, Version.of("fp8", 128)) if "native" in recipe.versions else recipe
+    fp8 = Version.of("fp8", 128)
+    made = with_native(recipe, fp8, fp8) if "native" in recipe.versions else recipe
     assert [v.name for v in made.version_specs()] == list(made.versions)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import itertools
 import os
 import random
@@ -17,18 +19,21 @@ import pytest
 import torch
 from fake_cuda import READS_ONLY, REGISTERS, FakeCudart, FakeGpu
 from live_models import check_exact, wait_for
+from released_values import gaussian_released
 from support import at_once, damage
 
+from moepack.pack.codec.affine import encode
 from moepack.pack.errors import BundleError
 from moepack.pack.reader import open_bundle
+from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.devices.cuda import CudaDevice
 from moepack.runtime.devices.migration import Cancelled
 from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.store import files as store_module
 from moepack.runtime.store import filling
 from moepack.runtime.store.cudart import Cudart
-from moepack.runtime.store.files import BackingStore
-from moepack.runtime.store.pinned import HostStore
+from moepack.runtime.store.files import BackingStore, Stored
+from moepack.runtime.store.pinned import Held, HostStore
 
 WAYS = {
     "mapped": {REGISTERS: 1, READS_ONLY: 1},
@@ -120,6 +125,52 @@ def test_a_pinned_extent_is_one_copy(bundle: Path, way: str, benches: Callable[.
         event, _ = bench.fetch(version, 1, 2)
         event.wait()
         assert event.error is None and bench.gpu.log == calls, "of bf16 the second is what the decoder reports"
+
+
+class Pinned:
+    """A host's store that holds one extent, or a file's pages, which nobody may read."""
+
+    def __init__(self, extent: np.ndarray, mapped: bool) -> None:
+        self.mapped, self.users = mapped, 0
+        self.bytes = torch.zeros(len(extent), dtype=torch.uint8) if mapped else torch.from_numpy(extent)
+
+    def hold(self, place: Any) -> Held:
+        self.users += 1
+        return Held(self.bytes, self.mapped, self.release)
+
+    def release(self) -> None:
+        self.users -= 1
+
+    fetching, close = staticmethod(contextlib.nullcontext), staticmethod(lambda: None)
+
+
+@pytest.mark.parametrize("way", ["staged", "mapped", "allocated"])
+@pytest.mark.parametrize("name", ["fp8", "mxfp8"])
+def test_codes_that_no_kernel_decodes_are_decoded_before_the_copy(name: str, way: str, tmp_path: Path) -> None:
+    layer = ExpertLayer(0, "m", 1, (Matrix("gate_up", 200, 130, True), Matrix("down", 70, 100)))
+    version = Version.of(name, 32)
+    values = [gaussian_released(m, version, i) for i, m in enumerate(layer.matrices)]
+    good, want = version.encode(layer.matrices, values)[0], encode(layer.matrices, version, values)
+    bad = good.copy()
+    bad[64] ^= 1
+    device = CudaDevice(len(want), torch.device("cpu"), staging=len(good), gpu=(gpu := FakeGpu(FakeCudart())))
+    try:
+        for extent in (good, bad, good):
+            (tmp_path / "extent").write_bytes(extent.tobytes())
+            device.pinned = None if way == "staged" else Pinned(extent, way == "mapped")  # type: ignore[assignment]
+            with (tmp_path / "extent").open("rb") as file:
+                digest = hashlib.sha256(extent.tobytes()).hexdigest()
+                found = file.fileno(), 0, len(extent), digest, "expert 7"
+                event = device.fetch(partial(Stored, *found), target := gpu.memory(len(want)), layer, version)
+                event.wait()
+            assert device.pinned is None or device.pinned.users == 0
+            if extent is bad:
+                assert str(event.error).startswith("expert 7: coded matrix holds ")
+            else:
+                assert event.error is None and np.array_equal(target.numpy(), want)
+        assert gpu.log == ["copy", "copy"] and not gpu.wrong
+    finally:
+        device.close()
 
 
 def test_the_next_chunk_is_read_while_this_one_is_copied(

@@ -6,23 +6,36 @@ from pathlib import Path
 
 import pytest
 import torch
-from expert_layers import TOLERANCE, VERSIONS, Layer, activations, expected, make_layer, relative
+from expert_layers import (
+    RELEASED,
+    TOLERANCE,
+    VERSIONS,
+    Layer,
+    activations,
+    expected,
+    make_layer,
+    random_expert,
+    relative,
+)
 
-from moepack.pack.spec import Matrix, Version
+from moepack.pack.spec import ExpertLayer, Matrix, Version
+from moepack.runtime.kernels import reference
 from moepack.runtime.kernels.forms import make_forms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # conftest.py turns the interpreter on without a device
 
 
 def run(
-    layer: Layer, m: Matrix, versions: list[Version], x: torch.Tensor, index: torch.Tensor, gated: bool = False
-) -> torch.Tensor:
-    from moepack.runtime.kernels.affine_triton import Tiling, product, route
+    layer: Layer, m: Matrix, versions: list[Version], x: torch.Tensor, index: torch.Tensor, gated: bool = False,
+    tile: str = "DECODE",
+) -> torch.Tensor:  # fmt: skip
+    from moepack.runtime.kernels import affine_triton
+    from moepack.runtime.kernels.affine_triton import product, route
 
     extents = [e.to(DEVICE) for e in layer.extents]
     numbers = [int(word) & 63 for word in layer.table]
     handles = torch.tensor([e.data_ptr() | n for e, n in zip(extents, numbers, strict=True)], device=DEVICE)
-    tiling = Tiling(16, 32)
+    tiling = getattr(affine_triton, tile)
     geometry = route(index.to(DEVICE), len(extents), tiling.tokens)
     out = torch.full((index.numel(), m.rows // 2 if gated else m.rows), 7.0, device=DEVICE)
     forms = [make_forms((m,), v)[0] for v in versions]
@@ -66,6 +79,84 @@ def test_the_gate_is_applied_on_the_way_out(inner: int) -> None:
     h = torch.from_numpy(expected(layer, x, index))
     want = torch.nn.functional.silu(h[:, :inner]) * h[:, inner:]
     assert relative(run(layer, m, VERSIONS, x, index, gated=True), want.numpy()) <= 1e-5
+
+
+def released_weights(
+    version: Version, rows: int, cols: int, seed: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a unit matrix times the weights makes, and the reference's weights: both [rows, cols]."""
+    m = Matrix("m", rows, cols)
+    layer = make_layer(m, [version], [0], seed)
+    (sections,) = reference.sections_of((m,), version)
+    unit, index = torch.eye(cols, dtype=dtype), torch.zeros(cols, 1, dtype=torch.int64)
+    got = run(layer, m, [version], unit, index, tile="PREFILL").T
+    return got, reference.dequantise(layer.extents[0], sections, m, version, torch.float32)
+
+
+@pytest.mark.parametrize("version", RELEASED, ids=lambda v: f"{v.name}-{v.group_size}")
+def test_released_weights_are_the_references(version: Version) -> None:
+    """Bit for bit, with subnormal codes and scales among them."""
+    for seed, (rows, cols) in enumerate([(33, 200), (17, 31), (1, 1)]):
+        got, want = released_weights(version, rows, cols, seed, torch.float32)
+        assert torch.equal(got, want), (rows, cols)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device: Triton's interpreter multiplies float32 instead of BF16")
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "mxfp8", "fp8row"])
+def test_released_weights_are_exact_in_bf16(name: str) -> None:
+    got, want = released_weights(next(v for v in RELEASED if v.name == name), 33, 200, 0, torch.bfloat16)
+    normal = want.abs() >= 2.0**-126  # below, BF16 has fewer bits
+    assert torch.equal(got[normal], want[normal])
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of a gate whose silu is 0
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("tile", "many"), [("DECODE", 20), ("PREFILL", 70)])
+def test_released_encodings_in_one_call(tile: str, many: int, dtype: torch.dtype) -> None:
+    """With biases: one token, then more of one expert than a tile takes; halves that begin in the middle of a block."""
+    m, every = Matrix("m", 70, 90, bias=True), torch.arange(len(RELEASED))
+    layer = make_layer(m, RELEASED, every.tolist())
+    for index in (every[None], torch.cat([torch.full((many,), 3), every])[:, None]):
+        x = activations(len(index), 90, dtype)
+        want, flat = expected(layer, x, index), index.reshape(-1)
+        gate, up = torch.from_numpy(want).chunk(2, dim=1)
+        for gated, rows in ((False, want), (True, (torch.nn.functional.silu(gate) * up).numpy())):
+            got = run(layer, m, RELEASED, x, index, gated, tile)
+            for e in every:  # apart, because their weights differ in size
+                assert relative(got[flat == e], rows[flat == e]) <= 1e-5, RELEASED[e].name
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+def test_a_layer_in_released_versions_is_run_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu_stand_in import kernels
+    from transformers.integrations.moe import _default_apply_gate
+
+    from moepack.runtime.experts.forward import experts_forward, reference_forward
+    from moepack.runtime.experts.handles import LayerCall, LayerExperts
+
+    class Module:
+        has_gate, act_fn, _apply_gate = True, torch.nn.SiLU(), _default_apply_gate
+        _moepack: LayerExperts
+
+    kernels(monkeypatch)
+    versions = list({v.name: v for v in RELEASED}.values())
+    matrices, count = (Matrix("gate_up", 70, 40, bias=True), Matrix("down", 40, 35)), len(versions)
+    experts = LayerExperts(ExpertLayer(0, "experts", count, matrices), versions, torch.device(DEVICE))
+    for e, v in enumerate(versions):
+        extent = torch.empty(v.resident_size(matrices), dtype=torch.uint8, device=DEVICE)
+        extent.copy_(torch.from_numpy(v.encode(matrices, [random_expert(m, v, e) for m in matrices])[0]))
+        experts.publish(e, experts.of.over(v, extent))
+    assert experts.of.backend == "triton" and experts.current.served == list(range(count))
+    module = Module()
+    module._moepack = experts
+    x, gates = activations(count, 40, torch.float32).to(DEVICE), torch.ones(count, 1, device=DEVICE)
+    index = torch.arange(count, device=DEVICE)[:, None]
+    with torch.inference_mode():
+        got = experts_forward(module, x, index, gates).cpu()
+        want = reference_forward(LayerCall(module, experts.current, x, index, gates)).double().cpu().numpy()
+    for e, v in enumerate(versions):
+        assert relative(got[e], want[e]) <= 1e-5, v.name
 
 
 def test_geometry_takes_every_slot_once() -> None:

@@ -12,7 +12,8 @@ import pytest
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
 from moepack.runtime.policies.contract import Interval, Needs, Setting, read_options
-from moepack.runtime.policies.paged import PACKED, RESIDENT, Paged, PagedOptions, pass_seconds
+from moepack.runtime.policies.paged import RESIDENT, Paged, PagedOptions, pass_seconds
+from moepack.runtime.policies.placements import Placement, Where, read_placement
 from moepack.runtime.policies.registry import parse_policy
 
 LAYERS, EXPERTS = 3, 8
@@ -84,7 +85,7 @@ def test_alpha_at_first() -> None:
     wanted = policy.decide(interval(0.0))
     traffic = policy._setting.traffic
     busiest = {(p, e) for p in range(LAYERS) for e in sorted(range(EXPERTS), key=lambda e: -traffic[p][e])[:2]}
-    assert wanted is not None and set(wanted) == busiest and set(wanted.values()) == {PACKED}
+    assert wanted is not None and set(wanted) == busiest and set(wanted.values()) == {1}
     first = list(wanted)[:LAYERS]
     assert [p for p, _ in first] == [0, 1, 2], "one of each layer in turn"
     assert min(policy.worth(key) for key in first) > max(policy.worth(key) for key in list(wanted)[LAYERS:])
@@ -94,7 +95,7 @@ def test_three_parts() -> None:
     """x uncompressed, y compressed, z stored: x + y + z = 1, and x yields first where bytes are short (12)."""
     policy = Paged(setting(), read_options(PagedOptions, "alpha=0.75,resident=0.25"))
     wanted = policy.decide(interval(0.0)) or {}
-    parts = [sum(v == part for v in wanted.values()) for part in (RESIDENT, PACKED)]
+    parts = [sum(v == part for v in wanted.values()) for part in (RESIDENT, 1)]
     assert parts == [2 * LAYERS, 4 * LAYERS]
     assert (policy.decide(interval(0.1, room=[6 * SMALL + 30] * LAYERS)) or {}) and policy._before == [(1, 6)] * LAYERS
     policy.decide(interval(0.2, room=[6 * SMALL - 1] * LAYERS))
@@ -219,6 +220,50 @@ def test_kv_comes_and_goes_on_a_machine() -> None:
     assert seen[40] == [3] * LAYERS, "one expert a layer at a time"
 
 
+# --- a version that has no packed form
+
+
+def uncoded(options: str = "", room: int = EXPERTS) -> Paged:
+    ladder = PagedOptions().ladders([Version.of("mxfp4"), Version.of("w2", 64)])[0]
+    assert [str(x) for x in ladder] == ["mxfp4", "mxfp4@stored"]
+    of = replace(setting((INF, 1000.0)), ladder=ladder, sizes=[[WHOLE, 0]] * LAYERS)
+    policy = Paged(of, read_options(PagedOptions, options))
+    policy.decide(interval(0.0, room=[room * WHOLE + 1] * LAYERS))
+    return policy
+
+
+def test_what_fits_is_on_the_device_as_it_is() -> None:
+    """All of it, since it costs no loading; `resident` adds nothing. Without loads rho says nothing."""
+    policy = uncoded(room=5)
+    assert policy.held == [5, 5, 5] and uncoded().alpha == 1
+    assert set((policy.decide(interval(1.0)) or {}).values()) <= {RESIDENT}
+    assert uncoded("alpha=0.5,resident=0.25").held == [4, 4, 4]
+    policy = uncoded("alpha=0.5")
+    policy.decide(interval(10.0, 1.0, 1, [[0, 0]] * LAYERS))
+    assert policy.rho == INF and policy.held == [4, 4, 4]
+
+
+@pytest.mark.parametrize(("rho", "held"), [(5.0, 3), (1.0, 4), (0.95, 4), (0.5, 5)])
+def test_alpha_follows_rho_there_too(rho: float, held: int) -> None:
+    """Each of the four experts in the store loads 50 bytes a step, of 1,000 a second."""
+    policy = uncoded("alpha=0.5")
+    policy.decide(interval(10.0, rho * LAYERS * 0.2, 1, [[0, 200]] * LAYERS))
+    assert policy.rho == pytest.approx(rho) and policy.held == [held] * LAYERS
+
+
+@pytest.mark.parametrize("compute", [1e-6, 0.1, 0.3, 0.45, 0.6, 0.75, 1.1, 1e6])
+def test_it_comes_to_rest_without_a_packed_form(compute: float) -> None:
+    policy, seen = uncoded("alpha=0.5"), []
+    for i in range(30):
+        loaded = [[0, 50 * (EXPERTS - h)] for h in policy.held]
+        policy.decide(interval(10.0 * (i + 1), compute, 1, loaded))
+        seen.append(list(policy.held))
+    assert seen[-1] == seen[-2] == seen[-10], f"still moving: {seen[-10:]}"
+    loading = LAYERS * 0.05 * (EXPERTS - seen[-1][0])
+    nearer = LAYERS * 0.05 * (EXPERTS - seen[-1][0] + 1)
+    assert loading == 0 or 0.9 <= compute / loading <= 1 or seen[-1] == [1] * LAYERS or compute / nearer < 0.9
+
+
 # --- what users write
 
 
@@ -230,3 +275,14 @@ def test_options_and_ladders() -> None:
     assert made().needs == Needs(interval=0.1, timings=True)
     with pytest.raises(InputError, match="no lossless version to page: here are w4"):
         PagedOptions().ladders(VERSIONS[1:])
+
+
+def test_placements_by_name() -> None:
+    released = [Version.of("mxfp4"), Version.of("w2", 64)]
+    assert str(read_placement("mxfp4@stored", released)) == "mxfp4@stored"
+    assert str(read_placement("bf16@packed", VERSIONS)) == "bf16@packed"
+    for name in ("mxfp4@packed", "w2@stored"):
+        with pytest.raises(InputError, match=f"has no '{name}': here are mxfp4, w2, .*where its codes are entropy-cod"):
+            read_placement(name, released)
+    with pytest.raises(ValueError, match="mxfp4 is served as it is stored: it has no packed form"):
+        Placement(released[0], Where.PACKED)

@@ -1,0 +1,35 @@
+"""Tiny checkpoints in a released format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from released_kinds import KINDS, Made
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Make = Callable[[np.random.Generator, int, int], Made]  # a random weight's tensors and value
+
+
+def released(plain: Path, path: Path, kind: str, dense: Make | None = None) -> dict[str, Tensor]:
+    """Save the model with its experts in a format, and with `dense` attention too; return all values in float32."""
+    own, stored, values = KINDS[kind], dict[str, Tensor](), dict[str, Tensor]()
+    for seed, (name, tensor) in enumerate(load_file(plain / "model.safetensors").items()):
+        make = own.make if ".experts." in name else dense if "_proj." in name else None
+        if make is not None:
+            made, value = make(np.random.default_rng(seed), *tensor.shape)
+            stored |= {f"{name.removesuffix('.weight')}.{n}": t for n, t in made.items()}
+            values[name] = torch.from_numpy(np.ascontiguousarray(value)).float()
+        else:
+            stored[name], values[name] = tensor, tensor.float()
+    config = json.loads((plain / "config.json").read_text())
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({**config, **own.config, "quantization_config": own.quantization}))
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
+    for file in plain.glob("*token*"):
+        (path / file.name).write_bytes(file.read_bytes())
+    return values

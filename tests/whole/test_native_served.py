@@ -1,0 +1,212 @@
+"""Native versions under every policy and by every way to a model: the checkpoint's own bits, in every placement."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from gpu_stand_in import install
+from native_checkpoints import released
+from served import ask
+from support import damage
+from torch import Tensor
+
+import moepack
+from moepack.generation import generate
+from moepack.pack.encodings.released import ReleasedFloat
+from moepack.pack.errors import BundleError, CodecError, InputError
+from moepack.pack.reader import open_bundle
+from moepack.pack.spec import Version
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+from moepack.pipeline.shrink import shrink
+from moepack.reports.evaluate import evaluate
+from moepack.reports.plan import plan
+from moepack.runtime.planning.exceeded import TooSmallError
+from moepack.runtime.planning.options import LoadOptions
+from moepack.runtime.policies.registry import ENTRIES
+
+pytest.importorskip("prometheus_client")
+pytest.importorskip("uvicorn")
+
+from moepack.server.command import Serve, opened, options_of
+
+# Extents of so few weights take as many pages at w2 as at mxfp4 unless w2's groups are of 64.
+RECIPE = """
+versions: [native, w3, w2]
+quantize: {method: rtn, group_size: 64, loss_tokens: 64}
+calibration: {samples: 2, length: 64, batch_size: 2}
+"""
+IDS = torch.arange(3, 43)[None]
+PAGED = ["deepseek mxfp4", "ct nvfp4", "fp8 blocks", "gptq"]  # one of each layout of scales
+# In ample room every policy serves the best version; `importance` only if it is named, and all tokens are important.
+POLICIES = ["importance:r=1,hi=" if e.name == "importance" else e.name for e in ENTRIES]
+WORK: dict[str, Any] = {"kv_tokens": 64, "prefill_tokens": 64, "all_logits": False}
+AMPLE = 8_000_000  # bytes
+Make = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def plain(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    small = {"num_experts": 4, "moe_intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 4096}
+    path = tiny_models.save_tiny("qwen3_moe", tmp_path_factory.mktemp("plain"), **small)
+    tiny_models.copy_tokenizer(demo_model, path)
+    return path
+
+
+def logits(bundle: Path, **options: Any) -> Tensor:
+    model = moepack.load(bundle, **options)
+    try:
+        with torch.inference_mode():
+            return model(IDS).logits.float()
+    finally:
+        model.moepack.close()
+
+
+@pytest.fixture(scope="module")
+def native(plain: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """The bundle of a kind, and beside it the checkpoint."""
+
+    @functools.cache
+    def make(kind: str) -> Path:
+        folder = tmp_path_factory.mktemp("native")
+        released(plain, folder / "checkpoint", kind)
+        build(folder / "checkpoint", folder / "bundle", parse_recipe(RECIPE, "native"), [text])
+        return folder / "bundle"
+
+    return make
+
+
+def best(bundle: Path) -> str:
+    return open_bundle(bundle).versions[0].name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", PAGED)
+def test_paging_gives_the_bits_of_resident_experts(kind: str, native: Make, dtype: torch.dtype) -> None:
+    """Of prompts, of tokens, of padded batches: from the store alone, and from memory in part."""
+    bundle, asked = native(kind), {"dtype": dtype, **WORK}
+    exact = moepack.load(bundle, policy=f"static:{best(bundle)}", dtype=dtype)
+    with pytest.raises(TooSmallError, match=rf"at {best(bundle)}@stored: the least") as refused:
+        moepack.load(bundle, policy="paged", device_memory=1000, **asked)
+    for options, more in (("paged", 0), ("paged:alpha=0.5", 100_000), ("paged:alpha=0.3,ahead=no", 100_000)):
+        model = moepack.load(bundle, policy=options, device_memory=refused.value.least + more, **asked)
+        with model.moepack as serving, torch.inference_mode():
+            placed = {name for row in serving.versions for name in row}
+            assert placed > {f"{best(bundle)}@stored"} if more else placed == {f"{best(bundle)}@stored"}
+            assert {name.partition("@")[0] for name in placed} == {best(bundle)}
+            for ids in (IDS, IDS[:, :1], IDS.view(2, 20)):
+                mask = torch.ones_like(ids)
+                mask[0, : ids.shape[1] // 3] = 0
+                got, want = (m(ids, attention_mask=mask, logits_to_keep=1).logits for m in (model, exact))
+                assert torch.equal(got, want)
+            made = [m.generate(IDS[:, :9], max_new_tokens=6, do_sample=False, pad_token_id=0) for m in (model, exact)]
+            assert torch.equal(*made) and serving.counters()["forward_waits"] > 0
+            assert serving.resident_bytes_peak <= refused.value.least + more
+    exact.moepack.close()
+
+
+def test_of_a_coded_version_paging_knows_restore_alone(
+    native: Make, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Extents that are inverted at rest come back on their way to a page: from device memory, and from the store."""
+    want, kind, damaged = logits(native("deepseek mxfp4"), policy="static"), type(Version.of("mxfp4")), False
+
+    def encode(*args: Any) -> Any:
+        extent, payload = ReleasedFloat.encode(*args)
+        return ~extent, payload
+
+    def restore(self: Version, matrices: Any, extent: Any, out: Any, threads: Any = None, before: Any = None) -> None:
+        if damaged:
+            raise CodecError("tile 3: bad codes")
+        np.invert(extent, out=out[: len(extent)])
+
+    for name, value in (("encode", encode), ("restore", restore), ("entropy_coded", True)):
+        monkeypatch.setattr(kind, name, value)
+    checkpoint = native("deepseek mxfp4").with_name("checkpoint")
+    build(checkpoint, tmp_path / "bundle", parse_recipe(RECIPE, "native"), [text])
+    options = "paged:alpha=0.5,resident=0.25,ahead=no"
+    model = moepack.load(tmp_path / "bundle", policy=options, device_memory=AMPLE, **WORK)
+    with model.moepack as serving, torch.inference_mode():
+        assert {n for row in serving.versions for n in row} == {"mxfp4", "mxfp4@packed", "mxfp4@stored"}
+        assert torch.equal(model(IDS).logits.float(), want)
+        serving.manager.paging.window._keeps, damaged = False, True
+        with pytest.raises(BundleError, match=r"layer \d, expert \d, version mxfp4: tile 3: bad codes"):
+            for _ in range(2):  # the first pass gives its pages back
+                model(IDS)
+        damaged = False
+        assert torch.equal(model(IDS).logits.float(), want)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", ["deepseek mxfp4", "fp8 blocks"])
+def test_every_policy_by_every_way(kind: str, policy: str, native: Make, evaluation: Path) -> None:
+    bundle, prompt = native(kind), "The town"
+    asked = {"policy": policy + best(bundle) * policy.endswith("="), "device_memory": AMPLE}
+    want = logits(bundle, policy=f"static:{best(bundle)}")
+    assert torch.equal(logits(bundle, **asked, **WORK), want)
+    planned = plan(bundle, LoadOptions(**asked, **WORK))
+    at_first = "w3" if policy == "lru" else best(bundle)  # before a pass asks
+    assert planned.feasible and {n.partition("@")[0] for row in planned.table for n in row} <= {at_first, "absent"}
+    options = LoadOptions(dtype="float32", batch=1, **asked, **WORK)
+    scored = evaluate(bundle, [str(evaluation)], options, length=64, samples=2, kl=True)
+    assert scored.kl == 0 and scored.top1_agreement == 1 and scored.resident_bytes_peak <= AMPLE
+    told = [generate(bundle, prompt, o, max_new_tokens=5) for o in (options, LoadOptions(dtype="float32"))]
+    command = Serve(str(bundle), LoadOptions(dtype="float32", kv_tokens=64, **asked), step_tokens=32)
+    with opened(command, options_of(command)) as server:
+        answer = ask(server, {"model": bundle.name, "prompt": prompt, "max_tokens": 5, "temperature": 0})
+    assert answer["choices"][0]["text"] == told[0] == told[1]
+
+
+def test_lower_versions_are_compared_with_the_checkpoints_own(native: Make, evaluation: Path, tmp_path: Path) -> None:
+    bundle = native("gptq")
+    found = evaluate(bundle, [str(evaluation)], LoadOptions(policy="static:w2"), length=64, samples=2, kl=True)
+    assert found.kl is not None and found.kl > 0.005
+    shrink(bundle, tmp_path / "w2", versions=["w2"])
+    with pytest.raises(InputError, match=r"w2: has no lossless version to compare with: here are w2$"):
+        evaluate(tmp_path / "w2", [str(evaluation)], length=64, samples=2, kl=True)
+    with pytest.raises(InputError, match=r"w2: has no lossless version to page: here are w2$"):
+        moepack.load(tmp_path / "w2", policy="paged", device_memory=AMPLE)
+
+
+def test_a_version_that_saves_no_bits_is_refused(native: Make, text: Path, tmp_path: Path) -> None:
+    recipe = parse_recipe(RECIPE.replace("w3, w2]", "w4]"), "native")
+    with pytest.raises(InputError, match="versions: w4 saves no bits over the checkpoint's own mxfp4: leave it out"):
+        build(native("deepseek mxfp4").with_name("checkpoint"), tmp_path / "bundle", recipe, [text])
+
+
+def test_damage_is_named_and_not_served(native: Make, tmp_path: Path) -> None:
+    """A stored extent is digested each time that it is read to its page."""
+    bundle = Path(shutil.copytree(native("ct nvfp4"), tmp_path / "bundle"))
+    with pytest.raises(TooSmallError) as refused:
+        moepack.load(bundle, policy="paged", device_memory=1000, **WORK)
+    model, want = moepack.load(bundle, policy="paged", device_memory=refused.value.least, **WORK), logits(bundle)
+    with model.moepack, torch.inference_mode():
+        damage(bundle, "nvfp4", 1, range(4))
+        with pytest.raises(BundleError, match=r"layer 1, expert \d, version nvfp4: its bytes do not match"):
+            model(IDS, logits_to_keep=1)
+        damage(bundle, "nvfp4", 1, range(4))
+        assert torch.equal(model(IDS, logits_to_keep=1).logits.float(), want[:, -1:])
+
+
+def test_a_gpu_gets_codes_that_the_host_decoded(native: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle, gpu = native("fp8 blocks"), install(monkeypatch, computes=False)
+    with pytest.raises(InputError, match="fp8 is paged on a CPU alone: no GPU kernel decodes its codes"):
+        moepack.load(bundle, policy="paged", device_memory=AMPLE, **WORK)
+    model, opened_bundle = moepack.load(bundle, policy="hotness", device_memory=AMPLE, **WORK), open_bundle(bundle)
+    version = opened_bundle.versions[0]
+    with model.moepack as serving:
+        assert {name for row in serving.versions for name in row} == {"fp8"}
+        for p, layer in enumerate(serving.manager.layers):
+            for e, handle in enumerate(layer.current.handles):
+                want = np.zeros(version.resident_size(layer.of.layer.matrices), np.uint8)
+                version.restore(layer.of.layer.matrices, opened_bundle.extent("fp8", p, e), want)
+                assert np.array_equal(handle.extent.numpy(), want)
+    assert gpu.wrong() == gpu.leaks() == []

@@ -60,7 +60,13 @@ LAYERS = tuple(
     ExpertLayer(n, f"model.layers.{n}.mlp.experts", 2, (Matrix("gate_up", 16, 64), Matrix("down", 64, 8)))
     for n in (0, 1)
 )
-VERSIONS = tuple(Version.of(*of) for of in (("fp8", 32), ("w4", 64), ("w2", 64)))
+VERSIONS = tuple(Version.of(name, 64) for name in ("bf16", "w4", "w2"))
+# What holds the checkpoint in turn, by a case's number: half of them are bundles of BF16 checkpoints.
+RELEASED = (
+    *(Version.of(name) for name in ("mxfp4", "nvfp4", "mxfp8", "fp8row")),
+    *(Version.of(name, 32) for name in ("fp8", "int4", "int8", "int4fp16")),
+)
+HOLDING = tuple(v for released in RELEASED for v in (VERSIONS[0], released))
 DENSE = (
     DenseMatrix(1, "model.layers.1.self_attn.q_proj", Matrix("weight", 17, 64, True)),
     DenseMatrix(None, "lm_head", Matrix("weight", 20, 65)),
@@ -79,8 +85,9 @@ class Hang(BaseException):
     """A case took too long."""
 
 
-def whole(target: Path) -> None:
-    """A bundle with everything that can be changed, of a few pages."""
+def whole(target: Path, holding: Version = VERSIONS[0]) -> None:
+    """A bundle with everything that can be changed, of a few pages; `holding` is its version of the checkpoint."""
+    versions = (holding, *VERSIONS[1:])
     numbers = np.random.default_rng(0)
     with BundleWriter(target) as writer:
         config: dict[str, Any] = {"model_type": "qwen3_moe", "architectures": ["X"]}
@@ -90,7 +97,7 @@ def whole(target: Path) -> None:
         writer.path("model.safetensors").write_bytes(make_header(dense, {}) + bytes(32 + 2 * len(LAYERS)))
         tables: dict[str, Any] = {}
         for layer in LAYERS:
-            shape = (layer.experts, len(VERSIONS))
+            shape = (layer.experts, len(versions))
             found = {"tokens": np.full(2, 7), "gate_sum": np.ones(2, np.float32), "method": np.zeros(shape, np.uint8)}
             for loss in ("mse", "relative", "gated"):
                 found |= {loss: np.full(shape, 0.1, np.float32), f"{loss}_error": np.full(shape, 0.01, np.float32)}
@@ -98,7 +105,7 @@ def whole(target: Path) -> None:
             found |= {"prefill_gates": np.ones((3, 2), np.float32), "coactivation": np.eye(2, dtype=np.int64)}
             found["reuse"] = np.full((), 0.5, np.float32)
             tables |= {f"layers.{layer.index}.{name}": value for name, value in found.items()}
-            for version in VERSIONS:
+            for version in versions:
                 path = target.with_name(f"{version.name}-{layer.index}")
                 with LayerFileWriter(path, version.name, layer) as file:
                     for _ in range(layer.experts):
@@ -119,13 +126,15 @@ def whole(target: Path) -> None:
         tables |= {f"dense.{name}": np.full(shape, 0.1, np.float32) for name in ("relative", "mse")}
         tables |= {"dense.method": np.zeros(shape, np.uint8), "dense.signal": np.ones(len(DENSE), np.float32)}
         tables["dense.tokens"] = np.full(len(DENSE), 7)
-        columns = metadata([v.name for v in VERSIONS], ["rtn"])
+        columns = metadata([v.name for v in versions], ["rtn"])
         columns["dense_versions"] = ",".join(v.name for v in DENSE_VERSIONS)
         save_file(tables, writer.path(TABLES), columns)
         for name in ("config.json", "model.safetensors", TABLES):
             writer.add(name)
-        model = {"model_type": "qwen3_moe", "architecture": "X", "decoder_layers": 2, "expert_dtype": "F8_E4M3"}
-        manifest = Manifest(model, LAYERS, VERSIONS, {}, {}, {"recipe": "none"})
+        model: dict[str, Any] = {"model_type": "qwen3_moe", "architecture": "X", "decoder_layers": 2}
+        manifest = Manifest(
+            {**model, "expert_dtype": next(iter(holding.holds))}, LAYERS, versions, {}, {}, {"recipe": "none"}
+        )
         writer.finish(replace(manifest, dense=DENSE, dense_versions=DENSE_VERSIONS))
 
 
@@ -135,12 +144,13 @@ def _extent(matrices: tuple[Matrix, ...], version: Version, numbers: np.random.G
         return version.encode(matrices, [LosslessMatrix(w, _bias(m)) for w, m in zip(weights, matrices, strict=True)])
     made: list[Any] = []
     for m in matrices:
-        if version.released:  # few exponents, so that codes are coded
-            few = numbers.integers(0x30, 0x38, (m.rows, m.cols)).astype(np.uint8)
-            made.append(ReleasedMatrix(few, np.ones((m.rows, -(-m.cols // version.group_size)), np.float32)))
-            continue
-        groups = (m.rows, -(-m.cols // version.group_size))
+        groups = (m.rows, -(-m.cols // (version.group_size or m.cols)))
         codes = numbers.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8)
+        if version.released and version.zero == "none":
+            bits = np.full(groups, 1, np.float32 if version.scale_dtype == "F32" else np.uint8)
+            outer = np.ones(m.rows, np.float32) if version.name == "nvfp4" else None
+            made.append(ReleasedMatrix(codes & np.uint8(0xBF), bits, outer, _bias(m)))
+            continue
         made.append(AffineMatrix(codes, np.full(groups, 0x3C00, np.uint16), np.ones(groups, np.uint8), _bias(m)))
     return version.encode(matrices, made)
 
@@ -363,11 +373,15 @@ WEIGHTS = (30, 10, 20, 15, 10, 10, 5)
 
 
 def attempt(root: Path, out: Path, shrinks: bool) -> str:
-    """Open, check, read tables, now and then shrink: "opened" or "refused"."""
+    """Open, check, read tables, decode, now and then shrink: "opened" or "refused"."""
     try:
         bundle = open_bundle(root)
         found = [p for _, problems in verify(bundle) for p in problems]
         bundle.calibration()
+        with np.errstate(invalid="ignore", over="ignore"):  # scales and codes that verify has found
+            for version in bundle.versions:
+                for layer in bundle.layers:
+                    bundle.expert(version.name, layer.index, 0).numpy()
         if shrinks:
             shrink(root, out, [bundle.versions[-1].name])
         return "refused" if found else "opened"
@@ -386,11 +400,15 @@ def run(first: int, count: int, work: str, results: Any) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, now + MEMORY))
     signal.signal(signal.SIGALRM, _late)
     place = Path(work)
-    base = {str(p.relative_to(place / "base")): p.read_bytes() for p in (place / "base").rglob("*") if p.is_file()}
-    case, out = place / "case", place / "out"
+    bases = {
+        base.name: {str(p.relative_to(base)): p.read_bytes() for p in base.rglob("*") if p.is_file()}
+        for base in (place / "base").iterdir()
+    }
+    out = place / "out"
     for number in range(first, first + count):
-        chance = random.Random(number)
-        made = Case(base, chance, place / "outside" / "file")
+        chance, holding = random.Random(number), HOLDING[number % len(HOLDING)]
+        case = place / f"case-{holding.name}"
+        made = Case(bases[holding.name], chance, place / "outside" / "file")
         kind = chance.choices(KINDS, WEIGHTS)[0]
         kind(made)
         shrinks = not number % 20
@@ -408,7 +426,7 @@ def run(first: int, count: int, work: str, results: Any) -> None:
         finally:
             signal.alarm(0)
         if out.exists() or shrinks:
-            left = [p for p in place.iterdir() if p.name not in ("base", "case", "out", "outside")]
+            left = [p for p in place.iterdir() if p.name.partition("-")[0] not in ("base", "case", "out", "outside")]
             if left:
                 became = f"left {left[0].name}"
             shutil.rmtree(out, ignore_errors=True)
@@ -429,13 +447,15 @@ def hostile(cases: int, first: int = 0) -> tuple[list[dict[str, Any]], list[str]
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        whole(work / "base")
-        shutil.copytree(work / "base", work / "case")
+        (work / "base").mkdir()
+        for version in dict.fromkeys(HOLDING):
+            whole(work / "base" / version.name, version)
+            case = shutil.copytree(work / "base" / version.name, work / f"case-{version.name}")
+            assert attempt(case, work / "out", True) == "opened", version.name
+            shutil.rmtree(work / "out")
         (work / "outside").mkdir()
         (work / "outside" / "file").write_bytes(b"not yours\n  ")
         before, number = outside(work), first
-        assert attempt(work / "case", work / "out", True) == "opened"
-        shutil.rmtree(work / "out")
         while number < first + cases:
             end = min(first + cases, number + BATCH)
             here, there = context.Pipe(False)

@@ -16,7 +16,7 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -117,6 +117,27 @@ def _lock(folder: Path) -> int:
         os.close(lock)
         raise
     return lock
+
+
+@contextlib.contextmanager
+def appearing(target: Path) -> Iterator[Path]:
+    """Make a directory that is at `target` when the context ends, and not before. After an error nothing is left.
+
+    What a killed process left is removed by the next one that writes to `target`. Raises TargetError unless `target`
+    is new or empty.
+    """
+    check_target(target)
+    whole = target.absolute()
+    prefix = f".{whole.name}.partial-"
+    remove_left(whole.parent, prefix)
+    partial = whole.with_name(f"{prefix}{secrets.token_hex(4)}")
+    partial.mkdir(parents=True)
+    with contextlib.ExitStack() as after:
+        after.callback(shutil.rmtree, partial, ignore_errors=True)
+        with contextlib.suppress(OSError):  # on a file system without locks remove_left removes nothing either
+            after.callback(os.close, _lock(partial))
+        yield partial
+        partial.rename(whole)
 
 
 class BundleWriter:

@@ -36,7 +36,7 @@ Texts = Annotated[
     typer.Option("--calibration", "-c", help="Calibrate on this file or Hub data set, not on the recipe's."),
 ]
 Output = Annotated[
-    Path, typer.Option("--output", "-o", help="The bundle to make; a new or empty directory.", show_default=False)
+    Path, typer.Option("--output", "-o", help="What to make: a new or empty directory.", show_default=False)
 ]
 Revision = Annotated[
     str | None, typer.Option("--revision", help="The branch, tag or commit of a checkpoint on the Hub.")

@@ -19,6 +19,7 @@ from moepack.pack.manifest import DENSE_INDEX, strict_json
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.safetensors_file import Header, TensorEntry
 from moepack.pack.spec import lossless
+from moepack.pack.writer import appearing, check_target
 from moepack.pipeline.released import LEFTOVERS, TENSORS
 from moepack.progress import Reporter
 
@@ -51,19 +52,17 @@ def export_checkpoint(path: str | Path, output: str | Path, reporter: Reporter |
     """Write the checkpoint that the bundle at `path` was made from into the new directory `output`.
 
     Raises InputError for a bundle without a released version or whose dense matrices were decoded to BF16, TargetError
-    if `output` is not new or empty. Nothing is left at `output` after an error.
+    if `output` is not new or empty, or in the bundle. Nothing is left at `output` after an error.
     """
     reporter, target = reporter or Reporter(), Path(output)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise TargetError(f"{target}: exists and is not empty: name a new directory")
+    check_target(target)
     bundle = open_bundle(path)
+    if target.absolute().is_relative_to(bundle.path.absolute()):
+        raise TargetError(f"{target}: lies in the bundle: name a directory outside it")
     stream, config = _stream(bundle)
     wanted = _held(bundle, stream)
     headers = stream.checkpoint.headers
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with appearing(target) as partial:
         _copy(bundle, partial, config)
         files = {name: FilledFile(partial / name, header, wanted) for name, header in headers.items()}
         reporter.stage("write the checkpoint", len(stream.layers) + 1)
@@ -73,12 +72,6 @@ def export_checkpoint(path: str | Path, output: str | Path, reporter: Reporter |
             file.close()
         if len(files) > 1:
             _index(partial, headers, wanted)
-        if target.exists():
-            target.rmdir()
-        partial.rename(target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     reporter.step("done")
     return Exported(target, len(wanted), tuple(sorted(set(stream.checkpoint.file_of) - wanted)))
 
@@ -191,6 +184,7 @@ def _tensors(bundle: Bundle, stream: StreamedModel, reporter: Reporter) -> Writt
 
 def _experts(bundle: Bundle, stream: StreamedModel, position: int, some: range) -> Written:
     """The tensors of some experts, or their part of tensors that all experts share."""
+    import numpy as np
     import torch
 
     exact, layer = lossless(bundle.versions), bundle.layers[position]
@@ -203,8 +197,8 @@ def _experts(bundle: Bundle, stream: StreamedModel, position: int, some: range) 
         yield name, some.start if tensor.shape[:1] != whole[:1] else 0, tensor
     for m, name in enumerate(n for n in _expert_parameters(stream, layer.index) if n.endswith("_bias")):
         for key in stream.weights_of(name):
-            bits = torch.stack([torch.from_numpy(v.bias) for v in of_matrix[m]])
-            yield key, some.start, bits.view(torch.bfloat16)
+            bits = np.stack([v.bias for v in of_matrix[m]])
+            yield key, some.start, torch.from_numpy(bits).view(torch.bfloat16)
 
 
 def _dense_matrix(bundle: Bundle, stream: StreamedModel, module: str) -> Written:

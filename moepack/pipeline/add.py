@@ -26,7 +26,7 @@ from .artifacts import check_watched, natives_of, quantised_recipe, run_record
 from .assemble import BuildReport, Chosen, assemble, expert_layers, made_by, quantised_settings, report
 from .executors.engine import check_engine, open_executor
 from .model_card import model_card
-from .recipe import NATIVE, Recipe, parse_recipe, with_native, with_versions
+from .recipe import NATIVE, Recipe, check_beside, parse_recipe, with_native, with_versions
 from .start import WAY, quantize_settings, resume
 from .work import ADDED, WorkDirectory
 
@@ -169,10 +169,13 @@ def _wanted(
     if not (*names, *dense):
         raise InputError("name the versions to add, as w2")
     for name in (*names, *dense):
-        if name not in version_names():
+        if name not in (NATIVE, *version_names()):
             raise InputError(f"version {name!r} is unknown: there are {', '.join(version_names())}")
-        if encoding_of(name).released:
+        if name == NATIVE or encoding_of(name).released:
             raise InputError(f"{name}: is made where a recipe's versions have {NATIVE}, in a new build")
+    for native in before:
+        if native.released:
+            check_beside(native, names)
     for name in sorted(set(sizes) - {*names, *dense}):
         raise InputError(f"--group-size {name}: this version is not added: name it with --add or --add-dense as well")
     wanted = _merged(before, recipe, names, sizes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
@@ -13,7 +13,7 @@ import yaml
 
 from moepack.families import mtp
 from moepack.pack.errors import InputError
-from moepack.pack.spec import GROUPS, LOSSLESS, Version, encoding_of, version_names
+from moepack.pack.spec import GROUPS, KNOWN, LOSSLESS, Version, encoding_of, lossy, version_names
 from moepack.quantize import methods
 
 if TYPE_CHECKING:
@@ -191,21 +191,23 @@ def with_versions(recipe: Recipe, versions: Sequence[Version], dense: Sequence[V
     Raises:
         InputError: where a version's group size differs between experts and dense matrices: a recipe has one for both.
     """
-    sizes = {v.name: v.group_size for v in (*dense, *versions) if v.group_size}
+    sizes = {v.name: v.group_size for v in (*dense, *versions) if v.group_size and not v.released}
     for v in dense:
-        if v.group_size and sizes[v.name] != v.group_size:
+        if v.name in sizes and sizes[v.name] != v.group_size:
             raise InputError(
                 f"{v.name}: dense matrices would have it in groups of {v.group_size}, experts of {sizes[v.name]}: a "
                 "recipe has one group size for both: replace it in both, by --add and --add-dense"
             )
     document = yaml.safe_load(recipe.text) or {}
-    document["versions"] = [v.name for v in versions]
+    document["versions"] = [NATIVE if v.released else v.name for v in versions]
     if dense or recipe.dense:
-        document["dense"] = [v.name for v in dense]
+        document["dense"] = [v.name for v in dense if not v.released]
     alike = len(set(sizes.values())) <= 1
     size = next(iter(sizes.values()), 64) if alike else sizes
     document["quantize"] = {**document.get("quantize", {}), "group_size": size}
-    return _written(document)
+    made = _written(document)
+    native, own = (next((v for v in some if v.released), None) for some in (versions, dense))
+    return made if native is None else with_native(made, native, own)
 
 
 def with_native(recipe: Recipe, native: Version, dense: Version | None = None) -> Recipe:
@@ -224,8 +226,8 @@ def with_native(recipe: Recipe, native: Version, dense: Version | None = None) -
     dense_names = _with_own("dense", "dense matrices", asked, dense)
     if native.name not in names and dense_names == recipe.dense:
         return recipe
-    sizes = {name: recipe.quantize.size(name) for name in (*names, *dense_names)}
-    sizes |= {v.name: v.group_size for v in (native, dense) if v.group_size and v.name in sizes}
+    sizes = {e.name: recipe.quantize.size(e.name) for e in lossy(KNOWN)}  # of versions that are added later, too
+    sizes |= {v.name: v.group_size for v in (native, dense) if v.group_size and v.name in (*names, *dense_names)}
     how = replace(recipe.quantize, group_size=sizes)
     return replace(recipe, versions=names, dense=dense_names, quantize=how)
 
@@ -234,10 +236,16 @@ def _with_own(at: str, what: str, names: Sequence[str], own: Version) -> tuple[s
     for name in names:
         if name != NATIVE and encoding_of(name).released and name != own.name:
             raise InputError(f"{at}: {name}: the checkpoint's {what} are {own.name}: write {NATIVE} in versions")
-    more = [n for n in names if n not in (NATIVE, own.name) and encoding_of(n).bits >= own.bits]
-    if more and (NATIVE in names or own.name in names):
-        raise InputError(f"{at}: {more[0]} saves no bits over the checkpoint's own {own.name}: leave it out")
+    if NATIVE in names or own.name in names:
+        check_beside(own, [n for n in names if n not in (NATIVE, own.name)], at)
     return tuple(dict.fromkeys(own.name if name == NATIVE else name for name in names))
+
+
+def check_beside(own: Version, names: Iterable[str], at: str = "versions") -> None:
+    """Raise InputError for a version with as many bits as `own`, the one that holds the checkpoint."""
+    for name in names:
+        if encoding_of(name).bits >= own.bits:
+            raise InputError(f"{at}: {name} saves no bits over the checkpoint's own {own.name}: leave it out")
 
 
 def with_text(recipe: Recipe) -> Recipe:

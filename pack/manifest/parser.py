@@ -110,7 +110,7 @@ def parse_manifest(data: bytes) -> Manifest:
     check.object("top level", document, [*keys, "dense"] if has_dense else keys)
     layers = _layers(check, document.get("layers"))
     versions = _versions(check, "versions", document.get("versions"), spec.version_names(number))
-    dense, dense_versions = _dense(check, document["dense"]) if has_dense else ((), ())
+    dense, dense_versions = _dense(check, document["dense"], number) if has_dense else ((), ())
     packed = manifest.PACKED if number >= spec.DENSE_SINCE else manifest.PACKED[:1]
     files, expert_files = _files(check, document.get("files"), packed)
     found = Manifest({}, layers, versions, files, expert_files, {}, None, number, dense, dense_versions)
@@ -182,7 +182,7 @@ def _shapes(first: Matrix, down: Matrix) -> str:
     return ""
 
 
-def _dense(check: Checker, value: Any) -> tuple[tuple[DenseMatrix, ...], tuple[Version, ...]]:
+def _dense(check: Checker, value: Any, number: int) -> tuple[tuple[DenseMatrix, ...], tuple[Version, ...]]:
     document = check.object("dense", value, ["matrices", "versions"])
     out: list[DenseMatrix] = []
     modules: set[str] = set()
@@ -204,7 +204,7 @@ def _dense(check: Checker, value: Any) -> tuple[tuple[DenseMatrix, ...], tuple[V
         out.append(DenseMatrix(layer, module, matrix))
     if not out:
         check.wrong("dense.matrices", "count", "no matrix has versions")
-    return tuple(out), _versions(check, "dense.versions", document.get("versions"), spec.version_names())
+    return tuple(out), _versions(check, "dense.versions", document.get("versions"), spec.version_names(number))
 
 
 def _order(layer: int | None) -> int:
@@ -234,6 +234,9 @@ def _versions(check: Checker, where: str, value: Any, known: Sequence[str]) -> t
     names = [v.name for v in out]
     if names != [n for n in known if n in names] or not names:
         check.wrong(where, "order", f"not a list from most to least precise without repeats: {names}")
+    holding = [v.name for v in out if v.holds]
+    if len(holding) > 1:
+        check.wrong(where, "value", f"more than one version holds the checkpoint: {', '.join(holding)}")
     return tuple(out)
 
 

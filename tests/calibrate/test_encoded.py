@@ -11,7 +11,7 @@ import pytest
 import tiny_models
 import torch
 from expert_reading import compare
-from released import decoded, round_trip
+from released import decoded, round_trip, same
 from safetensors.torch import load_file, save_file
 from support import Notes, edit_tensors
 from transformers import AutoModelForCausalLM
@@ -20,6 +20,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import moepack
 from moepack.calibrate.checkpoint import open_checkpoint
+from moepack.export import export_checkpoint
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
 from moepack.pipeline.build import build
@@ -134,6 +135,24 @@ def test_a_bundle_of_it_is_the_decoded_model(
     with torch.inference_mode():
         want, got = model(ids).logits, ours(ids).logits
     assert float((got - want).norm() / want.norm()) <= 1e-3  # as in test_families: another order of sums
+
+
+@pytest.mark.numeric
+def test_gpt_oss_code_for_code(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """Biases, transposed and interleaved matrices: transformers' logits, and the checkpoint's bytes from the bundle."""
+    coded, plain = mxfp4_checkpoint(tmp_path, demo_model)
+    build(coded, tmp_path / "b", parse_recipe(RECIPE.replace("bf16, w4", "native, w2"), "test"), [text])
+    bundle = open_bundle(tmp_path / "b")
+    assert [v.name for v in bundle.versions] == ["mxfp4", "w2"] and all(m.bias for m in bundle.layers[0].matrices)
+    assert verify(tmp_path / "b", coded) == []
+    ids = torch.randint(1, 4000, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        want = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)(ids).logits
+        got = moepack.load(tmp_path / "b", dtype=torch.float32)(ids).logits
+    assert float((got - want).norm() / want.norm()) < 1e-5
+    export_checkpoint(tmp_path / "b", tmp_path / "again")
+    before, after = (load_file(path / "model.safetensors") for path in (coded, tmp_path / "again"))
+    assert before.keys() == after.keys() and all(same(after[name], tensor) for name, tensor in before.items())
 
 
 @pytest.mark.parametrize("make", [fp8_checkpoint, mxfp4_checkpoint])

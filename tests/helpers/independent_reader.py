@@ -53,44 +53,106 @@ def bf16(bits: int) -> float:
     return struct.unpack("<f", struct.pack("<I", bits << 16))[0]
 
 
-def affine_values(extent: bytes, layer: dict, version: dict) -> list[list[list[float]]]:
-    bits, size = version["bits"], version["group_size"]
-    at, out = 0, []
+def f32(bits: int) -> float:
+    return struct.unpack("<f", struct.pack("<I", bits))[0]
 
-    def take(item: int, count: int) -> list[int]:
-        nonlocal at
-        at = -(-at // 64) * 64
-        values = struct.unpack_from(f"<{count}{ {1: 'B', 2: 'H', 4: 'I'}[item] }", extent, at)
-        at += item * count
+
+def fp16(bits: int) -> float:
+    return struct.unpack("<e", struct.pack("<H", bits))[0]
+
+
+def e8m0(bits: int) -> float:
+    assert bits != 255
+    return 2.0 ** (bits - 127)
+
+
+def e4m3(bits: int) -> float:
+    assert bits & 127 != 127
+    exponent, mantissa = bits >> 3 & 15, bits & 7
+    size = (8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9
+    return -size if bits & 128 else size
+
+
+def e2m1(bits: int) -> float:
+    size = (0, 0.5, 1, 1.5, 2, 3, 4, 6)[bits & 7]
+    return -size if bits & 8 else size
+
+
+class Sections:
+    """Numbers of an extent, section after section."""
+
+    def __init__(self, extent: bytes) -> None:
+        self.extent, self.at = extent, 0
+
+    def take(self, item: int, count: int) -> list[int]:
+        self.at = -(-self.at // 64) * 64
+        values = struct.unpack_from(f"<{count}{ {1: 'B', 2: 'H', 4: 'I'}[item] }", self.extent, self.at)
+        self.at += item * count
         return list(values)
 
-    def blocks(item: int, rows: int, n: int) -> list[list[int]]:
-        flat = take(item, -(-rows // 16) * n * 16)
+    def rows(self, item: int, rows: int, n: int) -> list[list[int]]:
+        """[B, n, 16], as n numbers for each row."""
+        flat = self.take(item, -(-rows // 16) * n * 16)
         return [[flat[(r // 16 * n + i) * 16 + r % 16] for i in range(n)] for r in range(rows)]
 
-    for m in layer["matrices"]:
-        rows, cols = m["rows"], m["cols"]
-        groups = -(-cols // size)
-        codes = [[0] * cols for _ in range(rows)]
-        shift = 0
+    def blocks(self, item: int, rows: int, n: int) -> list[list[int]]:
+        """[B, n], likewise: every row of a block has its numbers."""
+        flat = self.take(item, -(-rows // 16) * n)
+        return [flat[r // 16 * n : (r // 16 + 1) * n] for r in range(rows)]
+
+    def codes(self, bits: int, rows: int, cols: int) -> list[list[int]]:
+        codes, shift = [[0] * cols for _ in range(rows)], 0
         for p in {8: [8], 4: [4], 3: [2, 1], 2: [2], 1: [1]}[bits]:
-            plane = blocks(4, rows, -(-cols * p // 32))
+            plane = self.rows(4, rows, -(-cols * p // 32))
             for r in range(rows):
                 string = sum(w << 32 * i for i, w in enumerate(plane[r]))
                 for c in range(cols):
                     codes[r][c] |= (string >> c * p & (1 << p) - 1) << shift
             shift += p
-        scale = [[bf16(b) for b in row] for row in blocks(2, rows, groups)]
-        if version["zero"] == "stored":
-            zero = [[z / 2 ** (8 - bits) for z in row] for row in blocks(1, rows, groups)]
-        else:
-            zero = [[(2**bits - 1) / 2] * groups] * rows
+        return codes
+
+
+def values(extent: bytes, layer: dict, version: dict) -> list[list[list[float]]]:
+    """Weights of every matrix, [rows][cols], of any version but the lossless one."""
+    sections, out = Sections(extent), []
+    affine = version["encoding"].startswith("affine")
+    for m in layer["matrices"]:
+        out.append((affine_values if affine else released_values)(sections, m["rows"], m["cols"], version))
         if m["bias"]:
-            take(2, rows)
-        out.append(
-            [[scale[r][c // size] * (codes[r][c] - zero[r][c // size]) for c in range(cols)] for r in range(rows)]
-        )
+            sections.take(2, m["rows"])
     return out
+
+
+def affine_values(sections: Sections, rows: int, cols: int, version: dict) -> list[list[float]]:
+    bits, size = version["bits"], version["group_size"]
+    groups = -(-cols // size)
+    codes = sections.codes(bits, rows, cols)
+    number = fp16 if version["encoding"] == "affine-fp16" else bf16
+    scale = [[number(b) for b in row] for row in sections.rows(2, rows, groups)]
+    if version["zero"] == "stored":
+        zero = [[z / 2 ** (8 - bits) for z in row] for row in sections.rows(1, rows, groups)]
+    else:
+        zero = [[(2**bits - 1) / 2] * groups] * rows
+    return [[scale[r][c // size] * (codes[r][c] - zero[r][c // size]) for c in range(cols)] for r in range(rows)]
+
+
+def released_values(sections: Sections, rows: int, cols: int, version: dict) -> list[list[float]]:
+    """Products as float32 has them: a float64 holds each exactly before it is rounded."""
+    name, size = version["name"], version["group_size"] or cols
+    groups = -(-cols // size)
+    code = e2m1 if version["bits"] == 4 else e4m3
+    codes = [[code(b) for b in row] for row in sections.codes(version["bits"], rows, cols)]
+    stored = (sections.blocks if name == "fp8" else sections.rows)(4 if name.startswith("fp8") else 1, rows, groups)
+    number = {"fp8": f32, "fp8row": f32, "nvfp4": e4m3}.get(name, e8m0)
+    scale = [[number(b) for b in row] for row in stored]
+    outer = [[f32(b) for b in row] for row in sections.blocks(4, rows, 1)] if name == "nvfp4" else [[1.0]] * rows
+    return [
+        [rounded(rounded(codes[r][c] * scale[r][c // size]) * outer[r][0]) for c in range(cols)] for r in range(rows)
+    ]
+
+
+def rounded(value: float) -> float:
+    return struct.unpack("<f", struct.pack("<f", value))[0]
 
 
 def lossless_bits(extent: bytes, layer: dict) -> list[list[int]]:
@@ -135,12 +197,6 @@ def fp8_values(extent: bytes, layer: dict, version: dict) -> list[list[list[floa
             ]
         )
     return out
-
-
-def e4m3(code: int) -> float:
-    exponent, mantissa = code >> 3 & 15, code & 7
-    value = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
-    return -value if code & 128 else value
 
 
 def coded(data: bytes, weights: int, plane_size: int) -> tuple[bytes, list[int]]:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+from released_values import random_released
 from safetensors.numpy import save_file
 from support import random_matrix
 
@@ -55,16 +56,18 @@ def affine(version: Version, seed: int, matrices: tuple[Matrix, ...] = MATRICES)
 
 def extent(version: Version, seed: int, matrices: tuple[Matrix, ...] = MATRICES) -> tuple[np.ndarray, int]:
     """An extent, and its payload."""
+    if version.released:
+        return version.encode(matrices, [random_released(m, version, seed + i) for i, m in enumerate(matrices)])
     return version.encode(matrices, (lossless(seed, matrices) if version.plain else affine(version, seed, matrices)))
 
 
-def statistics(index: int) -> dict[str, np.ndarray]:
+def statistics(index: int, versions: int = len(VERSIONS)) -> dict[str, np.ndarray]:
     """A layer's tables."""
     rng = np.random.default_rng(index)
     names = [f"{loss}{error}" for loss in ("mse", "relative", "gated") for error in ("", "_error")]
-    losses = {k: rng.random((EXPERTS, len(VERSIONS)), np.float32) for k in names}
+    losses = {k: rng.random((EXPERTS, versions), np.float32) for k in names}
     return losses | {
-        "method": np.minimum(np.arange(len(VERSIONS)), 1).astype(np.uint8)[None].repeat(EXPERTS, 0),
+        "method": np.minimum(np.arange(versions), 1).astype(np.uint8)[None].repeat(EXPERTS, 0),
         "tokens": rng.integers(0, 99, EXPERTS),
         "gate_sum": rng.random(EXPERTS, np.float32),
         "prefill_counts": rng.integers(0, 9, (WINDOWS, EXPERTS)).astype(np.int32),
@@ -87,10 +90,15 @@ def dense_losses() -> dict[str, np.ndarray]:
     }
 
 
-def write_small_bundle(path: Path) -> Path:
+def released_versions(name: str, group_size: int) -> tuple[Version, ...]:
+    """A released version, and those that may stand beside it."""
+    return Version.of(name, group_size), Version.of("w3", 32), Version.of("w2", 32)
+
+
+def write_small_bundle(path: Path, versions: tuple[Version, ...] = VERSIONS, dtype: str = "BF16") -> Path:
     """Write it; leaves the layer files beside it in `made`."""
     with BundleWriter(path) as writer:
-        experts = [(v, x, 100 * x.index, [MATRICES] * EXPERTS) for v in VERSIONS for x in LAYERS]
+        experts = [(v, x, 100 * x.index, [MATRICES] * EXPERTS) for v in versions for x in LAYERS]
         layers = dense_layers(DENSE)
         dense = [(v, x, 1000 + x.first, [(m.matrix,) for m in x.matrices]) for v in DENSE_VERSIONS for x in layers]
         for version, layer, seed, shapes in (*experts, *dense):
@@ -100,10 +108,10 @@ def write_small_bundle(path: Path) -> Path:
                     file.add(*extent(version, seed + e, matrices))
             assert file.entry is not None
             writer.adopt(name, path.with_name("made") / name, file.entry)
-        tables = {f"layers.{x.index}.{k}": v for x in LAYERS for k, v in statistics(x.index).items()}
+        tables = {f"layers.{x.index}.{k}": v for x in LAYERS for k, v in statistics(x.index, len(versions)).items()}
         tables |= dense_losses()
         columns = {"dense_versions": ",".join(v.name for v in DENSE_VERSIONS)}
-        save_file(tables, writer.path(TABLES), metadata([v.name for v in VERSIONS], ("none", "rtn")) | columns)
+        save_file(tables, writer.path(TABLES), metadata([v.name for v in versions], ("none", "rtn")) | columns)
         (writer.root / "config.json").write_text(
             json.dumps({"model_type": "qwen3_moe", "quantization_config": {"quant_method": "moepack"}})
         )
@@ -114,12 +122,12 @@ def write_small_bundle(path: Path) -> Path:
         )  # fmt: skip
         for name in (TABLES, "config.json", "model.safetensors"):
             writer.add(name)
-        model = {"model_type": "qwen3_moe", "architecture": "Qwen3MoeForCausalLM", "expert_dtype": "BF16"}
-        table = tuple(tuple(v.name for v in VERSIONS[:EXPERTS]) for _ in LAYERS)
+        model = {"model_type": "qwen3_moe", "architecture": "Qwen3MoeForCausalLM", "expert_dtype": dtype}
+        table = tuple(tuple(v.name for v in versions[:EXPERTS]) for _ in LAYERS)
         chosen = Allocation("by hand", table, ("w4", "bf16", "w8", "w8"))
         writer.finish(
             Manifest(
-                {**model, "decoder_layers": 6}, LAYERS, VERSIONS, {}, {}, {}, chosen,
+                {**model, "decoder_layers": 6}, LAYERS, versions, {}, {}, {}, chosen,
                 dense=DENSE, dense_versions=DENSE_VERSIONS,
             )
         )  # fmt: skip

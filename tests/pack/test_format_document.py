@@ -9,16 +9,16 @@ import independent_reader as reader
 import numpy as np
 import pytest
 import torch
-from released_values import gaussian_released
+from released_values import NAMES, gaussian_released
 from safetensors import safe_open
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch
-from small_bundle import LAYERS, VERSIONS
+from small_bundle import LAYERS, VERSIONS, released_versions, write_small_bundle
 from support import ROOT
 
 from moepack.pack.codec.exponent import CODED, WIDE, parse
 from moepack.pack.reader import open_bundle
-from moepack.pack.spec import HINT, Matrix, Version
+from moepack.pack.spec import HINT, Matrix, Version, encoding_of
 
 
 @pytest.mark.parametrize("version", VERSIONS[1:])
@@ -27,11 +27,23 @@ def test_every_affine_version_at_odd_shapes(small: Path, version: Version) -> No
     manifest = reader.read_manifest(small)
     described = next(v for v in manifest["versions"] if v["name"] == version.name)
     extent = reader.read_extent(small, manifest, version.name, 1, 2)
-    theirs = reader.affine_values(extent, manifest["layers"][0], described)
+    theirs = reader.values(extent, manifest["layers"][0], described)
     opened = open_bundle(small)
     ours = opened.manifest.version(version.name).decode(LAYERS[0].matrices, opened.extent(version.name, 0, 2))
     for a, b in zip(ours, theirs, strict=True):
         assert np.array_equal(a.dequantise(version).astype(np.float64), np.array(b))
+
+
+@pytest.mark.parametrize(("name", "group"), [of for of in NAMES if not encoding_of(of[0]).entropy_coded])
+def test_every_released_version_at_odd_shapes(name: str, group: int, tmp_path: Path) -> None:
+    """Partial words, groups and blocks, biases; products rounded to float32 as the page says."""
+    versions = released_versions(name, group)
+    manifest = reader.read_manifest(write_small_bundle(tmp_path / "b", versions, next(iter(versions[0].holds))))
+    assert manifest["format_version"] == 4 and [v["name"] for v in manifest["versions"]] == [name, "w3", "w2"]
+    extent = reader.read_extent(tmp_path / "b", manifest, name, 4, 2)
+    theirs = reader.values(extent, manifest["layers"][1], manifest["versions"][0])
+    for matrix, b in zip(open_bundle(tmp_path / "b").expert(name, 4, 2).decode(), theirs, strict=True):
+        assert np.array_equal(matrix.dequantise(versions[0]).astype(np.float64), np.array(b))
 
 
 def test_lossless_version_is_the_checkpoint(bundle: Path, demo_model: Path) -> None:
@@ -76,7 +88,7 @@ def test_dense_matrices(small: Path) -> None:
                 theirs = [reader.bf16(bits) for bits in reader.lossless_bits(extent, shape)[0]]
                 assert np.array_equal(ours.numpy()["weight"].reshape(-1), np.array(theirs, np.float32), equal_nan=True)
             else:
-                theirs = reader.affine_values(extent, shape, version)[0]
+                theirs = reader.values(extent, shape, version)[0]
                 assert np.array_equal(ours.numpy()["weight"].astype(np.float64), np.array(theirs))
 
 

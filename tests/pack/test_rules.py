@@ -6,10 +6,11 @@ The edits are in helpers/broken_rules; those here are allowed. Random ones are i
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import numpy as np
 import pytest
-from broken_rules import EDITS, MANIFEST_EDITS
+from broken_rules import EDITS, MANIFEST_EDITS, RELEASED
 from broken_rules.extents import at, scaled, section
 from broken_rules.manifest import all_without_dense, put, signs
 from broken_rules.names import BF16, DENSE, Q8, TABLES, W4, Do
@@ -25,9 +26,26 @@ from moepack.pack.reader import open_bundle, unlisted
 def test_every_rule_is_kept(name: str, victim: Victim) -> None:
     edit, kind = EDITS[name]
     edit(victim)
+    check_refused(victim, kind, name in MANIFEST_EDITS)
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_every_rule_of_released_extents_is_kept(name: str, released_victim: Callable[[str, int], Victim]) -> None:
+    of, edit, kind = RELEASED[name]
+    victim = released_victim(*of)
+    edit(victim)
+    try:
+        check_refused(victim, kind)
+    finally:
+        victim.restore()
+    assert problems_of(victim.path) == []
+
+
+def check_refused(victim: Victim, kind: str, among_others: bool = False) -> None:
+    """With a problem of this kind alone, or among others; each is one line."""
     found = problems_of(victim.path)
     kinds = {p.kind for p in found}  # a field of a manifest has others that go by it
-    assert kind in kinds if name in MANIFEST_EDITS else kinds == {kind}, [f"{p.kind}: {p}" for p in found]
+    assert kind in kinds if among_others else kinds == {kind}, [f"{p.kind}: {p}" for p in found]
     for problem in found:
         one_line(str(problem))
         assert problem.location.startswith(str(victim.path))
@@ -61,6 +79,7 @@ ALLOWED: dict[str, Do] = {
     "files that nothing lists": lambda v: v.write("notes.txt", b"\x1b[31m"),
     "a link that nothing lists": lambda v: v.replace("notes", lambda p: p.symlink_to("/etc/passwd")),
     "no version w4": lambda v: v.replace("experts/w4", str),
+    "version 4, without what is new in it": put("format_version")(4),
     "anything in the provenance": put("provenance")({"\x1b[31m": ["\x00", None, True, -(1 << 80)], "recipe": "a\nb\t"}),
     "more about the model": put("model", "vision")({"layers": 3}),
     "no allocation": put("allocation")(None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from native_checkpoints import Make, released
 from released import found, same
 from released_kinds import E8M0, KINDS, block_fp8
 from safetensors.torch import load_file, save_file
-from support import tree
+from support import spy, tree
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -25,6 +26,7 @@ from moepack.calibrate.native import RowPlaces
 from moepack.calibrate.released.announced import announced_version
 from moepack.calibrate.stream import StreamedModel
 from moepack.export import export_checkpoint
+from moepack.export.filled import FilledFile
 from moepack.pack.errors import InputError, TargetError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import Version, encoding_of
@@ -32,6 +34,7 @@ from moepack.pipeline.add import add
 from moepack.pipeline.build import build
 from moepack.pipeline.estimate import estimate
 from moepack.pipeline.recipe import parse_recipe
+from moepack.pipeline.shrink import shrink
 from moepack.progress import Reporter
 from moepack.reports.evaluate import evaluate
 from moepack.reports.verify import verify
@@ -116,7 +119,7 @@ def check_export(folder: Path, kind: str) -> None:
     config = json.loads((folder / "again" / "config.json").read_text())
     assert config["quantization_config"] == KINDS[kind].quantization
     assert StreamedModel(open_checkpoint(folder / "again")).native == open_bundle(folder / "bundle").versions[0]
-    with pytest.raises(TargetError, match="again: exists and is not empty"):
+    with pytest.raises(TargetError, match="again: is not empty"):
         export_checkpoint(folder / "bundle", folder / "again")
 
 
@@ -127,6 +130,64 @@ def test_the_configuration_alone_tells_the_version(kind: str, plain: Path, tmp_p
     native = StreamedModel(open_checkpoint(tmp_path / "checkpoint")).native
     told = announced_version(kind, json.loads((tmp_path / "checkpoint" / "config.json").read_text()))
     assert (told.name.removesuffix("fp16"), told.group_size) == (native.name.removesuffix("fp16"), native.group_size)
+
+
+def test_versions_beside_a_released_one(plain: Path, text: Path, tmp_path: Path) -> None:
+    """Added versions are those of one build; what takes more bits than the checkpoint, or holds it too, is refused."""
+    released(plain, tmp_path / "checkpoint", "deepseek mxfp4")
+    at = {"checkpoint": tmp_path / "checkpoint", "output": tmp_path / "b"}
+    build(*at.values(), parse_recipe(RECIPE, "native"), [text], work=tmp_path / "w", keep=True)
+    before = tree(tmp_path / "b")
+    for name, said in {
+        "mxfp4": "is made where", "native": "is made where", "nvfp4": "is made where", "bf16": "saves no bits",
+        "w8": "saves no bits over the checkpoint's own mxfp4",
+    }.items():  # fmt: skip
+        with pytest.raises(InputError, match=f"{name}:? {said}"):
+            add(tmp_path / "b", tmp_path / "w", [name])
+    assert tree(tmp_path / "b") == before
+    add(tmp_path / "b", tmp_path / "w", ["w3", "w1"], {"w3": 64})
+    bundle = open_bundle(tmp_path / "b")
+    assert [f"{v.name} {v.group_size}" for v in bundle.versions] == ["mxfp4 32", "w3 64", "w2 32", "w1 32"]
+    assert verify(tmp_path / "b", tmp_path / "checkpoint") == []
+    again = parse_recipe(str(bundle.manifest.provenance["recipe"]), "of the bundle")
+    build(tmp_path / "checkpoint", tmp_path / "c", again, [text])
+    assert tree(tmp_path / "c") == tree(tmp_path / "b")
+    check_divergence(tmp_path, text)
+    check_whole_or_absent(tmp_path)
+
+
+def check_whole_or_absent(folder: Path) -> None:
+    """An export is at its name when it is complete, and removes what a killed one left beside it."""
+    room = folder / "room"
+    room.mkdir()
+
+    (room / ".c.partial-0").mkdir()  # as one that was killed leaves it
+    seen: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        spy(patch, FilledFile, "close", lambda file: seen.extend(p.name for p in room.iterdir()))
+        export_checkpoint(folder / "b", room / "c")
+    assert len(seen) == 1 and seen[0].startswith(".c.partial-") and seen != [".c.partial-0"]
+    assert [p.name for p in room.iterdir()] == ["c"]
+    with pytest.raises(TargetError, match="lies in the bundle"):
+        export_checkpoint(folder / "b", folder / "b" / "c")
+    with pytest.raises(InputError, match="has no released version here"):
+        export_checkpoint(folder / "small", room / "d")
+    (room / "empty").mkdir()
+    with contextlib.chdir(room / "empty"):
+        export_checkpoint(folder / "b", ".")
+    assert tree(room / "empty") == tree(room / "c")
+
+
+def check_divergence(folder: Path, text: Path) -> None:
+    """It is from the released version, and needs one."""
+    options: dict[str, Any] = {"length": 64, "samples": 2, "kl": True}
+    same, low = (
+        evaluate(folder / "b", [str(text)], LoadOptions(policy=f"static:{name}"), **options) for name in ("mxfp4", "w2")
+    )
+    assert same.kl == 0 and low.kl is not None and low.kl > 0
+    shrink(folder / "b", folder / "small", ["w2"])
+    with pytest.raises(InputError, match="small: has no lossless version to compare with: here are w2"):
+        evaluate(folder / "small", [str(text)], **options)
 
 
 @pytest.mark.parametrize("kind", ["deepseek mxfp4", "fp8 blocks", "gptq"])

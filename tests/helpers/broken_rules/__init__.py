@@ -11,7 +11,10 @@ from .files import FILES
 from .headers import HEADERS
 from .manifest import MANIFESTS
 from .names import Do
+from .released import RELEASED
 from .tables import TABLE_EDITS
+
+__all__ = ["EDITS", "MANIFEST_EDITS", "RELEASED"]
 
 EDITS: dict[str, tuple[Do, str]] = {}
 for _group, _edits in (

@@ -84,7 +84,12 @@ def all_without_dense(document: Any) -> None:
         document["files"].pop(name)
 
 
+def in_version_4(change: Callable[[Any], object]) -> Do:
+    return signs(lambda d: (d.update(format_version=4), change(d)))
+
+
 MODEL = put("model")
+MXFP4 = {"name": "mxfp4", "encoding": "mxfp4", "bits": 4, "group_size": 32, "zero": "none"}
 ROWS, COLS = (lambda m, value, k=k: put("layers", 0, "matrices", m, k)(value) for k in ("rows", "cols"))
 MANIFESTS: dict[str, tuple[Do, str]] = {
     "larger than 64 MiB": (lambda v: (v.write(MANIFEST, b""), os.truncate(v.path / MANIFEST, (64 << 20) + 1)), "size"),
@@ -146,6 +151,12 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "up with two rows a column of down": (signs(renamed("up")), "shape"),
     "down without a row a column of gate_up": (COLS(0, 36), "shape"),
     "a bias that is a number": (put("layers", 0, "matrices", 0, "bias")(1), "type"),
+    "a released version in version 3": (put("versions", 0)(MXFP4), "value"),
+    "a dtype of version 4 in version 3": (put("model", "expert_dtype")("NVFP4"), "value"),
+    "two versions that hold the checkpoint": (in_version_4(lambda d: d["versions"].insert(1, MXFP4)), "value"),
+    "another group of a released version": (
+        in_version_4(lambda d: d["versions"].__setitem__(0, {**MXFP4, "group_size": 64})), "encoding"
+    ),
     "no versions": (put("versions")([]), "order"),
     "an unknown version": (put("versions", 1, "name")("w9"), "value"),
     "versions out of order": (signs(lambda d: d["versions"].reverse()), "order"),
@@ -207,6 +218,10 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "dense: no versions": (put("dense", "versions")([]), "order"),
     "dense: versions out of order": (signs(lambda d: d["dense"]["versions"].reverse()), "order"),
     "dense: an unknown version": (put("dense", "versions", 1, "name")("w9"), "value"),
+    "dense: a released version in version 3": (put("dense", "versions", 0)(MXFP4), "value"),
+    "dense: two versions that hold the checkpoint": (
+        in_version_4(lambda d: d["dense"]["versions"].insert(1, MXFP4)), "value"
+    ),
     "dense: other bits": (put("dense", "versions", 1, "bits")(7), "encoding"),
     "dense: a file less": (signs(lambda d: d["files"].pop(HEAD)), "missing"),
     "dense: a file more": (copied(Q8, "dense/w8/layer-003.safetensors"), "unexpected"),

@@ -50,7 +50,7 @@ class Pool:
         for weights in plain:
             weights.copy_(torch.from_numpy(rng.standard_normal(weights.shape, np.float32) * np.float32(0.02)))
         if not plain:
-            one[: self.size] = version.encode(matrices, [_random(m, version, rng) for m in matrices])[0]
+            version.restore(matrices, version.encode(matrices, [_random(m, version, rng) for m in matrices])[0], one)
         self.memory.copy_(torch.from_numpy(one))
         self.addresses = np.array([row.data_ptr() for row in self.memory], np.uint64)
 

@@ -95,7 +95,7 @@ def _make_layer(m: Matrix, versions: tuple[Version, ...], of_expert: tuple[int, 
                 bias = b
         else:
             made = random_expert(m, version, seed + e)
-            room.numpy()[:] = version.encode((m,), [made])[0]
+            version.restore((m,), version.encode((m,), [made])[0], room.numpy())
             value, bias = made.dequantise(version), made.bias
         extents.append(room)
         weights.append(value.astype(np.float64))

@@ -144,8 +144,9 @@ def test_a_layer_in_released_versions_is_run_by_it(monkeypatch: pytest.MonkeyPat
     matrices, count = (Matrix("gate_up", 70, 40, bias=True), Matrix("down", 40, 35)), len(versions)
     experts = LayerExperts(ExpertLayer(0, "experts", count, matrices), versions, torch.device(DEVICE))
     for e, v in enumerate(versions):
-        extent = torch.empty(v.resident_size(matrices), dtype=torch.uint8, device=DEVICE)
-        extent.copy_(torch.from_numpy(v.encode(matrices, [random_expert(m, v, e) for m in matrices])[0]))
+        plain = torch.empty(v.resident_size(matrices), dtype=torch.uint8)
+        v.restore(matrices, v.encode(matrices, [random_expert(m, v, e) for m in matrices])[0], plain.numpy())
+        extent = plain.to(DEVICE)
         experts.publish(e, experts.of.over(v, extent))
     assert experts.of.backend == "triton" and experts.current.served == list(range(count))
     module = Module()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from codec_mutations import Fenced
 from expert_layers import RELEASED, activations, expected, make_layer, native, product, relative
 
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.kernels import reference
+from moepack.runtime.kernels.forms import handle
 
 ONE_EACH = list({v.name: v for v in RELEASED}.values())
 SHAPES = [(96, 2048), (1, 1), (17, 31), (33, 100), (65, 33), (130, 257)]
@@ -72,3 +76,21 @@ def test_activations_that_are_not_finite_make_no_numbers() -> None:
         x[1, 299] = torch.inf
         got = product(layer, x, torch.zeros(3, 1, dtype=torch.int64))
         assert got[1].isnan().all() and not got[[0, 2]].isnan().any(), version.name
+
+
+@pytest.mark.parametrize("version", RELEASED, ids=lambda v: f"{v.name}-{v.group_size}")
+def test_nothing_is_read_past_an_extent(version: Version) -> None:
+    """Memory ends where the last section does, to a line of cache."""
+    m = Matrix("m", 2048, 1024)
+    layer = make_layer(m, [version], [0])
+    ends = version.sections((m,))[-1].end
+    fenced = Fenced(-(-ends // 64) * 64)
+    room = fenced.room(-(-ends // 64) * 64)
+    room[:ends] = layer.extents[0].numpy()[:ends]
+    table = np.array([handle(room.ctypes.data, 0)], np.uint64)
+    for level in range(native.BEST + 1):
+        native.use_level(level)
+        for dtype in (torch.float32, torch.bfloat16):
+            x, index = activations(2, m.cols, dtype), torch.zeros(2, 1, dtype=torch.int64)
+            got = product(replace(layer, table=table), x, index)
+            assert torch.equal(got, product(layer, x, index)), (level, dtype)

@@ -38,8 +38,8 @@ def read(document: Mapping[str, Any], quantization: Mapping[str, Any]) -> Any:
     """The reader, by `config_groups` and their `format`."""
     option(quantization, "quantization_status", ("compressed",), "compressed")
     sparsity = quantization.get("sparsity_config") or {}
-    if sparsity.get("format", "dense") != "dense":
-        raise InputError(f"says sparsity_config {sparsity['format']!r}: moepack reads no sparse weights")
+    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+        raise InputError(f"says sparsity_config {sparsity!r}: moepack reads no sparse weights")
     if quantization.get("transform_config"):
         raise InputError("has a transform_config: moepack reads no rotated weights")
     groups = quantization.get("config_groups")
@@ -104,7 +104,9 @@ def _packed(tensors: Tensors, module: str, weights: Mapping[str, Any]) -> Encode
     bits, group = int(weights.get("num_bits", 8)), _columns(weights)
     *lead, words = codes.shape
     scale_name = f"{module}.weight_scale"
-    groups = tensors[scale_name].shape[-1] if group and scale_name in tensors and tensors[scale_name].shape else 1
+    if scale_name not in tensors:
+        raise InputError(f"{codes.name} has no {scale_name}: the checkpoint is not complete")
+    groups = tensors[scale_name].shape[-1] if group and tensors[scale_name].shape else 1
     cols = groups * group if group else words * 32 // bits
     if codes.dtype != "I32" or math.ceil(cols * bits / 32) != words:
         got = f"{codes.dtype} {list(codes.shape)}"

@@ -20,16 +20,18 @@ def read(document: Mapping[str, Any], quantization: Mapping[str, Any]) -> Any:
     bits = option(quantization, "bits", (4, 8))
     form = option(quantization, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     option(quantization, "pack_dtype", ("int32",), "int32")
-    return partial(find, bits, group_size(quantization), int(form == "gptq"))
+    return partial(find, bits, group_size(quantization), int(form == "gptq"), quantization.get("desc_act") is True)
 
 
-def find(bits: int, group: int, offset: int, tensors: Tensors) -> Iterator[tuple[str, Encoded]]:
+def find(bits: int, group: int, offset: int, by_activation: bool, tensors: Tensors) -> Iterator[tuple[str, Encoded]]:
     """Weights whose `qweight` is I32 [cols * bits / 32, rows]. `offset` is 1 where zero points are stored less one."""
     for module, codes in _modules(tensors):
         words, rows = codes.shape
         shape: Shape = (rows, words * 32 // bits)
         scale, zeros = _beside(tensors, module, codes, shape, group, bits)
         g_idx = there(tensors, module, ("g_idx",))
+        if by_activation and not g_idx:
+            raise InputError(f"{codes.name} has no {module}.g_idx, which desc_act needs")
         if g_idx:
             need(tensors, g_idx[0], ("I32", "I64"), [(shape[1],)], codes)
         version, own = f"int{bits}{SCALES[scale.dtype]}", g_idx[0] if g_idx else None

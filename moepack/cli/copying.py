@@ -67,7 +67,8 @@ def export(
 
     with progress(quiet) as reporter:
         made = export_checkpoint(bundle, output, reporter)
-    left = f"; left out, because the bundle does not hold them: {', '.join(made.left_out[:5])}" if made.left_out else ""
+    left = f"; left out, as the bundle does not hold them as released: {', '.join(made.left_out[:5])}"
+    left = left if made.left_out else ""
     left += f" and {len(made.left_out) - 5} more" if len(made.left_out) > 5 else ""
     show(made, as_json, f"{made.path}: {made.tensors} tensors as they were released{left}")
 

@@ -6,6 +6,7 @@ scales. Tensors that the bundle does not hold, as dropped layers for multi-token
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import InputError, TargetError
 from moepack.pack.manifest import DENSE_INDEX, strict_json
+from moepack.pack.manifest.parser import safe_path
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.safetensors_file import Header, TensorEntry
 from moepack.pack.spec import lossless
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     Written = Iterator[tuple[str, int, Tensor]]  # a tensor's name, an index of its first axis, values from there on
 
 _FEW = 8  # experts whose codes are in memory at once
+_DIMENSIONS, _LARGEST = 8, 1 << 44  # of a described tensor: dimensions, and elements
 _NOT_COPIED = ("manifest.json", "calibration.safetensors", TENSORS, LEFTOVERS, "README.md", "config.json", DENSE_INDEX)
 
 
@@ -61,12 +64,17 @@ def export_checkpoint(path: str | Path, output: str | Path, reporter: Reporter |
         raise TargetError(f"{target}: lies in the bundle: name a directory outside it")
     stream, config = _stream(bundle)
     wanted = _held(bundle, stream)
-    headers = stream.checkpoint.headers
-    with appearing(target) as partial:
+    headers = {name: h for name, h in stream.checkpoint.headers.items() if wanted.intersection(h.tensors)}
+    needed = sum(e.end for h in headers.values() for n, e in h.tensors.items() if n in wanted)
+    held = sum(f.size for f in bundle.manifest.files.values())
+    held += sum(f.size for f in bundle.manifest.expert_files.values())
+    if needed > 4 * held:
+        raise InputError(f"{bundle.path / TENSORS}: describes {needed:,} bytes, more than the bundle holds: damaged")
+    with _writing(target), appearing(target) as partial:
         _copy(bundle, partial, config)
         files = {name: FilledFile(partial / name, header, wanted) for name, header in headers.items()}
         reporter.stage("write the checkpoint", len(stream.layers) + 1)
-        for name, at, values in _tensors(bundle, stream, reporter):
+        for name, at, values in _tensors(bundle, stream, wanted, reporter):
             files[stream.checkpoint.file_of[name]].put(name, at, values)
         for file in files.values():
             file.close()
@@ -74,6 +82,15 @@ def export_checkpoint(path: str | Path, output: str | Path, reporter: Reporter |
             _index(partial, headers, wanted)
     reporter.step("done")
     return Exported(target, len(wanted), tuple(sorted(set(stream.checkpoint.file_of) - wanted)))
+
+
+@contextlib.contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    """Turn an OSError of the context into a TargetError."""
+    try:
+        yield
+    except OSError as error:
+        raise TargetError(f"{target}: cannot be written: {error.strerror or error}") from None
 
 
 def _stream(bundle: Bundle) -> tuple[StreamedModel, dict[str, Any]]:
@@ -91,7 +108,9 @@ def _stream(bundle: Bundle) -> tuple[StreamedModel, dict[str, Any]]:
     config = json.loads((bundle.path / "config.json").read_text())
     try:
         known = strict_json.loads((bundle.path / TENSORS).read_bytes())
-        config["quantization_config"] = known["quantization_config"]
+        del config["quantization_config"]
+        if known["quantization_config"] is not None:
+            config["quantization_config"] = known["quantization_config"]
         headers = {_plain(file): _header(tensors) for file, tensors in known["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{bundle.path / TENSORS}: is not what moepack writes ({error}): damaged") from None
@@ -108,7 +127,7 @@ def _stream(bundle: Bundle) -> tuple[StreamedModel, dict[str, Any]]:
 
 def _plain(file: str) -> str:
     """A file's name, if it is one in the directory itself."""
-    if Path(file).name != file or not file.endswith(".safetensors"):
+    if "/" in file or not safe_path(file) or not file.endswith(".safetensors"):
         raise ValueError(f"the file {file!r}")
     return file
 
@@ -117,7 +136,10 @@ def _header(tensors: Mapping[str, Any]) -> Header:
     """A header without places, from names, dtypes and shapes."""
     out = {}
     for name, (dtype, shape) in tensors.items():
-        if dtype not in DTYPES or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape):
+        known = (
+            dtype in DTYPES and len(shape) <= _DIMENSIONS and all(type(n) is int and 0 <= n < 1 << 40 for n in shape)
+        )
+        if not known or math.prod(shape) > _LARGEST:
             raise ValueError(f"{name}: {dtype} {shape}")
         out[name] = TensorEntry(dtype, tuple(shape), 0, DTYPES[dtype][0] * math.prod(shape))
     return Header(0, out, {})
@@ -134,7 +156,7 @@ def _held(bundle: Bundle, stream: StreamedModel) -> set[str]:
                 raise InputError(f"{bundle.path}: {name} was not one tensor in BF16: it is not written again")
             out.update(n for key in keys for n in _stored(stream, key))
     for name in dense:
-        for key in stream.weights_of(name):
+        for key in _keys(stream, name):
             if key in checkpoint.encoded:
                 raise InputError(f"{bundle.path}: holds {name} decoded to BF16, not as it was released")
             if checkpoint.shape(key) != dense[name] or checkpoint.dtype(key) != dense.dtype(name):
@@ -144,6 +166,13 @@ def _held(bundle: Bundle, stream: StreamedModel) -> set[str]:
         for part in ("weight", "bias")[: 1 + module.matrix.bias]:
             out.update(n for key in stream.weights_of(f"{module.module}.{part}") for n in _stored(stream, key))
     return out
+
+
+def _keys(stream: StreamedModel, name: str) -> tuple[str, ...]:
+    """The checkpoint's weights that a dense tensor of the bundle is made of. Kept MTP layers have their names there."""
+    checkpoint = stream.checkpoint
+    own = name in checkpoint.file_of and name not in checkpoint.encoded
+    return stream.weights_of(name) or ((name,) if own else ())
 
 
 def _expert_parameters(stream: StreamedModel, layer: int) -> list[str]:
@@ -161,20 +190,20 @@ def _stored(stream: StreamedModel, key: str) -> tuple[str, ...]:
     return (key,) if encoded is None else encoded.names
 
 
-def _tensors(bundle: Bundle, stream: StreamedModel, reporter: Reporter) -> Written:
+def _tensors(bundle: Bundle, stream: StreamedModel, wanted: set[str], reporter: Reporter) -> Written:
     """Every tensor that the bundle holds: dense ones, leftovers, experts'."""
     from safetensors import safe_open
 
     reporter.step("outside the experts")
     dense = bundle.dense()
     for name in dense:
-        for key in stream.weights_of(name):
+        for key in _keys(stream, name):
             yield key, 0, dense.torch(name)
     for m in bundle.manifest.dense:
         yield from _dense_matrix(bundle, stream, m.module)
     if LEFTOVERS in bundle.manifest.files:
         with safe_open(bundle.path / LEFTOVERS, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
+            for name in wanted.intersection(file.keys()):  # others belong to weights that the bundle does not hold
                 yield name, 0, file.get_tensor(name)
     for position, layer in enumerate(bundle.layers):
         reporter.step(f"layer {layer.index}")

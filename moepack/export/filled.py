@@ -27,6 +27,7 @@ class FilledFile:
         for name, (dtype, shape) in entries.items():
             self._places[name] = at, DTYPES[dtype][0] * math.prod(shape)
             at += self._places[name][1]
+        self._dtypes = {name: DTYPES[dtype][1] for name, (dtype, _) in entries.items()}
         self._left = {name: size for name, (_, size) in self._places.items()}
         self._file.write(head)
         self._file.truncate(at)
@@ -35,6 +36,8 @@ class FilledFile:
         """Write values of a tensor, from an index of its first axis on. Raises InputError if they do not fit it."""
         import torch
 
+        if str(values.dtype) != f"torch.{self._dtypes[name]}":
+            raise InputError(f"{self._file.name}: {name} is {values.dtype}, not as described: the bundle is damaged")
         data = values.contiguous().reshape(-1).view(torch.uint8).numpy()
         at, size = self._places[name]
         begin = index * (len(data) // max(1, values.shape[0])) if values.ndim else 0

@@ -34,7 +34,8 @@ def keep_released(checkpoint: Path, writer: BundleWriter) -> None:
         file: {name: [entry.dtype, list(entry.shape)] for name, entry in header.tensors.items()}
         for file, header in opened.headers.items()
     }
-    document = {"quantization_config": config["quantization_config"], "files": files}
+    # Models with a tower may have it in their `text_config`, where the bundle's config.json has it still: null here.
+    document = {"quantization_config": config.get("quantization_config"), "files": files}
     writer.path(TENSORS).write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
     writer.add(TENSORS)
     left: dict[str, Tensor] = {}

@@ -21,6 +21,7 @@ from moepack.reports.fitting import fitting
 from moepack.runtime.planning.options import LoadOptions
 
 from .model_card import model_card
+from .released import LEFTOVERS, TENSORS
 
 _LINKED = (".safetensors",)  # other files are small, and people edit them: with a link, both bundles would change
 
@@ -79,10 +80,11 @@ def shrink(
         allocation=table,
         provenance={**bundle.manifest.provenance, "shrunk": _history(bundle, versions or dense, fit, chosen, kept)},
     )
+    released = any(v.released for v in manifest.versions)
     reporter.stage("shrink", len(bundle.manifest.files) + len(names))
     with BundleWriter(target) as writer:
         for name, entry in bundle.manifest.files.items():
-            if name != "README.md":
+            if name != "README.md" and not (name in (TENSORS, LEFTOVERS) and not released):
                 reporter.step(name)
                 writer.take(name, bundle.path / name, entry, link=name.endswith(_LINKED))
         for name in names:

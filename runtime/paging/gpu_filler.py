@@ -38,13 +38,12 @@ class GpuFilled:
     """The load of a page, issued to streams: an event for each matrix, and the decoder's reports of damaged bytes."""
 
     events: tuple[StreamMark, ...]
-    packed: GpuPackedExtent | None = None  # None if the extent is not entropy-coded: a copy has filled the page
-    reports: tuple[Tensor, ...] = ()
+    packed: GpuPackedExtent
+    reports: tuple[Tensor, ...]
 
     def error(self) -> BundleError | None:
         """Return an error if the decoder found damaged bytes, else None."""
-        found = any(bool(report.any()) for report in self.reports)
-        return self.packed.damaged() if found and self.packed is not None else None
+        return self.packed.damaged() if any(bool(report.any()) for report in self.reports) else None
 
 
 @dataclass(slots=True)
@@ -149,7 +148,7 @@ class GpuFiller(PageFiller):
         stored: Callable[[int, int], Stored],
         staging: int,
     ) -> None:
-        """Reserve the addresses, and allocate each loader's buffers: of `staging` bytes for entropy-coded extents.
+        """Reserve the addresses, and allocate each loader's buffers of `staging` bytes.
 
         Other arguments are as in `CpuFiller`. Raises InputError when memory, addresses or Triton are missing.
         """
@@ -163,9 +162,7 @@ class GpuFiller(PageFiller):
         self.space = CudaAddressSpace(described, version, device.calls, gpu.over, device.granule)
         self.gpu: TorchGpu = gpu
         self.device, self._layers, self._stored = device, tuple(layers), stored
-        self._coded, largest = version.entropy_coded, max(version.resident_size(layer.matrices) for layer, _ in layers)
-        host = staging if self._coded else largest
-        self._slots = [_Slot(gpu.pinned(host), gpu.memory(staging)) for _ in range(LOADERS)]
+        self._slots = [_Slot(gpu.pinned(staging), gpu.memory(staging)) for _ in range(LOADERS)]
 
     def over(
         self, position: int, expert: int, extent: Tensor, where: str, parts: Sequence[CodedPart] = ()
@@ -175,8 +172,8 @@ class GpuFiller(PageFiller):
         parts = parts or self.device.parts(extent)
         return GpuPackedExtent(extent, layer, forms, self.space.extent(position, expert), where, parts)
 
-    def read(self, loader: int, position: int, expert: int) -> tuple[GpuPackedExtent | None, int]:
-        """Bring an extent to the loader's buffer on the device, or to its page if it is not entropy-coded.
+    def read(self, loader: int, position: int, expert: int) -> tuple[GpuPackedExtent, int]:
+        """Bring an extent to the loader's buffer on the device.
 
         An extent in pinned memory is copied at once, another first read and digested in the loader's pinned buffer.
         """
@@ -184,25 +181,20 @@ class GpuFiller(PageFiller):
         slot.wait()
         stored = self._stored(position, expert)
         slot.held = device.hold(stored)
-        there = slot.device if self._coded else self.space.extent(position, expert)
         with self.gpu.loading(0):
             try:
-                device.bring(stored, there, slot.host, slot.held)
+                device.bring(stored, slot.device, slot.host, slot.held)
             finally:
                 slot.busy = (StreamMark(self.gpu.record()),)
-        if not self._coded:
-            return None, stored.size
         parts = find_parts(stored, self._layers[position][0], slot.host, slot.held)
         return self.over(position, expert, slot.device[: stored.size], stored.where, parts), stored.size
 
-    def fill(self, loader: int, packed: GpuPackedExtent | None, page: Page) -> GpuFilled:
-        """Decode each matrix on its stream, after the copy of its bytes; nothing is decoded of what `read` copied."""
-        slot, gpu, count = self._slots[loader], self.gpu, len(self._layers[page[1]][0].matrices)
-        if packed is None:
-            return GpuFilled(slot.busy * count)
+    def fill(self, loader: int, packed: GpuPackedExtent, page: Page) -> GpuFilled:
+        """Decode each matrix on its stream, after the copy of its bytes."""
+        slot, gpu = self._slots[loader], self.gpu
         is_read = packed.extent.data_ptr() == slot.device.data_ptr()
         copied, events, reports = slot.busy if is_read else (), [], []
-        for matrix in range(count):
+        for matrix in range(len(self._layers[page[1]][0].matrices)):
             with gpu.loading(matrix % LOADS):
                 for event in copied:
                     gpu.wait(event.event)

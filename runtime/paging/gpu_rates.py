@@ -43,8 +43,6 @@ def gpu_rates(bundle: Bundle, ladder: Ladder, device: torch.device) -> tuple[flo
             with gpu.loading(stream):
                 stored[number].read_into(pinned[number].numpy())
                 gpu.copy(there[number], pinned[number])
-                if not version.entropy_coded:
-                    gpu.record().synchronize()
 
         def decode(numbers: Iterable[int], stream: int) -> None:
             jobs = []
@@ -58,14 +56,11 @@ def gpu_rates(bundle: Bundle, ladder: Ladder, device: torch.device) -> tuple[flo
 
         def both(number: int) -> None:
             bring(number, number % LOADS)
-            if version.entropy_coded:
-                decode([number], number % LOADS)
+            decode([number], number % LOADS)
 
         for number in range(len(stored)):
             bring(number, 0)
-        packed = float("inf")
-        if version.entropy_coded:
-            packed = size * EXPERTS * rate(lambda _: decode(range(EXPERTS), 0))
+        packed = size * EXPERTS * rate(lambda _: decode(range(EXPERTS), 0))
         with ThreadPoolExecutor(LOADERS) as pool:
             read = size * LOADERS * rate(lambda _: list(pool.map(both, range(LOADERS))))
     finally:

@@ -165,8 +165,8 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int, o
     """
     ladders = ladders_of(bundle, options)
     for paged in filter(None, map(paged_version, ladders)):
-        if on_gpu and paged.entropy_coded and not by_matrix(paged):
-            raise InputError(f"{bundle.path}: {paged.name} is paged on a CPU alone: no GPU kernel decodes its codes")
+        if on_gpu and not by_matrix(paged):
+            raise InputError(f"{bundle.path}: {paged.name} is paged on a CPU alone: a GPU's pages are bf16")
     experts = tuple(x.experts for x in bundle.layers)
     traffic, losses = calibration(bundle, ladders)
     granule = paging.GRANULE if on_gpu else 0

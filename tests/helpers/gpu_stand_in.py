@@ -61,8 +61,7 @@ def install(
     def watched(matrix: Any, forms: Any, served: Any, handles: Any, geometry: Any, *more: Any) -> None:
         active = geometry.expert[geometry.count > 0].unique()
         words = handles[active].tolist()
-        of = [(w & ~63, forms[w & 63]) for w in words if w & 63 in served]
-        ranges: Ranges = [(at + form.low, form.bits * matrix.weights // 8) for at, form in of]
+        ranges: Ranges = [((w & ~63) + forms[w & 63].low, 2 * matrix.weights) for w in words if w & 63 in served]
         paged = [r for r in ranges if any(a <= r[0] < a + n for a, n in made.bindings.reserved.items())]
         with made.gpu.lock:
             if not made.bindings.may_touch(paged):

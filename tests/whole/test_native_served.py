@@ -198,7 +198,7 @@ def test_damage_is_named_and_not_served(native: Make, tmp_path: Path) -> None:
 
 def test_a_gpu_gets_codes_that_the_host_decoded(native: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle, gpu = native("fp8 blocks"), install(monkeypatch, computes=False)
-    with pytest.raises(InputError, match="fp8 is paged on a CPU alone: no GPU kernel decodes its codes"):
+    with pytest.raises(InputError, match="fp8 is paged on a CPU alone: a GPU's pages are bf16"):
         moepack.load(bundle, policy="paged", device_memory=AMPLE, **WORK)
     model, opened_bundle = moepack.load(bundle, policy="hotness", device_memory=AMPLE, **WORK), open_bundle(bundle)
     version = opened_bundle.versions[0]

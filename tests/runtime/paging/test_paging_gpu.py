@@ -37,15 +37,6 @@ def want(small: Path) -> Any:
         return {n: logits(model, ids(n, n)) for n in (1, 9, 2)}
 
 
-@pytest.fixture(scope="module")
-def want_w4(small: Path) -> Any:
-    """The same of w4."""
-    with pytest.MonkeyPatch.context() as patch:
-        kernels(patch)
-        model = moepack.load(small, policy="static:w4")
-        return {n: logits(model, ids(n, n)) for n in (1, 4)}
-
-
 def paged(bundle: Path, options: str = "alpha=1", room: int = ROOM, **more: Any) -> Any:
     return load(bundle, f"paged:{options}", room=room, **{"prefill_tokens": 32, **more})
 
@@ -62,28 +53,9 @@ def test_the_same_bits_as_all_resident(small: Path, want: Any, gpu: StandIn, opt
     assert gpu.bindings.held <= model.moepack.budget_bytes
 
 
-def test_a_version_without_a_packed_form(
-    small: Path, want_w4: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its extents are copied to their pages as they are, from pinned memory or through a buffer of the host."""
+def test_versions_other_than_bf16_are_refused(small: Path, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_module, "lossless", lambda versions: versions[1])
-    monkeypatch.setattr(planning, "BRIEFLY", 0.01)
-    ladder = tuple(Placement(open_bundle(small).versions[1], where) for where in (Where.DEVICE, Where.STORED))
-    rates = gpu_rates(open_bundle(small), ladder, torch.device("cuda"))
-    assert rates[0] == float("inf") and 0 < rates[1] < 1e12
-    monkeypatch.setattr(manager_module, "gpu_rates", lambda *args: rates)
-    for memory, tokens in ((None, 1), (1, 4)):
-        model = paged(small, "alpha=0.5", host_memory=memory)
-        assert at(model, "w4") == at(model, "w4@stored") == 12
-        same(model, want_w4, tokens)
-        assert model.moepack.counters()["bytes_moved"] > 0 and gpu.bindings.held <= model.moepack.budget_bytes
-        model.moepack.close()
-
-
-def test_codes_that_no_gpu_decodes_are_refused(small: Path, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy_module, "lossless", lambda versions: versions[1])
-    monkeypatch.setattr(type(open_bundle(small).versions[1]), "entropy_coded", True)
-    with pytest.raises(InputError, match=r"bundle: w4 is paged on a CPU alone: no GPU kernel decodes its codes$"):
+    with pytest.raises(InputError, match=r"bundle: w4 is paged on a CPU alone: a GPU's pages are bf16$"):
         paged(small)
 
 

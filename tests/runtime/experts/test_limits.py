@@ -142,11 +142,11 @@ def test_reports_say_where_they_come_from(file: Path, asked: list[tuple[str, int
 
 
 def test_measuring_takes_under_a_second() -> None:
-    """All encodings at one dtype, in this process's own time: others run beside it."""
+    """An encoding at one dtype, on average and in this process's own time: others run beside it."""
     names = [name.split()[1] for name in backends.DEFAULTS if name.startswith("bfloat16")]
     began = time.process_time()
     limits = {n: autotune.measure_limit(BF16, n, backends.CANDIDATES, torch.get_num_threads()) for n in names}
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < 0.9 * len(names)
     assert set(limits.values()) <= set(backends.CANDIDATES), limits
 
 

@@ -19,13 +19,13 @@ from moepack.pack.errors import InputError, TargetError
 from moepack.pack.manifest import DENSE_INDEX, strict_json
 from moepack.pack.manifest.parser import safe_path
 from moepack.pack.reader import Bundle, open_bundle
-from moepack.pack.safetensors_file import Header, TensorEntry
+from moepack.pack.safetensors_file import DTYPES, Header, TensorEntry
 from moepack.pack.spec import lossless
 from moepack.pack.writer import appearing, check_target
 from moepack.pipeline.released import LEFTOVERS, TENSORS
 from moepack.progress import Reporter
 
-from .filled import DTYPES, FilledFile
+from .filled import FilledFile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,7 +90,7 @@ def _writing(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise TargetError(f"{target}: cannot be written: {error.strerror or error}") from None
+        raise TargetError(f"{target}: cannot be written: {error}") from None
 
 
 def _stream(bundle: Bundle) -> tuple[StreamedModel, dict[str, Any]]:

@@ -12,8 +12,6 @@ from moepack.pack.safetensors_file import DTYPES, Header, make_header
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DTYPES", "FilledFile"]
-
 
 class FilledFile:
     """A file that has its header and its size from the start."""

@@ -75,6 +75,9 @@ class Device(Protocol):
     def limit(self, bytes_per_second: float | None, least: int = ...) -> None:
         """Limit the migration stream's rate; `None` removes the limit. A copy counts as at least `least` bytes."""
 
+    def rest(self) -> None:
+        """Wait until all copies that were asked for so far have ended."""
+
     def serve(self) -> None:
         """Begin background work. Called once the model is loaded."""
 

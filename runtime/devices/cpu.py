@@ -1,4 +1,4 @@
-"""The CPU as a device: its migration stream is a thread. Copies run beside the forward pass, which releases the GIL."""
+"""The CPU as a device: its migration stream is threads that read files. Copies run beside the forward pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moepack.pack.spec import PAGE, ExpertLayer, Version, align
 from moepack.runtime.store.files import Stored
 
 from .contract import Memory
-from .migration import HostEvent, Migration
+from .migration import HostEvent, HostThreads, Migration
 
 HUGE = 2 << 20
 COLLAPSE = 25  # MADV_COLLAPSE, Linux 6.1
@@ -84,15 +84,21 @@ class CpuDevice(Migration):
     """The CPU: extents are read into their block; a lossless extent is decoded into its block from a staging buffer."""
 
     def __init__(
-        self, staging_bytes: int, on_event: Callable[[], None] = lambda: None, threads: int | None = 1
+        self,
+        staging_bytes: int,
+        on_event: Callable[[], None] = lambda: None,
+        threads: int | None = 1,
+        readers: int = 1,
     ) -> None:
         """Allocate the staging buffer: `staging_bytes` is the size of the largest lossless extent that is fetched.
 
-        `on_event` is called on the stream's thread after each fetch has ended. `threads` decode an extent: 1 leaves the
-        other cores to the forward pass, `None` uses all cores.
+        `on_event` is called on the stream's threads after each fetch has ended. `threads` decode an extent: 1 leaves
+        the other cores to the forward pass, `None` uses all cores. `readers` extents are read at a time; lossless ones
+        share the staging buffer, and are read one at a time.
         """
-        super().__init__(on_event)
+        super().__init__(HostThreads("moepack-migration", on_event, readers))
         self._threads = threads
+        self._staged = threading.Lock()  # held while the staging buffer is used
         self._staging: Buffer = CpuMemory(staging_bytes).tensor.numpy()
         self._now = HostEvent(ended=True)
         self._memories: list[CpuMemory] = []
@@ -113,17 +119,24 @@ class CpuDevice(Migration):
             source = find()
             before = self.gate(event, source.size)
             block: Buffer = target.numpy()
-            decodes = version.entropy_coded and not packed
-            source.read_into(self._staging if decodes else block, before)
-            if decodes:
-                coded = self._staging[: source.size]
-                try:
-                    version.restore(layer.matrices, coded, block, self._threads, lambda matrix: before(0))
-                except CodecError as error:
-                    raise BundleError.single(source.where, "codec", str(error)) from None
+            if version.entropy_coded and not packed:
+                with self._staged:
+                    source.read_into(self._staging, before)
+                    self._decode(source, layer, version, block, before)
+            else:
+                source.read_into(block, before)
             self._settle(target)
 
         return self.stream.submit(work)
+
+    def _decode(
+        self, source: Stored, layer: ExpertLayer, version: Version, block: Buffer, before: Callable[[int], None]
+    ) -> None:
+        coded = self._staging[: source.size]
+        try:
+            version.restore(layer.matrices, coded, block, self._threads, lambda matrix: before(0))
+        except CodecError as error:
+            raise BundleError.single(source.where, "codec", str(error)) from None
 
     def _settle(self, written: Tensor) -> None:
         for memory in self._memories:
@@ -136,7 +149,7 @@ class CpuDevice(Migration):
         return self._now
 
     def serve(self) -> None:
-        """Do nothing: the page cache is the host's store."""
+        """Do nothing: the files are the host's store."""
 
     def host(self) -> dict[str, Any]:
         """Return the mode `files`: extents are kept in the bundle's files alone."""

@@ -35,7 +35,7 @@ from .contract import Completion, Memory
 from .cpu import CpuMemory
 from .driver import Driver
 from .mapped import MappedMemory
-from .migration import Going, HostEvent, Migration
+from .migration import Going, HostEvent, HostStream, Migration
 from .torch_cuda import TorchGpu
 
 log = logging.getLogger("moepack.runtime")
@@ -161,7 +161,7 @@ class CudaDevice(Migration):
             )
             for _ in range(slots)
         ]
-        super().__init__(on_event, depth=slots)
+        super().__init__(HostStream("moepack-migration", on_event, slots))
 
     def memory(self, size: int) -> Memory:
         """Allocate device memory; if experts are paged, only reserve addresses, to which `take` maps memory."""

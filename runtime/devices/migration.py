@@ -1,6 +1,7 @@
-"""A stream on the host: a thread that begins one piece of work after another, events, and a rate limit.
+"""Streams on the host: threads that begin one piece of work after another, events, and a rate limit.
 
-For a CPU the thread does the work itself, and releases the GIL. For a GPU it issues the work and polls for its end.
+For a CPU a few threads do the work themselves, and release the GIL. For a GPU one thread issues the work and polls for
+its end.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ SHORT = 0.0002  # seconds; shorter delays are skipped, because a sleep would las
 POLL = 0.0005  # seconds between two checks of work on a GPU
 
 Going = Callable[[], bool]  # returns whether work has ended; raises the error of work that failed
+Work = Callable[["HostEvent"], "Going | None"]
 
 
 class HostEvent:
@@ -49,27 +51,28 @@ class HostEvent:
         self._ended.set()
 
 
-class HostStream:
-    """A thread that begins one piece of work after another, in order."""
+class _Queue:
+    """Work that threads take in the order in which it was submitted."""
 
-    def __init__(self, name: str, on_event: Callable[[], None], depth: int = 1) -> None:
-        """Start the thread, which calls `on_event` after each piece of work; at most `depth` pieces are under way."""
-        self._on_event, self._depth = on_event, depth
-        self._work: queue.SimpleQueue[tuple[HostEvent, Callable[[HostEvent], Going | None]] | None]
-        self._work = queue.SimpleQueue()
-        self._going: collections.deque[tuple[HostEvent, Going]] = collections.deque()
+    def __init__(self, on_event: Callable[[], None]) -> None:
+        self._on_event = on_event
+        self._work: queue.SimpleQueue[tuple[HostEvent, Work] | None] = queue.SimpleQueue()
         self._closed = self._ended = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._threads: tuple[threading.Thread, ...] = ()
 
-    def submit(self, work: Callable[[HostEvent], Going | None]) -> HostEvent:
-        """Queue `work`, a function called with its event. Work that only issues something returns a check for its end.
+    def _start(self, name: str, count: int) -> None:
+        self._threads = tuple(threading.Thread(target=self._run, name=name, daemon=True) for _ in range(count))
+        for thread in self._threads:
+            thread.start()
 
-        Events end in the order in which their work began.
-        """
+    def _run(self) -> None:
+        raise NotImplementedError
+
+    def submit(self, work: Work) -> HostEvent:
+        """Queue `work`, a function called with its event."""
         event = HostEvent()
         self._work.put((event, work))
-        if self._ended:  # the thread will not take it
+        if self._ended:  # no thread will take it
             self._drain()
         return event
 
@@ -79,6 +82,41 @@ class HostStream:
                 item = self._work.get_nowait()
                 if item is not None:
                     self._end(item[0], Cancelled())
+
+    def _check(self, event: HostEvent) -> None:
+        if event.cancelled or self._closed:
+            raise Cancelled
+
+    def _end(self, event: HostEvent, error: BaseException | None) -> None:
+        event.end(error)
+        self._on_event()
+
+    def close(self, wait: bool = True) -> None:
+        """Cancel work that has not begun, and wait for the rest if `wait`."""
+        self._closed = True
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            if wait and threading.current_thread() is not thread:
+                thread.join()
+
+
+class HostStream(_Queue):
+    """A thread that begins one piece of work after another, in order. Events end in the order in which work began.
+
+    Work that only issues something returns a check for its end.
+    """
+
+    def __init__(self, name: str, on_event: Callable[[], None], depth: int = 1) -> None:
+        """Start the thread, which calls `on_event` after each piece of work; at most `depth` pieces are under way."""
+        super().__init__(on_event)
+        self._depth = depth
+        self._going: collections.deque[tuple[HostEvent, Going]] = collections.deque()
+        self._start(name, 1)
+
+    def rest(self) -> None:
+        """Wait until all work submitted so far has ended."""
+        self.submit(lambda event: lambda: True).wait()
 
     def _run(self) -> None:
         open_ = True
@@ -99,10 +137,9 @@ class HostStream:
         self._ended = True
         self._drain()
 
-    def _begin(self, event: HostEvent, work: Callable[[HostEvent], Going | None]) -> None:
+    def _begin(self, event: HostEvent, work: Work) -> None:
         try:
-            if event.cancelled or self._closed:
-                raise Cancelled
+            self._check(event)
             going = work(event)
         except BaseException as error:
             self._end(event, error)
@@ -124,47 +161,90 @@ class HostStream:
             self._going.popleft()
             self._end(event, error)
 
-    def _end(self, event: HostEvent, error: BaseException | None) -> None:
-        event.end(error)
-        self._on_event()
 
-    def close(self, wait: bool = True) -> None:
-        """Cancel work that has not begun, and wait for the rest if `wait`."""
-        self._closed = True
-        self._work.put(None)
-        if wait and threading.current_thread() is not self._thread:
-            self._thread.join()
+class HostThreads(_Queue):
+    """Threads that begin pieces of work in order, and do them side by side: they may end in another order."""
+
+    def __init__(self, name: str, on_event: Callable[[], None], threads: int) -> None:
+        """Start the threads, which call `on_event` after each piece of work."""
+        super().__init__(on_event)
+        self._taking = threading.Lock()
+        self._going: list[HostEvent] = []  # begun and not ended, in the order in which they began
+        self._left = threads
+        self._start(name, threads)
+
+    def rest(self) -> None:
+        """Wait until all work submitted so far has ended."""
+        self.submit(self._wait_for_earlier).wait()
+
+    def _wait_for_earlier(self, mine: HostEvent) -> None:
+        going = tuple(self._going)
+        for event in going[: going.index(mine)]:
+            event.wait()
+
+    def _run(self) -> None:
+        while True:
+            with self._taking:
+                item = self._work.get()
+                if item is None:
+                    self._left -= 1
+                    break
+                self._going.append(item[0])
+            event, work = item
+            error: BaseException | None = None
+            try:
+                self._check(event)
+                work(event)
+            except BaseException as caught:
+                error = caught
+            self._going.remove(event)
+            self._end(event, error)
+            del item, event, work, error
+        if not self._left:
+            self._ended = True
+            self._drain()
 
 
 class Migration:
     """The common part of devices: one stream for copies, with a rate limit; `moved` counts the stored bytes copied."""
 
-    def __init__(self, on_event: Callable[[], None], depth: int = 1) -> None:
+    def __init__(self, stream: HostStream | HostThreads) -> None:
+        self.stream = stream
+        self._lock = threading.Lock()  # of the next three
         self.moved, self._due, self._least = 0, 0.0, FLOOR
         self._rate: float | None = None
         self._closing = False  # not an Event: a finalizer may set it on the thread that holds the Event's lock
-        self.stream = HostStream("moepack-migration", on_event, depth)
 
     def gate(self, event: HostEvent, size: int) -> Callable[[int], None]:
         """Return a function to call before each chunk of a copy: it waits for the rate limit, or raises Cancelled."""
 
         def before(chunk: int) -> None:
-            self.moved += chunk
-            rate = self._rate  # `limit` may change it meanwhile
-            if rate is not None:  # wait for the time of the chunks before this one; idle time earns no credit
-                until, self._due = self._due, max(self._due, time.monotonic()) + chunk / rate
-                while (wait := until - time.monotonic()) > SHORT and not (event.cancelled or self._closing):
-                    time.sleep(min(wait, 0.05))
+            with self._lock:
+                self.moved += chunk
+                until = self._due if self._rate is not None else 0.0
+                self._count(chunk)
+            # Wait for the time of the chunks before this one; idle time earns no credit.
+            while (wait := until - time.monotonic()) > SHORT and not (event.cancelled or self._closing):
+                time.sleep(min(wait, 0.05))
             if event.cancelled or self._closing:
                 raise Cancelled
 
-        if self._rate is not None and size < self._least:
-            self._due = max(self._due, time.monotonic()) + (self._least - size) / self._rate
+        with self._lock:
+            self._count(max(0, self._least - size))
         return before
+
+    def _count(self, size: int) -> None:
+        if self._rate is not None:
+            self._due = max(self._due, time.monotonic()) + size / self._rate
 
     def limit(self, bytes_per_second: float | None, least: int = FLOOR) -> None:
         """Limit copies to a rate of stored bytes (`None`: no limit); a copy counts as at least `least` bytes."""
-        self._rate, self._least = bytes_per_second, least
+        with self._lock:
+            self._rate, self._least = bytes_per_second, least
+
+    def rest(self) -> None:
+        """Wait until all copies that were asked for so far have ended."""
+        self.stream.rest()
 
     def close(self, wait: bool = True) -> None:
         """End the stream's thread, and stop copies that are under way; wait for the thread if `wait`."""

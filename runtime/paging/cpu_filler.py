@@ -114,7 +114,7 @@ class CpuFiller(PageFiller):
     def read(self, loader: int, position: int, expert: int) -> tuple[PackedExtent | RestoredExtent | None, int]:
         """Read the extent into the loader's buffer, or to its page if it is not entropy-coded, and then return None.
 
-        Its digest is checked every time.
+        Its digest is checked the first time, and again once its file has changed.
         """
         stored = self._stored(position, expert)
         if not self._version.entropy_coded:

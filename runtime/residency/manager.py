@@ -102,10 +102,10 @@ class ResidencyManager:
             self.policy, wanted = plan.policy(policy)
         self.plan, self._named = plan, policy
         self._upset = False  # whether a load was interrupted
-        self.store = BackingStore(bundle, checks_again=not self._blocking)
+        self.store = BackingStore(bundle, not (self._blocking or plan.window), direct=not self._on_gpu)
         self._process = os.getpid()
         self.worker = Worker(self.round, self._shut, self.policy.needs.interval)
-        self.device = open_device(devices[0], self.store, plan, buffers, self.worker.wake, host_memory)
+        self.device = open_device(devices[0], self.store, plan, buffers, self.worker.wake, host_memory, self._blocking)
         self._host_device: CpuDevice | None = None
         self.tier: HostTier | None = None  # runs the experts in host memory
         self.paging: Paging | None = None
@@ -323,6 +323,7 @@ class ResidencyManager:
         # state may not match memory. So all experts go to the base, and a new policy starts from there.
         if self._upset:
             self.on_demand.drop_all()
+            self.device.rest()
             self.policy, first = self.plan.policy(self._named)
             self.transitions.want(first, self.policy.worth)
         self._upset = True

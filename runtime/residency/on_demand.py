@@ -93,11 +93,11 @@ class OnDemandLoader:
                     residency.switch_now(key, residency.base)
             needed = [(k, v) for k, v in stay.items() if k[0] == position and v != residency.base]
             waits = [(key, version) for key, version in needed if self._need(key, version)]
+            if waits:
+                self._wait(waits)  # before prefetches begin: they would share the disk or the bus with these copies
             for key, version in stay.items():
                 if key[0] != position and version != residency.base:
                     self._foresee(key, version)
-            if waits:
-                self._wait(waits)
 
     def drop_all(self) -> None:
         """Put every expert back at the base and free all other blocks, whatever was interrupted."""

@@ -337,7 +337,7 @@ class Residency:
     def recover(self, pools: Sequence[Pool]) -> None:
         """Rebuild the queues from the experts' entries after an interruption, and free blocks that no entry holds.
 
-        A copy into such a block may be under way. A later copy into the block comes after it on the stream.
+        A copy into such a block may be under way: wait for it (`Device.rest`) before the next copy begins.
         """
         with self.lock:
             self.flying = {k: None for k, x in self.entries.items() if x.flying is not None}

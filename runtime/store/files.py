@@ -22,11 +22,14 @@ from torch import Tensor
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.files import open_file
 from moepack.pack.reader import Bundle
+from moepack.pack.spec import PAGE
 
+from .page_file import PageFile
 from .read_ahead import Place, ReadAhead
 
 DENSE = -1  # the layer position in the place of a dense matrix
 CHUNK = 1 << 20  # bytes read and digested at a time: they are still in the processor's cache for the digest
+REQUEST = 8 << 20  # bytes of a read past the page cache: whole extents of most models; a longer one could not be stopped
 
 
 class Cancelled(Exception):
@@ -51,6 +54,7 @@ class Stored:
     ahead: ReadAhead | None = field(default=None, compare=False, repr=False)  # may have read the extent already
     # The file's state when each extent was checked: not checked again while the state stays. `None`: always checked
     checked: dict[Place, tuple[int, int, int]] | None = field(default=None, compare=False, repr=False)
+    direct: PageFile | None = field(default=None, compare=False, repr=False)  # reads past the page cache
 
     def read_into(
         self,
@@ -65,7 +69,7 @@ class Stored:
             out: uint8, contiguous. If it is smaller than the extent, each chunk overwrites the one before: the extent
                 is then checked, and not kept.
             before: called with the size of each chunk before the chunk is read; an exception of `before` ends the read.
-            read: reads some bytes from an offset of the file, and returns how many; by default `preadv`.
+            read: reads some bytes from an offset of the file, and returns how many; by default `direct`, or `preadv`.
             after: called with the begin and end of each chunk in the extent, once the chunk is in `out`; the digest is
                 checked after the last chunk.
 
@@ -75,9 +79,10 @@ class Stored:
         ready = self.ahead.take(self.place) if self.ahead is not None else None
         digest, kept, done = hashlib.sha256(), len(out) >= self.size, 0
         known = self.checked is not None and self.checked.get(self.place) == _state(self.file)
+        most = REQUEST if self.direct is not None else CHUNK
         while done < self.size:
             begin = done if kept else 0
-            part = out.data[begin : begin + min(CHUNK, self.size - done)]
+            part = out.data[begin : begin + min(most, self.size - done)]
             if before is not None:
                 before(len(part))
             got = len(part)
@@ -100,6 +105,8 @@ class Stored:
         """Read bytes of the extent from `begin` on, unchecked; return how many. Raises BundleError on failure."""
         try:
             at = self.offset + begin
+            if read is None and self.direct is not None:
+                read = self.direct.read
             got = os.preadv(self.file, [part], at) if read is None else read(part, at)
         except OSError as error:
             raise BundleError.single(self.where, "read", f"cannot be read: {error.strerror}") from None
@@ -108,13 +115,14 @@ class Stored:
         return got
 
     def load(self) -> Tensor:
-        """Read the extent into new memory, uint8 [size], at an address that is a multiple of 64, as kernels require.
+        """Read the extent into new memory, uint8 [size], that begins on a page.
 
         Raises BundleError as `read_into` does.
         """
         if self.ahead is not None and (ready := self.ahead.take(self.place)) is not None:
             return ready
-        room = torch.empty(self.size, dtype=torch.uint8)
+        room = torch.empty(self.size + PAGE, dtype=torch.uint8)
+        room = room[-room.data_ptr() % PAGE :][: self.size]
         replace(self, ahead=None).read_into(room.numpy())
         return room
 
@@ -122,15 +130,19 @@ class Stored:
 class BackingStore:
     """Reads extents of an open bundle. A layer `position` counts only the layers with experts, from 0."""
 
-    def __init__(self, bundle: Bundle, checks_again: bool = True) -> None:
-        """Open the store. Without `checks_again`, an extent is digested again only after its file has changed."""
+    def __init__(self, bundle: Bundle, checks_again: bool = True, direct: bool = False) -> None:
+        """Open the store. Without `checks_again`, an extent is digested again only after its file has changed.
+
+        With `direct`, extents are read past the page cache where the system allows it (`PageFile`).
+        """
         self.bundle = bundle
         self._checked: dict[Place, tuple[int, int, int]] | None = None if checks_again else {}
         self._lock = threading.RLock()  # a finalizer may close on the thread that holds it
         self._closed = False
         self._files: dict[str, int] = {}
+        self._direct: dict[str, PageFile] | None = {} if direct else None
         self._ahead: ReadAhead | None = None
-        weakref.finalize(self, _close, self._files)
+        weakref.finalize(self, _close, self._files, self._direct)
 
     def stored(self, version: str, position: int, number: int) -> Stored:
         """Locate the extent of expert `number` of a layer; at position DENSE, of dense matrix `number` of the manifest.
@@ -145,10 +157,13 @@ class BackingStore:
                 described = self.bundle.dense_file(version, layer)
             else:
                 described, at = self.bundle.layer_file(version, position), number
-            if described.location not in self._files:
-                self._files[described.location] = open_file(self.bundle.path, described.layer.file(version))
+            file = described.location
+            if file not in self._files:
+                self._files[file] = open_file(self.bundle.path, described.layer.file(version))
+                if self._direct is not None:
+                    self._direct[file] = PageFile(self._files[file])
             return Stored(
-                self._files[described.location],
+                self._files[file],
                 described.offset(at),
                 described.extent_size(at),
                 described.digests[at],
@@ -156,6 +171,7 @@ class BackingStore:
                 (version, position, number),
                 self._ahead,
                 self._checked,
+                None if self._direct is None else self._direct[file],
             )
 
     @contextlib.contextmanager
@@ -175,9 +191,11 @@ class BackingStore:
         """Close the files that `stored` opened."""
         with self._lock:
             self._closed = True
-            _close(self._files)
+            _close(self._files, self._direct)
 
 
-def _close(files: dict[str, int]) -> None:
+def _close(files: dict[str, int], direct: dict[str, PageFile] | None) -> None:
+    while direct:
+        direct.popitem()[1].close()
     while files:
         os.close(files.popitem()[1])

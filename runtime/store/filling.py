@@ -3,51 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from moepack.pack.codec.bits import Buffer
 from moepack.pack.errors import BundleError
-from moepack.pack.spec import PAGE
 
 from .cudart import CudaError, Cudart
 from .files import CHUNK, Stored
+from .page_file import PageFile
 from .pinning import Chain, Mode, Pinned, allocate, anonymous, pin_filled, pin_mapping
-
-_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)  # errors of file systems and devices without O_DIRECT
-
-
-class PageFile:
-    """A file read with O_DIRECT where possible; `direct` turns False once the system has refused O_DIRECT."""
-
-    def __init__(self, path: Path, plain: int) -> None:
-        """Open the file once more, for O_DIRECT. `plain` is the caller's open descriptor, which `close` leaves open."""
-        self._plain, self._fd = plain, -1
-        with contextlib.suppress(OSError):  # refused, or removed: `plain` is open
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-        self.direct = self._fd >= 0
-
-    def read(self, part: memoryview, at: int) -> int:
-        """Read bytes from offset `at`; return how many. Reads that are not whole pages use the page cache."""
-        if self.direct and not at % PAGE and not len(part) % PAGE:
-            try:
-                return os.preadv(self._fd, [part], at)
-            except OSError as error:
-                if error.errno not in _REFUSED:
-                    raise
-                self.direct = False
-        return os.preadv(self._plain, [part], at)
-
-    def close(self) -> None:
-        """Close the descriptor that `__init__` opened."""
-        if self._fd >= 0:
-            os.close(self._fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +32,7 @@ class PinnedFiller:
     done: Callable[[Stored], None]
     damaged: Callable[[str, str], None]
 
-    def pin(self, path: Path, extents: Sequence[Stored]) -> tuple[set[int], Pinned | None]:
+    def pin(self, extents: Sequence[Stored]) -> tuple[set[int], Pinned | None]:
         """Fill a region with `extents` and pin it; if a way of pinning fails, try the next one of the chain.
 
         Returns the indices in `extents` of the good ones, and the region's memory (`None` if it was not pinned).
@@ -75,19 +43,19 @@ class PinnedFiller:
         if chain.mode is Mode.MAPPED:
             # The mapping is registered before it is checked, so that the checked pages are the pinned ones.
             if not warm(extents, self.threads, self.before):
-                return self._read(path, extents, None), None
+                return self._read(extents, None), None
             try:
                 pinned = pin_mapping(calls, extents[0].file, extents[0].offset, size)
             except (CudaError, OSError, ValueError) as error:
                 chain.fall(str(error))
             else:
-                return self._read_or_close(path, extents, pinned, None)
+                return self._read_or_close(extents, pinned, None)
         filled: Buffer | None = None
         good: set[int] | None = None
         if chain.mode is Mode.REGISTERED:
             try:
                 filled = anonymous(size)
-                good = self._read(path, extents, filled)
+                good = self._read(extents, filled)
                 return good, pin_filled(calls, filled)
             except (CudaError, OSError) as error:  # errors of memory; a file's errors are damage
                 chain.fall(str(error))
@@ -98,29 +66,26 @@ class PinnedFiller:
                 chain.fall(str(error))
                 return set(), None
             if good is None or filled is None:
-                return self._read_or_close(path, extents, pinned, pinned.bytes)
+                return self._read_or_close(extents, pinned, pinned.bytes)
             pinned.bytes[:] = filled
             return good, pinned
         return set(), None
 
     def _read_or_close(
-        self, path: Path, extents: Sequence[Stored], pinned: Pinned, out: Buffer | None
+        self, extents: Sequence[Stored], pinned: Pinned, out: Buffer | None
     ) -> tuple[set[int], Pinned]:
         try:
-            return self._read(path, extents, out), pinned
+            return self._read(extents, out), pinned
         except BaseException:
             pinned.close()
             raise
 
-    def _read(self, path: Path, extents: Sequence[Stored], out: Buffer | None) -> set[int]:
+    def _read(self, extents: Sequence[Stored], out: Buffer | None) -> set[int]:
         """Read and check a region's extents; return the indices of the good ones."""
         rooms = None if out is None else np.split(out, np.cumsum([stored.size for stored in extents[:-1]], dtype=int))
-        with contextlib.closing(PageFile(path, extents[0].file)) as file:
+        with contextlib.closing(PageFile(extents[0].file)) as file:
             read = file.read if out is not None else None
             bad = read_extents(extents, rooms, self.threads, self.before, self.done, read)
-            if out is not None and not file.direct:
-                for stored in extents:  # the page cache would hold them once more
-                    os.posix_fadvise(stored.file, stored.offset, stored.size, os.POSIX_FADV_DONTNEED)
         for i, error in bad.items():
             self.damaged(str(error), extents[i].where)
         return set(range(len(extents))) - bad.keys()

@@ -168,9 +168,7 @@ class HostStore:
         except BundleError as error:
             self._note(str(error), f"{piece.file[0]}, layer position {piece.file[1]}")
             return
-        layer = self._store.bundle.layers[piece.file[1]]
-        path = self._store.bundle.path / expert_file(piece.file[0], layer.index)
-        good, pinned = self._filler.pin(path, extents)
+        good, pinned = self._filler.pin(extents)
         if pinned is None:
             return
         self._last = pinned.mode

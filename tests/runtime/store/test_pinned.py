@@ -208,6 +208,7 @@ def test_short_reads_and_refused_direct_reads(
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", opening)
         patch.setattr(os, "preadv", reading)
+        patch.setattr("moepack.runtime.store.page_file.is_cached", lambda *_: False)
         host = filled(opened, FakeCudart(NO_MAPPINGS))
     assert check(host, opened) == set(PLACES) and set(asked) == kinds
     host.close()

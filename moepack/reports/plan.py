@@ -190,8 +190,8 @@ def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int, device: t
 
 
 def _version(placement: str) -> str:
-    """The version in a placement's name; empty for `absent`."""
-    return "" if placement == "absent" else placement.partition("@")[0]
+    """The version in a placement's name; empty for `absent` and `stored`."""
+    return "" if placement in ("absent", "stored") else placement.partition("@")[0]
 
 
 def _layer(bundle: Bundle, position: int, row: tuple[str, ...], order: list[str]) -> LayerPlan:

@@ -122,3 +122,18 @@ class Ladder:
         stays = has & (np.arange(len(order)) < fits + slack)
         value = np.where(stays, np.inf, flat[order] * np.where(has, 1 + margin, 1.0))
         return order[np.argsort(-value, kind="stable")]
+
+
+def bytes_by_loss(ladders: Sequence[Ladder], traffic: Sequence[Sequence[float] | Floats], room: int) -> list[int]:
+    """Return the bytes that each layer may use above the base, shared by the loss saved per byte.
+
+    The best upgrades of all layers are taken until `room` is used up. `traffic` [layers][experts] counts tokens."""
+    rates = [ladder.rates(np.asarray(row, np.float64)).ravel() for ladder, row in zip(ladders, traffic, strict=True)]
+    costs = [ladder.cost.ravel() for ladder in ladders]
+    layer = np.repeat(np.arange(len(rates)), [len(row) for row in rates])
+    rate, cost = np.concatenate(rates), np.concatenate(costs)
+    order = np.argsort(-rate, kind="stable")
+    order = order[rate[order] > 0]
+    fits = order[np.cumsum(cost[order]) <= room]
+    out: list[int] = np.bincount(layer[fits], cost[fits], minlength=len(rates)).astype(np.int64).tolist()
+    return out

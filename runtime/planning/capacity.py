@@ -5,11 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-import numpy as np
-
-from moepack.runtime.allocation.knapsack import Table
-from moepack.runtime.allocation.ladder import Ladder
-
 Sizes = Sequence[Sequence[int]]  # [layers][placements], bytes of one expert
 
 
@@ -48,18 +43,3 @@ def even_bytes(sizes: Sizes, experts: Sequence[int], room: int) -> list[int]:
         units.append(unit)
         spans.append(n * (max(row) - row[-1]) // unit)
     return [n * unit for n, unit in zip(even_room(units, spans, room), units, strict=True)]
-
-
-def bytes_by_loss(ladders: Sequence[Ladder], traffic: Table, room: int) -> list[int]:
-    """Return the bytes that each layer may use above the base, shared by the loss saved per byte.
-
-    The best upgrades of all layers are taken until `room` is used up. `traffic` [layers][experts] counts tokens."""
-    rates = [ladder.rates(np.array(row, float)).ravel() for ladder, row in zip(ladders, traffic, strict=True)]
-    costs = [ladder.cost.ravel() for ladder in ladders]
-    layer = np.repeat(np.arange(len(rates)), [len(row) for row in rates])
-    rate, cost = np.concatenate(rates), np.concatenate(costs)
-    order = np.argsort(-rate, kind="stable")
-    order = order[rate[order] > 0]
-    fits = order[np.cumsum(cost[order]) <= room]
-    out: list[int] = np.bincount(layer[fits], cost[fits], minlength=len(rates)).astype(np.int64).tolist()
-    return out

@@ -15,14 +15,14 @@ from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import PAGE, Version, align
 from moepack.runtime.allocation.knapsack import BudgetError, Table
-from moepack.runtime.allocation.ladder import Floats, Ints, Ladder
+from moepack.runtime.allocation.ladder import Floats, Ints, Ladder, bytes_by_loss
 from moepack.runtime.policies.contract import Interval, LiveOptions, LivePolicy, Setting, Sums, Versions, Wanted
 from moepack.runtime.policies.contract import Ladder as Placements
 from moepack.runtime.policies.placements import Placement, Where
 from moepack.runtime.policies.registry import Policy
 
 from . import paging
-from .capacity import base_bytes, bytes_by_loss, even_bytes
+from .capacity import base_bytes, even_bytes
 from .choice import ladders_of
 from .exceeded import TooSmallError
 from .fixed import Fixed

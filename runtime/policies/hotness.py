@@ -11,10 +11,27 @@ from typing import ClassVar
 
 import numpy as np
 
+from moepack.pack.spec import Version
 from moepack.runtime.allocation.ladder import Floats, Ladder
 from moepack.runtime.allocation.ladder import Ints as Placements
 
-from .contract import DeviceOptions, Event, Interval, Key, LiveOptions, Needs, Setting, Wanted, in_turns, live_entry
+from .contract import (
+    DeviceOptions,
+    Event,
+    Interval,
+    Key,
+    LiveOptions,
+    LivePolicy,
+    Needs,
+    Setting,
+    Wanted,
+    in_turns,
+    live_entry,
+)  # fmt: skip
+from .contract import Ladder as Ladders
+from .heat import Heat
+from .hotness_on_demand import HotnessOnDemand
+from .placements import STORED, Placement, find_version
 
 RATE = 200.0  # megabytes a second: copies then take a few per cent of one core's memory bandwidth
 
@@ -24,7 +41,8 @@ class HotnessOptions(DeviceOptions):
     """Options of `hotness`."""
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
-        **DeviceOptions.CHOICES, "prior": ("calibration", "none"), "score": ("loss", "counts"), "keep": ("yes", "no")
+        **DeviceOptions.CHOICES, "prior": ("calibration", "none"), "score": ("loss", "counts"), "keep": ("yes", "no"),
+        "prefetch": ("yes", "no"),
     }  # fmt: skip
 
     prior: str = "calibration"  # "calibration": experts that were busy in calibration start high; "none": all start low
@@ -37,6 +55,8 @@ class HotnessOptions(DeviceOptions):
     margin: float = 0.1  # a newcomer's score must exceed an incumbent's by this share of the incumbent's
     slack: int = 1  # an incumbent stays while its rank is less than this many places below the last that fits
     anchor: float = 0.5  # the lasting weight of the prior, as a multiple of the weight of the scores
+    # With `lo=stored`, whether the next layer's predicted experts are fetched ahead
+    prefetch: str = "no"
 
     def __post_init__(self) -> None:
         LiveOptions.__post_init__(self)
@@ -46,15 +66,33 @@ class HotnessOptions(DeviceOptions):
         if self.reserve < 1:
             raise ValueError("reserve is from 1: a demotion needs a block")
 
+    def ladders(self, versions: Sequence[Version]) -> list[Ladders]:
+        """Return the ladders of `DeviceOptions`, or with `lo=stored` one: versions from `hi` down, and stored."""
+        if not self.on_demand:
+            return DeviceOptions.ladders(self, versions)
+        small = [v for v in versions if v.bits <= 4] or versions
+        high = find_version(self.hi, versions) if self.hi else small[0]
+        last = len(versions) if self.between == "yes" else versions.index(high) + 1
+        return [(*map(Placement, versions[versions.index(high) : last]), STORED)]
+
+    @property
+    def on_demand(self) -> bool:
+        """Whether `lo` is `stored`."""
+        return self.lo == str(STORED)
+
     @property
     def keeps_low(self) -> bool:
-        """Whether `keep` is "yes": a promoted expert keeps its base version."""
-        return self.keep == "yes"
+        """Whether `keep` is "yes" (a promoted expert keeps its base version), or the base takes no memory."""
+        return self.keep == "yes" or self.on_demand
 
     @property
     def spare_blocks(self) -> int:
         """The base blocks that stay free for demotions: `reserve`."""
-        return self.reserve
+        return 0 if self.on_demand else self.reserve
+
+    def heat(self, setting: Setting) -> Heat:
+        """Return the scores with which these options begin."""
+        return Heat(setting.traffic, self.alpha, self.anchor, self.prior == "calibration")
 
 
 class Hotness:
@@ -78,15 +116,9 @@ class Hotness:
         for sizes, losses in zip(setting.sizes, setting.losses, strict=True):
             known = losses if options.score == "loss" else np.broadcast_to(losses.mean(0), losses.shape)
             self._ladders.append(Ladder(sizes, known, setting.base))
-        has_prior = options.prior == "calibration"
-        traffic = [np.array(row, np.float64) for row in setting.traffic]
-        self._prior = [row / row.sum() for row in traffic]
-        self._anchor = options.anchor if has_prior else 0.0
-        self.scores = [row.copy() if has_prior else np.zeros(len(row)) for row in traffic]
-        self._is_prior = [has_prior] * len(traffic)
+        self.heat = options.heat(setting)
         self.placements = [np.full(n, setting.base, np.int64) for n in setting.experts]
-        self._values = self._weigh()
-        self._counts = [np.zeros(n, np.int64) for n in setting.experts]
+        self._values = self.heat.values()
         self._capacity: list[int] = []
         self._last: float | None = None
 
@@ -94,18 +126,17 @@ class Hotness:
         """Add up counts; return new placements when an interval has passed or the capacity has changed, else `None`."""
         if not isinstance(event, Interval):
             return None
-        for mine, new in in_turns(zip(self._counts, event.counts, strict=True)):
-            mine += new
+        self.heat.add(event.counts)
         if self._last is None:
             self._last = event.time
-        due = event.time - self._last >= self.options.interval and any(row.any() for row in self._counts)
+        due = event.time - self._last >= self.options.interval and self.heat.has_counts
         if not due and list(event.capacity) == self._capacity:
             return None
         if due:
             self._last = event.time
-            self._score()
+            self.heat.turn()
         self._capacity = list(event.capacity)
-        self._values = self._weigh()
+        self._values = self.heat.values()
         before, self.placements = self.placements, list(in_turns(self._filled(event.capacity)))
         if all(np.array_equal(*pair) for pair in in_turns(zip(before, self.placements, strict=True))):
             return None
@@ -116,20 +147,6 @@ class Hotness:
         for p, (ladder, values, held) in enumerate(zip(self._ladders, self._values, self.placements, strict=True)):
             limit = None if most is None else most[p]
             yield ladder.fill(values, capacity[p], held, options.margin, options.slack, limit)
-
-    def _score(self) -> None:
-        alpha = self.options.alpha
-        for p, (scores, counts) in in_turns(enumerate(zip(self.scores, self._counts, strict=True))):
-            scale = 1.0
-            if self._is_prior[p] and counts.any():
-                self._is_prior[p] = False
-                scale = counts.sum() / scores.sum()
-            self.scores[p] = alpha * scale * scores + (1 - alpha) * counts
-            counts[:] = 0
-
-    def _weigh(self) -> list[Floats]:
-        rows = in_turns(zip(self.scores, self._prior, strict=True))
-        return [s + self._anchor * s.sum() * q for s, q in rows]
 
     def worth(self, key: Key) -> float:
         """Return the loss per byte that an expert's first upgrade saves, as of the last decision."""
@@ -152,4 +169,13 @@ class Hotness:
         return wanted
 
 
-ENTRY = live_entry("hotness", HotnessOptions, Hotness)
+def _make(setting: Setting, options: HotnessOptions) -> LivePolicy:
+    if not options.on_demand:
+        return Hotness(setting, options)
+    return HotnessOnDemand(
+        setting, options.heat(setting), interval=options.interval, by_loss=options.score == "loss",
+        margin=options.margin, slack=options.slack, prefetch=options.prefetch == "yes",
+    )  # fmt: skip
+
+
+ENTRY = live_entry("hotness", HotnessOptions, _make)

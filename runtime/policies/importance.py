@@ -16,7 +16,21 @@ import numpy as np
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
 
-from .contract import Changes, Event, Floats, Ints, Ladder, LayerReached, LiveOptions, Needs, Setting, live_entry
+from .contract import (
+    Event,
+    Floats,
+    Interval,
+    Ints,
+    Key,
+    Ladder,
+    LayerReached,
+    LiveOptions,
+    Needs,
+    Setting,
+    Wanted,
+    live_entry,
+)  # fmt: skip
+from .heat import busiest
 from .mixed_cache import MixedCache
 from .placements import ABSENT, Placement, find_version
 
@@ -118,10 +132,17 @@ class Importance:
         self._low, self._base = min(LOW, setting.base), setting.base
         self._random = np.random.default_rng(options.seed)
         self._cache = MixedCache(setting.sizes, options.reuse == "yes", setting.most)
+        self._traffic = [np.array(row) for row in setting.traffic]
         self.worth = self._cache.last_used
 
-    def decide(self, event: Event) -> Changes | None:
-        """Return the experts that the layer lacks, prefetches for the next layer, and the experts evicted for both."""
+    def decide(self, event: Event) -> Wanted | None:
+        """Return the experts that the layer lacks, prefetches for the next layer, and the experts evicted for both.
+
+        Before any token, return the experts that were busiest in calibration; those of each layer that its share makes
+        critical are at high precision.
+        """
+        if isinstance(event, Interval):
+            return self._cache.fill(self._first(), sum(event.capacity))
         if not isinstance(event, LayerReached):
             return None
         room = sum(event.capacity)
@@ -131,6 +152,10 @@ class Importance:
             ahead = self._ahead(event.layer + 1, event.is_prompt, event.predicted, event.predicted_gates)
             changes |= self._cache.foresee(event.layer + 1, ahead, room, changes)
         return changes
+
+    def _first(self) -> dict[Key, int]:
+        at = [self._designated(p, np.argsort(-row, kind="stable").tolist()) for p, row in enumerate(self._traffic)]
+        return {(p, e): at[p][e] for p, e in busiest(self._traffic) if at[p][e] != self._base}
 
     def _ranked(self, event: LayerReached) -> list[int]:
         """Return the experts that the step needs, the most important first (equations 2 and 3)."""

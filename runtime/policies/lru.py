@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from moepack.pack.spec import Version
 
-from .contract import Changes, DeviceOptions, Event, Ladder, LayerReached, Needs, Setting, live_entry
+from .contract import DeviceOptions, Event, Interval, Ints, Ladder, LayerReached, Needs, Setting, Wanted, live_entry
+from .heat import busiest
 from .mixed_cache import MixedCache
 from .placements import ABSENT, Placement, find_version
 
@@ -21,11 +24,16 @@ from .placements import ABSENT, Placement, find_version
 class RecentOptions(DeviceOptions):
     """Options of `lru`, which uses two versions; with `lo=absent` it uses one, by default the most precise."""
 
-    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {**DeviceOptions.CHOICES, "between": ("no",)}
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
+        **DeviceOptions.CHOICES,
+        "between": ("no",),
+        "prefetch": ("yes", "no"),
+    }
     keeps_low = True
     spare_blocks = 0
 
     between: str = "no"
+    prefetch: str = "no"  # whether the next layer's predicted experts are fetched ahead
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
         """Return the ladders of `DeviceOptions`, or with `lo=absent` one ladder: a version, and absent."""
@@ -46,21 +54,29 @@ class Recent:
     those with the most tokens are loaded, and the others run at the base version.
     """
 
-    needs = Needs(layers=True)
-
     def __init__(self, setting: Setting, options: RecentOptions | None = None) -> None:
+        self.needs = Needs(layers=True, prediction=options is not None and options.prefetch == "yes")
+        self._traffic = setting.traffic
         sizes = [[max(1, int(row[0] - row[-1])), 0] for row in setting.sizes]
         self._cache, self._strict = MixedCache(sizes, most=setting.most), setting.ladder[-1] == ABSENT
         self.worth = self._cache.last_used
 
-    def decide(self, event: Event) -> Changes | None:
-        """Return the experts to load for a layer, and the experts evicted for them."""
+    def decide(self, event: Event) -> Wanted | None:
+        """Return the experts to load for a layer, and those evicted for them; before any token, the busiest experts."""
+        room = sum(event.capacity)
+        if isinstance(event, Interval):
+            return self._cache.fill(dict.fromkeys(busiest([np.array(row) for row in self._traffic]), 0), room)
         if not isinstance(event, LayerReached):
             return None
-        needed = dict.fromkeys(sorted(event.counts.nonzero()[0].tolist(), key=lambda e: -event.counts[e]), 0)
-        return self._cache.serve(
-            event.layer, needed, sum(event.capacity), event.placed, event.coming, all_of_them=self._strict
-        )
+        wants = _most_used(event.counts)
+        changes = self._cache.serve(event.layer, wants, room, event.placed, event.coming, all_of_them=self._strict)
+        if event.predicted is not None:
+            changes |= self._cache.foresee(event.layer + 1, _most_used(event.predicted), room, changes)
+        return changes
+
+
+def _most_used(counts: Ints) -> dict[int, int]:
+    return dict.fromkeys(sorted(counts.nonzero()[0].tolist(), key=lambda e: -counts[e]), 0)
 
 
 ENTRY = live_entry("lru", RecentOptions, Recent)

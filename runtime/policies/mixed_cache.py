@@ -1,5 +1,7 @@
 """A cache of experts at several precisions: least recently used, by bytes (dymoe, section 4.4.2). Pure.
 
+A subclass may have another order of leaving.
+
 An expert is in the cache at one placement at most. A request for a better placement is a miss, and replaces the expert;
 a request for a worse placement is a hit. All layers share the bytes, and also the blocks if memory has blocks.
 """
@@ -7,7 +9,7 @@ a request for a worse placement is a hit. All layers share the bytes, and also t
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from moepack.pack.errors import InputError
 
@@ -46,6 +48,24 @@ class MixedCache:
     def last_used(self, key: Key) -> int:
         """Return when an expert was last used, as a count of uses: policies take it as the expert's `worth`."""
         return self._used.get(key, 0)
+
+    def leaving(self) -> Iterable[Key]:
+        """Return the cached experts in the order in which they leave; experts may be dropped while this is read."""
+        return list(self.held)
+
+    def fill(self, wants: Mapping[Key, int], room: int) -> dict[Key, int]:
+        """Put `wants` into the empty cache, the most wanted first, as far as they fit; return those."""
+        fits: dict[Key, int] = {}
+        taken: Counter[_Kind] = Counter()
+        for key, placement in wants.items():
+            kind = self._kind(key, placement)
+            if kind[1] <= room and (self._most is None or taken[kind] < self._most[kind]):
+                fits[key] = placement
+                taken[kind] += 1
+                room -= kind[1]
+        for key in reversed(fits):  # so that the most wanted is the most recently used
+            self._put(key, fits[key])
+        return fits
 
     def serve(
         self,
@@ -89,8 +109,10 @@ class MixedCache:
             out[key] = self._allowed(layer, best, used)
         for expert in reversed(list(wants)):  # so that the most important is the most recently used
             self._put((layer, expert), out[layer, expert])
-        for gone in [key for key in self.held if key[0] != layer or key[1] not in wants]:
-            if self._is_too_much(gone, room):
+        for gone in self.leaving() if self._is_over(room) else ():
+            if not self._is_over(room):
+                break
+            if (gone[0] != layer or gone[1] not in wants) and self._is_too_much(gone, room):
                 out[gone] = self._drop(gone)
         for expert in reversed(list(wants)):
             key = layer, expert
@@ -117,7 +139,9 @@ class MixedCache:
             short = self.bytes + self._size(key, asked) - (0 if have is None else self._size(key, have)) - room
             blocks = 0 if self._most is None else self._taken[kind] + 1 - self._most[kind]
             leaving = []
-            for other in (k for k in self.held if k not in needed and (k[0] != layer or k[1] not in wants)):
+            for other in self.leaving() if short > 0 or blocks > 0 else ():
+                if other in needed or (other[0] == layer and other[1] in wants):
+                    continue
                 if short <= 0 and blocks <= 0:
                     break
                 alike = self._kind(other, self.held[other]) == kind
@@ -149,6 +173,10 @@ class MixedCache:
         found = asked if asked == self._base else next(free, asked)
         used[found, self._sizes[layer][found]] += 1
         return found
+
+    def _is_over(self, room: int) -> bool:
+        """Return whether the cache is over any of its limits."""
+        return self.bytes > room or (self._most is not None and any(n > self._most[k] for k, n in self._taken.items()))
 
     def _is_too_much(self, key: Key, room: int) -> bool:
         """Return whether the cache is over its limits and dropping this expert would help."""

@@ -1,4 +1,7 @@
-"""Placements: where and at which version an expert is served (on the device, by the host), or that it is absent."""
+"""Placements: where and at which version an expert is served (on the device, by the host), or that it is absent.
+
+The word `stored` means that an expert's bytes are on the disk alone, and are fetched when a layer needs them.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +21,34 @@ class Where(enum.Enum):
     STORED = "stored"  # in the backing store alone; read into that window when its layer runs
     HOST = "host"  # in host memory, outside the device's budget; the host's processor runs it
     ABSENT = "absent"  # nowhere: the expert adds nothing to its tokens' sums
+    ON_DISK = "on disk"  # in the backing store alone; fetched to one of the other places before its layer runs
 
 
+NOWHERE = frozenset({Where.ABSENT, Where.ON_DISK})  # places without bytes in memory, and so without a version
 PAGED = frozenset({Where.PACKED, Where.STORED})  # places whose extents are in memory, decoded, only while a layer runs
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One way to serve an expert; `version` is `None` if the expert is absent."""
+    """One way to serve an expert; `version` is `None` if the expert is absent, or stored and not fetched."""
 
     version: Version | None
     where: Where = Where.DEVICE
 
     def __post_init__(self) -> None:
-        if (self.version is None) != (self.where is Where.ABSENT):
-            raise ValueError("an absent expert has no version, and every other has one")
+        if (self.version is None) != (self.where in NOWHERE):
+            raise ValueError("an absent or stored expert has no version, and every other has one")
         if self.where is Where.PACKED and self.version is not None and not self.version.entropy_coded:
             raise ValueError(f"{self.version.name} is served as it is stored: it has no packed form")
 
     def __str__(self) -> str:
         if self.version is None:
-            return "absent"
+            return "absent" if self.where is Where.ABSENT else "stored"
         return self.version.name if self.where is Where.DEVICE else f"{self.version.name}@{self.where.value}"
 
 
 ABSENT = Placement(None, Where.ABSENT)
+STORED = Placement(None, Where.ON_DISK)
 
 
 def paged_places(version: Version) -> tuple[Where, ...]:
@@ -51,13 +57,13 @@ def paged_places(version: Version) -> tuple[Where, ...]:
 
 
 def read_placement(text: str, versions: Sequence[Version]) -> Placement:
-    """Return the placement with a name such as `w4`, `w4@host`, `bf16@packed`, `bf16@stored` or `absent`.
+    """Return the placement with a name such as `w4`, `w4@host`, `bf16@packed`, `bf16@stored`, `stored` or `absent`.
 
     Raises:
         InputError: for a placement that these versions do not have.
     """
-    if text == "absent":
-        return ABSENT
+    if text in ("absent", "stored"):
+        return ABSENT if text == "absent" else STORED
     name, _, place = text.partition("@")
     found = next((v for v in versions if v.name == name), None)
     places = {"": Where.DEVICE, "host": Where.HOST}
@@ -66,7 +72,7 @@ def read_placement(text: str, versions: Sequence[Version]) -> Placement:
     if found is None or place not in places:
         here = ", ".join(v.name for v in versions)
         raise InputError(
-            f"has no {text!r}: here are {here}, each also as NAME@host, and absent; the lossless one also as "
+            f"has no {text!r}: here are {here}, each also as NAME@host, stored and absent; the lossless one also as "
             "NAME@stored, and NAME@packed where its codes are entropy-coded"
         )
     return Placement(found, places[place])

@@ -148,7 +148,7 @@ class ResidencyManager:
         on_device = [pool for pool in pools.values() if pool.budget_bytes]
         on_host = [pool for pool in pools.values() if not pool.budget_bytes]
         self.transitions = Transitions(self.residency, self.tracker, on_device, plan.reserve, on_host, kept=plan.demand)
-        named = partial(_name, bundle, plan) if plan.ladder[plan.base].where is Where.ABSENT else None
+        named = partial(_name, bundle, plan) if plan.ladder[plan.base].version is None else None
         self.on_demand = OnDemandLoader(self.transitions, partial(_stored_bytes, bundle, plan), named)
         self.prediction: Prediction | None = None  # predicts the next layer's routing; set by the `ForwardWrapper`
         if plan.window:
@@ -162,15 +162,16 @@ class ResidencyManager:
         self._one_at_a_time = threading.RLock()
 
     def _load(self, wanted: Wanted) -> None:
-        first = {} if self.plan.keep else wanted
-        keys = [(p, e) for p, n in enumerate(self.plan.experts) for e in range(n)]
-        number = {key: first.get(key, self.plan.base) for key in keys}
-        in_memory = [key for key in keys if self.plan.blocks[key[0]][number[key]]]
-        stored = [(key, self.plan.ladder[number[key]].version) for key in in_memory]
+        plan = self.plan
+        keys = [(p, e) for p, n in enumerate(plan.experts) for e in range(n)]
+        number = {key: wanted.get(key, plan.base) for key in keys}
+        loaded = [(key, v) for key in keys for v in dict.fromkeys([*[plan.base] * plan.keep, number[key]])]
+        stored = [(key, plan.ladder[v].version) for key, v in loaded if plan.blocks[key[0]][v]]
         with self.store.reading_ahead((version.name, *key) for key, version in stored if version is not None):
             for p, e in keys:
                 self.layers[p].publish(e, self._place((p, e), number[p, e]))
-        self.transitions.want(wanted, self.policy.worth)
+        self.transitions.want({} if self._blocking else wanted, self.policy.worth)
+        self._moved_before = self.device.moved
         self.device.serve()
 
     def _place(self, key: Key, version: int) -> Any:
@@ -199,7 +200,7 @@ class ResidencyManager:
                 packed = self.paging.filler.over(*key, tensor[: stored.size], stored.where)
             return layer.of.over(described, self.paging.space.extent(*key), placement.where, packed)
         if tensor is None:
-            return NOTHING
+            return replace(NOTHING, where=placement.where)
         described = version_of(self.plan, version)
         return layer.of.over(described, tensor[: described.resident_size(layer.of.layer.matrices)], placement.where)
 
@@ -324,8 +325,8 @@ class ResidencyManager:
         if self._upset:
             self.on_demand.drop_all()
             self.device.rest()
-            self.policy, first = self.plan.policy(self._named)
-            self.transitions.want(first, self.policy.worth)
+            self.policy, _ = self.plan.policy(self._named)
+            self.transitions.want({}, self.policy.worth)
         self._upset = True
         placed, coming = self.on_demand.where(position)
         event = LayerReached(
@@ -354,7 +355,7 @@ class ResidencyManager:
     @property
     def moved(self) -> int:
         """Stored bytes copied since serving began."""
-        return self.device.moved + (self.paging.counts.read if self.paging is not None else 0)
+        return self.device.moved - self._moved_before + (self.paging.counts.read if self.paging is not None else 0)
 
     # --- the worker
 

@@ -71,12 +71,27 @@ class Residency:
     # --- loading
 
     def place(self, key: Key, version: int) -> Any:
-        """Load an expert's first version and return its handle. It is the base with `keeps_base`. Only before serving.
+        """Load an expert's first version, and with `keeps_base` its base; return the handle. Only before serving.
 
         Raises:
             MemoryError: when the pool or the budget has no block for it: the caller's arithmetic was wrong.
             MoepackError: when the version's bytes are damaged.
         """
+        complete: dict[int, Complete] = {}
+        try:
+            for number in dict.fromkeys((self.base, version) if self.keeps_base else (version,)):
+                complete[number] = self._load(key, number)
+        except BaseException:
+            for made in complete.values():
+                if made.block is not None:
+                    made.block.pool.free(made.block)
+            raise
+        self.entries[key] = ExpertState(self.base, version, complete)
+        if version != self.base:
+            self._above.add(key)
+        return complete[version].handle
+
+    def _load(self, key: Key, version: int) -> Complete:
         pool, block = self.pool(key[0], version), None
         if pool is not None:
             block = pool.allocate()
@@ -87,11 +102,7 @@ class Residency:
             if event.error is not None:
                 pool.free(block)
                 raise event.error
-        made = Complete(block, self._make(key, version, None if block is None else block.tensor))
-        self.entries[key] = ExpertState(self.base, version, {version: made})
-        if version != self.base:
-            self._above.add(key)
-        return made.handle
+        return Complete(block, self._make(key, version, None if block is None else block.tensor))
 
     # --- steps
 

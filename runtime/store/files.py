@@ -29,7 +29,9 @@ from .read_ahead import Place, ReadAhead
 
 DENSE = -1  # the layer position in the place of a dense matrix
 CHUNK = 1 << 20  # bytes read and digested at a time: they are still in the processor's cache for the digest
-REQUEST = 8 << 20  # bytes of a read past the page cache: whole extents of most models; a longer one could not be stopped
+REQUEST = (
+    8 << 20
+)  # bytes of a read past the page cache: whole extents of most models; a longer one could not be stopped
 
 
 class Cancelled(Exception):

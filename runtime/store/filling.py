@@ -71,9 +71,7 @@ class PinnedFiller:
             return good, pinned
         return set(), None
 
-    def _read_or_close(
-        self, extents: Sequence[Stored], pinned: Pinned, out: Buffer | None
-    ) -> tuple[set[int], Pinned]:
+    def _read_or_close(self, extents: Sequence[Stored], pinned: Pinned, out: Buffer | None) -> tuple[set[int], Pinned]:
         try:
             return self._read(extents, out), pinned
         except BaseException:

@@ -338,7 +338,9 @@ def test_serving_over_it(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCudart(WAYS["registered"])
     gpu = FakeGpu(cuda)
 
-    def device(where: Any, store: Any, plan: Any, buffers: int, on_event: Any, limit: int | None, *_: Any) -> CudaDevice:
+    def device(
+        where: Any, store: Any, plan: Any, buffers: int, on_event: Any, limit: int | None, *_: Any
+    ) -> CudaDevice:
         host = HostStore(store, ["bf16", "w2"], Cudart(0, cuda), limit or 0, piece=200_000)
         largest = max(max(row) for row in plan.sizes)
         made = CudaDevice(largest, where, on_event, staging=plan.staging, slots=buffers, host=host, gpu=gpu)

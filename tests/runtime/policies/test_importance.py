@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -147,9 +148,17 @@ def test_random_experts_are_as_many() -> None:
     assert all(bits.bit_count() == 4 for bits in chosen) and len(set(chosen)) > 10 and chosen == high()
 
 
-def test_time_is_nothing_to_it_and_what_was_used_last_goes_last() -> None:
+def test_before_any_token_it_holds_what_was_busy_in_calibration() -> None:
+    """Room for 18: two of the first layer and all critical ones of it are high, half of the second's."""
+    given = replace(setting([4, 4]), traffic=[[5.0, 90.0, 1.0, 8.0], [70.0, 2.0, 60.0, 50.0]])
+    policy = Importance(given, ImportanceOptions(prefetch="no"))
+    first = policy.decide(Interval(0.0, [9, 9], [np.zeros(4, np.int64)] * 2))
+    assert first == {(0, 1): 0, (1, 0): 0, (1, 2): 0, (1, 3): 1, (0, 3): 0}
+    assert policy.worth((0, 1)) > policy.worth((1, 0)) > policy.worth((0, 3)) > policy.worth((1, 1)) == 0
+
+
+def test_what_was_used_last_goes_last() -> None:
     policy = Importance(setting([4, 4]), ImportanceOptions(prefetch="no"))
-    assert policy.decide(Interval(0.0, [9, 9], [np.zeros(4, np.int64)] * 2)) is None
     answers(policy, reached(0, [1, 0, 0, 0], gates=[1.0, 0, 0, 0]), reached(1, [1, 0, 0, 0], gates=[1.0, 0, 0, 0]))
     assert policy.worth((1, 0)) > policy.worth((0, 0)) > policy.worth((0, 1)) == 0
 

@@ -13,8 +13,8 @@ import pytest
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
-from moepack.runtime.allocation.ladder import Ladder
-from moepack.runtime.planning.capacity import base_bytes, bytes_by_loss, even_bytes, even_room
+from moepack.runtime.allocation.ladder import Ladder, bytes_by_loss
+from moepack.runtime.planning.capacity import base_bytes, even_bytes, even_room
 from moepack.runtime.policies.contract import Changes, Interval, LayerReached, LiveOptions, Setting
 from moepack.runtime.policies.hotness import Hotness, HotnessOptions
 from moepack.runtime.policies.lru import Recent
@@ -59,9 +59,9 @@ def test_scores_are_the_papers_average() -> None:
     assert policy.decide(passed(0.0, [[8, 0, 4]], [1])) is None
     assert policy.decide(passed(0.5, [[0, 4, 0]], [1])) is None, "counted, not yet decided"
     assert policy.decide(passed(1.0, [[0, 0, 0]], [1])) == {(0, 0): 0}
-    assert lists(policy.scores) == [[2.0, 1.0, 1.0]]
+    assert lists(policy.heat.scores) == [[2.0, 1.0, 1.0]]
     policy.decide(passed(2.0, [[0, 0, 8]], [1]))
-    assert lists(policy.scores) == [[1.5, 0.75, 2.75]]
+    assert lists(policy.heat.scores) == [[1.5, 0.75, 2.75]]
 
 
 def test_an_interval_without_tokens_changes_nothing() -> None:
@@ -69,7 +69,7 @@ def test_an_interval_without_tokens_changes_nothing() -> None:
     policy.decide(passed(0.0, [[1, 0]], [1]))
     assert policy.decide(passed(1.0, [[1, 0]], [1])) == {(0, 0): 0}
     assert policy.decide(passed(9.0, [[0, 0]], [1])) is None
-    assert policy.scores[0][0] == 1.0
+    assert policy.heat.scores[0][0] == 1.0
 
 
 def test_less_room_is_seen_at_once() -> None:
@@ -180,7 +180,6 @@ def test_recent_keeps_what_was_used_last() -> None:
     assert reached(0, [3, 1, 0]) == {(0, 0): 0, (0, 1): 0}
     assert reached(1, [1, 2]) == {(1, 1): 0, (1, 0): 0, (0, 1): 1}, "the one with fewer tokens leaves"
     assert reached(0, [5, 6, 7]) == {(0, 2): 0, (0, 1): 0, (0, 0): 0, (1, 0): 1, (1, 1): 1}
-    assert cache.decide(passed(0.0, [[1, 1, 1], [1, 1]], [1, 2])) is None, "time is nothing to it"
 
 
 def test_rooms_fit_and_are_even() -> None:
@@ -221,9 +220,9 @@ def test_a_prior_counts_as_an_interval_before_the_first() -> None:
     policy = Hotness(setting([3], traffic=[[3000, 1000, 0]]), options)
     assert policy.decide(passed(0.0, [[0, 0, 0]], [1])) == {(0, 0): 0}, "before any token"
     policy.decide(passed(1.0, [[0, 1, 3]], [1]))
-    assert lists(policy.scores) == [[1.5, 1.0, 1.5]], "its shares, as many tokens as the interval had"
+    assert lists(policy.heat.scores) == [[1.5, 1.0, 1.5]], "its shares, as many tokens as the interval had"
     assert policy.decide(passed(2.0, [[0, 0, 4]], [1])) == {(0, 2): 0}
-    assert lists(policy.scores) == [[0.75, 0.5, 2.75]]
+    assert lists(policy.heat.scores) == [[0.75, 0.5, 2.75]]
 
 
 def test_a_prior_goes_on_to_weigh_in() -> None:
@@ -231,7 +230,7 @@ def test_a_prior_goes_on_to_weigh_in() -> None:
     policy = Hotness(setting([3], traffic=[[4, 3, 3]]), options)
     policy.decide(passed(0.0, [[0, 0, 0]], [1]))
     assert policy.decide(passed(1.0, [[0, 0, 10]], [1])) == {(0, 2): 0}
-    assert lists(policy.scores) == [[0, 0, 10]]
+    assert lists(policy.heat.scores) == [[0, 0, 10]]
     assert policy.decide(passed(2.0, [[0, 0, 0]], [2])) == {(0, 2): 0, (0, 0): 0}, "the second place is the prior's"
     assert policy.decide(passed(3.0, [[4, 5, 1]], [1])) == {(0, 1): 0}, "5 and 1.5 against 4 and 2"
 
@@ -242,7 +241,7 @@ def test_experts_are_ranked_by_what_they_save() -> None:
         policy = Hotness(setting([3], losses=losses), counting(score=score))
         policy.decide(passed(0.0, [[9, 2, 1]], [1]))
         assert policy.decide(passed(1.0, [[0, 0, 0]], [1])) == {(0, expert): 0}
-        assert lists(policy.scores) == [[4.5, 1.0, 0.5]]
+        assert lists(policy.heat.scores) == [[4.5, 1.0, 0.5]]
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,9 @@ def test_all_critical_is_bit_identical_at_the_least_budget(bundle: Path) -> None
         with pytest.raises(InputError, match=f"a layer's experts at w4: the least that would do is {enough} bytes"):
             load(bundle, policy, enough - 1, batch=2)
         model = load(bundle, policy, enough + 1, batch=2)
-        assert model.moepack.versions == (("absent",) * 16,) * 4, "nothing is there before it is needed"
+        traffic = np.concatenate([x.tokens for x in open_bundle(bundle).calibration().layers])
+        here = np.array(model.moepack.versions).ravel() != "absent"
+        assert here.sum() == 16 and traffic[here].min() >= traffic[~here].max(), "the busiest, before any token"
         with torch.inference_mode():
             for tokens in (ids(1, 200), ids(2, 1), batch):
                 assert torch.equal(model(tokens, use_cache=False).logits, plain(tokens, use_cache=False).logits)

@@ -166,7 +166,12 @@ def _codec() -> dict[str, Any]:
 
 
 def disk_rates(directory: Path) -> dict[str, Any]:
-    """Measure rates of writing (synced) and reading 64 MiB, in bytes a second. The page cache may serve the reads."""
+    """Measure rates of writing (synced) and reading 64 MiB, in bytes a second. The page cache may serve the reads.
+
+    `direct_bytes_per_second` has the rates past the page cache by the number of requests in flight; null if refused.
+    """
+    from moepack.runtime.store.page_file import direct_rate
+
     size = 64 << 20
     facts: dict[str, Any] = {"directory": str(directory), "free_bytes": shutil.disk_usage(directory).free}
     try:
@@ -185,6 +190,11 @@ def disk_rates(directory: Path) -> dict[str, Any]:
             while f.read(1 << 20):
                 pass
             facts["read_bytes_per_second"] = size / (time.perf_counter() - began)
+            direct = {}
+            for in_flight in (1, 2, 4, 8):
+                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                direct[str(in_flight)] = direct_rate(f.fileno(), in_flight)
+            facts["direct_bytes_per_second"] = direct
     except OSError as error:
         facts["error"] = error.strerror or type(error).__name__
     return facts

@@ -73,5 +73,5 @@ class Heat:
 def busiest(values: Sequence[Floats]) -> list[tuple[int, int]]:
     """Return all experts as (layer position, expert), those of the largest values [layers] of [experts] first."""
     keys = [(p, e) for p, row in enumerate(values) for e in range(len(row))]
-    order = np.argsort(-np.concatenate(values), kind="stable") if keys else []
+    order = np.argsort(-np.concatenate(values), kind="stable").tolist() if keys else []
     return [keys[i] for i in order]

@@ -33,6 +33,7 @@ from .heat import Heat
 from .hotness_on_demand import HotnessOnDemand
 from .placements import STORED, Placement, find_version
 
+LEAST = 2  # bits of the lowest version over `stored`: rare experts run at it, and one bit costs more than it spares
 RATE = 200.0  # megabytes a second: copies then take a few per cent of one core's memory bandwidth
 
 
@@ -67,13 +68,17 @@ class HotnessOptions(DeviceOptions):
             raise ValueError("reserve is from 1: a demotion needs a block")
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladders]:
-        """Return the ladders of `DeviceOptions`, or with `lo=stored` one: versions from `hi` down, and stored."""
+        """Return the ladders of `DeviceOptions`.
+
+        With `lo=stored` there is one: `hi`, by default the best of at most 4 bits; with `between` the versions below it
+        of at least LEAST bits; and stored.
+        """
         if not self.on_demand:
             return DeviceOptions.ladders(self, versions)
-        small = [v for v in versions if v.bits <= 4] or versions
+        names, small = [v.name for v in versions], [v for v in versions if v.bits <= 4] or versions
         high = find_version(self.hi, versions) if self.hi else small[0]
-        last = len(versions) if self.between == "yes" else versions.index(high) + 1
-        return [(*map(Placement, versions[versions.index(high) : last]), STORED)]
+        below = versions[names.index(high.name) + 1 :] if self.between == "yes" else []
+        return [(Placement(high), *(Placement(v) for v in below if v.bits >= LEAST), STORED)]
 
     @property
     def on_demand(self) -> bool:

@@ -29,8 +29,8 @@ from moepack.runtime.store.files import BackingStore
 
 from .pools import Pool
 
-# Reads under way for a pass that waits. On a cloud disk 1, 2, 4 and 8 reads of 2.5 MiB at a time took in 0.9, 1.5, 1.6
-# and 1.5 GB/s; the threads sleep meanwhile, so that they may be more than the cores.
+# Reads under way for a pass that waits. The threads sleep meanwhile, so they may be more than the cores. On a virtual
+# disk 1, 2, 4 and 8 took in 1.9, 2.4, 2.2 and 2.3 GB/s in extents of 2.5 MiB.
 READERS = 4
 
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import mmap
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -59,3 +62,34 @@ def is_cached(file: int, at: int, size: int) -> bool:
     asked, found = (ctypes.c_uint64 * 2)(at, size), (ctypes.c_uint64 * 5)()
     failed = _libc.syscall(_CACHESTAT, file, asked, found, 0)
     return not failed and found[0] * PAGE >= size
+
+
+def direct_rate(file: int, in_flight: int, request: int = 4 << 20) -> float | None:
+    """Read a file once past the page cache, in whole requests in order, `in_flight` at a time; return bytes a second.
+
+    Returns None where the system refuses O_DIRECT.
+    """
+    size = os.fstat(file).st_size // request * request
+    offsets, rooms = iter(range(0, size, request)), [_huge(request) for _ in range(in_flight)]
+    with contextlib.closing(PageFile(file)) as pages, ThreadPoolExecutor(in_flight) as pool:
+
+        def read(room: memoryview) -> None:
+            for at in offsets:
+                pages.read(room, at)
+
+        began = time.perf_counter()
+        list(pool.map(read, rooms))
+        seconds = time.perf_counter() - began
+        return size / seconds if pages.direct else None
+
+
+def _huge(size: int) -> memoryview:
+    """Return memory in huge pages, which a disk fills twice as fast as small ones."""
+    room = mmap.mmap(-1, size + (2 << 20), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without huge pages
+            room.madvise(mmap.MADV_HUGEPAGE)
+    start = -np.frombuffer(room, np.uint8).ctypes.data % (2 << 20)
+    view = memoryview(room)[start : start + size]
+    view[:] = bytes(size)
+    return view

@@ -22,6 +22,7 @@ from moepack.runtime.store.files import BackingStore
 
 HIGH, LOW, NONE = range(3)
 FOUR_TWO = "importance:hi=w4,lo=w2"
+HOTTEST = "hotness:hi=w4,lo=stored,between=no,prefetch=yes"
 
 
 class Waits(WaitingSimulation):
@@ -181,13 +182,14 @@ def test_all_critical_is_bit_identical_at_the_least_budget(bundle: Path) -> None
     batch = ids(7, 40, 2)
     mask = torch.ones_like(batch)
     mask[0, :13] = 0
-    for policy in (f"{FOUR_TWO},r=1", "importance:hi=w4,lo=absent,r=1", "lru:hi=w4,lo=absent"):
+    for policy in (f"{FOUR_TWO},r=1", "importance:hi=w4,lo=absent,r=1", "lru:hi=w4,lo=absent", HOTTEST):
         enough = least(bundle, policy, batch=2)
         with pytest.raises(InputError, match=f"a layer's experts at w4: the least that would do is {enough} bytes"):
             load(bundle, policy, enough - 1, batch=2)
         model = load(bundle, policy, enough + 1, batch=2)
         traffic = np.concatenate([x.tokens for x in open_bundle(bundle).calibration().layers])
-        here = np.array(model.moepack.versions).ravel() != "absent"
+        here = np.array(model.moepack.versions).ravel() == "w4"
+        assert set(np.array(model.moepack.versions).ravel()[~here]) == {"stored" if policy == HOTTEST else "absent"}
         assert here.sum() == 16 and traffic[here].min() >= traffic[~here].max(), "the busiest, before any token"
         with torch.inference_mode():
             for tokens in (ids(1, 200), ids(2, 1), batch):
@@ -209,6 +211,25 @@ def test_all_critical_is_bit_identical_at_the_least_budget(bundle: Path) -> None
         parts = ("prefetch_in_time", "prefetch_late", "prefetch_wasted")
         assert sum(counters[name] for name in parts) == counters["prefetch_bytes"]
         model.moepack.close()
+
+
+def test_resident_low_versions_are_loaded_beside_the_busiest_high_ones(bundle: Path) -> None:
+    policy = "lru:hi=w4,lo=w2"
+    budget = least(bundle, policy) + 600_000
+    model = load(bundle, policy, budget)
+    with model.moepack as served:
+        table = np.array(served.versions).ravel()
+        assert (
+            set(table) == {"w4", "w2"} and served.counters()["bytes_moved"] == 0 and served.counters()["demotions"] == 0
+        )
+        traffic = np.concatenate([x.tokens for x in open_bundle(bundle).calibration().layers])
+        assert traffic[table == "w4"].min() >= traffic[table == "w2"].max()
+        live = served.manager
+        spent = live.plan.sizes[0][0] * (table == "w4").sum()
+        assert 0 <= sum(live.capacity()) - spent < live.plan.sizes[0][0], "as many as fit"
+        with torch.inference_mode():
+            model(ids(3), use_cache=False)
+        assert served.resident_bytes_peak <= budget and served.counters()["promotions"] > 0
 
 
 def test_the_weights_of_those_that_stay(bundle: Path) -> None:
@@ -323,7 +344,7 @@ def test_an_experts_module_that_is_called_by_itself_has_its_experts(bundle: Path
     assert torch.equal(a, b) and float(a.abs().sum()) > 0
 
 
-@pytest.mark.parametrize("policy", [FOUR_TWO + ",reuse=no", "lru:lo=absent"])
+@pytest.mark.parametrize("policy", [FOUR_TWO + ",reuse=no", "lru:lo=absent", HOTTEST])
 @pytest.mark.parametrize("where", ["reach", "_leave", "_fetch"])
 def test_an_interruption_between_an_answer_and_its_end_costs_no_memory(bundle: Path, policy: str, where: str) -> None:
     """What was to leave when Ctrl-C came leaves later, and a block that was just taken comes back."""

@@ -1,0 +1,100 @@
+"""Streams on the host: threads that work side by side, how long one rests for, and the rate that all keep together."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from moepack.runtime.devices.migration import HostEvent, HostStream, HostThreads, Migration
+from moepack.runtime.store.files import Cancelled
+
+
+def test_pieces_run_side_by_side_and_may_end_in_another_order() -> None:
+    ended: list[int] = []
+    threads = HostThreads("test", lambda: None, 3)
+    together, gates = threading.Barrier(3), [threading.Event() for _ in range(3)]
+
+    def work(i: int) -> None:
+        together.wait(10)
+        assert gates[i].wait(10)
+        ended.append(i)
+
+    events = [threads.submit(lambda _, i=i: work(i)) for i in range(3)]
+    for i in (2, 0, 1):
+        gates[i].set()
+        events[i].wait()
+    assert ended == [2, 0, 1] and [e.error for e in events] == [None] * 3
+    threads.close()
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_rest_waits_for_all_that_came_before(count: int) -> None:
+    ended: list[int] = []
+
+    def work(event: HostEvent, i: int) -> None:
+        time.sleep(0.003 * (i % 3))
+        ended.append(i)
+
+    threads = HostThreads("test", lambda: None, count)
+    for round_ in range(5):
+        for i in range(7):
+            threads.submit(lambda event, i=i: work(event, i))
+        resting = [threading.Thread(target=threads.rest) for _ in range(3)]
+        for thread in resting:
+            thread.start()
+        threads.rest()
+        assert len(ended) >= 7 * (round_ + 1)
+        for thread in resting:
+            thread.join(10)
+            assert not thread.is_alive(), "those who rest do not wait for each other"
+    threads.close()
+    threads.rest()
+    late = threads.submit(lambda event: None)
+    late.wait()
+    assert isinstance(late.error, Cancelled)
+
+
+def test_a_stream_rests_until_what_it_issued_has_ended() -> None:
+    stream, over = HostStream("test", lambda: None, depth=2), threading.Event()
+    issued = stream.submit(lambda event: over.is_set)
+    threading.Timer(0.05, over.set).start()
+    stream.rest()
+    assert issued.done() and over.is_set()
+    stream.close()
+
+
+def test_closing_cancels_what_has_not_begun_and_a_failure_ends_its_own_event() -> None:
+    threads, held, begun = HostThreads("test", lambda: None, 2), threading.Event(), threading.Barrier(3)
+
+    def work(event: HostEvent) -> None:
+        begun.wait(10)
+        assert held.wait(10)
+
+    events = [threads.submit(work) for _ in range(2)]
+    begun.wait(10)
+    failed, waiting = threads.submit(lambda event: print(1 // 0)), threads.submit(lambda event: None)
+    threads.close(wait=False)
+    held.set()
+    for event in (*events, failed, waiting):
+        event.wait()
+    assert [e.error for e in events] == [None] * 2
+    assert isinstance(failed.error, Cancelled) and isinstance(waiting.error, Cancelled)
+    threads = HostThreads("test", lambda: None, 2)
+    failed = threads.submit(lambda event: print(1 // 0))
+    threads.rest()
+    assert isinstance(failed.error, ZeroDivisionError)
+    threads.close()
+
+
+def test_threads_keep_the_rate_together() -> None:
+    """Eight copies of 100 kB at 4 MB a second: the last begins after seven, 0.175 s, whoever copies them."""
+    stream = HostThreads("test", lambda: None, 4)
+    made = Migration(stream)
+    made.limit(4e6, 0)
+    began = time.monotonic()
+    for event in [stream.submit(lambda event: made.gate(event, 100_000)(100_000)) for _ in range(8)]:
+        event.wait()
+    assert 0.17 <= time.monotonic() - began < 2 and made.moved == 800_000
+    made.close()

@@ -11,7 +11,7 @@ from moepack.runtime.allocation.knapsack import Table
 from .contract import Counts, Floats, Ints, in_turns
 
 
-class Heat:
+class ExpertHeat:
     """Scores S of all experts (dynaexq, section 3.5): after an interval with counts c, S is alpha S + (1 - alpha) c.
 
     The prior counts as an interval before the first: once a layer has counts, its scores are scaled to their sum. It

@@ -17,6 +17,7 @@ from moepack.runtime.allocation.ladder import Ints as Placements
 
 from .contract import (
     DeviceOptions,
+    Entry,
     Event,
     Interval,
     Key,
@@ -26,10 +27,10 @@ from .contract import (
     Setting,
     Wanted,
     in_turns,
-    live_entry,
-)  # fmt: skip
+    read_options,
+)
 from .contract import Ladder as Ladders
-from .heat import Heat
+from .heat import ExpertHeat
 from .hotness_on_demand import HotnessOnDemand
 from .placements import STORED, Placement, find_version
 
@@ -50,7 +51,7 @@ class HotnessOptions(DeviceOptions):
     score: str = "loss"  # upgrades are ranked per byte: by traffic times loss saved a token ("loss"), or by traffic
     keep: str = "no"  # "yes": a promoted expert keeps its base version; "no": the version's memory is freed
     reserve: int = 6  # free base blocks of each size, from 1, if keep=no: the most demotions at one time
-    rate: float = RATE  # megabytes a second that promotions may copy; 0 sets no limit
+    rate: float = RATE  # megabytes a second that promotions may copy; 0 sets no limit, the default with `lo=stored`
     interval: float = 1.0  # T_u, seconds between decisions
     alpha: float = 0.5  # the share of a score that is kept at each decision, from 0 up to but not including 1
     margin: float = 0.1  # a newcomer's score must exceed an incumbent's by this share of the incumbent's
@@ -95,9 +96,9 @@ class HotnessOptions(DeviceOptions):
         """The base blocks that stay free for demotions: `reserve`."""
         return 0 if self.on_demand else self.reserve
 
-    def heat(self, setting: Setting) -> Heat:
+    def heat(self, setting: Setting) -> ExpertHeat:
         """Return the scores with which these options begin."""
-        return Heat(setting.traffic, self.alpha, self.anchor, self.prior == "calibration")
+        return ExpertHeat(setting.traffic, self.alpha, self.anchor, self.prior == "calibration")
 
 
 class Hotness:
@@ -183,4 +184,9 @@ def _make(setting: Setting, options: HotnessOptions) -> LivePolicy:
     )  # fmt: skip
 
 
-ENTRY = live_entry("hotness", HotnessOptions, _make)
+def _parse(text: str) -> HotnessOptions:
+    on_demand = f"lo={STORED}" in text.split(",")  # passes wait for its copies: by default they have no limit
+    return read_options(HotnessOptions, f"rate=0,{text}" if on_demand else text)
+
+
+ENTRY = Entry("hotness", "hotness[:KEY=VALUE,...]", _parse, needs_budget=True, make=_make)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from moepack.runtime.allocation.ladder import Floats, Ladder, bytes_by_loss
 
 from .contract import Event, Interval, Ints, Key, LayerReached, Needs, Setting, Wanted
-from .heat import Heat, busiest
+from .heat import ExpertHeat, busiest
 from .mixed_cache import MixedCache
 
 FIRST = 64  # experts that are sorted for leaving: more than a layer in decoding replaces
@@ -56,7 +56,7 @@ class HotnessOnDemand:
     """
 
     def __init__(
-        self, setting: Setting, heat: Heat, *, interval: float = 1.0, by_loss: bool = True, margin: float = 0.1,
+        self, setting: Setting, heat: ExpertHeat, *, interval: float = 1.0, by_loss: bool = True, margin: float = 0.1,
         slack: int = 1, prefetch: bool = False,
     ) -> None:  # fmt: skip
         """Take options of `HotnessOptions`; `by_loss` is `score=loss`."""

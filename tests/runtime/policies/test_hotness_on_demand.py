@@ -10,7 +10,7 @@ import pytest
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
 from moepack.runtime.policies.contract import Interval, Key, LayerReached, LivePolicy, Setting
-from moepack.runtime.policies.heat import Heat
+from moepack.runtime.policies.heat import ExpertHeat
 from moepack.runtime.policies.hotness import ENTRY
 from moepack.runtime.policies.lru import Recent, RecentOptions
 from moepack.runtime.policies.placements import ABSENT, STORED, Placement, read_placement
@@ -48,6 +48,7 @@ def test_the_word_and_the_ladders() -> None:
     assert read_placement("stored", VERSIONS) == STORED != ABSENT
     options = parse_policy("hotness:lo=stored").options
     assert options.on_demand and options.keeps_low and options.spare_blocks == 0
+    assert options.bytes_per_second is None and parse_policy("hotness:lo=stored,rate=200").options.rate == 200
     assert not parse_policy("hotness:lo=w2").options.on_demand
     with pytest.raises(InputError, match="no version 'w9'"):
         parse_policy("hotness:hi=w9,lo=stored").options.ladders(VERSIONS)
@@ -84,12 +85,10 @@ def test_a_needed_expert_comes_at_what_its_heat_earns_and_at_least_low() -> None
     policy, first = made("", setting((W4, W2, STORED)), 16)
     assert first == {(0, 1): 0, (1, 2): 0, (1, 0): 1, (0, 3): 1, (0, 2): 1, (1, 3): 1}
     assert dict(reach(policy, 0, [1, 0, 0, 0], 16)) == {(0, 0): 1, (0, 2): 2}, "the lowest version; 0.09 is now 0.06"
-    policy, first = made("", setting((W4, W2, STORED)), 20)
+    policy, first = made("slack=0", setting((W4, W2, STORED)), 20)
     assert first == {(0, 1): 0, (1, 2): 0, (1, 0): 0, (0, 3): 0, (0, 2): 1, (1, 3): 1}
-    for _ in range(8):
-        reach(policy, 0, [9, 0, 0, 0], 20, 0.0)
-    got = reach(policy, 0, [9, 0, 0, 0], 20, 2.0)
-    assert got[0, 0] == 0, "an interval later the now hottest is replaced by its high version"
+    at = [reach(policy, 0, [9, 0, 0, 0], 20, 2.0 * n)[0, 0] for n in range(5)]
+    assert at == [1, 1, 0, 0, 0], "its share is 0.45 after two intervals, of the other high one 0.33: high replaces low"
 
 
 def test_prefetches_take_the_room_of_the_coldest() -> None:
@@ -100,7 +99,7 @@ def test_prefetches_take_the_room_of_the_coldest() -> None:
 
 
 def test_heat_by_hand() -> None:
-    heat = Heat([[3.0, 1.0]], alpha=0.5, anchor=0.5, has_prior=True)
+    heat = ExpertHeat([[3.0, 1.0]], alpha=0.5, anchor=0.5, has_prior=True)
     assert heat.shares(0).tolist() == [0.75, 0.25] and not heat.has_counts
     heat.add_layer(0, np.array([0, 8]))
     heat.turn()  # the prior counts as 8 tokens, 6 and 2: half of it and half of the counts are 3 and 5

@@ -131,7 +131,7 @@ def host_memory() -> dict[str, Any]:
 
     limits = host_limits()
     if not torch.cuda.is_available():
-        return {"mode": "files", "reason": "no CUDA device: the page cache holds the files", **limits}
+        return {"mode": "files", "reason": "no CUDA device: experts are read from the files", **limits}
     try:
         ways = probe(Cudart(torch.cuda.current_device()))
     except OSError as error:

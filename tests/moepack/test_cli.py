@@ -118,6 +118,8 @@ def test_doctor() -> None:
     assert facts["codec"]["decode_bytes_per_second"] > 1e6 and facts["codec"]["encode_bytes_per_second"] > 1e6
     assert facts["kernel_limits"].split()[0].rstrip(":") in ("measured", "defaults", "none")
     assert facts["cpu"]["cores"] >= 1 and facts["disk"]["write_bytes_per_second"] > 0
+    direct = facts["disk"]["direct_bytes_per_second"]
+    assert list(direct) == ["1", "2", "4", "8"] and all(rate is None or rate > 1e6 for rate in direct.values())
 
 
 def test_sizes() -> None:

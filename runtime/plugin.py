@@ -6,6 +6,7 @@ expert parameters from the empty model before weights are loaded, and attaches t
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -26,12 +27,15 @@ from moepack.runtime.dense.choice import choose_dense
 from moepack.runtime.dense.linears import prepare
 from moepack.runtime.experts.forward import IMPLEMENTATION
 from moepack.runtime.load import check_options
+from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.options import METHOD, SERVED, WORKLOAD, LoadOptions
 from moepack.runtime.planning.skeleton import EXPERT_PARAMETERS
 
 from .attach import attach
+from .process_limit import ProcessLimit, keep_limit
 from .snapshot import fetch
 
+log = logging.getLogger("moepack.runtime")
 HUB = ("token", "cache_dir", "local_files_only", "force_download")  # how files are fetched
 
 
@@ -90,6 +94,7 @@ class MoepackQuantizer(HfQuantizer):
         self._bundle: Bundle | None = None
         self._options = quantization_config.options()
         self._dense: tuple[Version, ...] = ()
+        self._limit: ProcessLimit | None = None
 
     @property
     def is_trainable(self) -> bool:
@@ -139,10 +144,22 @@ class MoepackQuantizer(HfQuantizer):
         if bundle.manifest.model.get("mtp") == "keep":
             patterns = mtp_patterns(bundle.dense(check_digests=False), bundle.manifest.model["decoder_layers"])
             model._keys_to_ignore_on_load_unexpected |= patterns
+        if options.memory is not None:
+            for where in {str(place) for place in (kwargs.get("device_map") or {}).values()} - {"cpu"}:
+                raise InputError(f"a memory limit is for a model on the CPU, not on {where}: give a device memory")
+            self._options, self._limit = keep_limit(model, bundle, options, self._dense)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         assert self._bundle is not None
-        attach(model, self._bundle, self._options, self._dense)
+        try:
+            attach(model, self._bundle, self._options, self._dense)
+        except TooSmallError as error:
+            if self._limit is None:
+                raise
+            raise self._limit.too_small(self._bundle, error) from None
+        model.moepack.limit = self._limit
+        if self._limit is not None:
+            log.info("%s", self._limit)
         return model
 
 

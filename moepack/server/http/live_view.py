@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moepack.runtime.experts.handles import LayerExperts
+from moepack.memory import peaks
 from moepack.server.batching.engine import Engine
 from moepack.server.batching.scheduler import Scheduler
 
@@ -94,6 +95,7 @@ class LiveView:
             "total": serving.budget_bytes,
             "reserved": serving.resident_bytes(),
             "peak": serving.resident_bytes_peak,
+            **peaks(),
             "kv_used": self._engine.cache_bytes,
             "parts": {name: size for name, size in parts.items() if size},
         }

@@ -1,13 +1,13 @@
 """A memory limit of the whole process on a CPU: the budget, and what the process takes beside it.
 
-The process is measured once its libraries are imported, the model's skeleton is made and no weight is read. What it
-takes later is arithmetic over constants that were measured. `load` sets the budget with it, and `moepack plan` shows it.
+The process is measured once its libraries are imported and the model's skeleton is made, before any weight is read.
+What it takes later are constants that were measured. `load` sets the budget with it, and `moepack plan` shows it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -41,10 +41,10 @@ class Beside:
     """The bytes that a process takes beside its budget, by use; and a share of the budget, `SHARE`."""
 
     process: int  # Python, libraries with their files' pages, the model without weights
-    later: int = LATER
+    later: int = LATER  # libraries and kernels that are loaded on first use
     threads: int = 0
-    read_ahead: int = WAITING
-    unseen: int = UNSEEN
+    read_ahead: int = WAITING  # extents read ahead of the loader
+    unseen: int = UNSEEN  # holes in the heap, stacks
 
     @property
     def total(self) -> int:
@@ -59,9 +59,16 @@ class Beside:
         """Return the largest budget of a process that takes at most `limit` bytes; 0 if there is none."""
         return max(0, math.floor((limit - self.total) / (1 + SHARE)))
 
-    def __str__(self) -> str:
-        parts = ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in asdict(self).items())
-        return f"{self.total} bytes beside the budget and {SHARE:.1%} of it: {parts}"
+    def described(self, budget: int, shown: Callable[[int], str] = "{} bytes".format) -> str:
+        """Name every part in words, beside a budget; `shown` writes a size."""
+        parts = (
+            (self.process, "Python and libraries"),
+            (self.later, "what they load later"),
+            (self.threads, "threads"),
+            (self.read_ahead, "read ahead"),
+            (self.unseen + self.limit(budget) - budget - self.total, "heap holes and page tables"),
+        )
+        return ", ".join(f"{shown(size)} {name}" for size, name in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +80,14 @@ class ProcessLimit:
     beside: Beside
 
     def __str__(self) -> str:
-        return f"memory limit of {self.bytes} bytes: a budget of {self.budget}, {self.beside}"
+        return f"memory limit of {self.bytes} bytes: {self.budget} bytes budget, {self.beside.described(self.budget)}"
 
     def too_small(self, bundle: Bundle, error: TooSmallError) -> TooSmallError:
         """Return the error of a budget in terms of the limit."""
         least = align(self.beside.limit(error.least), STEP) + STEP
         return TooSmallError(
             f"{bundle.path}: a memory limit of {self.bytes} bytes is too small: the least that would do is {least} "
-            f"bytes, for a budget of {error.least} bytes, and {self.beside}",
+            f"bytes: {error.least} bytes budget, {self.beside.described(error.least)}",
             least,
         )
 
@@ -104,8 +111,8 @@ def limit_of(options: LoadOptions, beside: Beside) -> ProcessLimit:
     most, given = beside.budget(limit), options.budget
     if given is not None and given > most:
         raise InputError(
-            f"a device memory of {given} bytes does not fit a memory limit of {limit} bytes: at most {most} bytes do, "
-            f"the process takes {beside}"
+            f"a device memory of {given} bytes does not fit a memory limit of {limit} bytes: at most {most} bytes "
+            f"do, beside {beside.described(most)}"
         )
     return ProcessLimit(limit, most if given is None else given, beside)
 

@@ -157,8 +157,9 @@ def evaluate(
         peak = serving.resident_bytes_peak
         session = {"policy": serving.policy, "resident_bytes_peak": peak, "fixed": serving.fixed, **serving.counters()}
         session |= {"budget_bytes": serving.budget_bytes, "memory_limit_bytes": getattr(serving.limit, "bytes", None)}
+    session |= peaks()
     files = tuple(FileScore(file=s.file, **_scores([s], kl)) for s in scored)
-    return Evaluation(files=files, **_scores(scored, kl), **session, **peaks())
+    return Evaluation(files=files, **_scores(scored, kl), **session)
 
 
 def _checked(path: str | Path, data: Sequence[str], options: LoadOptions, trace: Path | None) -> Source:

@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # malloc.h
@@ -24,6 +25,8 @@ MAPPED, KEPT = 512 << 10, 4 << 20
 PIECE = 32 << 20  # bytes of a mapped file that are copied at a time
 # The limits that glibc reaches by itself. Once one is set, glibc stops adapting them.
 MOST_MAPPED, MOST_KEPT, MAPPINGS = 32 << 20, 64 << 20, 65536
+
+ARENAS = 2  # heaps of threads, each with holes of its own; glibc makes up to eight a core
 
 _USERS = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"}
 _limits = [MOST_MAPPED, MOST_KEPT]  # outside `reusing`
@@ -41,6 +44,8 @@ def _libc() -> Any:
 
 def bound() -> None:
     """Make glibc keep little freed memory, except inside `reusing`. Does nothing without glibc or if limits are set."""
+    if _libc() is not None and not {"MALLOC_ARENA_MAX", "GLIBC_TUNABLES"} & os.environ.keys():
+        _libc().mallopt(M_ARENA_MAX, ARENAS)
     with _lock:
         _limits[:] = MAPPED, KEPT
         if not _reusers:
@@ -118,7 +123,7 @@ def _copied(storage: Any, mapped: Sequence[_Mapping], uncached: bool) -> Any:
         file = None
         if uncached:
             with contextlib.suppress(OSError):  # the file was removed
-                file = stack.enter_context(open(within.path, "rb"))
+                file = stack.enter_context(Path(within.path).open("rb"))
         for at in range(0, size, PIECE):
             end = min(at + PIECE, size)
             copied[at:end].copy_(storage[at:end])
@@ -142,7 +147,7 @@ class _Mapping(NamedTuple):
 def _mapped() -> list[_Mapping]:
     """Return what the process has mapped of files; nothing where the system does not say."""
     out = []
-    with contextlib.suppress(OSError), open("/proc/self/maps") as lines:
+    with contextlib.suppress(OSError), Path("/proc/self/maps").open() as lines:
         for line in lines:
             where, _, offset, _, _, *path = line.rstrip("\n").split(maxsplit=5)
             if path and path[0].startswith("/"):

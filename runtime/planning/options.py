@@ -50,8 +50,8 @@ class LoadOptions:
     Attributes:
         device: where the model runs, as torch names it.
         device_memory: the most that weights, KV cache, activations and buffers may take there; `None` sets no limit.
-        memory: on a CPU, the most that the whole process may take; "auto" for what the control group and the system have
-            left. The budget is then the limit less what Python, libraries and threads take, or `device_memory` if that
+        memory: on a CPU, the most that the whole process may take; "auto" takes what the control group and the system
+            have left. The budget is the limit less what Python, libraries and threads take, or `device_memory` if that
             is given too and fits (runtime/process_limit.py).
         policy: which version of each expert is served. `static:w4` (a version), `static:FILE.json` (a map) and
             `static:allocation` (the map in the manifest) need no budget. In a budget also `uniform` and `random`, and

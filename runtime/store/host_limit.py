@@ -42,9 +42,9 @@ def available_memory() -> int:
 
 
 def most_memory(root: Path = CGROUPS, process: Path = PROCESS) -> int:
-    """Return the most bytes that this process may take in all: what it has already, and what system and group have left.
+    """Return the most bytes that this process may take: what it has, and what system and group have left.
 
-    Less a margin. Its own pages of files are left out of what it has, because they are counted as free.
+    A margin stays free. The process's pages of mapped files are left out of what it has: they count as free.
     """
     import psutil
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moepack.runtime.experts.handles import LayerExperts
 from moepack.memory import peaks
+from moepack.runtime.experts.handles import LayerExperts
 from moepack.server.batching.engine import Engine
 from moepack.server.batching.scheduler import Scheduler
 

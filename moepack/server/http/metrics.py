@@ -63,8 +63,8 @@ class Metrics(Collector):
             "budget_bytes": ("The most bytes allowed; 0 without a budget.", serving.budget_bytes or 0),
             "memory_limit_bytes": ("The process's limit; 0 without one.", getattr(serving.limit, "bytes", 0)),
         }
-        what = "The most bytes that the {} has taken.".format
-        gauges |= {n: (what("control group" if n[0] == "g" else "process"), v) for n, v in peaks().items() if v}
+        named = {"process_bytes_peak": "process", "group_bytes_peak": "process's control group"}
+        gauges |= {n: (f"The most bytes that the {named[n]} has taken.", v) for n, v in peaks().items() if v}
         for name, (what, value) in gauges.items():
             yield GaugeMetricFamily(f"moepack_{name}", what, value=value)
         experts = GaugeMetricFamily("moepack_experts", "Experts by placement.", labels=["placement"])

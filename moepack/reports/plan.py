@@ -136,6 +136,8 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
     facts: dict[str, Any] = dict.fromkeys(
         ("expected_relative_loss", "expected_relative_loss_error", "bytes_per_token", "expected_tokens_per_second")
     )
+    if limit is not None:
+        facts |= {"memory_limit_bytes": limit.bytes, "beside": limit.beside}
     layers: tuple[LayerPlan, ...] = ()
     used = host = cached = 0
     bandwidth = read_rate(where)
@@ -146,6 +148,8 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
         served = [name for name in decided.names if any(name in row for row in table)]
         layers = tuple(_layer(bundle, p, row, served) for p, row in enumerate(table))
         used = fixed.total + decided.used
+        if limit is not None:
+            facts["process_bytes_peak"] = limit.beside.limit(used)
         cached = needs.kv.tokens(fixed.kv + budget - fixed.total - decided.floor, workload.batch, MOST)
         host = sum(bundle.version_bytes(name) for name in {_version(name) for name in served} - {""})
         facts["expected_relative_loss"], facts["expected_relative_loss_error"] = relative_loss(tables, table)
@@ -156,8 +160,7 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
         str(bundle.path), str(parsed), options.device, table is not None, budget, fixed.total, fixed, least, used,
         workload.kv_tokens, workload.batch, workload.prefill_tokens, workload.all_logits, needs.kv.token_bytes,
         cached, host, layers, bandwidth=bandwidth, estimated=where.type != "cpu", message=message, table=table or (),
-        moving=decided.moving, memory_limit_bytes=limit and limit.bytes, beside=limit and limit.beside,
-        process_bytes_peak=limit and limit.beside.limit(used), **facts,
+        moving=decided.moving, **facts,
     )  # fmt: skip
 
 

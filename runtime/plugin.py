@@ -144,10 +144,17 @@ class MoepackQuantizer(HfQuantizer):
         if bundle.manifest.model.get("mtp") == "keep":
             patterns = mtp_patterns(bundle.dense(check_digests=False), bundle.manifest.model["decoder_layers"])
             model._keys_to_ignore_on_load_unexpected |= patterns
-        if options.memory is not None:
-            for where in {str(place) for place in (kwargs.get("device_map") or {}).values()} - {"cpu"}:
-                raise InputError(f"a memory limit is for a model on the CPU, not on {where}: give a device memory")
-            self._options, self._limit = keep_limit(model, bundle, options, self._dense)
+        devices = {str(place) for place in (kwargs.get("device_map") or {}).values()}
+        if options.memory is not None and not devices <= {"cpu"}:
+            named = ", ".join(sorted(devices - {"cpu"}))
+            raise InputError(f"a memory limit is for a model on the CPU: on {named} give a device memory instead")
+
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+        """Keep the memory limit: the last hook before weights are read, and no longer among patches of model code."""
+        if self._options.memory is not None and self._limit is None:
+            assert self._bundle is not None
+            self._options, self._limit = keep_limit(model, self._bundle, self._options, self._dense)
+        return super().update_weight_conversions(weight_conversions, model)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         assert self._bundle is not None

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # malloc.h
 # Buffers of 512 KiB or more are mapped, and return to the system when freed. On a model of hidden size 512 with caches
 # of 3,072 tokens the process's peak falls from 12 MB above the reservations to 3. Prefill takes 8 % longer (pages are
 # cleared again), decoding as long as before. At 128 KiB prefill takes 45 % longer; at 2 MiB the peak hardly falls.
@@ -26,7 +26,6 @@ PIECE = 32 << 20  # bytes of a mapped file that are copied at a time
 # The limits that glibc reaches by itself. Once one is set, glibc stops adapting them.
 MOST_MAPPED, MOST_KEPT, MAPPINGS = 32 << 20, 64 << 20, 65536
 
-ARENAS = 2  # heaps of threads, each with holes of its own; glibc makes up to eight a core
 
 _USERS = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"}
 _limits = [MOST_MAPPED, MOST_KEPT]  # outside `reusing`
@@ -44,8 +43,6 @@ def _libc() -> Any:
 
 def bound() -> None:
     """Make glibc keep little freed memory, except inside `reusing`. Does nothing without glibc or if limits are set."""
-    if _libc() is not None and not {"MALLOC_ARENA_MAX", "GLIBC_TUNABLES"} & os.environ.keys():
-        _libc().mallopt(M_ARENA_MAX, ARENAS)
     with _lock:
         _limits[:] = MAPPED, KEPT
         if not _reusers:

@@ -264,7 +264,7 @@ def test_bad_options(bundle: Path, demo_model: Path, evaluation: Path, tmp_path:
     refused(cli("plan", bundle), "--device-memory or --memory")
     refused(cli("plan", bundle, "--memory", "5MB"), "a memory limit of 5000000 bytes", "the least that would do is")
     refused(cli("serve", bundle, "--replicas", "2", "--memory", "auto"), "--memory auto is for one process")
-    refused(cli("eval", demo_model, "-d", text, "--memory", "1GB"), "not a bundle")
+    refused(cli("eval", demo_model, "-d", evaluation, "--memory", "1GB"), "not a bundle")
     refused(cli("plan", bundle, "--device-memory", "1GB", "--device", "warp"), "device warp")
     refused(cli("plan", demo_model, "--device-memory", "1GB"), "not a bundle")
     refused(cli("inspect", demo_model), "not a bundle")

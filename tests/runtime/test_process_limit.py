@@ -9,15 +9,17 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from support import ROOT
 
-import moepack
+import moepack.runtime.plugin
 from benchmarks.limited.cage import Cage
 from moepack.pack.errors import InputError
+from moepack.reports.plan import plan
 from moepack.runtime.devices import glibc
 from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.options import LoadOptions
@@ -161,3 +163,15 @@ def test_a_process_keeps_its_limit_in_a_cage(bundle: Path, evaluation: Path) -> 
     assert facts["memory_limit_bytes"] == limit and facts["resident_bytes_peak"] <= facts["budget_bytes"]
     assert 0.5 * limit < facts["process_bytes_peak"] <= limit and 0 < peak <= limit
     assert facts["group_bytes_peak"] <= limit
+
+
+def test_tied_weights_count_once(bundle: Path) -> None:
+    """transformers unties weights while it loads; the budget that a limit needs is the one that a plan names."""
+    from moepack.runtime.planning import fixed
+
+    assert json.loads((bundle / "config.json").read_text())["tie_word_embeddings"]
+    fixed._known.clear()
+    work: dict[str, Any] = {"policy": "static:w2", "prefill_tokens": 24}
+    with pytest.raises(TooSmallError) as refused:
+        moepack.load(bundle, memory=5, **work)
+    assert f" {plan(bundle, LoadOptions(device_memory=0, **work)).least_bytes} bytes budget" in str(refused.value)

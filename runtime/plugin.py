@@ -144,7 +144,8 @@ class MoepackQuantizer(HfQuantizer):
         if bundle.manifest.model.get("mtp") == "keep":
             patterns = mtp_patterns(bundle.dense(check_digests=False), bundle.manifest.model["decoder_layers"])
             model._keys_to_ignore_on_load_unexpected |= patterns
-        devices = {str(place) for place in (kwargs.get("device_map") or {}).values()}
+        where = kwargs.get("device_map") or "cpu"
+        devices = {str(place) for place in (where.values() if isinstance(where, Mapping) else [where])}
         if options.memory is not None and not devices <= {"cpu"}:
             named = ", ".join(sorted(devices - {"cpu"}))
             raise InputError(f"a memory limit is for a model on the CPU: on {named} give a device memory instead")

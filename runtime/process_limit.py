@@ -136,6 +136,14 @@ def keep_limit(
             make_plan(bundle, policy.options, fixed.total, limit.budget)
         else:
             unchanging(bundle, policy, fixed, limit.budget)
+        if (loading := outside + _decoded(bundle, dense)) > limit.budget:
+            raise TooSmallError(f"{bundle.path}: loading its dense matrices takes {loading} bytes", loading)
     except TooSmallError as error:
         raise limit.too_small(bundle, error) from None
     return replace(options, device_memory=limit.budget), limit
+
+
+def _decoded(bundle: Bundle, dense: Sequence[Version]) -> int:
+    """Return the bytes of the largest coded dense matrix, which is in memory while it is decoded."""
+    places = [(v, *bundle.dense_place(i)) for i, v in enumerate(dense) if v.entropy_coded]
+    return max((bundle.dense_file(v.name, layer).extent_size(at) for v, layer, at in places), default=0)

@@ -155,7 +155,7 @@ class MoepackQuantizer(HfQuantizer):
         if self._options.memory is not None and self._limit is None:
             assert self._bundle is not None
             self._options, self._limit = keep_limit(model, self._bundle, self._options, self._dense)
-        return super().update_weight_conversions(weight_conversions, model)
+        return super().update_weight_conversions(weight_conversions, model)  # type: ignore[no-untyped-call]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         assert self._bundle is not None

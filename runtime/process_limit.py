@@ -17,6 +17,7 @@ from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import Version, align
 from moepack.runtime.dense.choice import dense_change
+from moepack.runtime.dense.linears import linears
 from moepack.runtime.devices import glibc
 from moepack.runtime.planning.choice import choose_policy
 from moepack.runtime.planning.exceeded import TooSmallError
@@ -136,14 +137,20 @@ def keep_limit(
             make_plan(bundle, policy.options, fixed.total, limit.budget)
         else:
             unchanging(bundle, policy, fixed, limit.budget)
-        if (loading := outside + _decoded(bundle, dense)) > limit.budget:
-            raise TooSmallError(f"{bundle.path}: loading its dense matrices takes {loading} bytes", loading)
+        if (loading := outside + _twice(model, bundle, dense)) > limit.budget:
+            raise TooSmallError(f"{bundle.path}: loading its dense tensors takes {loading} bytes", loading)
     except TooSmallError as error:
         raise limit.too_small(bundle, error) from None
     return replace(options, device_memory=limit.budget), limit
 
 
-def _decoded(bundle: Bundle, dense: Sequence[Version]) -> int:
-    """Return the bytes of the largest coded dense matrix, which is in memory while it is decoded."""
+def _twice(model: Any, bundle: Bundle, dense: Sequence[Version]) -> int:
+    """Return the bytes of the largest dense matrix that is in memory twice while it is loaded.
+
+    A coded one is decoded from its extent; one that the bundle has no versions of is moved to where kernels read it.
+    """
     places = [(v, *bundle.dense_place(i)) for i, v in enumerate(dense) if v.entropy_coded]
-    return max((bundle.dense_file(v.name, layer).extent_size(at) for v, layer, at in places), default=0)
+    sizes = [bundle.dense_file(v.name, layer).extent_size(at) for v, layer, at in places]
+    own = {d.module for d in bundle.manifest.dense}
+    found = linears(model, [layer.module for layer in bundle.layers])
+    return max([*sizes, *(m.weight.nbytes for name, m in found.items() if name not in own)], default=0)

@@ -15,6 +15,7 @@ import torch
 from released import decoded, found, round_trip, same
 from released_kinds import KINDS, weight
 from safetensors.torch import load_file, save_file
+from support import spy
 from torch import Tensor
 
 from moepack.calibrate.checkpoint import open_checkpoint
@@ -78,6 +79,15 @@ def test_a_model_is_read_and_written_back(kind: str, plain: Path, tmp_path: Path
     experts = "model.layers.0.mlp.experts"
     want = torch.stack([values[f"{experts}.{e}.up_proj.weight"] for e in range(4)])
     assert same(loaded[f"{experts}.gate_up_proj"][:, 64:], want)
+
+
+def test_matrices_are_placed_once_a_layer(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint(plain, tmp_path, "fp8 blocks", dense=False)
+    stream, placed = StreamedModel(open_checkpoint(tmp_path)), list[str]()
+    spy(monkeypatch, StreamedModel, "_convert_apart", lambda self, sources, name, shape: placed.append(name))
+    for expert in (2, 0, 3):
+        stream.native_experts(0, range(expert, expert + 1))
+    assert placed == [f"model.layers.0.mlp.experts.{matrix}_proj" for matrix in ("gate_up", "down")]
 
 
 def test_a_deepseek_v4_has_two_formats(tmp_path: Path) -> None:

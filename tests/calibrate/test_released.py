@@ -235,6 +235,7 @@ BROKEN: dict[str, tuple[str, Change, str]] = {
     "scales of FP32": ("int4", cast("weight_scale", torch.float32), "weight_scale is F32"),
     "packed in bytes": ("int4", cast("weight_packed", torch.uint8), "weight_packed is U8"),
     "no zero points": ("int4 zeros", drop("weight_zero_point"), "has no .*weight_zero_point"),
+    "zero points of symmetric codes": ("int4 zeros", weights(symmetric=True), "zero_point is stored, but .* symmetric"),
     "a strategy for tensors": ("int4", weights(strategy="tensor"), "says strategy 'tensor'"),
     "no order": ("int4", weights(actorder="group"), "has no .*weight_g_idx, which actorder group needs"),
     "an order": ("int4", add("weight_g_idx", torch.arange(128).flip(0) // 32), "weight_g_idx orders columns"),
@@ -291,14 +292,35 @@ def test_codes_that_are_no_numbers_are_refused_by_name(plain: Path, tmp_path: Pa
         assert str(error.value).startswith(str(tmp_path))
 
 
-def test_experts_in_several_encodings_are_refused(plain: Path, tmp_path: Path) -> None:
-    stored, _ = checkpoint(plain, tmp_path, "modelopt nvfp4", dense=False)
+BY_GROUPS = {
+    "a": KINDS["ct fp8 rows"].quantization["config_groups"]["group_0"] | {"targets": ["re:.*experts.3.up_proj"]},
+    "b": KINDS["int4"].quantization["config_groups"]["group_0"],
+}
+SEVERAL: dict[str, tuple[str, str, dict[str, Any], str]] = {  # the experts' format, that of one, what else to say
+    "ModelOpt": ("modelopt nvfp4", "modelopt fp8", {"quant_algo": "MIXED_PRECISION"}, "F8_E4M3 as {}, NVFP4 as {}"),
+    "compressed-tensors": ("int4", "ct fp8 rows", {"config_groups": BY_GROUPS}, "F8_E4M3 as {}, INT4 as {}"),
+    "scales": (
+        "gptq",
+        "gptq",
+        {},
+        "int4 with a scale for 32 columns as {}, int4fp16 with a scale",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SEVERAL)
+def test_experts_in_several_encodings_are_refused(case: str, plain: Path, tmp_path: Path) -> None:
+    """By the name of a weight of each, before one is read."""
+    kind, other, says, word = SEVERAL[case]
+    stored, _ = checkpoint(plain, tmp_path, kind, dense=False)
     module = "model.layers.0.mlp.experts.3.up_proj"
     stored = {n: x for n, x in stored.items() if not n.startswith(f"{module}.")}
-    stored |= weight("modelopt fp8", 64, 64, module)[0]
+    made = weight(other, 64, 64, module)[0]
+    stored |= {n: x.bfloat16() if x.dtype == torch.float16 else x for n, x in made.items()}
     config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"]["quant_algo"] = "MIXED_PRECISION"
+    config["quantization_config"] |= says
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(InputError, match="expert weights are F8_E4M3, NVFP4, not one of"):
-        StreamedModel(open_checkpoint(tmp_path))
+    word = word.format(f"{module}.weight", "model.layers.0.mlp.experts.0.gate_proj.weight")
+    with pytest.raises(InputError, match=re.escape(word)):
+        _ = StreamedModel(open_checkpoint(tmp_path)).native

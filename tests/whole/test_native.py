@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_models
 import torch
-from native_checkpoints import Make, released
+from native_checkpoints import IDS, Make, logits, released, small
 from released import found, same
 from released_kinds import E8M0, KINDS, block_fp8
 from safetensors.torch import load_file, save_file
@@ -46,7 +45,6 @@ versions: [native, w2]
 quantize: {method: rtn, group_size: 32, loss_tokens: 64}
 calibration: {samples: 2, length: 64, batch_size: 2}
 """
-IDS = torch.arange(3, 43)[None]
 # Without: those whose scale is for a whole row of integers.
 SERVED = [kind for kind, k in KINDS.items() if k.group or not k.version.startswith("int")]
 
@@ -59,20 +57,7 @@ DENSE: dict[str, tuple[Make, str, int]] = {  # experts' format -> attention's, i
 
 @pytest.fixture(scope="module")
 def plain(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    small = {"num_experts": 4, "moe_intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 4096}
-    small |= {"hidden_size": 128, "head_dim": 64}
-    path = tiny_models.save_tiny("qwen3_moe", tmp_path_factory.mktemp("plain"), **small)
-    tiny_models.copy_tokenizer(demo_model, path)
-    return path
-
-
-def logits(bundle: Path, **options: Any) -> Tensor:
-    model = moepack.load(bundle, **options)
-    try:
-        with torch.inference_mode():
-            return model(IDS).logits.float()
-    finally:
-        model.moepack.close()
+    return small(demo_model, tmp_path_factory.mktemp("plain"), hidden_size=128, head_dim=64)
 
 
 def reference(values: dict[str, Tensor], plain: Path, folder: Path) -> Tensor:

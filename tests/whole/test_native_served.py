@@ -10,13 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_models
 import torch
 from gpu_stand_in import install
-from native_checkpoints import released
+from native_checkpoints import IDS, logits, released, small
 from served import ask
 from support import damage
-from torch import Tensor
 
 import moepack
 from moepack.generation import generate
@@ -44,7 +42,6 @@ versions: [native, w3, w2]
 quantize: {method: rtn, group_size: 64, loss_tokens: 64}
 calibration: {samples: 2, length: 64, batch_size: 2}
 """
-IDS = torch.arange(3, 43)[None]
 PAGED = ["deepseek mxfp4", "ct nvfp4", "fp8 blocks", "gptq"]  # one of each layout of scales
 # In ample room every policy serves the best version; `importance` only if it is named, and all tokens are important.
 POLICIES = ["importance:r=1,hi=" if e.name == "importance" else e.name for e in ENTRIES]
@@ -55,19 +52,7 @@ Make = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def plain(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    small = {"num_experts": 4, "moe_intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 4096}
-    path = tiny_models.save_tiny("qwen3_moe", tmp_path_factory.mktemp("plain"), **small)
-    tiny_models.copy_tokenizer(demo_model, path)
-    return path
-
-
-def logits(bundle: Path, **options: Any) -> Tensor:
-    model = moepack.load(bundle, **options)
-    try:
-        with torch.inference_mode():
-            return model(IDS).logits.float()
-    finally:
-        model.moepack.close()
+    return small(demo_model, tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(scope="module")

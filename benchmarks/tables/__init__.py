@@ -32,6 +32,7 @@ from .peers import peer_layers, peer_models, peer_quality, peer_versions
 from .serving import (
     alpha,
     hostile,
+    hostile_formats,
     on_demand,
     overlap,
     paged,
@@ -64,8 +65,8 @@ TABLES: dict[str, Callable[[], str]] = {
     for f in (
         summary, quality, allocation, weighting, losses, quantisers, build, bounded, layer_time,
         estimates, scale, pieces, clusters, codec, kernels, whole_model, shapes, residency, tpot, overlap, missed,
-        policies, similarity, selector, retention, on_demand, prediction, alpha, paged, hostile, soak, serving,
-        start, families, peer_layers, peer_models, peer_quality, peer_versions,
+        policies, similarity, selector, retention, on_demand, prediction, alpha, paged, hostile, hostile_formats, soak,
+        serving, start, families, peer_layers, peer_models, peer_quality, peer_versions,
         formats, sizes,
     )
 }  # fmt: skip

@@ -71,7 +71,6 @@ def export_checkpoint(path: str | Path, output: str | Path, reporter: Reporter |
     if needed > 4 * held:
         raise InputError(f"{bundle.path / TENSORS}: describes {needed:,} bytes, more than the bundle holds: damaged")
     with _writing(target), appearing(target) as partial:
-        _copy(bundle, partial, config)
         files = {name: FilledFile(partial / name, header, wanted) for name, header in headers.items()}
         reporter.stage("write the checkpoint", len(stream.layers) + 1)
         for name, at, values in _tensors(bundle, stream, wanted, reporter):
@@ -80,6 +79,7 @@ def export_checkpoint(path: str | Path, output: str | Path, reporter: Reporter |
             file.close()
         if len(files) > 1:
             _index(partial, headers, wanted)
+        _copy(bundle, partial, config)  # without config.json, what a killed export leaves is no checkpoint
     reporter.step("done")
     return Exported(target, len(wanted), tuple(sorted(set(stream.checkpoint.file_of) - wanted)))
 

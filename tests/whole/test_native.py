@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import os
+import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,7 @@ from native_checkpoints import IDS, Make, logits, released, small
 from released import found, same
 from released_kinds import E8M0, KINDS, block_fp8
 from safetensors.torch import load_file, save_file
-from support import spy, tree
+from support import forked, spy, tree
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -139,6 +143,7 @@ def test_versions_beside_a_released_one(plain: Path, text: Path, tmp_path: Path)
     assert tree(tmp_path / "c") == tree(tmp_path / "b")
     check_divergence(tmp_path, text)
     check_whole_or_absent(tmp_path)
+    check_kills(tmp_path)
 
 
 def check_whole_or_absent(folder: Path) -> None:
@@ -161,6 +166,34 @@ def check_whole_or_absent(folder: Path) -> None:
     with contextlib.chdir(room / "empty"):
         export_checkpoint(folder / "b", ".")
     assert tree(room / "empty") == tree(room / "c")
+
+
+def check_kills(folder: Path) -> None:
+    """Of a killed export nothing is at its name, nothing can be opened, and the next is whole."""
+    room, whole = folder / "killed", tree(folder / "room" / "c")
+    room.mkdir()
+    puts: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        spy(patch, FilledFile, "put", lambda file, name, *_: puts.append(name))
+        export_checkpoint(folder / "b", room / "c")
+    shutil.rmtree(room / "c")
+
+    def killed(when: int | None) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            seen = iter(range(len(puts)))
+            die = functools.partial(os.kill, os.getpid(), signal.SIGKILL)
+            spy(patch, FilledFile, "put", lambda *_: die() if next(seen) == when else None)
+            spy(patch, FilledFile, "close", lambda *_: die() if when is None else None)
+            export_checkpoint(folder / "b", room / "c")
+
+    for when in (0, len(puts) // 2, len(puts) - 1, None):
+        assert os.waitpid(forked(lambda when=when: killed(when)), 0)[1] == signal.SIGKILL  # type: ignore[misc]
+        (left,) = room.iterdir()
+        assert left.name.startswith(".c.partial-")
+        with pytest.raises(InputError, match=r"no config\.json"):
+            open_checkpoint(left)
+    export_checkpoint(folder / "b", room / "c")
+    assert [p.name for p in room.iterdir()] == ["c"] and tree(room / "c") == whole
 
 
 def check_divergence(folder: Path, text: Path) -> None:

@@ -162,7 +162,7 @@ def read_config(path: Path) -> dict[str, Any]:
         document = json.loads(file.read_text())
     except OSError:
         raise InputError(f"{path}: has no config.json: not a model directory") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{file}: not JSON: {error}") from None
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
         raise InputError(f"{file}: names no model_type")
@@ -218,7 +218,7 @@ def placed(path: Path) -> dict[str, set[str]] | None:
         files: dict[str, set[str]] = {}
         for tensor, file in places.items():
             files.setdefault(file, set()).add(tensor)
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise InputError(f"{index}: not an index of safetensors files") from None
     for file in sorted(files):
         if Path(file).name != file:

@@ -296,6 +296,15 @@ BY_GROUPS = {
     "a": KINDS["ct fp8 rows"].quantization["config_groups"]["group_0"] | {"targets": ["re:.*experts.3.up_proj"]},
     "b": KINDS["int4"].quantization["config_groups"]["group_0"],
 }
+
+
+def test_settings_nested_too_deeply_are_refused(plain: Path, tmp_path: Path) -> None:
+    checkpoint(plain, tmp_path, "awq", dense=False)
+    (tmp_path / "config.json").write_text('{"a":' * 5000)
+    with pytest.raises(InputError, match=r"config\.json: not JSON: maximum recursion depth"):
+        open_checkpoint(tmp_path)
+
+
 SEVERAL: dict[str, tuple[str, str, dict[str, Any], str]] = {  # the experts' format, that of one, what else to say
     "ModelOpt": ("modelopt nvfp4", "modelopt fp8", {"quant_algo": "MIXED_PRECISION"}, "F8_E4M3 as {}, NVFP4 as {}"),
     "compressed-tensors": ("int4", "ct fp8 rows", {"config_groups": BY_GROUPS}, "F8_E4M3 as {}, INT4 as {}"),

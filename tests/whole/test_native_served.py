@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,20 @@ def test_every_policy_by_every_way(kind: str, policy: str, native: Make, evaluat
     with opened(command, options_of(command)) as server:
         answer = ask(server, {"model": bundle.name, "prompt": prompt, "max_tokens": 5, "temperature": 0})
     assert answer["choices"][0]["text"] == told[0] == told[1]
+
+
+def test_four_clients_at_once(native: Make) -> None:
+    """Batches of them, while experts come and go, give each what it gets alone."""
+    bundle = native("fp8 blocks")
+    prompts = ["The town", "A river ran", "In the morning", "Once"]
+    asked = LoadOptions(policy="paged:alpha=0.5", device_memory=AMPLE, dtype="float32", kv_tokens=256)
+    alone = [generate(bundle, p, LoadOptions(dtype="float32"), max_new_tokens=8) for p in prompts]
+    command = Serve(str(bundle), asked, step_tokens=32)
+    with opened(command, options_of(command)) as server, ThreadPoolExecutor(4) as clients:
+        body = {"model": bundle.name, "max_tokens": 8, "temperature": 0}
+        for _ in range(3):
+            answers = clients.map(lambda prompt: ask(server, {**body, "prompt": prompt}), prompts)
+            assert [a["choices"][0]["text"] for a in answers] == alone
 
 
 def test_lower_versions_are_compared_with_the_checkpoints_own(native: Make, evaluation: Path, tmp_path: Path) -> None:

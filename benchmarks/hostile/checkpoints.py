@@ -70,9 +70,9 @@ def whole(path: Path, name: str) -> None:
     """A Qwen3-MoE of one layer and two experts, these in a format."""
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 32, "vocab_size": 64}
-    counts = {"num_hidden_layers": 1, "num_experts": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = Qwen3MoeConfig(**sizes, **counts, num_experts_per_tok=1, tie_word_embeddings=True)
+    small: dict[str, Any] = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 32, "vocab_size": 64}
+    small |= {"num_hidden_layers": 1, "num_experts": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen3MoeConfig(**small, num_experts_per_tok=1, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
     said, shapes = FORMATS[name]
     (path / CONFIG).write_text(json.dumps({**json.loads((path / CONFIG).read_text()), **said}))
@@ -140,9 +140,9 @@ def attempt(root: Path, out: Path, writes: bool) -> str:
             every = range(described.experts)
             weights = stream.experts(layer, every)
             for m, codes in enumerate(stream.native_experts(layer, every) if native.released else ()):
-                arrays = [codes.codes, codes.scale, codes.outer, codes.zeros]
+                arrays = codes.arrays()
                 for e in every:
-                    mine = decode(codes.version, codes.group, *(None if a is None else a[e] for a in arrays))
+                    mine = decode(codes.version, codes.group, **{n: a[e] for n, a in arrays.items()})
                     assert (bits_of(mine) == bits_of(weights.matrix(e, m))).all(), "its codes are not its values"
                     native.encode((described.matrices[m],), [as_released(codes, e, None)])
             stream.load(layer)

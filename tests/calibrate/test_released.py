@@ -280,6 +280,24 @@ def test_what_is_not_understood_is_refused(case: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_scales_that_are_missing_or_wrong_are_refused_by_name(kind: str) -> None:
+    """Of every format: scales that are not there, are too few, of another dtype, or no numbers; and zero points."""
+    own = KINDS[kind]
+    tensors, _ = weight(kind, 48, 128)
+    (encoded,) = found(own.quantization, tensors, **own.config).values()
+    parts = [p for p in (encoded.scale_in, encoded.outer_in, encoded.zeros_in) if p is not None]
+    for name, scale in ((p.name, tensors[p.name]) for p in parts):
+        nothing = torch.full((scale.nbytes,), 0xFF, dtype=torch.uint8).view(scale.dtype).reshape(scale.shape)
+        bad = [None, torch.zeros(scale.shape, dtype=torch.float64), nothing.new_empty(3, 5)]
+        for other in bad if scale.dtype == torch.int32 else [*bad, nothing]:
+            broken = {n: x for n, x in tensors.items() if n != name} | ({} if other is None else {name: other})
+            with pytest.raises(InputError) as error:
+                decoded(own.quantization, broken, **own.config)
+            said = str(error.value)
+            assert "\n" not in said and (f"{MODULE}." in said or "no tensor is stored" in said), said
+
+
 def test_codes_that_are_no_numbers_are_refused_by_name(plain: Path, tmp_path: Path) -> None:
     stored, _ = checkpoint(plain, tmp_path, "fp8 blocks")
     name = "model.layers.0.mlp.experts.3.up_proj.weight"

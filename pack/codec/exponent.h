@@ -33,10 +33,11 @@ typedef struct {
 /* What exponent_lanes.c looks up. */
 #define WINDOW_BITS 11
 typedef struct {
-    /* By a lane's next bits: the bits of the symbols that they hold (bits 0 to 7), their number (8 to 15), the symbols. */
+    /* By a lane's next bits: the bits of the code words that are whole (bits 0 to 7), their number (8 to 15), and their
+     * items, the first one at the top. */
     uint64_t windows[1 << WINDOW_BITS];
-    uint8_t length[16], exponent[16]; /* by symbol */
-    uint32_t pair[256];               /* by two symbols: their exponents in place for two weights */
+    uint8_t length[16], exponent[16], item[16]; /* by symbol */
+    uint32_t pair[256];                         /* by two symbols: their exponents in place for two BF16 weights */
     uint8_t pair_length[256];
 } Tables;
 

@@ -18,7 +18,7 @@
 
 typedef struct {
     uint32_t words[PAST + STREAM]; /* the tile's, the last one first: any eight bytes hold 64 bits in order */
-    uint8_t symbols[8 * STRIDE];
+    uint8_t items[8 * STRIDE];
 } Scratch;
 
 typedef struct {
@@ -30,27 +30,28 @@ static void fill_windows(Tables *tables, int codes, uint32_t window, uint32_t us
     uint32_t end = window + (1u << (WINDOW_BITS - used));
     for (int s = 0; s < codes && count < 6 && used + tables->length[s] <= WINDOW_BITS; s++) {
         uint32_t both = used + tables->length[s];
-        fill_windows(tables, codes, window, both, count + 1, entry | (uint64_t)s << (56 - 8 * count));
+        fill_windows(tables, codes, window, both, count + 1, entry | (uint64_t)tables->item[s] << (56 - 8 * count));
         window += 1u << (WINDOW_BITS - both);
     }
     for (; window < end; window++) tables->windows[window] = entry | count << 8 | used;
 }
 
-/* The tables that moepack_exponent_lanes looks up. Symbols are numbered by their code words. */
+/* The tables that moepack_exponent_lanes looks up. A symbol's item is, of FP8, its exponent in place for a weight and its
+ * length less one; of BF16, its number by code words. */
 void moepack_exponent_tables(int form, const uint8_t *length_of, const uint8_t *exponent_of, Tables *tables) {
     int codes = 0;
     memset(tables->length, 0, sizeof tables->length);
     memset(tables->exponent, 0, sizeof tables->exponent);
-    for (int w = 0; w < 256; w += 256 >> length_of[w]) {
+    for (int w = 0; w < 256; w += 256 >> length_of[w], codes++) {
         tables->length[codes] = length_of[w];
-        tables->exponent[codes++] = exponent_of[w];
+        tables->exponent[codes] = exponent_of[w];
+        tables->item[codes] = (uint8_t)(form == FP8 ? exponent_of[w] << 3 | (length_of[w] - 1) : codes);
     }
     fill_windows(tables, codes, 0, 0, 0, 0);
-    for (int b = 0; b < 16; b++)
-        for (int a = 0; a < 16; a++) {
-            uint32_t first = tables->exponent[a], second = tables->exponent[b];
-            tables->pair[16 * b + a] = form == BF16 ? first << 7 | second << 23 : first << 3 | second << 11;
-            tables->pair_length[16 * b + a] = (uint8_t)(tables->length[a] + tables->length[b]);
+    for (int a = 0; a < 16; a++)
+        for (int b = 0; b < 16; b++) {
+            tables->pair[16 * a + b] = (uint32_t)tables->exponent[a] << 7 | (uint32_t)tables->exponent[b] << 23;
+            tables->pair_length[16 * a + b] = (uint8_t)(tables->length[a] + tables->length[b]);
         }
 }
 
@@ -102,37 +103,52 @@ INLINE void four_lanes(const int form, const uint64_t *windows, const uint8_t *e
 #undef LOAD
 }
 
-/* Put symbols of eight lanes, rows `from` up to `rows` of those decoded, to their places in the tile, which begin at
+/* The items of a quad, the first one last, and its other bits to weights. Returns the bits of its code words. */
+INLINE uint32_t join(const int form, const Tables *tables, const uint8_t *items, const uint8_t *plane, uint8_t *out) {
+    uint32_t s;
+    memcpy(&s, items, 4);
+    if (form == FP8) {
+        uint16_t p;
+        memcpy(&p, plane, 2);
+        uint32_t x = (p | (uint32_t)p << 8) & 0x00FF00FF;
+        x = (x | x << 4) & 0x0F0F0F0F;
+        x = (x & 0x07070707) | (x & 0x08080808) << 4 | (__builtin_bswap32(s) & 0x78787878);
+        memcpy(out, &x, 4);
+        return 4 + ((s & 0x07070707) * 0x01010101 >> 24);
+    }
+    uint32_t p;
+    memcpy(&p, plane, 4);
+    s |= s >> 4;
+    const uint32_t second = s & 255, first = s >> 16 & 255; /* of two symbols each */
+    uint64_t x = spread(p);
+    x = (x & 0x007F007F007F007Full) | (x & 0x0080008000800080ull) << 8;
+    x |= (uint64_t)tables->pair[second] << 32 | tables->pair[first];
+    memcpy(out, &x, 8);
+    return tables->pair_length[first] + (uint32_t)tables->pair_length[second];
+}
+
+/* Put items of eight lanes, rows `from` up to `rows` of those decoded, to their places in the tile, which begin at
  * weight `at`, and add up the code lengths in `position`. */
-INLINE void place(const int form, const Tables *tables, const uint8_t *symbols, const Tile *tile, int at, int from,
+INLINE void place(const int form, const Tables *tables, const uint8_t *items, const Tile *tile, int at, int from,
                   int rows, uint32_t *position) {
-    for (int lane = 0; lane < 8; lane++)
-        for (int q = from; q < rows; q++) {
-            int i = at + ROW * q + 4 * lane, left = tile->size - i;
-            uint32_t s;
-            uint64_t p = 0, x;
-            memcpy(&s, symbols + STRIDE * lane + 4 * (rows - q) + 4, 4);
-            s = __builtin_bswap32(s);
-            s |= s >> 4;
-            uint32_t a = s & 255, b = s >> 16 & 255;
-            position[lane] += tables->pair_length[a] + (uint32_t)tables->pair_length[b];
-            if (left <= 0) continue;
-            left = left < 4 ? left : 4;
-            memcpy(&p, tile->plane + form * i / 2, left < 4 ? (size_t)(form * left + 1) / 2 : (size_t)(2 * form));
-            if (form == BF16) {
-                x = spread((uint32_t)p);
-                x = (x & 0x007F007F007F007Full) | (x & 0x0080008000800080ull) << 8;
-                x |= (uint64_t)tables->pair[b] << 32 | tables->pair[a];
-            } else {
-                x = (p | p << 8) & 0x00FF00FF;
-                x = (x | x << 4) & 0x0F0F0F0F;
-                x = (x & 0x07070707) | (x & 0x08080808) << 4 | tables->pair[b] << 16 | tables->pair[a];
-            }
-            if (left == 4)
-                memcpy(tile->out + form * i, &x, 4 * form);
-            else
-                memcpy(tile->out + form * i, &x, (size_t)(form * left));
+    for (int lane = 0; lane < 8; lane++) {
+        const uint8_t *quad = items + STRIDE * lane + 4 * (rows - from) + 4;
+        const int begin = at + ROW * from + 4 * lane, left = tile->size - (begin + ROW * (rows - 1 - from));
+        const uint8_t *plane = tile->plane + form * begin / 2;
+        uint8_t *out = tile->out + form * begin;
+        uint32_t bits = 0;
+#pragma GCC unroll 4
+        for (int q = rows - from - (left < 4); q > 0; q--, quad -= 4, plane += form * ROW / 2, out += form * ROW)
+            bits += join(form, tables, quad, plane, out);
+        if (left < 4 && from < rows) { /* the last quad is not whole, or not in the tile */
+            const size_t bytes = left > 0 ? (size_t)(form * left) : 0;
+            uint8_t plane_part[4] = {0}, out_part[8];
+            if (bytes) memcpy(plane_part, plane, (bytes + 1) / 2);
+            bits += join(form, tables, quad, plane_part, out_part);
+            if (bytes) memcpy(out, out_part, bytes);
         }
+        position[lane] += bits;
+    }
 }
 
 #ifdef HAVE_AVX512
@@ -145,7 +161,7 @@ AVX2 INLINE void join_avx2(const int form, __m256i s, __m256i low, __m256i high,
         p = _mm256_or_si256(p, _mm256_slli_epi16(p, 4));
         __m256i x = _mm256_and_si256(p, _mm256_set1_epi8(7));
         p = _mm256_and_si256(_mm256_slli_epi16(p, 4), sign);
-        x = _mm256_or_si256(_mm256_or_si256(p, x), _mm256_shuffle_epi8(low, s));
+        x = _mm256_or_si256(_mm256_or_si256(p, x), _mm256_and_si256(s, _mm256_set1_epi8(0x78)));
         _mm256_storeu_si256((__m256i *)out, x);
         return;
     }
@@ -157,14 +173,13 @@ AVX2 INLINE void join_avx2(const int form, __m256i s, __m256i low, __m256i high,
 }
 
 /* `place` for four rows at a time, as long as they are whole. Returns the rows placed. */
-AVX2 INLINE int place_avx2(const int form, const Tables *tables, const uint8_t *symbols, const Tile *tile, int at,
+AVX2 INLINE int place_avx2(const int form, const Tables *tables, const uint8_t *items, const Tile *tile, int at,
                            int rows, uint32_t *position) {
     static const uint8_t FIRST[2][4] = {{0, 1, 2, 3}, {0, 1, 4, 5}}, SECOND[2][4] = {{4, 5, 6, 7}, {2, 3, 6, 7}};
     const uint8_t *first = FIRST[form == BF16], *second = SECOND[form == BF16];
     const __m256i lengths = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)tables->length));
     const __m256i e = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)tables->exponent));
-    const __m256i low = form == FP8 ? _mm256_slli_epi16(e, 3)
-                                    : _mm256_and_si256(_mm256_slli_epi16(e, 7), _mm256_set1_epi8((char)0x80));
+    const __m256i low = _mm256_and_si256(_mm256_slli_epi16(e, 7), _mm256_set1_epi8((char)0x80));
     const __m256i high = _mm256_and_si256(_mm256_srli_epi16(e, 1), _mm256_set1_epi8(0x7F));
     const __m256i reverse = _mm256_broadcastsi128_si256(_mm_set_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
     __m256i sums[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
@@ -172,11 +187,11 @@ AVX2 INLINE int place_avx2(const int form, const Tables *tables, const uint8_t *
     for (; q + 4 <= rows && at + ROW * (q + 3) + 32 <= tile->size; q += 4) {
         __m256i s[4], t[4];
         for (int k = 0; k < 4; k++) {
-            __m128i a = _mm_loadu_si128((const __m128i *)(symbols + STRIDE * first[k] + 4 * (rows - q) - 8));
-            __m128i b = _mm_loadu_si128((const __m128i *)(symbols + STRIDE * second[k] + 4 * (rows - q) - 8));
+            __m128i a = _mm_loadu_si128((const __m128i *)(items + STRIDE * first[k] + 4 * (rows - q) - 8));
+            __m128i b = _mm_loadu_si128((const __m128i *)(items + STRIDE * second[k] + 4 * (rows - q) - 8));
             s[k] = _mm256_shuffle_epi8(_mm256_inserti128_si256(_mm256_castsi128_si256(a), b, 1), reverse);
-            __m256i sum = _mm256_sad_epu8(_mm256_shuffle_epi8(lengths, s[k]), _mm256_setzero_si256());
-            sums[k] = _mm256_add_epi64(sums[k], sum);
+            __m256i l = form == FP8 ? _mm256_and_si256(s[k], _mm256_set1_epi8(7)) : _mm256_shuffle_epi8(lengths, s[k]);
+            sums[k] = _mm256_add_epi64(sums[k], _mm256_sad_epu8(l, _mm256_setzero_si256()));
         }
         for (int k = 0; k < 2; k++) {
             t[k] = _mm256_unpacklo_epi32(s[2 * k], s[2 * k + 1]);
@@ -192,8 +207,9 @@ AVX2 INLINE int place_avx2(const int form, const Tables *tables, const uint8_t *
     for (int k = 0; k < 4; k++) {
         uint64_t sum[4];
         _mm256_storeu_si256((__m256i *)sum, sums[k]);
-        position[first[k]] += (uint32_t)(sum[0] + sum[1]);
-        position[second[k]] += (uint32_t)(sum[2] + sum[3]);
+        const uint32_t ones = form == FP8 ? 4 * (uint32_t)q : 0; /* FP8's items have lengths less one */
+        position[first[k]] += (uint32_t)(sum[0] + sum[1]) + ones;
+        position[second[k]] += (uint32_t)(sum[2] + sum[3]) + ones;
     }
     return q;
 }
@@ -208,10 +224,10 @@ AVX2 static void four_avx2(int form, const uint64_t *windows, const uint8_t *end
         four_lanes(FP8, windows, end, position, count, to, next, shift);
 }
 
-AVX2 static int place_form_avx2(int form, const Tables *tables, const uint8_t *symbols, const Tile *tile, int at,
+AVX2 static int place_form_avx2(int form, const Tables *tables, const uint8_t *items, const Tile *tile, int at,
                                 int rows, uint32_t *position) {
-    if (form == BF16) return place_avx2(BF16, tables, symbols, tile, at, rows, position);
-    return place_avx2(FP8, tables, symbols, tile, at, rows, position);
+    if (form == BF16) return place_avx2(BF16, tables, items, tile, at, rows, position);
+    return place_avx2(FP8, tables, items, tile, at, rows, position);
 }
 #endif
 
@@ -251,7 +267,7 @@ void moepack_exponent_lanes(int form, const Tables *tables, Tile *tile, int firs
         for (int k = 0; k < 8; k += 4) {
             int i = after + ROW * rows / 2 * (k > 0);
             const Next next = {tile->out + form * i, tile->plane + form * i / 2};
-            uint8_t *to = s.symbols + BEFORE + STRIDE * k;
+            uint8_t *to = s.items + BEFORE + STRIDE * k;
 #ifdef HAVE_AVX512
             if (moepack_exponent_loops > 0)
                 four_avx2(form, tables->windows, (uint8_t *)end, position + k, 4 * rows, to, &next);
@@ -261,11 +277,11 @@ void moepack_exponent_lanes(int form, const Tables *tables, Tile *tile, int firs
         }
 #ifdef HAVE_AVX512
         if (moepack_exponent_loops > 0)
-            placed = place_form_avx2(form, tables, s.symbols + BEFORE, tile, at, rows, position);
+            placed = place_form_avx2(form, tables, s.items + BEFORE, tile, at, rows, position);
 #endif
         if (form == BF16)
-            place(BF16, tables, s.symbols + BEFORE, tile, at, placed, rows, position);
+            place(BF16, tables, s.items + BEFORE, tile, at, placed, rows, position);
         else
-            place(FP8, tables, s.symbols + BEFORE, tile, at, placed, rows, position);
+            place(FP8, tables, s.items + BEFORE, tile, at, placed, rows, position);
     }
 }

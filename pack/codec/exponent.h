@@ -56,7 +56,7 @@ typedef struct {
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vbmi2,bmi2")))
 #endif
 
-extern int moepack_exponent_loops; /* 0: plain C; 1: the same with AVX2 and BMI2; 2: AVX-512 (exponent_level.c) */
+extern int moepack_exponent_loops; /* 0: plain C; 1: AVX2 and BMI2; 2: AVX-512 (exponent_level.c) */
 
 static inline uint64_t spread(uint32_t x) { /* bytes b3 b2 b1 b0 to 16-bit fields */
     uint64_t y = x;

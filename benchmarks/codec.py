@@ -5,8 +5,9 @@
 CPU: ours (with AVX2, and with the best instruction set that there is), ZipNN, zstd and a memory copy on generated
 weights of an expert's shapes, one thread each, then all cores; FP8 codes with every instruction set; sizes also on a
 trained checkpoint's experts, with DFloat11's layout (its encoder is slow: its rate is taken on fewer weights). GPU,
-where there is one: ours and DFloat11's kernel against the byte floor. Peers come with the extra `bench`; one that is not
-installed is left out and said so. Rates are medians; a ratio is the median of rounds in which all take turns.
+where there is one: ours and DFloat11's kernel against the byte floor. Peers come with the extra `bench`; one that is
+not installed is left out and said so. Rates are medians, of one thread in its processor time, which others on the
+machine do not lengthen; a ratio is the median of rounds in which all take turns.
 
 --fp8 measures FP8 codes alone: seconds.
 """
@@ -157,12 +158,13 @@ def speed(name: str, bits: np.ndarray[Any, Any], threads: int, runs: int) -> lis
         if not same(codec.decode(coded), bits):
             raise SystemExit(f"{codec.name} did not give back {name}")
         size = 8 * codec.size(coded) / bits.size
-        row = {"matrix": name, "codec": codec.name, "threads": threads, "exponent entropy": floor - 8}
+        row: dict[str, Any] = {"matrix": name, "codec": codec.name, "threads": threads, "exponent entropy": floor - 8}
         rows.append({**row, "bits/weight": size, "over floor": f"{100 * (size / floor - 1):+.2f} %"})
         work += [codec.encode, functools.partial(codec.decode, coded)]
     rows.append({"matrix": name, "codec": "memory copy", "threads": 1})
     copy = functools.partial(np.copyto, out, bits)
-    times = turns([*work, copy, copy], runs if bits.size > SMALL else 10 * runs)
+    clock = time.process_time if threads == 1 else time.perf_counter
+    times = turns([*work, copy, copy], runs if bits.size > SMALL else 10 * runs, clock)
     seconds = [statistics.median(t) for t in times]
     theirs = next((i for i, row in enumerate(rows) if row["codec"] == "ZipNN"), None)
     for i, row in enumerate(rows):
@@ -174,14 +176,16 @@ def speed(name: str, bits: np.ndarray[Any, Any], threads: int, runs: int) -> lis
     return rows
 
 
-def turns(work: Sequence[Callable[[], object]], runs: int) -> list[list[float]]:
+def turns(
+    work: Sequence[Callable[[], object]], runs: int, clock: Callable[[], float] = time.process_time
+) -> list[list[float]]:
     """The seconds of each in every round, all taking turns, so that what disturbs the machine disturbs all alike."""
     times: list[list[float]] = [[] for _ in work]
     for _ in range(runs + 1):
         for i, one in enumerate(work):
-            began = time.perf_counter()
+            began = clock()
             one()
-            times[i].append(time.perf_counter() - began)
+            times[i].append(clock() - began)
     return [t[1:] for t in times]
 
 
@@ -214,11 +218,11 @@ def sizes(name: str, matrices: list[np.ndarray[Any, Any]], utils: types.ModuleTy
             n += m.size
             if n >= DF11_WEIGHTS:
                 break
-        theirs, began = 0, time.perf_counter()
+        theirs, began = 0, time.process_time()
         for m in few:
             encoded, other, positions, gaps, _ = encode_dfloat11(utils, m)
             theirs += encoded.numel() + other.numel() + 4 * positions.numel() + gaps.numel()
-        row["dfloat11 GB/s"] = 2 * n / 1e9 / (time.perf_counter() - began)
+        row["dfloat11 GB/s"] = 2 * n / 1e9 / (time.process_time() - began)
         row["dfloat11 bits/weight"] = 8 * theirs / n
         row["ours there"] = 8 * sum(len(exponent_fast.encode(m)) for m in few) / n
     return row
@@ -388,7 +392,7 @@ def main() -> None:
             print("ZipNN is not installed (pip install 'moepack[bench]'): no ratio to it", file=sys.stderr)
         for engine, value in over.items():
             name = f"{what}, one thread: {engine} over ZipNN, least of the matrices"
-            targets.append(Target(name, value, 1.5, "higher"))
+            targets += [Target(name, value, 1.5, "higher"), Target(f"{name}: ambition", value, 3.0, "higher")]
     coded, reached = fp8_report(args.checkpoint, runs)
     rows = one + every + totals + coded
     targets += reached

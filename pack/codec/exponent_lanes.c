@@ -3,7 +3,7 @@
  * A window of a lane's next bits gives as many symbols as it holds, up to six. A lane's items, a byte a symbol, go to
  * scratch memory one after another; then quads are brought to their places, and signs and mantissas are added.
  *
- * The floor: a window holds some 3.6 symbols of 2.6 bits and takes six operations; each waits 6 cycles for the one
+ * The floor: a window holds some 3.8 symbols of 2.6 bits and takes six operations; each waits 6 cycles for the one
  * before and, once in five, 10 for its bits: 0.6 cycles a symbol with four lanes abreast. The second step takes 0.15 with
  * AVX2. Measured on Zen 4: 0.73, 0.17, and 0.2 for what the two lose to one another in the cache. Eight lanes abreast
  * spill registers: 0.82 instead of 0.73.

@@ -165,9 +165,7 @@ class StreamedModel(Skeleton):
         """
         return tuple(self._read_native(placement, parts) for placement, parts in self._native_places(layer, some))
 
-    def write_back(
-        self, layer: int, some: range, matrices: Sequence[NativeWeight] | Sequence[Tensor]
-    ) -> dict[str, Tensor]:
+    def write_back(self, layer: int, some: range, matrices: Sequence[NativeWeight | Tensor]) -> dict[str, Tensor]:
         """The inverse of `native_experts`: the checkpoint's tensors byte for byte, by name, without their leftovers.
 
         Of a tensor with all experts along its first axis, that is `some` of it. Experts that the checkpoint has as

@@ -204,7 +204,7 @@ def _experts(bundle: Bundle, stream: StreamedModel, position: int, some: range) 
     assert exact is not None
     decoded: list[Any] = [exact.decode(layer.matrices, bundle.extent(exact.name, position, e)) for e in some]
     of_matrix = [[one[m] for one in decoded] for m in range(len(layer.matrices))]
-    own = [
+    own: list[NativeWeight | Tensor] = [
         _native(exact.name, exact.group_size, values)
         if exact.released
         else torch.from_numpy(np.stack([v.weight for v in values])).view(torch.bfloat16)

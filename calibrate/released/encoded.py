@@ -136,6 +136,8 @@ class Encoded:
         if self.version in ("mxfp4", "mxfp8", "nvfp4"):
             out = raw.contiguous().view(torch.uint8)
             bad = values.has_nan_e4m3(out) if self.version == "nvfp4" else values.has_nan_e8m0(out)
+            if self.version == "mxfp4" and not bad and int(out.max()) >= values.LARGEST:
+                raise InputError(f"{self.scale_in.name} has a scale of 2^100 or more, beyond products: not supported")
         elif self.version == "fp8":
             wide = raw.view(torch.float8_e8m0fnu) if raw.dtype == torch.uint8 else raw
             wide = wide.to(torch.float32).reshape(*self._batch(raw), -1, groups)

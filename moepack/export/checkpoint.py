@@ -104,11 +104,14 @@ def _stream(bundle: Bundle) -> tuple[StreamedModel, dict[str, Any]]:
     from moepack.calibrate.stream import StreamedModel
 
     exact = lossless(bundle.versions)
-    if exact is None or TENSORS not in bundle.manifest.files:
-        raise InputError(
-            f"{bundle.path}: holds its checkpoint in no version as it was: that is native, or bf16 of experts "
-            "that were in BF16, in a bundle that this moepack built"
-        )
+    if exact is None:
+        here = ", ".join(v.name for v in bundle.versions)
+        raise InputError(f"{bundle.path}: has no version here that holds its checkpoint as it was: here are {here}")
+    if TENSORS not in bundle.manifest.files:
+        dtype = bundle.manifest.model.get("expert_dtype")
+        rounds = not exact.released and dtype != "BF16"
+        why = f"{exact.name} is not how its {dtype} experts were" if rounds else "an older moepack built it"
+        raise InputError(f"{bundle.path}: does not hold its checkpoint as it was ({why}): build it with native experts")
     bundle.check(TENSORS, "config.json", *([LEFTOVERS] if LEFTOVERS in bundle.manifest.files else []))
     config = json.loads((bundle.path / "config.json").read_text())
     try:

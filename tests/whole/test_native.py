@@ -169,7 +169,7 @@ def check_whole_or_absent(folder: Path) -> None:
     assert [p.name for p in room.iterdir()] == ["c"]
     with pytest.raises(TargetError, match="lies in the bundle"):
         export_checkpoint(folder / "b", folder / "b" / "c")
-    with pytest.raises(InputError, match="has no released version here"):
+    with pytest.raises(InputError, match="has no version here that holds its checkpoint"):
         export_checkpoint(folder / "small", room / "d")
     (room / "empty").mkdir()
     with contextlib.chdir(room / "empty"):

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import InputError, TargetError
-from moepack.pack.manifest import DENSE_INDEX, strict_json
+from moepack.pack.manifest import DENSE_INDEX, LEFTOVERS, strict_json
 from moepack.pack.manifest.parser import safe_path
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.safetensors_file import DTYPES, Header, TensorEntry, read_header
 from moepack.pack.spec import lossless
 from moepack.pack.writer import appearing, check_target
-from moepack.pipeline.released import LEFTOVERS, TENSORS, Held, as_it_is
+from moepack.pipeline.released import TENSORS, Holding, as_it_is
 from moepack.progress import Reporter
 
 from .filled import FilledFile
@@ -153,13 +153,13 @@ def _header(tensors: Mapping[str, Any]) -> Header:
     return Header(0, out, {})
 
 
-def _held(bundle: Bundle, stream: StreamedModel) -> Held:
+def _held(bundle: Bundle, stream: StreamedModel) -> Holding:
     """What the bundle holds. Raises InputError where a lossless version of its dense matrices is not here."""
     exact = lossless(bundle.dense_versions)
     if bundle.manifest.dense and exact is None:
         raise InputError(f"{bundle.path}: has no lossless version of its dense matrices here")
     own = {m.module: exact for m in bundle.manifest.dense} if exact else {}
-    return Held.of(stream, own, bundle.manifest.model.get("mtp") == "keep")
+    return Holding.of(stream, own, bundle.manifest.model.get("mtp") == "keep")
 
 
 def _carried(bundle: Bundle, stream: StreamedModel) -> set[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moepack.pack.errors import InputError
+from moepack.pack.manifest import LEFTOVERS
 from moepack.pack.safetensors_file import DTYPES, merge
 from moepack.pack.spec import DenseMatrix, Version, lossless
 from moepack.pack.writer import BundleWriter
@@ -25,11 +26,10 @@ if TYPE_CHECKING:
     from moepack.calibrate.stream import StreamedModel
 
 TENSORS = "released.json"
-LEFTOVERS = "released.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Holding:
     """What a bundle holds of each of its checkpoint's tensors, by name."""
 
     served: frozenset[str]  # those that what is served gives back, byte for byte
@@ -37,7 +37,7 @@ class Held:
     dropped: tuple[str, ...]  # those of layers for multi-token prediction, where the recipe drops them
 
     @staticmethod
-    def of(stream: StreamedModel, dense: Mapping[str, Version], mtp: bool) -> Held:
+    def of(stream: StreamedModel, dense: Mapping[str, Version], mtp: bool) -> Holding:
         """`dense`: the lossless version of each dense matrix that has versions, by module. `mtp`: whether MTP is kept.
 
         Raises InputError for experts whose layout is not undone.
@@ -54,18 +54,18 @@ class Held:
         if mtp:
             served.update(name for name in stream.mtp if name not in checkpoint.encoded)
         dropped = () if mtp else tuple(sorted(n for w in stream.mtp for n in _stored(stream, w)))
-        return Held(frozenset(served), tuple(sorted(set(checkpoint.file_of) - served - set(dropped))), dropped)
+        return Holding(frozenset(served), tuple(sorted(set(checkpoint.file_of) - served - set(dropped))), dropped)
 
 
-def held(stream: StreamedModel, exact: Version | None, dense: Mapping[str, Version], mtp: bool) -> Held | None:
+def held(stream: StreamedModel, exact: Version | None, dense: Mapping[str, Version], mtp: bool) -> Holding | None:
     """What a bundle holds whose lossless version of experts is `exact`; None if it does not give the checkpoint back.
 
-    Other arguments are those of `Held.of`.
+    Other arguments are those of `Holding.of`.
     """
     if exact is None or stream.native != exact or (not exact.released and stream.expert_dtype != "BF16"):
         return None
     try:
-        return Held.of(stream, dense, mtp)
+        return Holding.of(stream, dense, mtp)
     except InputError:  # experts that transformers makes in another way than by joining rows
         return None
 

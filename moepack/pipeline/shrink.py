@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moepack.pack.errors import BundleError, InputError, Problem
-from moepack.pack.manifest import MANIFEST, Allocation
+from moepack.pack.manifest import LEFTOVERS, MANIFEST, Allocation
 from moepack.pack.reader import Bundle, open_bundle, verify
 from moepack.pack.spec import expert_file, lossless
 from moepack.pack.writer import BundleWriter, check_target
@@ -21,7 +21,7 @@ from moepack.reports.fitting import fitting
 from moepack.runtime.planning.options import LoadOptions
 
 from .model_card import model_card
-from .released import LEFTOVERS, TENSORS
+from .released import TENSORS
 
 _LINKED = (".safetensors",)  # other files are small, and people edit them: with a link, both bundles would change
 

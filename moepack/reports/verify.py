@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import BundleError, CodecError, InputError, Problem, printable
+from moepack.pack.manifest import LEFTOVERS
 from moepack.pack.reader import Bundle, open_bundle, unlisted
 from moepack.pack.reader import verify as verify_digests
 from moepack.pack.spec import Version, lossless
-from moepack.pipeline.released import LEFTOVERS
 from moepack.progress import Reporter
 
 if TYPE_CHECKING:

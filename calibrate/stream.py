@@ -23,7 +23,7 @@ from moepack.pack.spec import Version
 from .checkpoint import Checkpoint, native_version
 from .experts import ExpertWeights, parameter_names
 from .held import empty, is_mapped, release
-from .native import NativeWeight, RowPlaces, place, read
+from .native import NativeWeight, RowPlaces, place, read, write_plain
 from .released import Encoded
 from .skeleton import Parts, Skeleton, set_tensor
 
@@ -165,25 +165,34 @@ class StreamedModel(Skeleton):
         """
         return tuple(self._read_native(placement, parts) for placement, parts in self._native_places(layer, some))
 
-    def write_back(self, layer: int, some: range, matrices: Sequence[NativeWeight]) -> dict[str, Tensor]:
+    def write_back(self, layer: int, some: range, matrices: Sequence[NativeWeight | Tensor]) -> dict[str, Tensor]:
         """The inverse of `native_experts`: the checkpoint's tensors byte for byte, by name, without their leftovers.
 
-        Of a tensor with all experts along its first axis, that is `some` of it.
+        Of a tensor with all experts along its first axis, that is `some` of it. Experts that the checkpoint has as
+        plain tensors are given so, [experts, rows, cols]. Raises InputError for a layout that is not undone.
         """
         out: dict[str, Tensor] = {}
-        for (placement, _), matrix in zip(self._native_places(layer, some), matrices, strict=True):
-            out |= placement.restore(matrix)
+        turned = bool(self.experts_module(layer).is_transposed)
+        for (name, own), matrix in zip(self._matrix_parts(layer, some), matrices, strict=True):
+            if isinstance(matrix, Tensor):
+                out |= write_plain(self, self._convert_apart, name, own, matrix, turned)
+            else:
+                out |= place(self, self._convert_apart, name, own, len(some), turned).restore(matrix)
         return out
 
     def _native_places(self, layer: int, some: range) -> Iterator[tuple[RowPlaces, Parts]]:
-        module, prefix = self.experts_module(layer), self._experts[layer]
+        turned = bool(self.experts_module(layer).is_transposed)
+        for name, own in self._matrix_parts(layer, some):
+            yield place(self, self._convert_apart, name, own, len(some), turned), own
+
+    def _matrix_parts(self, layer: int, some: range) -> Iterator[tuple[str, Parts]]:
+        """The name of each matrix of a layer's experts, and the checkpoint's weights of some of them."""
         parts = self._expert_parts(layer, some)
         if parts is None:
             raise InputError(f"{self.checkpoint.name}: experts of layer {layer} are not stored one by one or stacked")
-        for weight, _ in parameter_names(module).values():
-            name = f"{prefix}.{weight}"
-            own = {key: parts[key] for key in self._targets.get(name, []) if key in parts}
-            yield place(self, self._convert_apart, name, own, len(some), bool(module.is_transposed)), own
+        for weight, _ in parameter_names(self.experts_module(layer)).values():
+            name = f"{self._experts[layer]}.{weight}"
+            yield name, {key: parts[key] for key in self._targets.get(name, []) if key in parts}
 
     def native_dense(self, module: str) -> NativeWeight | None:
         """A Linear's weight as the checkpoint's codes and scales, [rows, ..]; None if the checkpoint has none.

@@ -7,7 +7,7 @@ on row numbers. What is done with the codes is not decided here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -136,27 +136,71 @@ def place(
     kinds = {(known[key].version, known[key].group) for key in weights}
     if len(kinds) != 1:
         raise InputError(f"{name}: {parameter} is made of weights in several encodings: {sorted(kinds)}")
+    shapes = {key: known[key].shape for key in weights}
+    turned = {key for key in weights if known[key].transposed}
+    lead, split = row_places(stream, convert, parameter, shapes, turned, transposed)
+    return RowPlaces(tuple((key, known[key]) for key in weights), split, lead)
+
+
+def row_places(
+    stream: Skeleton,
+    convert: Convert,
+    parameter: str,
+    shapes: Mapping[str, Sequence[int]],
+    turned: Collection[str],
+    transposed: bool,
+    experts: int | None = None,
+) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
+    """Find where the rows of weights go in a parameter; see `place`. `shapes`: of the weights, [.., rows, cols].
+
+    `turned`: those that the checkpoint has as [.., cols, rows]. With `experts`, the weights are of so many experts
+    alone. Returns the parameter's axes before its columns, and for each weight the places of its rows.
+    """
     tags: dict[str, Tensor] = {}
     begins: dict[str, int] = {}
-    total = 0
-    for key in weights:
-        lead = known[key].shape[:-1]
+    name, total = stream.checkpoint.name, 0
+    for key, (*lead, _) in shapes.items():
         tag = torch.arange(total, total + math.prod(lead)).reshape(*lead, 1)
         begins[key], total = total, total + tag.numel()
-        tags[key] = tag.mT if known[key].transposed else tag
+        tags[key] = tag.mT if key in turned else tag
     shape = list(stream.model.get_parameter_or_buffer(parameter).shape)
+    if experts is not None:
+        shape[0] = experts
     cols = shape[-2 if transposed else -1]
     shape[-2 if transposed else -1] = 1
     got = convert(tags, parameter, shape)
-    if got is None or any(known[key].shape[-1] != cols for key in weights):
+    if got is None or any(own[-1] != cols for own in shapes.values()):
         raise InputError(f"{name}: {parameter} keeps the columns of its weights in another order: not supported")
     order = (got.mT if transposed else got)[..., 0]
     places = torch.argsort(order.flatten())
     if not torch.equal(order.flatten()[places], torch.arange(total)):
         raise InputError(f"{name}: {parameter} is not the rows of its weights in another order: not supported")
     ends = [*list(begins.values())[1:], total]
-    split = tuple(places[begins[key] : end] for key, end in zip(begins, ends, strict=True))
-    return RowPlaces(tuple((key, known[key]) for key in weights), split, tuple(order.shape))
+    return tuple(order.shape), tuple(places[begins[key] : end] for key, end in zip(begins, ends, strict=True))
+
+
+def write_plain(
+    stream: Skeleton, convert: Convert, parameter: str, parts: Parts, values: Tensor, transposed: bool
+) -> dict[str, Tensor]:
+    """The weights in `parts`, plain tensors of the checkpoint, from `values` [experts, rows, cols] of a parameter.
+
+    Raises InputError if the parameter is more or less than their rows in another order.
+    """
+    stored: dict[str, tuple[int, ...]] = {}
+    for key, part in parts.items():
+        shape = tuple(stream.checkpoint.shape(key))
+        stored[key] = shape if part is None else (len(part), *shape[1:])
+    swapped = {key: (*shape[:-2], shape[-1], shape[-2]) for key, shape in stored.items()}
+    where = stream, convert, parameter
+    try:
+        turned, (_, split) = False, row_places(*where, stored, (), transposed, len(values))
+    except InputError:  # the checkpoint has them [.., cols, rows]
+        turned, (_, split) = True, row_places(*where, swapped, tuple(parts), transposed, len(values))
+    flat, out = values.reshape(-1, values.shape[-1]), dict[str, Tensor]()
+    for key, places in zip(parts, split, strict=True):
+        own = flat[places].reshape(swapped[key] if turned else stored[key])
+        out[key] = (own.mT if turned else own).contiguous()
+    return out
 
 
 def read(name: str, reader: Callable[[range | None], Get], placement: RowPlaces, parts: Parts) -> NativeWeight:

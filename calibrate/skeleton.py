@@ -108,11 +108,14 @@ class Skeleton:
         converters = [m for m in mapping if isinstance(m, WeightConverter)]
         self._sources: dict[int | None, list[str]] = {}
         self._targets: dict[str, list[str]] = {}
+        self.converted: set[str] = set()  # parameters whose weights are more than renamed
         unused = []
         for key in self.checkpoint.weights:
-            target, _ = rename_source_key(key, renamings, converters, self.model.base_model_prefix, state)
+            target, pattern = rename_source_key(key, renamings, converters, self.model.base_model_prefix, state)
             if target not in state and key in state:
-                target, _ = rename_source_key(key, [], [], self.model.base_model_prefix, state)
+                target, pattern = rename_source_key(key, [], [], self.model.base_model_prefix, state)
+            if pattern is not None:
+                self.converted.add(target)
             if target not in state or self._is_past_the_last(target, key):
                 unused.append(key)
             elif target not in tied:

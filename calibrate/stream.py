@@ -23,7 +23,7 @@ from moepack.pack.spec import Version
 from .checkpoint import Checkpoint, native_version
 from .experts import ExpertWeights, parameter_names
 from .held import empty, is_mapped, release
-from .native import NativeWeight, RowPlaces, place, read
+from .native import NativeWeight, RowPlaces, place, read, write_plain
 from .released import Encoded
 from .skeleton import Parts, Skeleton, set_tensor
 
@@ -167,33 +167,49 @@ class StreamedModel(Skeleton):
             reader = LazyWeights(self.checkpoint, stack).reader
             return tuple(read(self.checkpoint.name, reader, *of) for of in self._native_places(layer, some))
 
-    def write_back(self, layer: int, some: range, matrices: Sequence[NativeWeight]) -> dict[str, Tensor]:
+    def write_back(self, layer: int, some: range, matrices: Sequence[NativeWeight | Tensor]) -> dict[str, Tensor]:
         """The inverse of `native_experts`: the checkpoint's tensors byte for byte, by name, without their leftovers.
 
-        Of a tensor with all experts along its first axis, that is `some` of it.
+        Of a tensor with all experts along its first axis, that is `some` of it. Experts that the checkpoint has as
+        plain tensors are given so, [experts, rows, cols]. Raises InputError for a layout that is not undone.
         """
         out: dict[str, Tensor] = {}
-        for (placement, _), matrix in zip(self._native_places(layer, some), matrices, strict=True):
-            out |= placement.restore(matrix)
+        turned = bool(self.experts_module(layer).is_transposed)
+        parts = self._parts(layer, some)
+        for name, matrix in zip(self._matrices(layer), matrices, strict=True):
+            own = {key: parts[key] for key in self._targets.get(name, []) if key in parts}
+            if isinstance(matrix, Tensor):
+                out |= write_plain(self, self._convert_apart, name, own, matrix, turned)
+            else:
+                whole = place(self, self._convert_apart, name, self._targets.get(name, []), turned)
+                out |= whole.select(some, own).restore(matrix)
         return out
 
     def _native_places(self, layer: int, some: range) -> Iterator[tuple[RowPlaces, Parts]]:
-        parts = self._expert_parts(layer, some)
-        if parts is None:
-            raise InputError(f"{self.checkpoint.name}: experts of layer {layer} are not stored one by one or stacked")
+        parts = self._parts(layer, some)
         for whole in self._layer_places(layer):
             own = {key: parts[key] for key, _ in whole.sources if key in parts}
             yield whole.select(some, own), own
+
+    def _parts(self, layer: int, some: range) -> Parts:
+        parts = self._expert_parts(layer, some)
+        if parts is None:
+            raise InputError(f"{self.checkpoint.name}: experts of layer {layer} are not stored one by one or stacked")
+        return parts
+
+    def _matrices(self, layer: int) -> tuple[str, ...]:
+        """The names of the parameters that hold a layer's experts."""
+        prefix = self._experts[layer]
+        return tuple(f"{prefix}.{weight}" for weight, _ in parameter_names(self.experts_module(layer)).values())
 
     @cached_property
     def _layer_places(self) -> Callable[[int], tuple[RowPlaces, ...]]:
         """Places the matrices of all experts of a layer: transformers takes 5 ms for one expert's, 80 for 128."""
 
         def placed(layer: int) -> tuple[RowPlaces, ...]:
-            module, prefix = self.experts_module(layer), self._experts[layer]
-            names = [f"{prefix}.{weight}" for weight, _ in parameter_names(module).values()]
-            turned = bool(module.is_transposed)
-            return tuple(place(self, self._convert_apart, n, self._targets.get(n, []), turned) for n in names)
+            turned = bool(self.experts_module(layer).is_transposed)
+            where = self._matrices(layer)
+            return tuple(place(self, self._convert_apart, n, self._targets.get(n, []), turned) for n in where)
 
         return lru_cache(maxsize=1)(placed)
 

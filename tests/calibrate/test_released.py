@@ -217,6 +217,7 @@ BROKEN: dict[str, tuple[str, Change, str]] = {
     "a negative code that is NaN": ("fp8 mx", put("weight", 5, 0xFF), "weight has a code that is NaN"),
     "an infinite scale": ("fp8 rows", put("weight_scale", 3, float("inf")), "weight_scale has a scale that is NaN"),
     "an E8M0 that is NaN": ("ct mxfp4", put("weight_scale", 3, 0xFF), "weight_scale has a scale that is NaN"),
+    "an E8M0 of 2^100": ("ct mxfp4", put("weight_scale", 3, 227), r"weight_scale has a scale of 2\^100 or more"),
     "an E8M0 of MXFP8 that is NaN": ("fp8 mx", put("weight_scale_inv", 3, 0xFF), "weight_scale_inv has a scale"),
     "an E4M3 scale that is NaN": ("modelopt nvfp4", put("weight_scale", 3, 0x7F), "weight_scale has a scale"),
     "an FP16 scale that is infinite": ("awq", put("scales", 3, float("inf")), "scales has a scale that is NaN"),

@@ -187,13 +187,13 @@ class Divergence:
 
 
 def divergences(
-    path: str | Path, data: Sequence[str], policies: Sequence[str], dtype: str = "float32", length: int = 512,
-    samples: int = 256, reporter: Reporter | None = None,
+    path: str | Path, data: Sequence[str], policies: Sequence[str | LoadOptions], dtype: str = "float32",
+    length: int = 512, samples: int = 256, reporter: Reporter | None = None,
 ) -> list[Divergence]:  # fmt: skip
     """Measure the divergence of several policies from the bundle's lossless version, on the same clusters of text.
 
-    The results can be compared in pairs. Each policy is served on the CPU, without a budget. Other arguments are those
-    of `evaluate`.
+    The results can be compared in pairs. Each policy is served on the CPU, without a budget, 16 windows at a time, or
+    as its own `LoadOptions` say, `batch` windows at a time. Other arguments are those of `evaluate`.
     """
     reporter = reporter or Reporter()
     source, options = locate(path), LoadOptions(dtype=dtype, batch=16)
@@ -203,12 +203,12 @@ def divergences(
         reference = _Reference(folder)
         _compare_with(reference, source, options, pools, 16, reporter)
         for policy in policies:
-            options = replace(options, policy=policy)
-            check(source, options)
+            served = replace(options, policy=policy) if isinstance(policy, str) else policy
+            check(source, served)
             reporter.stage("evaluate", len(data))
-            model = load_model(source, options)
+            model, batch = load_model(source, served), served.workload.batch
             with model.moepack:
-                scored = [_score(model, name, pool, 16, _LOGITS, reference, reporter) for name, pool in pools]
+                scored = [_score(model, name, pool, batch, _LOGITS, reference, reporter) for name, pool in pools]
             out.append(Divergence(tuple(n for s in scored for n in s.counts), tuple(x for s in scored for x in s.kl)))
     return out
 

@@ -191,7 +191,7 @@ def test_the_native_version_follows_from_the_configuration() -> None:
     [
         ({"quant_method": "bitsandbytes"}, "is already quantised"),
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "says bits 3"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": -1}, "bits 4, group_size -1, or none keeps them"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 48}, "bits 4, group_size 48, or none keeps them"),
         ({"quant_method": "fp8", "weight_block_size": [128, 48]}, r"weight_block_size \[128, 48\], or none keeps them"),
         (pack(4, 48), "format pack-quantized, or none keeps them"),
         ({**pack(4, 32), "config_groups": {b: pack(b, 32)["config_groups"]["group_0"] for b in (4, 8)}},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -68,9 +69,12 @@ def test_a_digest_is_of_the_whole_file_and_is_not_taken_twice(checkpoint: Path) 
 
 
 def test_a_file_that_changes_meanwhile_is_refused(checkpoint: Path) -> None:
+    lock = threading.Lock()  # files are read by threads of their own
+
     def change(size: int) -> None:
         time.sleep(0.02)  # the system's time of a file's change advances in steps of milliseconds
-        tuned(checkpoint)
+        with lock:
+            tuned(checkpoint)
 
     with pytest.raises(InputError, match=r"changed while it was read"):
         identity(open_checkpoint(checkpoint), None, change)

@@ -99,7 +99,7 @@ def built(args: argparse.Namespace, bundle: Path, versions: str, **own: Any) -> 
     shown = f"calibration: {{samples: {asked['samples']}, length: {asked['length']}, batch_size: 16}}"
     recipe = parse_recipe(f"versions: [{versions}]\nquantize: {{method: {asked['method']}}}\n{shown}", "benchmark")
     with progress() as reporter:
-        build(args.checkpoint, bundle, recipe, texts(args)[0], reporter=reporter)
+        build(asked["checkpoint"], bundle, recipe, texts(args)[0], reporter=reporter)
     return bundle
 
 

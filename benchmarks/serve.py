@@ -1,13 +1,14 @@
 """Throughput, TTFT and TPOT of `moepack serve` by clients and policies, with plain `transformers serve` beside it.
 
     python -m benchmarks.serve [--bundle BUNDLE] [--checkpoint MODEL] [--device-memory SIZE] [--data FILE...]
-    python -m benchmarks.serve --bundle BUNDLE --soak 480
+    python -m benchmarks.serve --bundle BUNDLE --soak 480 [--memory SIZE]
 
 Every server is a process of its own; clients stream from this one, over plain sockets. Each of 1, 4, 16 and 32 clients
 asks for one answer after another, with prompts from the files in turn. `transformers serve` has one set of sampling
 parameters for all and no `ignore_eos`: there what came is what counts, and only greedy answers are asked of either.
 `--soak SECONDS` loads one server instead, with the files changing every 30 seconds and clients that leave half-way, and
-says how its memory grew after a tenth of the time. Without arguments: the model and texts in examples/.
+says how its memory grew after a tenth of the time. With `--memory` the server runs under `--memory auto` in a control
+group of that size, which must not kill it. Without arguments: the model and texts in examples/.
 """
 
 from __future__ import annotations
@@ -30,16 +31,19 @@ from typing import Any
 
 from benchmarks.clients import Reply, clients, percentile, stream
 from benchmarks.common import EXAMPLES, Target, arguments, finish
+from benchmarks.limited.cage import Cage
+from moepack.runtime.planning.sizes import parse_size
 
 POLICIES = ("hotness", "uniform", "lru")
 CLIENTS = (1, 4, 16, 32)
 
 
 @contextlib.contextmanager
-def moepack_serve(bundle: Path, *options: str) -> Iterator[tuple[int, int]]:
-    """A server of a bundle: its port and process."""
+def moepack_serve(bundle: Path, *options: str, cage: Cage | None = None) -> Iterator[tuple[int, int]]:
+    """A server of a bundle, in a cage or not: its port and process."""
     command = [sys.executable, "-m", "moepack", "serve", str(bundle), "--name", "model", "--port", "0", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    enter = None if cage is None else cage.enter
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=enter)
     try:
         assert process.stderr is not None
         said = ""
@@ -134,9 +138,12 @@ def resident(pid: int) -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-def soak(bundle: Path, memory: str, prompts: list[list[str]], seconds: float) -> tuple[list[Any], list[Target]]:
+def soak(
+    bundle: Path, memory: str, prompts: list[list[str]], seconds: float, cage: Cage | None = None
+) -> tuple[list[Any], list[Target]]:
     """One server under a load that shifts, for so long: memory, promotions and errors, ten times."""
-    with moepack_serve(bundle, "--policy", "hotness", "--device-memory", memory) as (port, pid):
+    budget = ("--memory", "auto") if cage is not None else ("--device-memory", memory)
+    with moepack_serve(bundle, "--policy", "hotness", *budget, cage=cage) as (port, pid):
         began, rows = time.monotonic(), []
         errors = 0
 
@@ -153,11 +160,14 @@ def soak(bundle: Path, memory: str, prompts: list[list[str]], seconds: float) ->
 
         for _ in range(10):
             replies, _ = asyncio.run(clients(16, seconds / 10, ask))
+            if cage is not None and cage.killed():
+                raise SystemExit(f"the kernel killed the server in its cage of {cage.limit} bytes")
             now = live(port)
             errors += sum(r.error is not None and "no text" not in r.error for r in replies)
             row = {"minutes": (time.monotonic() - began) / 60, "MB": resident(pid) / 1e6, "answers": len(replies)}
             row |= {"errors": errors, "promotions": now["counters"]["promotions"], "left": now["totals"]["cancelled"]}
             row |= {"waits": now["counters"]["forward_waits"], "peak": now["budget"]["peak"] / now["budget"]["total"]}
+            row |= {"steps": now["totals"]["steps"], "process MB": now["budget"]["process_bytes_peak"] / 1e6}
             rows.append(row)
     growth = rows[-1]["MB"] / rows[0]["MB"] - 1
     return rows, [
@@ -166,6 +176,16 @@ def soak(bundle: Path, memory: str, prompts: list[list[str]], seconds: float) ->
         Target("forward waits", rows[-1]["waits"], 0, "lower"),
         Target("peak of reserved bytes by the budget", rows[-1]["peak"], 1.0, "lower"),
         Target("promotions in the second half", rows[-1]["promotions"] - rows[4]["promotions"], 1, "higher"),
+        *([] if cage is None else caged(cage, rows[-1])),
+    ]
+
+
+def caged(cage: Cage, row: dict[str, Any]) -> list[Target]:
+    """What a server in a cage is held to: the kernel did not kill it, and it stayed below the limit."""
+    return [
+        Target("peak of the process by the cage", row["process MB"] * 1e6 / cage.limit, 1.0, "lower"),
+        Target(f"peak of the cage by its limit ({cage.bounds})", (cage.peak() or 0) / cage.limit, 1.0, "lower"),
+        Target("steps", row["steps"], 1000, "higher"),
     ]
 
 
@@ -238,6 +258,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--length", type=int, default=200, help="characters of a prompt")
     parser.add_argument("--soak", type=float, help="seconds of one long load instead")
+    parser.add_argument(
+        "--memory", help="with --soak: bytes of a control group, in which the server takes what there is"
+    )
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     prompts = [texts(path) for path in options.data]
@@ -245,10 +268,23 @@ def main() -> None:
         checkpoint = options.checkpoint or (None if options.bundle else EXAMPLES / "mini-qwen3-moe")
         bundle = options.bundle or built(Path(work), checkpoint or EXAMPLES / "mini-qwen3-moe")
         policies = POLICIES[: 1 if options.quick or options.soak else None]
-        options.device_memory = options.device_memory or enough(bundle, policies)
+        if not (options.soak and options.memory):
+            options.device_memory = options.device_memory or enough(bundle, policies)
         if options.soak:
-            rows, targets = soak(bundle, options.device_memory, prompts, options.soak)
-            columns = ["minutes", "MB", "answers", "errors", "left", "promotions", "waits", "peak"]
+            with Cage(parse_size(options.memory) or 0) if options.memory else contextlib.nullcontext() as cage:
+                rows, targets = soak(bundle, options.device_memory, prompts, options.soak, cage)
+            columns = [
+                "minutes",
+                "MB",
+                "answers",
+                "errors",
+                "left",
+                "promotions",
+                "waits",
+                "peak",
+                "steps",
+                "process MB",
+            ]
         else:
             rows, targets = compare(bundle, checkpoint, options.device_memory, prompts, options)
             timed = ["TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"]

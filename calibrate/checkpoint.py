@@ -162,7 +162,7 @@ def read_config(path: Path) -> dict[str, Any]:
         document = json.loads(file.read_text())
     except OSError:
         raise InputError(f"{path}: has no config.json: not a model directory") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{file}: not JSON: {error}") from None
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
         raise InputError(f"{file}: names no model_type")
@@ -218,7 +218,7 @@ def placed(path: Path) -> dict[str, set[str]] | None:
         files: dict[str, set[str]] = {}
         for tensor, file in places.items():
             files.setdefault(file, set()).add(tensor)
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise InputError(f"{index}: not an index of safetensors files") from None
     for file in sorted(files):
         if Path(file).name != file:
@@ -231,12 +231,12 @@ def native_version(checkpoint: Checkpoint, weights: list[str]) -> Version:
 
     Raises InputError if their encodings differ, or for groups that no version has.
     """
-    found = {(e.version, e.group) for w in weights if (e := checkpoint.encoded.get(w))}
+    found = {(e.version, e.group): w for w in reversed(weights) if (e := checkpoint.encoded.get(w))}
     if not found:
         return Version.of(LOSSLESS)
     if len(found) > 1:
-        every = ", ".join(f"{name} in groups of {group}" for name, group in sorted(found))
-        raise InputError(f"{checkpoint.name}: expert weights are {every}: moepack keeps one encoding")
+        kinds = {f"{name} with a scale for {group or 'all'} columns": w for (name, group), w in found.items()}
+        raise _several(checkpoint, kinds)
     ((name, group),) = found
     name = "fp8row" if name == "fp8" and not group else name
     sizes = encoding_of(name).group_sizes or (0,)
@@ -253,8 +253,16 @@ def source_dtype(checkpoint: Checkpoint, weights: list[str]) -> str:
 
     Raises InputError if their dtypes differ or cannot be converted to BF16.
     """
-    found = {checkpoint.stored_dtype(w) for w in weights}
-    if len(found) != 1 or not found <= set(EXPERT_DTYPES):
-        known = ", ".join(EXPERT_DTYPES)
-        raise InputError(f"{checkpoint.name}: expert weights are {', '.join(sorted(found))}, not one of {known}")
-    return found.pop()
+    found = {checkpoint.stored_dtype(w): w for w in reversed(weights)}
+    if len(found) > 1:
+        raise _several(checkpoint, found)
+    ((dtype, weight),) = found.items()
+    if dtype not in EXPERT_DTYPES:
+        raise InputError(f"{checkpoint.name}: {weight} is {dtype}; moepack reads {', '.join(EXPERT_DTYPES)}")
+    return dtype
+
+
+def _several(checkpoint: Checkpoint, kinds: Mapping[str, str]) -> InputError:
+    """The error of a checkpoint whose experts are of several kinds; `kinds` has the first weight of each."""
+    every = ", ".join(f"{kind} as {weight}" for kind, weight in sorted(kinds.items()))
+    return InputError(f"{checkpoint.name}: expert weights are {every}: moepack keeps one encoding")

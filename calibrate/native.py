@@ -7,7 +7,7 @@ on row numbers. What is done with the codes is not decided here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -53,6 +53,20 @@ class RowPlaces:
     sources: tuple[tuple[str, Encoded], ...]  # the checkpoint's weights, with only the experts of the matrix
     places: tuple[Tensor, ...]  # for each source, int64: row r of it is row places[r] of the matrix, experts counted
     lead: tuple[int, ...]  # the matrix's axes before its columns: (experts, rows), or (rows,)
+
+    def select(self, some: range, parts: Parts) -> RowPlaces:
+        """The places in a matrix of some experts alone; `parts` has their sources, or the ranges of them."""
+        each = math.prod(self.lead[1:])
+        kept, places = [], []
+        for source, own in zip(self.sources, self.places, strict=True):
+            if source[0] in parts:
+                part = parts[source[0]]
+                rows = own if part is None else own.view(self.lead[0], -1)[part.start : part.stop].flatten()
+                kept.append(source)
+                places.append(rows - some.start * each)
+        lead = (len(some), *self.lead[1:])
+        assert all(int(p.min()) >= 0 and int(p.max()) < math.prod(lead) for p in places), "another expert's rows"
+        return RowPlaces(tuple(kept), tuple(places), lead)
 
     def native(self, arrays: Iterator[dict[str, Tensor | None]]) -> NativeWeight:
         """Put the sources' arrays, in the order of `sources`, in the matrix's layout."""
@@ -107,46 +121,86 @@ def indexable(array: Tensor) -> Tensor:
 
 
 def place(
-    stream: Skeleton, convert: Convert, parameter: str, parts: Parts, experts: int | None, transposed: bool
+    stream: Skeleton, convert: Convert, parameter: str, weights: Sequence[str], transposed: bool = False
 ) -> RowPlaces:
-    """Find where the rows of `parts`, weights of the checkpoint, go in a parameter that holds `experts` of them.
+    """Find where the rows of `weights` of the checkpoint go in a parameter.
 
     `convert` makes of int64 tensors, by the names of the weights, the parameter in the shape given, and returns None if
     it does not. Raises InputError if one of the weights is not encoded, if their encodings differ, or if the parameter
     is more or less than their rows in another order.
     """
     name, known = stream.checkpoint.name, stream.checkpoint.encoded
-    plain = [key for key in parts if key not in known]
-    if plain or not parts:
+    plain = [key for key in weights if key not in known]
+    if plain or not weights:
         raise InputError(f"{name}: {plain[0] if plain else parameter} is not stored as codes and scales")
-    kinds = {(known[key].version, known[key].group) for key in parts}
+    kinds = {(known[key].version, known[key].group) for key in weights}
     if len(kinds) != 1:
         raise InputError(f"{name}: {parameter} is made of weights in several encodings: {sorted(kinds)}")
+    shapes = {key: known[key].shape for key in weights}
+    turned = {key for key in weights if known[key].transposed}
+    lead, split = row_places(stream, convert, parameter, shapes, turned, transposed)
+    return RowPlaces(tuple((key, known[key]) for key in weights), split, lead)
+
+
+def row_places(
+    stream: Skeleton,
+    convert: Convert,
+    parameter: str,
+    shapes: Mapping[str, Sequence[int]],
+    turned: Collection[str],
+    transposed: bool,
+    experts: int | None = None,
+) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
+    """Find where the rows of weights go in a parameter; see `place`. `shapes`: of the weights, [.., rows, cols].
+
+    `turned`: those that the checkpoint has as [.., cols, rows]. With `experts`, the weights are of so many experts
+    alone. Returns the parameter's axes before its columns, and for each weight the places of its rows.
+    """
     tags: dict[str, Tensor] = {}
     begins: dict[str, int] = {}
-    total = 0
-    for key, part in parts.items():
-        *batch, rows, _ = known[key].shape
-        if part is not None:
-            batch[0] = len(part)
-        tag = torch.arange(total, total + rows * torch.Size(batch).numel()).reshape(*batch, rows, 1)
+    name, total = stream.checkpoint.name, 0
+    for key, (*lead, _) in shapes.items():
+        tag = torch.arange(total, total + math.prod(lead)).reshape(*lead, 1)
         begins[key], total = total, total + tag.numel()
-        tags[key] = tag.mT if known[key].transposed else tag
+        tags[key] = tag.mT if key in turned else tag
     shape = list(stream.model.get_parameter_or_buffer(parameter).shape)
     if experts is not None:
         shape[0] = experts
     cols = shape[-2 if transposed else -1]
     shape[-2 if transposed else -1] = 1
     got = convert(tags, parameter, shape)
-    if got is None or any(known[key].shape[-1] != cols for key in parts):
+    if got is None or any(own[-1] != cols for own in shapes.values()):
         raise InputError(f"{name}: {parameter} keeps the columns of its weights in another order: not supported")
     order = (got.mT if transposed else got)[..., 0]
     places = torch.argsort(order.flatten())
     if not torch.equal(order.flatten()[places], torch.arange(total)):
         raise InputError(f"{name}: {parameter} is not the rows of its weights in another order: not supported")
     ends = [*list(begins.values())[1:], total]
-    split = tuple(places[begins[key] : end] for key, end in zip(begins, ends, strict=True))
-    return RowPlaces(tuple((key, known[key]) for key in parts), split, tuple(order.shape))
+    return tuple(order.shape), tuple(places[begins[key] : end] for key, end in zip(begins, ends, strict=True))
+
+
+def write_plain(
+    stream: Skeleton, convert: Convert, parameter: str, parts: Parts, values: Tensor, transposed: bool
+) -> dict[str, Tensor]:
+    """The weights in `parts`, plain tensors of the checkpoint, from `values` [experts, rows, cols] of a parameter.
+
+    Raises InputError if the parameter is more or less than their rows in another order.
+    """
+    stored: dict[str, tuple[int, ...]] = {}
+    for key, part in parts.items():
+        shape = tuple(stream.checkpoint.shape(key))
+        stored[key] = shape if part is None else (len(part), *shape[1:])
+    swapped = {key: (*shape[:-2], shape[-1], shape[-2]) for key, shape in stored.items()}
+    where = stream, convert, parameter
+    try:
+        turned, (_, split) = False, row_places(*where, stored, (), transposed, len(values))
+    except InputError:  # the checkpoint has them [.., cols, rows]
+        turned, (_, split) = True, row_places(*where, swapped, tuple(parts), transposed, len(values))
+    flat, out = values.reshape(-1, values.shape[-1]), dict[str, Tensor]()
+    for key, places in zip(parts, split, strict=True):
+        own = flat[places].reshape(swapped[key] if turned else stored[key])
+        out[key] = (own.mT if turned else own).contiguous()
+    return out
 
 
 def read(name: str, reader: Callable[[range | None], Get], placement: RowPlaces, parts: Parts) -> NativeWeight:

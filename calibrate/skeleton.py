@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +108,14 @@ class Skeleton:
         converters = [m for m in mapping if isinstance(m, WeightConverter)]
         self._sources: dict[int | None, list[str]] = {}
         self._targets: dict[str, list[str]] = {}
+        self.converted: set[str] = set()  # parameters whose weights are more than renamed
         unused = []
         for key in self.checkpoint.weights:
-            target, _ = rename_source_key(key, renamings, converters, self.model.base_model_prefix, state)
+            target, pattern = rename_source_key(key, renamings, converters, self.model.base_model_prefix, state)
             if target not in state and key in state:
-                target, _ = rename_source_key(key, [], [], self.model.base_model_prefix, state)
+                target, pattern = rename_source_key(key, [], [], self.model.base_model_prefix, state)
+            if pattern is not None:
+                self.converted.add(target)
             if target not in state or self._is_past_the_last(target, key):
                 unused.append(key)
             elif target not in tied:
@@ -277,8 +281,11 @@ def sources_of(
     """
     out: Parts = {}
     for keys in sources.values():
-        part = _numbered(experts, total, keys)
-        if part is None and keys and all(len(shapes[k]) > 1 and shapes[k][0] == total for k in keys):
+        numbers = _numbers(total, tuple(keys))
+        part: Parts | None = None
+        if numbers is not None:
+            part = {key: None for key, number in numbers.items() if number in experts}
+        elif keys and all(len(shapes[k]) > 1 and shapes[k][0] == total for k in keys):
             part = dict.fromkeys(keys, experts)
         if part is None:
             return None
@@ -286,8 +293,9 @@ def sources_of(
     return out
 
 
-def _numbered(experts: range, total: int, keys: Sequence[str]) -> Parts | None:
-    """The keys of these experts; None unless one place in the names counts from 0 to `total` - 1."""
+@lru_cache(maxsize=4)  # a layer's, for one expert after another
+def _numbers(total: int, keys: tuple[str, ...]) -> dict[str, int] | None:
+    """The expert of each key; None unless one place in the names counts from 0 to `total` - 1."""
     split = [re.split(r"(?<=\.)(\d+)(?=\.)", key) for key in keys]  # every second part is a number
     if not split or len({len(parts) for parts in split}) != 1:
         return None
@@ -301,7 +309,7 @@ def _numbered(experts: range, total: int, keys: Sequence[str]) -> Parts | None:
         named.setdefault((*parts[:at], *parts[at + 1 :]), set()).add(int(parts[at]))
     if any(numbers != every for numbers in named.values()):
         return None
-    return {key: None for key, parts in zip(keys, split, strict=True) if int(parts[places[0]]) in experts}
+    return {key: int(parts[places[0]]) for key, parts in zip(keys, split, strict=True)}
 
 
 def _why_none(model: Any) -> str:

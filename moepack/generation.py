@@ -132,7 +132,7 @@ class Session:
         streamer = Streamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         whole = torch.tensor([ids], device=self.model.device)
         cache, done = self._reuse(ids)
-        if self._options.budget is not None:
+        if self._options.in_budget:
             cache = self._prefill(whole, cache, done)
         settings = GenerationConfig(max_new_tokens=new_tokens, pad_token_id=0, return_dict_in_generate=True)
         out = self.model.generate(

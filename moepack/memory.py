@@ -29,6 +29,13 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def peaks() -> dict[str, int | None]:
+    """Return the peaks of the process and of its control group in bytes, for JSON."""
+    from moepack.runtime.store.host_limit import group_peak
+
+    return {"process_bytes_peak": peak_memory(), "group_bytes_peak": group_peak()}
+
+
 def bound_kernel_caches() -> None:
     """Bound the caches of compiled CPU kernels. Call it before the process's first BF16 matrix product on a CPU.
 

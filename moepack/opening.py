@@ -38,7 +38,7 @@ def locate(path: str | Path) -> Source:
 def check(source: Source, options: LoadOptions) -> None:
     """Raise InputError unless the options fit the model. Loads no model, and mostly does not import torch."""
     path, is_bundle = source
-    if not is_bundle and (options.policy, options.budget, options.dense) != (None, None, None):
+    if not is_bundle and (options.policy, options.dense, options.in_budget) != (None, None, False):
         raise InputError(f"{path}: not a bundle: a policy, dense versions and a memory budget need one")
     if not is_bundle and options.max_tpot is not None:
         raise InputError(f"{path}: not a bundle: a bound on a token needs one")

@@ -57,7 +57,8 @@ def attach(model: Any, bundle: Bundle, options: LoadOptions, dense: Sequence[Ver
     compiled = all(device.type == "cpu" and backends.backend(device) == "native" for device in devices)
     kernels = compiled and os.environ.get(KERNELS, "on") != "off"
     if device_memory is not None and devices[0].type == "cpu":
-        glibc.own(model)  # before matrices move to where kernels read them
+        glibc.bound()  # at once: memory freed while loading goes back
+        glibc.own(model, options.memory is not None)  # before matrices move to where kernels read them
     serve_dense(model, bundle, dense, compiled, kernels)
     if (bound := options.bound) is not None:
         kv = measure(bundle, model.config, model.dtype, devices[0], workload)[0].kv if workload.kv_tokens else None
@@ -109,7 +110,6 @@ def _hand_over(
     """Connect the model's modules to the experts that are served, and keep its passes inside the budget."""
     backends.prepare(model.dtype, (*serving.layers[0].of.versions, *dense), serving.layers[0].of.device)
     if needs is not None and serving.layers[0].of.device.type == "cpu":
-        glibc.bound()
         glibc.trim()
     log.info("%s", serving.fixed)
     for layer, experts in zip(bundle.layers, serving.layers, strict=True):

@@ -37,6 +37,7 @@ def load(
     host_threads: int | None = None,
     dense: str | None = None,
     max_tpot: str | int | None = None,
+    memory: int | str | None = None,
 ) -> Any:
     """Load a bundle as a transformers causal language model. Deleting it or `model.moepack.close()` stops its threads.
 
@@ -56,7 +57,7 @@ def load(
         device=device, device_memory=device_memory, policy=policy, dtype=dtype, kv_tokens=kv_tokens, batch=batch,
         prefill_tokens=prefill_tokens, all_logits=all_logits, host_memory=host_memory, host_rate=host_rate,
         host_threads=host_threads, revision=revision, token=token, attn_implementation=attn_implementation,
-        dense=dense, max_tpot=max_tpot,
+        dense=dense, max_tpot=max_tpot, memory=memory,
     )  # fmt: skip
     return load_bundle(bundle, options, progress)
 

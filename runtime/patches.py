@@ -73,7 +73,7 @@ def extend_from_pretrained() -> None:
     from transformers.modeling_utils import PreTrainedModel
 
     from moepack.pack.errors import InputError
-    from moepack.runtime.planning.options import DEVICE_MEMORY, SERVED, WORKLOAD
+    from moepack.runtime.planning.options import DEVICE_MEMORY, MEMORY, SERVED, WORKLOAD
 
     kind: Any = PreTrainedModel
     original, keywords = kind.from_pretrained.__func__, set(SERVED) - set(WORKLOAD)
@@ -84,7 +84,7 @@ def extend_from_pretrained() -> None:
 
         given = kwargs.get("quantization_config")
         ours = isinstance(given, MoepackConfig) or kwargs.keys() & keywords
-        if ours or (os.environ.get(DEVICE_MEMORY) and kwargs.keys() & set(WORKLOAD)):
+        if ours or (any(map(os.environ.get, (DEVICE_MEMORY, MEMORY))) and kwargs.keys() & set(WORKLOAD)):
             if not isinstance(given, MoepackConfig | None):
                 raise InputError(f"policy and device_memory are for bundles, not for a {type(given).__name__}")
             mine = {} if given is None else given.given

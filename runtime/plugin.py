@@ -6,6 +6,7 @@ expert parameters from the empty model before weights are loaded, and attaches t
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -26,12 +27,15 @@ from moepack.runtime.dense.choice import choose_dense
 from moepack.runtime.dense.linears import prepare
 from moepack.runtime.experts.forward import IMPLEMENTATION
 from moepack.runtime.load import check_options
+from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.options import METHOD, SERVED, WORKLOAD, LoadOptions
 from moepack.runtime.planning.skeleton import EXPERT_PARAMETERS
 
 from .attach import attach
+from .process_limit import ProcessLimit, keep_limit
 from .snapshot import fetch
 
+log = logging.getLogger("moepack.runtime")
 HUB = ("token", "cache_dir", "local_files_only", "force_download")  # how files are fetched
 
 
@@ -90,6 +94,7 @@ class MoepackQuantizer(HfQuantizer):
         self._bundle: Bundle | None = None
         self._options = quantization_config.options()
         self._dense: tuple[Version, ...] = ()
+        self._limit: ProcessLimit | None = None
 
     @property
     def is_trainable(self) -> bool:
@@ -139,10 +144,30 @@ class MoepackQuantizer(HfQuantizer):
         if bundle.manifest.model.get("mtp") == "keep":
             patterns = mtp_patterns(bundle.dense(check_digests=False), bundle.manifest.model["decoder_layers"])
             model._keys_to_ignore_on_load_unexpected |= patterns
+        where = kwargs.get("device_map") or "cpu"
+        devices = {str(place) for place in (where.values() if isinstance(where, Mapping) else [where])}
+        if options.memory is not None and not devices <= {"cpu"}:
+            named = ", ".join(sorted(devices - {"cpu"}))
+            raise InputError(f"a memory limit is for a model on the CPU: on {named} give a device memory instead")
+
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+        """Keep the memory limit: the last hook before weights are read, and no longer among patches of model code."""
+        if self._options.memory is not None and self._limit is None:
+            assert self._bundle is not None
+            self._options, self._limit = keep_limit(model, self._bundle, self._options, self._dense)
+        return super().update_weight_conversions(weight_conversions, model)  # type: ignore[no-untyped-call]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         assert self._bundle is not None
-        attach(model, self._bundle, self._options, self._dense)
+        try:
+            attach(model, self._bundle, self._options, self._dense)
+        except TooSmallError as error:
+            if self._limit is None:
+                raise
+            raise self._limit.too_small(self._bundle, error) from None
+        model.moepack.limit = self._limit
+        if self._limit is not None:
+            log.info("%s", self._limit)
         return model
 
 

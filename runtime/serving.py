@@ -21,6 +21,7 @@ from moepack.runtime.residency.reserves import EvictionReserve, FreeReserve
 from moepack.runtime.step import RoutingCounter
 
 from .forward_wrapper import ForwardWrapper
+from .process_limit import ProcessLimit
 
 COUNTERS: dict[str, Callable[[ResidencyManager], int]] = {
     "promotions": lambda m: m.residency.counts.promotions,
@@ -60,6 +61,7 @@ class Serving:
         self.bundle, self.policy, self.layers, self.manager = bundle, policy, layers, manager
         self.fixed, self.tracker, self.replaced = fixed, tracker, replaced
         self.budget_bytes = None if tracker is None else tracker.budget
+        self.limit: ProcessLimit | None = None  # the process's memory limit, where one was given
         self.caches: KvBudget | None = None  # keeps the KV caches inside the budget
         self._wrapper = ForwardWrapper(model, layers, manager)
         weakref.finalize(model, _let_go, list(layers), manager)

@@ -62,7 +62,7 @@ def fetch(name: str, commit: str, asked: LoadOptions, options: Mapping[str, Any]
     if not could.versions:
         raise BundleError.single(name, "missing", "no version of the experts is there")
     sizes = {n: e.size for n, e in manifest.files.items()}
-    for version in versions_of(asked.policy, could, asked.budget is not None):
+    for version in versions_of(asked.policy, could, asked.in_budget):
         sizes |= _sizes(manifest, version)
     for version in {v.name for v in choose_dense(asked.dense if manifest.dense else None, could, asked.policy)}:
         sizes |= {n: manifest.expert_files[n].size for n in manifest.dense_files(version)}

@@ -73,6 +73,7 @@ SLOW = (
     "runtime/residency/test_residency.py::test_planted", "runtime/residency/test_residency.py::test_invariants",
     "runtime/residency/test_on_gpu",
     "runtime/downstream", "runtime/test_compile", "runtime/test_downstream", "runtime/test_load", "runtime/test_passes",
+    "runtime/test_process_limit",
     "whole/test_encodings", "whole/test_examples", "whole/test_families",
     "whole/test_every_family", "whole/test_extending", "families/test_mtp", "families/test_llama4.py::test_the_whole",
     "whole/test_quality", "whole/test_combinations",
@@ -100,7 +101,7 @@ ONCE = (
     "runtime/planning/test_fixed.py::test_plans_do_not_depend",
     "runtime/planning/test_fixed.py::test_the_process_takes",
     "runtime/test_load.py::test_registers",
-    "runtime/test_load.py::test_without_moepack",
+    "runtime/test_load.py::test_without_moepack", "runtime/test_process_limit",
 )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ IMAGES = ROOT / "docs" / "images"
 PAPER, INK, GREY = "#fcfbf8", "#1d1d1f", "#6d6d72"
 VERSIONS = {"bf16": "#0b4f8a", "w4": "#1f7fc4", "w3": "#5fb0de", "w2": "#f2a65a", "w1": "#d9730d"}
 FLOOR = 0.01  # thousandths of a nat: drawn for a policy that serves bf16 itself
+LIBRARIES, KEPT = "#cfd8e3", "#e9e6df"
 OURS, THEIRS, THIRD, FOURTH = "#0b6bcb", "#c25700", "#3a8a3e", "#8a4fb0"
 
 
@@ -97,6 +98,32 @@ def bundle() -> Any:
     text(211, 34, "quantise, measure", 13, ha="center", color=GREY)
     text(509, 62, "serve", 16, ha="center", weight="bold")
     text(509, 34, "hard limit in bytes", 13, ha="center", color=GREY)
+    return figure
+
+
+def process() -> Any:
+    """Three rows: what a control group counts, what the process takes of it, what the budget holds."""
+    from matplotlib.patches import Rectangle
+
+    figure, axis = _canvas(760, 300)
+
+    def row(y: float, label: str, left: float, parts: list[tuple[float, str, str]], dashed: bool = False) -> None:
+        axis.text(left, y + 62, label, fontsize=15, color=INK, weight="bold", va="center")
+        for width, colour, name in parts:
+            style = "--" if name.startswith("page cache") else "-"
+            at = Rectangle((left, y), width, 48, facecolor=colour, edgecolor=GREY, linewidth=1.2, linestyle=style)
+            axis.add_patch(at)
+            axis.text(left + width / 2, y + 24, name, fontsize=11, color=INK, ha="center", va="center")
+            left += width
+
+    row(210, "control group", 18, [(554, "white", "the process"), (64, KEPT, "kernel"), (106, "white", "page cache")])
+    later = "read ahead,\nthreads, holes"
+    row(114, "--memory", 18, [(136, LIBRARIES, "Python, libraries"), (104, KEPT, later), (314, "white", "the budget")])
+    high, low = VERSIONS["w3"], VERSIONS["w2"]
+    parts = [(60, KEPT, "dense"), (40, KEPT, "KV"), (70, KEPT, "activa-\ntions"), (72, high, "busy\nexperts")]
+    row(18, "--device-memory", 258, [*parts, (72, low, "other\nexperts")])
+    said = "The system takes cached\npages back when it needs\nthem; the rest it cannot."
+    axis.text(18, 42, said, fontsize=12, color=GREY, va="center")
     return figure
 
 
@@ -311,7 +338,9 @@ def released() -> Any:
     return figure
 
 
-PICTURES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (bundle, bits, budgets, peers, policies, released)}
+PICTURES: dict[str, Callable[[], Any]] = {
+    f.__name__: f for f in (bundle, process, bits, budgets, peers, policies, released)
+}
 
 
 def draw(out: Path, png: bool = False) -> list[Path]:

@@ -39,6 +39,7 @@ BESIDE = {
     "nvfp4": "w4",
     "fp8": "bf16",
     "mxfp8": "bf16",
+    "fp8row": "bf16",
 }  # whose time a byte a released version is held to
 
 

@@ -24,7 +24,7 @@ SHAPES = {  # hidden, intermediate, experts, top_k
     "Mixtral-8x7B": (4096, 14336, 8, 2),
 }
 VERSIONS = (Version.of("bf16"), *(Version.of(f"w{bits}", 128) for bits in (8, 4, 3, 2, 1)))
-RELEASED = tuple(Version.of(name) for name in ("mxfp4", "nvfp4", "fp8", "mxfp8"))  # which a GPU does not run yet
+RELEASED = tuple(Version.of(n) for n in ("mxfp4", "nvfp4", "fp8", "mxfp8", "fp8row"))  # which a GPU does not run yet
 HUGE = 2 << 20
 
 
@@ -75,7 +75,7 @@ def _released(m: Matrix, version: Version, rng: np.random.Generator) -> Released
     middles = (values[order][1:] + values[order][:-1]) / 2
     drawn = rng.standard_normal((m.rows, m.cols), np.float32) * np.float32(2 if version.bits == 4 else 100)
     codes = order[np.searchsorted(middles, drawn)].astype(np.uint8)
-    shape = (m.rows, -(-m.cols // version.group_size))
+    shape = (m.rows, -(-m.cols // (version.group_size or m.cols)))
     if version.scale_dtype == "F32":
         scale = np.full(shape, 2e-4, np.float32)
     else:

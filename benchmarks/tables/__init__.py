@@ -26,12 +26,13 @@ from .building import (
     weighting,
 )
 from .common import RESULTS, ROOT, machine, results, table
-from .formats import formats, sizes
+from .formats import formats, released, sizes
 from .kernels import codec, kernels, shapes, whole_model
 from .peers import peer_layers, peer_models, peer_quality, peer_versions
 from .serving import (
     alpha,
     hostile,
+    hostile_formats,
     on_demand,
     overlap,
     paged,
@@ -64,9 +65,9 @@ TABLES: dict[str, Callable[[], str]] = {
     for f in (
         summary, quality, allocation, weighting, losses, quantisers, build, bounded, layer_time,
         estimates, scale, pieces, clusters, codec, kernels, whole_model, shapes, residency, tpot, overlap, missed,
-        policies, similarity, selector, retention, on_demand, prediction, alpha, paged, hostile, soak, serving,
-        start, families, peer_layers, peer_models, peer_quality, peer_versions,
-        formats, sizes,
+        policies, similarity, selector, retention, on_demand, prediction, alpha, paged, hostile, hostile_formats, soak,
+        serving, start, families, peer_layers, peer_models, peer_quality, peer_versions,
+        formats, released, sizes,
     )
 }  # fmt: skip
 _TABLE = re.compile(r"<!-- table: ([a-z_]+) -->\n.*?<!-- end of table -->", re.S)

@@ -1,4 +1,4 @@
-"""The tables of docs/formats.md: bits of released formats, and bytes of released models."""
+"""The tables of docs/formats.md: bits of released formats, bytes of released models, divergence at equal bytes."""
 
 from __future__ import annotations
 
@@ -66,3 +66,16 @@ def sizes() -> str:
         "all `w2`",
     ]
     return table(columns, rows)
+
+
+def released() -> str:
+    """Divergence from the released version by what a share of its bytes is spent on, thousandths of a nat."""
+    rows = results("released-tiny-qwen3-moe")["rows"]
+    shares = [s for s in dict.fromkeys(r["asked"] for r in rows) if s]
+    cells: dict[str, dict[str, str]] = {}
+    for r in rows:
+        if r["asked"]:
+            cells.setdefault(r["allocation"], {})[r["asked"]] = f"{r['KL']:.2f}"
+            if r["allocation"] == "greedy, native/w3/w2":
+                cells.setdefault("its 95 %", {})[r["asked"]] = r["KL 95 %"]
+    return table(["bytes spent by", *shares], [[n, *(row.get(s, "") for s in shares)] for n, row in cells.items()])

@@ -143,12 +143,20 @@ def start() -> str:
 
 
 def hostile() -> str:
-    """What became of hostile bundles."""
-    rows = [*results("hostile")["rows"]]
+    """What became of hostile bundles and checkpoints, by what is changed."""
+    return _became(results("hostile")["rows"], "changed", "what is changed")
+
+
+def hostile_formats() -> str:
+    """And by the format of the experts."""
+    return _became(results("hostile")["formats"], "format", "of what")
+
+
+def _became(rows: list[dict[str, Any]], name: str, heading: str) -> str:
     columns = ("cases", "opened", "refused", "wrong")
-    rows.append({"changed": "all", **{c: sum(row[c] for row in rows) for c in columns}})
-    out = [[row["changed"], *(f"{row[c]:,}" for c in columns)] for row in rows]
-    return table(["what is changed", "cases", "opened", "refused", "anything else"], out)
+    every = {name: "all", **{c: sum(row[c] for row in rows) for c in columns}}
+    out = [[row[name], *(f"{row[c]:,}" for c in columns)] for row in (*rows, every)]
+    return table([heading, "cases", "opened", "refused", "anything else"], out)
 
 
 def soak() -> str:

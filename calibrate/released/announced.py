@@ -48,7 +48,7 @@ def _version(document: Mapping[str, Any], found: Mapping[str, Any]) -> Version:
         }
         (version,) = made
         return version
-    return _of(f"int{found['bits']}fp16", found["group_size"])
+    return _integers(f"{found['bits']}fp16", found["group_size"])
 
 
 def _compressed(weights: Mapping[str, Any], form: Any) -> Version:
@@ -57,7 +57,12 @@ def _compressed(weights: Mapping[str, Any], form: Any) -> Version:
         return _of(_PACKED[form])
     if weights["type"] == "float":
         return _fp8(weights.get("block_structure") if weights.get("strategy") == "block" else None)
-    return _of(f"int{weights['num_bits']}", weights["group_size"])
+    return _integers(weights["num_bits"], 0 if weights.get("strategy") == "channel" else weights["group_size"])
+
+
+def _integers(kind: object, group: int) -> Version:
+    """Integers with a scale for `group` columns, or with one a row (0 or -1), which stands in the widest groups."""
+    return _of(f"int{kind}", max(group, 0))
 
 
 def _of(name: str, group: int = 0) -> Version:

@@ -92,6 +92,11 @@ def _codes_name(tensors: Tensors, name: str) -> str:
     return name
 
 
+def _no_zeros(tensors: Tensors, module: str) -> None:
+    if zeros := there(tensors, module, ("weight_zero_point",)):
+        raise InputError(f"{zeros[0]} is stored, but config.json says that {module}.weight is symmetric")
+
+
 def _columns(weights: Mapping[str, Any]) -> int:
     """The columns of a scale of integers; 0 for a whole row."""
     if option(weights, "strategy", ("group", "channel", None)) == "channel":
@@ -120,6 +125,8 @@ def _packed(tensors: Tensors, module: str, weights: Mapping[str, Any]) -> Encode
         *batch, rows = lead
         shape: Shape = (*batch, math.ceil(rows * bits / 32), groups)
         zeros = need(tensors, f"{module}.weight_zero_point", ("I32",), [shape], codes)
+    else:
+        _no_zeros(tensors, module)
     rest = (*there(tensors, module, ("weight_shape", *ACTIVATIONS)), *g_idx)
     version = f"int{bits}{SCALES[scale.dtype]}"
     own = g_idx[0] if g_idx else None
@@ -137,6 +144,8 @@ def _signed(tensors: Tensors, module: str, weights: Mapping[str, Any]) -> Encode
     zeros = None
     if not option(weights, "symmetric", (True, False), True):
         zeros = need(tensors, f"{module}.weight_zero_point", ("I8",), [shape], codes)
+    else:
+        _no_zeros(tensors, module)
     rest = there(tensors, module, ACTIVATIONS)
     return Encoded(f"int8{SCALES[scale.dtype]}", group, codes.shape, "signed", codes, scale, zeros, leftovers=rest)
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+ROW_GROUP = 128  # columns of a group of integers whose scale is for the whole row: the most that an encoding has
 Get = Callable[[str], "Tensor"]  # reads a tensor of the checkpoint by its name, or a range of its first axis
 
 
@@ -45,7 +46,7 @@ class Encoded:
     """A weight as a native encoding of moepack, and where its parts are."""
 
     version: str  # the native encoding: mxfp4, nvfp4, mxfp8, fp8, int4, int8, int4fp16 or int8fp16
-    group: int  # columns that share a scale; 0: the whole row
+    stored_group: int  # columns that share a scale in the checkpoint; 0: the whole row
     shape: tuple[int, ...]  # of the codes, [..., rows, cols]
     # How the codes lie in their tensor: "plain" [..., rows, cols], "blocks" [..., rows, groups, 16], "gptq" and "awq"
     # transposed in words, "signed" int8.
@@ -61,6 +62,11 @@ class Encoded:
     zero_offset: int = 0  # what is added to a stored zero point
     transposed: bool = False  # the weight as an unquantised checkpoint has it is [..., cols, rows]
     leftovers: tuple[str, ...] = ()  # tensors that serving does not need and `restore` does not make
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale as an encoding has it: a scale of a row of integers stands once for each group."""
+        return ROW_GROUP if self.version.startswith("int") and not self.stored_group else self.stored_group
 
     @property
     def bits(self) -> int:
@@ -112,7 +118,7 @@ class Encoded:
         import torch
 
         cols = self.shape[-1]
-        if not torch.equal(g_idx.to(torch.int64), torch.arange(cols) // (self.group or cols)):
+        if not torch.equal(g_idx.to(torch.int64), torch.arange(cols) // (self.stored_group or cols)):
             raise InputError(
                 f"{self.g_idx} orders columns by activation, so that groups are not contiguous: not supported"
             )
@@ -130,6 +136,8 @@ class Encoded:
         if self.version in ("mxfp4", "mxfp8", "nvfp4"):
             out = raw.contiguous().view(torch.uint8)
             bad = values.has_nan_e4m3(out) if self.version == "nvfp4" else values.has_nan_e8m0(out)
+            if self.version == "mxfp4" and not bad and int(out.max()) >= values.LARGEST:
+                raise InputError(f"{self.scale_in.name} has a scale of 2^100 or more, beyond products: not supported")
         elif self.version == "fp8":
             wide = raw.view(torch.float8_e8m0fnu) if raw.dtype == torch.uint8 else raw
             wide = wide.to(torch.float32).reshape(*self._batch(raw), -1, groups)
@@ -140,9 +148,9 @@ class Encoded:
                 else wide.expand(*wide.shape[:-2], rows, groups)
             )
         else:
-            own = raw.mT if self.packing in ("gptq", "awq") else raw.reshape(*self._batch(raw), rows, groups)
+            own = raw.mT if self.packing in ("gptq", "awq") else raw.reshape(*self._batch(raw), rows, -1)
             bad = not bool(torch.isfinite(own).all())
-            out = own.contiguous().view(torch.uint16)
+            out = own.expand(*own.shape[:-1], groups).contiguous().view(torch.uint16)
         if bad:
             raise InputError(f"{self.scale_in.name} has a scale that is NaN or infinite: the checkpoint is damaged")
         return out
@@ -180,14 +188,14 @@ class Encoded:
             own = unpack(raw, self.bits, rows)
             own = (awq_order(own) if self.packing == "awq" else own).mT
         elif self.packing == "signed":
-            own = raw.reshape(*self._batch(raw), rows, groups).view(torch.uint8) ^ 0x80
+            own = raw.reshape(*self._batch(raw), rows, -1).view(torch.uint8) ^ 0x80
         else:
             own = unpack(raw.mT, self.bits, rows).mT
         if self.zero_offset and bool((own >= (1 << self.bits) - self.zero_offset).any()):
             raise InputError(
                 f"{self.zeros_in.name} has a zero point of {1 << self.bits}, beyond {self.bits} bits: not supported"
             )
-        return ((own + self.zero_offset) * step).contiguous()
+        return ((own + self.zero_offset) * step).expand(*own.shape[:-1], groups).contiguous()
 
     def decode(self, get: Get) -> Tensor:
         """The weight in BF16, as an unquantised checkpoint has it; see values.decode."""
@@ -237,12 +245,13 @@ class Encoded:
             few = scale[..., :: self.block_rows, :] if self.block_rows else scale[..., :1, :]
             part = self.scale_in.torch_dtype
             return few.to(torch.float8_e8m0fnu if part == torch.uint8 else part)
+        scale = scale if self.stored_group or not self.version.startswith("int") else scale[..., :1]
         return scale.mT if self.packing in ("gptq", "awq") else scale
 
     def _stored_zeros(self, zeros: Tensor) -> Tensor:
         import torch
 
-        own = zeros // (1 << (8 - self.bits)) - self.zero_offset
+        own = (zeros if self.stored_group else zeros[..., :1]) // (1 << (8 - self.bits)) - self.zero_offset
         if self.packing == "signed":
             return own ^ 0x80
         if self.packing == "awq":

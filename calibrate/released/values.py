@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+LARGEST = 227  # bits of an E8M0 scale of 2^100; of MXFP4, sums of products before their scales leave room below it
 _AT_ONCE = 1 << 20  # weights that are decoded at once, which bounds the float32 copies
 
 

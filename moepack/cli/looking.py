@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,7 +61,7 @@ def verify(
         fail(f"{bundle}: {len(problems)} problem{'s' * (len(problems) > 1)}")
 
 
-_BUDGET = typer.Option("--device-memory", help="The budget: 24GiB, 800MB, 123456.", show_default=False)
+_BUDGET = typer.Option("--device-memory", help="The budget: 24GiB, 800MB, 123456; this or --memory.")
 _ANYWHERE = typer.Option("--device", help="cpu, cuda ...; not necessarily on this machine.")
 _POLICY = typer.Option("--policy", help=f"{usages()}; by default hotness.")
 _CACHED = typer.Option("--kv-tokens", min=0, help="Tokens of KV cache a sequence.")
@@ -74,7 +73,8 @@ _SEQUENCES = typer.Option("--batch", min=1, help="Sequences at a time.")
 @loading(
     "dense",
     "max_tpot",
-    device_memory=(Annotated[str, _BUDGET], Parameter.empty),
+    "memory",
+    device_memory=(Annotated[str | None, _BUDGET], None),
     policy=(Annotated[str | None, _POLICY], None),
     kv_tokens=(Annotated[int, _CACHED], 576),
     prefill_tokens=(Annotated[int, _PASS], 512),

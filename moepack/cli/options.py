@@ -73,6 +73,15 @@ _LOADING: dict[str, Any] = {  # field of LoadOptions -> its flag
             help="The most memory to use there, for weights, KV cache, activations and buffers: 24GiB, 800MB, 123456.",
         ),
     ],
+    "memory": Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            metavar="SIZE|auto",
+            help="On a CPU: the most memory that the whole process may take; the budget is what is left of it. auto: "
+            "what the control group and the system have.",
+        ),
+    ],
     "dense": Annotated[
         str | None,
         typer.Option(

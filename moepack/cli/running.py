@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from moepack.memory import peaks
 from moepack.progress import progress
 from moepack.runtime.planning.options import LoadOptions
 from moepack.server.options import Sampling
@@ -22,7 +23,7 @@ _HELD = typer.Option(
     min=0,
     help="In a budget: tokens of KV cache reserved at the start; 4096 if experts cannot make room.",
 )
-_LOADED = ("policy", "device_memory", "dense", "max_tpot", "kv_tokens", "device", "dtype")
+_LOADED = ("policy", "device_memory", "memory", "dense", "max_tpot", "kv_tokens", "device", "dtype")
 
 
 @loading(*_LOADED, "prefill_tokens", all_logits=False, batch=(Annotated[int | None, _PASS], None))
@@ -112,7 +113,7 @@ def generate(
         if began:
             typer.echo()
     if as_json:
-        print_json({"prompt": prompt, "text": text, "policy": options.policy})
+        print_json({"prompt": prompt, "text": text, "policy": options.policy, **peaks()})
 
 
 @loading(*_LOADED)

@@ -1,7 +1,7 @@
-"""Write the checkpoint of a bundle again from its released version: every tensor byte for byte, file by file.
+"""Write the checkpoint of a bundle again from its lossless version: every tensor byte for byte, file by file.
 
 The bundle says which tensors there were (`moepack.pipeline.released`); the formats' readers make them from codes and
-scales. Tensors that the bundle does not hold, as dropped layers for multi-token prediction, are left out and named.
+scales, or they are kept as they were. Dropped layers for multi-token prediction are left out and named.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import InputError, TargetError
-from moepack.pack.manifest import DENSE_INDEX, strict_json
+from moepack.pack.manifest import DENSE_INDEX, LEFTOVERS, strict_json
 from moepack.pack.manifest.parser import safe_path
 from moepack.pack.reader import Bundle, open_bundle
-from moepack.pack.safetensors_file import DTYPES, Header, TensorEntry
+from moepack.pack.safetensors_file import DTYPES, Header, TensorEntry, read_header
 from moepack.pack.spec import lossless
 from moepack.pack.writer import appearing, check_target
-from moepack.pipeline.released import LEFTOVERS, TENSORS
+from moepack.pipeline.released import TENSORS, Holding, as_it_is
 from moepack.progress import Reporter
 
 from .filled import FilledFile
@@ -54,8 +54,8 @@ class Exported:
 def export_checkpoint(path: str | Path, output: str | Path, reporter: Reporter | None = None) -> Exported:
     """Write the checkpoint that the bundle at `path` was made from into the new directory `output`.
 
-    Raises InputError for a bundle without a released version or whose dense matrices were decoded to BF16, TargetError
-    if `output` is not new or empty, or in the bundle. Nothing is left at `output` after an error.
+    Raises InputError for a bundle that does not hold its checkpoint as it was, TargetError if `output` is not new or
+    empty, or in the bundle. Nothing is left at `output` after an error.
     """
     reporter, target = reporter or Reporter(), Path(output)
     check_target(target)
@@ -63,23 +63,25 @@ def export_checkpoint(path: str | Path, output: str | Path, reporter: Reporter |
     if target.absolute().is_relative_to(bundle.path.absolute()):
         raise TargetError(f"{target}: lies in the bundle: name a directory outside it")
     stream, config = _stream(bundle)
-    wanted = _held(bundle, stream)
+    held = _held(bundle, stream)
+    carried = _carried(bundle, stream)
+    wanted = carried | held.served
     headers = {name: h for name, h in stream.checkpoint.headers.items() if wanted.intersection(h.tensors)}
     needed = sum(e.end for h in headers.values() for n, e in h.tensors.items() if n in wanted)
-    held = sum(f.size for f in bundle.manifest.files.values())
-    held += sum(f.size for f in bundle.manifest.expert_files.values())
-    if needed > 4 * held:
+    whole = sum(f.size for f in bundle.manifest.files.values())
+    whole += sum(f.size for f in bundle.manifest.expert_files.values())
+    if needed > 4 * whole:
         raise InputError(f"{bundle.path / TENSORS}: describes {needed:,} bytes, more than the bundle holds: damaged")
     with _writing(target), appearing(target) as partial:
-        _copy(bundle, partial, config)
         files = {name: FilledFile(partial / name, header, wanted) for name, header in headers.items()}
         reporter.stage("write the checkpoint", len(stream.layers) + 1)
-        for name, at, values in _tensors(bundle, stream, wanted, reporter):
+        for name, at, values in _tensors(bundle, stream, carried, held.served - carried, reporter):
             files[stream.checkpoint.file_of[name]].put(name, at, values)
         for file in files.values():
             file.close()
         if len(files) > 1:
             _index(partial, headers, wanted)
+        _copy(bundle, partial, config)  # without config.json, what a killed export leaves is no checkpoint
     reporter.step("done")
     return Exported(target, len(wanted), tuple(sorted(set(stream.checkpoint.file_of) - wanted)))
 
@@ -102,8 +104,14 @@ def _stream(bundle: Bundle) -> tuple[StreamedModel, dict[str, Any]]:
     from moepack.calibrate.stream import StreamedModel
 
     exact = lossless(bundle.versions)
-    if exact is None or not exact.released or TENSORS not in bundle.manifest.files:
-        raise InputError(f"{bundle.path}: has no released version here: only such a bundle holds a checkpoint's codes")
+    if exact is None:
+        here = ", ".join(v.name for v in bundle.versions)
+        raise InputError(f"{bundle.path}: has no version here that holds its checkpoint as it was: here are {here}")
+    if TENSORS not in bundle.manifest.files:
+        dtype = bundle.manifest.model.get("expert_dtype")
+        rounds = not exact.released and dtype != "BF16"
+        why = f"{exact.name} is not how its {dtype} experts were" if rounds else "an older moepack built it"
+        raise InputError(f"{bundle.path}: does not hold its checkpoint as it was ({why}): build it with native experts")
     bundle.check(TENSORS, "config.json", *([LEFTOVERS] if LEFTOVERS in bundle.manifest.files else []))
     config = json.loads((bundle.path / "config.json").read_text())
     try:
@@ -145,34 +153,73 @@ def _header(tensors: Mapping[str, Any]) -> Header:
     return Header(0, out, {})
 
 
-def _held(bundle: Bundle, stream: StreamedModel) -> set[str]:
-    """The names of the checkpoint's tensors that the bundle holds. Raises InputError for those it holds decoded."""
-    dense, checkpoint = bundle.dense(), stream.checkpoint
-    out: set[str] = set()
-    for layer in stream.expert_layers:
-        for name in _expert_parameters(stream, layer):
-            keys = stream.weights_of(name)
-            if name.endswith("_bias") and (len(keys) != 1 or checkpoint.dtype(keys[0]) != "BF16"):
-                raise InputError(f"{bundle.path}: {name} was not one tensor in BF16: it is not written again")
-            out.update(n for key in keys for n in _stored(stream, key))
-    for name in dense:
-        for key in _keys(stream, name):
-            if key in checkpoint.encoded:
-                raise InputError(f"{bundle.path}: holds {name} decoded to BF16, not as it was released")
-            if checkpoint.shape(key) != dense[name] or checkpoint.dtype(key) != dense.dtype(name):
-                raise InputError(f"{bundle.path}: {name} is made of {key} in a way that is not undone: not supported")
-            out.add(key)
-    for module in bundle.manifest.dense:
-        for part in ("weight", "bias")[: 1 + module.matrix.bias]:
-            out.update(n for key in stream.weights_of(f"{module.module}.{part}") for n in _stored(stream, key))
-    return out
+def _held(bundle: Bundle, stream: StreamedModel) -> Holding:
+    """What the bundle holds. Raises InputError where a lossless version of its dense matrices is not here."""
+    exact = lossless(bundle.dense_versions)
+    if bundle.manifest.dense and exact is None:
+        raise InputError(f"{bundle.path}: has no lossless version of its dense matrices here")
+    own = {m.module: exact for m in bundle.manifest.dense} if exact else {}
+    return Holding.of(stream, own, bundle.manifest.model.get("mtp") == "keep")
 
 
-def _keys(stream: StreamedModel, name: str) -> tuple[str, ...]:
-    """The checkpoint's weights that a dense tensor of the bundle is made of. Kept MTP layers have their names there."""
-    checkpoint = stream.checkpoint
-    own = name in checkpoint.file_of and name not in checkpoint.encoded
-    return stream.weights_of(name) or ((name,) if own else ())
+def _carried(bundle: Bundle, stream: StreamedModel) -> set[str]:
+    """The names of the checkpoint's tensors that the bundle keeps as they were."""
+    if LEFTOVERS not in bundle.manifest.files:
+        return set()
+    return set(read_header(bundle.path / LEFTOVERS).tensors) & set(stream.checkpoint.file_of)
+
+
+def _tensors(
+    bundle: Bundle, stream: StreamedModel, carried: set[str], served: frozenset[str], reporter: Reporter
+) -> Written:
+    """Every tensor that the bundle holds: dense ones, those kept as they were, experts'."""
+    from safetensors import safe_open
+
+    reporter.step("outside the experts")
+    dense = bundle.dense()
+    for name in dense:  # kept MTP layers have their names in the checkpoint
+        for key in as_it_is(stream, name) if stream.weights_of(name) else (name,):
+            if key in served:
+                yield key, 0, dense.torch(name)
+    for m in bundle.manifest.dense:
+        for name, tensor in _dense_matrix(bundle, stream, m.module):
+            if name in served:
+                yield name, 0, tensor
+    if carried:
+        with safe_open(bundle.path / LEFTOVERS, framework="pt") as file:
+            for name in carried:
+                yield name, 0, file.get_tensor(name)
+    for position, layer in enumerate(bundle.layers):
+        reporter.step(f"layer {layer.index}")
+        for start in range(0, layer.experts, _FEW):
+            some = range(start, min(start + _FEW, layer.experts))
+            for name, at, tensor in _experts(bundle, stream, position, some):
+                if name in served:
+                    yield name, at, tensor
+
+
+def _experts(bundle: Bundle, stream: StreamedModel, position: int, some: range) -> Written:
+    """The tensors of some experts, or their part of tensors that all experts share."""
+    import numpy as np
+    import torch
+
+    exact, layer = lossless(bundle.versions), bundle.layers[position]
+    assert exact is not None
+    decoded: list[Any] = [exact.decode(layer.matrices, bundle.extent(exact.name, position, e)) for e in some]
+    of_matrix = [[one[m] for one in decoded] for m in range(len(layer.matrices))]
+    own: list[NativeWeight | Tensor] = [
+        _native(exact.name, exact.group_size, values)
+        if exact.released
+        else torch.from_numpy(np.stack([v.weight for v in values])).view(torch.bfloat16)
+        for values in of_matrix
+    ]
+    for name, tensor in stream.write_back(layer.index, some, own).items():
+        whole = stream.checkpoint.headers[stream.checkpoint.file_of[name]].tensors[name].shape
+        yield name, some.start if tensor.shape[:1] != whole[:1] else 0, tensor
+    for m, name in enumerate(n for n in _expert_parameters(stream, layer.index) if n.endswith("_bias")):
+        for key in stream.weights_of(name):
+            bits = np.stack([v.bias for v in of_matrix[m]])
+            yield key, some.start, torch.from_numpy(bits).view(torch.bfloat16)
 
 
 def _expert_parameters(stream: StreamedModel, layer: int) -> list[str]:
@@ -184,67 +231,19 @@ def _expert_parameters(stream: StreamedModel, layer: int) -> list[str]:
     return [f"{prefix}.{name}" for pair in names for name in pair if name is not None]
 
 
-def _stored(stream: StreamedModel, key: str) -> tuple[str, ...]:
-    """The tensors that hold a weight."""
-    encoded = stream.checkpoint.encoded.get(key)
-    return (key,) if encoded is None else encoded.names
-
-
-def _tensors(bundle: Bundle, stream: StreamedModel, wanted: set[str], reporter: Reporter) -> Written:
-    """Every tensor that the bundle holds: dense ones, leftovers, experts'."""
-    from safetensors import safe_open
-
-    reporter.step("outside the experts")
-    dense = bundle.dense()
-    for name in dense:
-        for key in _keys(stream, name):
-            yield key, 0, dense.torch(name)
-    for m in bundle.manifest.dense:
-        yield from _dense_matrix(bundle, stream, m.module)
-    if LEFTOVERS in bundle.manifest.files:
-        with safe_open(bundle.path / LEFTOVERS, framework="pt") as file:
-            for name in wanted.intersection(file.keys()):  # others belong to weights that the bundle does not hold
-                yield name, 0, file.get_tensor(name)
-    for position, layer in enumerate(bundle.layers):
-        reporter.step(f"layer {layer.index}")
-        for start in range(0, layer.experts, _FEW):
-            yield from _experts(bundle, stream, position, range(start, min(start + _FEW, layer.experts)))
-
-
-def _experts(bundle: Bundle, stream: StreamedModel, position: int, some: range) -> Written:
-    """The tensors of some experts, or their part of tensors that all experts share."""
-    import numpy as np
-    import torch
-
-    exact, layer = lossless(bundle.versions), bundle.layers[position]
-    assert exact is not None
-    decoded = [exact.decode(layer.matrices, bundle.extent(exact.name, position, e)) for e in some]
-    of_matrix = [[one[m] for one in decoded] for m in range(len(layer.matrices))]
-    native = [_native(exact.name, exact.group_size, values) for values in of_matrix]
-    for name, tensor in stream.write_back(layer.index, some, native).items():
-        whole = stream.checkpoint.headers[stream.checkpoint.file_of[name]].tensors[name].shape
-        yield name, some.start if tensor.shape[:1] != whole[:1] else 0, tensor
-    for m, name in enumerate(n for n in _expert_parameters(stream, layer.index) if n.endswith("_bias")):
-        for key in stream.weights_of(name):
-            bits = np.stack([v.bias for v in of_matrix[m]])
-            yield key, some.start, torch.from_numpy(bits).view(torch.bfloat16)
-
-
-def _dense_matrix(bundle: Bundle, stream: StreamedModel, module: str) -> Written:
+def _dense_matrix(bundle: Bundle, stream: StreamedModel, module: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a dense matrix that has versions."""
     exact = lossless(bundle.dense_versions)
-    if exact is None:
-        raise InputError(f"{bundle.path}: has no lossless version of its dense matrices here")
+    assert exact is not None, "_held refuses this"
     values = bundle.dense_matrix(exact.name, module)
     made = values.torch()
     if exact.released:
         one = _native(exact.name, exact.group_size, [values.decode()], stack=False)
         del made["weight"]
-        for name, tensor in stream.write_back_dense(module, one).items():
-            yield name, 0, tensor
+        yield from stream.write_back_dense(module, one).items()
     for part, tensor in made.items():
-        (key,) = stream.weights_of(f"{module}.{part}")
-        yield key, 0, tensor
+        for key in as_it_is(stream, f"{module}.{part}", bf16=True):
+            yield key, tensor
 
 
 def _native(version: str, group: int, values: list[AffineMatrix | ReleasedMatrix], stack: bool = True) -> NativeWeight:

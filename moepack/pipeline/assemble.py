@@ -15,7 +15,17 @@ from moepack.pack.errors import InputError
 from moepack.pack.layer_file import Layer
 from moepack.pack.manifest import Allocation, ExpertFileEntry, Manifest
 from moepack.pack.safetensors_file import merge, read_header
-from moepack.pack.spec import HINT, DenseMatrix, ExpertLayer, Matrix, Version, dense_file, dense_layers, expert_file
+from moepack.pack.spec import (
+    HINT,
+    DenseMatrix,
+    ExpertLayer,
+    Matrix,
+    Version,
+    dense_file,
+    dense_layers,
+    expert_file,
+    lossless,
+)
 from moepack.pack.tables import FEW_TOKENS, TABLES, CalibrationTables, read_tables, write_tables
 from moepack.pack.tables import metadata as metadata_of
 from moepack.pack.writer import BundleWriter
@@ -103,8 +113,7 @@ def assemble(
                 entry = ExpertFileEntry(**notes[version, layer.index]["entries"][version.name])
                 writer.adopt(expert_file(version.name, layer.index), source, entry)
         _config(Path(record["checkpoint"]), writer)
-        if any(v.released for v in chosen.stages):
-            keep_released(Path(record["checkpoint"]), writer)
+        _keep_released(record, writer, chosen, dense)
         manifest = Manifest(
             {**record["model"], "decoder_layers": record["decoder_layers"]},
             layers,
@@ -254,6 +263,14 @@ def _config(checkpoint: Path, writer: BundleWriter) -> None:
     for name in companions(checkpoint):
         writer.path(name).write_bytes((checkpoint / name).read_bytes())
         writer.add(name)
+
+
+def _keep_released(
+    record: Mapping[str, Any], writer: BundleWriter, chosen: Chosen, dense: Sequence[DenseMatrix]
+) -> None:
+    exact, dense_exact = lossless(tuple(chosen.stages)), lossless(tuple(chosen.dense))
+    own = {m.module: dense_exact for m in dense} if dense_exact else {}
+    keep_released(Path(record["checkpoint"]), writer, exact, own, record["model"].get("mtp") == "keep")
 
 
 def made_by(tables: CalibrationTables) -> dict[str, dict[str, int]]:

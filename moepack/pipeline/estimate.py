@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from .dryrun.walk import DryRun
 from .executors.engine import check_engine
 from .needs import needs_of
 from .recipe import Recipe, load_recipe
+from .released import announce
 from .start import calibration_text, named, window_shape
 from .work import check_work
 
@@ -73,6 +75,7 @@ def estimate(
     stream = StreamedModel(opened, device)
     native = None if outline is None else outline.native or stream.native
     recipe, dense = named(stream, recipe, reporter, native)
+    carried = announce(stream, recipe, [m for part in dense.values() for m in part], reporter)
     ids = _windows(opened, recipe, calibration, outline is not None)
     needs = needs_of(stream, recipe, len(ids), ids.shape[1], dense, bounded=memory is not None)
     how = place(needs, recipe.calibration.batch_size, memory)
@@ -91,7 +94,7 @@ def estimate(
         trim()
     reporter.step("disk")
     linked = work is None or existing(Path(work).absolute()).stat().st_dev == folder.stat().st_dev
-    return run.result(disk_rates(folder), work is not None, linked)
+    return replace(run.result(disk_rates(folder), work is not None, linked), carried_bytes=carried)
 
 
 def _windows(opened: Checkpoint, recipe: Recipe, calibration: Sequence[str | Path], shape_only: bool) -> torch.Tensor:

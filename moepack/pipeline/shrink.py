@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moepack.pack.errors import BundleError, InputError, Problem
-from moepack.pack.manifest import MANIFEST, Allocation
+from moepack.pack.manifest import LEFTOVERS, MANIFEST, Allocation
 from moepack.pack.reader import Bundle, open_bundle, verify
-from moepack.pack.spec import expert_file
+from moepack.pack.spec import expert_file, lossless
 from moepack.pack.writer import BundleWriter, check_target
 from moepack.progress import Reporter
 from moepack.reports.fitting import fitting
 from moepack.runtime.planning.options import LoadOptions
 
 from .model_card import model_card
-from .released import LEFTOVERS, TENSORS
+from .released import TENSORS
 
 _LINKED = (".safetensors",)  # other files are small, and people edit them: with a link, both bundles would change
 
@@ -80,7 +80,7 @@ def shrink(
         allocation=table,
         provenance={**bundle.manifest.provenance, "shrunk": _history(bundle, versions or dense, fit, chosen, kept)},
     )
-    released = any(v.released for v in manifest.versions)
+    released = lossless(manifest.versions) is not None
     reporter.stage("shrink", len(bundle.manifest.files) + len(names))
     with BundleWriter(target) as writer:
         for name, entry in bundle.manifest.files.items():

@@ -22,6 +22,7 @@ from .bound import MAPPED, MemoryPlan, place
 from .enough import enough_windows
 from .needs import Dense, needs_of
 from .recipe import Recipe, TextSource, parse_recipe, with_native, with_text
+from .released import announce
 from .run import LayerWalk
 from .tasks.result import THREADS
 from .work import WorkDirectory
@@ -82,13 +83,9 @@ def start(
     from moepack.calibrate.stream import StreamedModel
 
     stream = StreamedModel(opened, device)
-    if stream.unused:
-        reporter.note(f"{len(stream.unused)} tensors of the checkpoint have no place in the model, and are left out")
     keeps_mtp = recipe.mtp == "keep" and bool(stream.mtp)
-    if stream.mtp:
-        are = "are kept beside the model" if keeps_mtp else "are left out: mtp: keep in the recipe keeps them"
-        reporter.note(f"{len(stream.mtp)} tensors of layers for multi-token prediction (MTP) {are}")
     recipe, dense = named(stream, recipe, reporter)
+    announce(stream, recipe, [m for part in dense.values() for m in part], reporter)
     if stream.expert_dtype != "BF16" and LOSSLESS in recipe.versions:
         reporter.note(f"the {LOSSLESS} version holds {EXPERT_DTYPES[stream.expert_dtype]}")
     settings = recipe.calibration

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from moepack.memory import peaks
 from moepack.opening import Source, check, load_model, locate
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
@@ -64,6 +65,9 @@ class Evaluation(Scores):
     policy: str | None
     resident_bytes_peak: int
     budget_bytes: int | None
+    process_bytes_peak: int  # the most that the process has taken, libraries included
+    group_bytes_peak: int | None  # the same of its control group, with page cache; None where it cannot be read
+    memory_limit_bytes: int | None = None  # the limit on the process, where there is one
     promotions: int = 0
     demotions: int = 0
     forward_waits: int = 0  # forward passes that waited for copies; 0 except for policies that load on demand
@@ -127,7 +131,7 @@ def evaluate(
     with reporter.hub_bars(), contextlib.ExitStack() as stack:
         source = _checked(path, data, options, trace)
         length = _window(source.path, length)
-        batch = 16 if options.budget is None else max(1, min(16, _TOKENS // length))
+        batch = 16 if not options.in_budget else max(1, min(16, _TOKENS // length))
         options = options.filled(prefill_tokens=length, all_logits=False, batch=batch)
         batch, pools = options.workload.batch, _windows(source, data, length, samples)
         reference = None
@@ -140,20 +144,22 @@ def evaluate(
         serving = getattr(model, "moepack", None)
         if trace is not None and serving is not None:
             serving.trace(trace)
-        room = _LOGITS if serving is None or options.budget is None else serving.fixed.activations
+        room = _LOGITS if serving is None or serving.budget_bytes is None else serving.fixed.activations
         reporter.stage("evaluate", len(data))
         stack.enter_context(products(model))
         scored = [_score(model, name, pool, batch, room, reference, reporter) for name, pool in pools]
     reporter.step("done")
     if serving is None:
         size = sum(p.numel() * p.element_size() for p in model.parameters())
-        session: dict[str, Any] = {"policy": None, "resident_bytes_peak": size}
+        session: dict[str, Any] = {"policy": None, "resident_bytes_peak": size, "budget_bytes": None}
     else:
         serving.close()
         peak = serving.resident_bytes_peak
         session = {"policy": serving.policy, "resident_bytes_peak": peak, "fixed": serving.fixed, **serving.counters()}
+        session |= {"budget_bytes": serving.budget_bytes, "memory_limit_bytes": getattr(serving.limit, "bytes", None)}
+    session |= peaks()
     files = tuple(FileScore(file=s.file, **_scores([s], kl)) for s in scored)
-    return Evaluation(files=files, budget_bytes=options.budget, **_scores(scored, kl), **session)
+    return Evaluation(files=files, **_scores(scored, kl), **session)
 
 
 def _checked(path: str | Path, data: Sequence[str], options: LoadOptions, trace: Path | None) -> Source:
@@ -181,13 +187,13 @@ class Divergence:
 
 
 def divergences(
-    path: str | Path, data: Sequence[str], policies: Sequence[str], dtype: str = "float32", length: int = 512,
-    samples: int = 256, reporter: Reporter | None = None,
+    path: str | Path, data: Sequence[str], policies: Sequence[str | LoadOptions], dtype: str = "float32",
+    length: int = 512, samples: int = 256, reporter: Reporter | None = None,
 ) -> list[Divergence]:  # fmt: skip
     """Measure the divergence of several policies from the bundle's lossless version, on the same clusters of text.
 
-    The results can be compared in pairs. Each policy is served on the CPU, without a budget. Other arguments are those
-    of `evaluate`.
+    The results can be compared in pairs. Each policy is served on the CPU, without a budget, 16 windows at a time, or
+    as its own `LoadOptions` say, `batch` windows at a time. Other arguments are those of `evaluate`.
     """
     reporter = reporter or Reporter()
     source, options = locate(path), LoadOptions(dtype=dtype, batch=16)
@@ -197,12 +203,12 @@ def divergences(
         reference = _Reference(folder)
         _compare_with(reference, source, options, pools, 16, reporter)
         for policy in policies:
-            options = replace(options, policy=policy)
-            check(source, options)
+            served = replace(options, policy=policy) if isinstance(policy, str) else policy
+            check(source, served)
             reporter.stage("evaluate", len(data))
-            model = load_model(source, options)
+            model, batch = load_model(source, served), served.workload.batch
             with model.moepack:
-                scored = [_score(model, name, pool, 16, _LOGITS, reference, reporter) for name, pool in pools]
+                scored = [_score(model, name, pool, batch, _LOGITS, reference, reporter) for name, pool in pools]
             out.append(Divergence(tuple(n for s in scored for n in s.counts), tuple(x for s in scored for x in s.kl)))
     return out
 

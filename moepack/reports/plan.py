@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from moepack.runtime.planning.fixed import Fixed
     from moepack.runtime.policies.contract import Versions
     from moepack.runtime.policies.registry import Policy
+    from moepack.runtime.process_limit import Beside, ProcessLimit
 
 MOST = 1 << 40
 PLANNED = {"kv_tokens": 576, "batch": 1, "prefill_tokens": 512, "all_logits": False}  # generate: 512 tokens + 64
@@ -75,6 +76,10 @@ class Planned:
     expected_tokens_per_second: float | None  # of decoding one sequence, if reading `bytes_per_token` took all the time
     estimated: bool  # whether activations are an estimate from shapes
     message: str | None = None  # why the plan is not feasible, in one line
+    # Under a memory limit: the limit, what the process takes beside the budget, and the most that it would take.
+    memory_limit_bytes: int | None = None
+    beside: Beside | None = None
+    process_bytes_peak: int | None = None
     table: Versions = ()  # [layers][experts], the placement of each; not in JSON
     # Whether passes choose placements, or some experts are off the device: versions that `table` does not name may
     # then be served too. Not in JSON.
@@ -87,9 +92,8 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
     Raises:
         InputError: without a budget, or if the policy does not fit the bundle. A small budget gives a `message`.
     """
-    budget = options.budget
-    if budget is None:
-        raise InputError("a plan needs a memory budget: device_memory, or --device-memory")
+    if not options.in_budget:
+        raise InputError("a plan needs a memory budget: device_memory or memory, --device-memory or --memory")
     bundle = path if isinstance(path, Bundle) else open_bundle(path)
     check_options(bundle, options)
 
@@ -99,6 +103,7 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
     from moepack.runtime.devices.reading import read_rate
     from moepack.runtime.planning.choice import choose_policy
     from moepack.runtime.planning.config import read_config
+    from moepack.runtime.planning.exceeded import TooSmallError
     from moepack.runtime.planning.fixed import Fixed, top_k
     from moepack.runtime.planning.measured import measured
     from moepack.runtime.planning.token_cost import dense_read, within
@@ -112,6 +117,9 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
     workload = options.workload
     dtype = config.dtype or torch.float32
     needs, outside = measured(bundle, config, dtype, where, workload)
+    limit = None if options.memory is None else _limit(options, config, dtype)
+    budget = options.budget if limit is None else limit.budget
+    assert budget is not None
     outside += dense_change(bundle, choose_dense(options.dense, bundle, options.policy), dtype.itemsize)
     read = dense_read(outside, config) + needs.kv.bytes(workload.kv_tokens)
     bundle = within(bundle, options.bound, read, top_k(config), lambda: read_rate(where))
@@ -123,9 +131,13 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
     if table is None:
         message = f"{bundle.path}: {budget} bytes are not enough: the least that would do is {least} bytes"
         message += f" for {asked(workload)} ({fixed})"
+        if limit is not None:
+            message = limit.too_small(bundle, TooSmallError(message, least)).text
     facts: dict[str, Any] = dict.fromkeys(
         ("expected_relative_loss", "expected_relative_loss_error", "bytes_per_token", "expected_tokens_per_second")
     )
+    if limit is not None:
+        facts |= {"memory_limit_bytes": limit.bytes, "beside": limit.beside}
     layers: tuple[LayerPlan, ...] = ()
     used = host = cached = 0
     bandwidth = read_rate(where)
@@ -136,6 +148,8 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
         served = [name for name in decided.names if any(name in row for row in table)]
         layers = tuple(_layer(bundle, p, row, served) for p, row in enumerate(table))
         used = fixed.total + decided.used
+        if limit is not None:
+            facts["process_bytes_peak"] = limit.beside.limit(used)
         cached = needs.kv.tokens(fixed.kv + budget - fixed.total - decided.floor, workload.batch, MOST)
         host = sum(bundle.version_bytes(name) for name in {_version(name) for name in served} - {""})
         facts["expected_relative_loss"], facts["expected_relative_loss_error"] = relative_loss(tables, table)
@@ -148,6 +162,16 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
         cached, host, layers, bandwidth=bandwidth, estimated=where.type != "cpu", message=message, table=table or (),
         moving=decided.moving, **facts,
     )  # fmt: skip
+
+
+def _limit(options: LoadOptions, config: Any, dtype: torch.dtype) -> ProcessLimit:
+    """Divide a memory limit as a process does that loads the model: with the same libraries, and a skeleton made."""
+    import moepack.runtime.plugin  # noqa: F401
+    from moepack.runtime.planning.skeleton import skeleton
+    from moepack.runtime.process_limit import limit_of, measured
+
+    skeleton(config, dtype)
+    return limit_of(options, measured())
 
 
 class _Decided(NamedTuple):
@@ -271,6 +295,10 @@ def render(planned: Planned) -> tuple[Any, str]:
         f"{shown_loss(planned.expected_relative_loss or 0.0, planned.expected_relative_loss_error)}. "
         f"A decoding step reads {_size(planned.bytes_per_token or 0)}"
     )
+    if planned.beside is not None and planned.memory_limit_bytes is not None:
+        most, limit = _size(planned.process_bytes_peak or 0), _size(planned.memory_limit_bytes)
+        beside = planned.beside.described(planned.budget_bytes, _size)
+        text = f"The process takes at most {most} of {limit}: {_size(planned.budget_bytes)} budget, {beside}. {text}"
     rate, bandwidth = planned.expected_tokens_per_second, planned.bandwidth
     if rate is None or bandwidth is None:
         return table, f"{text}; the speed is known on a machine with {planned.device}."

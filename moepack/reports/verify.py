@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import BundleError, CodecError, InputError, Problem, printable
+from moepack.pack.manifest import LEFTOVERS
 from moepack.pack.reader import Bundle, open_bundle, unlisted
 from moepack.pack.reader import verify as verify_digests
 from moepack.pack.spec import Version, lossless
@@ -84,7 +85,21 @@ def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list
         for name, tensor in group.items():
             problems += _compare(dense, str(bundle.path), name, tensor)
         group.clear()  # frees the tensors before the next group is read
+    problems += _compare_carried(bundle, stream)
     reporter.step("done")
+    return problems
+
+
+def _compare_carried(bundle: Bundle, stream: StreamedModel) -> list[Problem]:
+    """Compare the tensors that the bundle keeps as they were, for an export."""
+    from safetensors import safe_open
+
+    path, problems = bundle.path / LEFTOVERS, list[Problem]()
+    for file in stream.checkpoint.headers if LEFTOVERS in bundle.manifest.files else ():
+        with safe_open(path, "pt") as ours, safe_open(stream.checkpoint.path / file, "pt") as theirs:
+            for name in set(ours.keys()) & set(theirs.keys()):
+                if not _same(ours.get_tensor(name), theirs.get_tensor(name)):
+                    problems.append(Problem(str(path), "bits", f"tensor {name} differs from the checkpoint"))
     return problems
 
 
@@ -162,13 +177,16 @@ def _compare_matrix(bundle: Bundle, version: Version, module: str, part: str, te
 
 
 def _compare(dense: DenseTensors, location: str, name: str, tensor: Any) -> list[Problem]:
-    import torch
-
     if name not in dense:
         return [Problem(location, "missing", f"has no tensor {name}, which the checkpoint has")]
-    ours = dense.torch(name)
-    if ours.dtype == tensor.dtype and ours.shape == tensor.shape:
-        pair = [t.contiguous().reshape(-1).view(torch.uint8) for t in (ours, tensor)]
-        if torch.equal(*pair):
-            return []
+    if _same(dense.torch(name), tensor):
+        return []
     return [Problem(location, "bits", f"tensor {name} differs from the checkpoint")]
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    """Whether two tensors are the same bit for bit."""
+    import torch
+
+    alike = ours.dtype == theirs.dtype and ours.shape == theirs.shape
+    return alike and torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (ours, theirs)))

@@ -139,7 +139,7 @@ def _load(asked: Serve) -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(asked.bundle)
     except Exception as error:  # a tokenizer's files may hold anything
         raise InputError(f"{asked.bundle}: no tokenizer that transformers can load: {in_a_line(error)}") from None
-    moves = asked.load.budget is None or asked.load.parsed_policy().is_live
+    moves = not asked.load.in_budget or asked.load.parsed_policy().is_live
     options = asked.load.filled(kv_tokens=0 if moves else HELD, prefill_tokens=asked.step_tokens, all_logits=False)
     try:
         model = load_bundle(asked.bundle, options)

@@ -22,6 +22,7 @@ from typing import Any
 
 from moepack.cluster import connect
 from moepack.pack.errors import InputError, MissingExtraError
+from moepack.runtime.planning.options import AUTO
 
 from .command import COMPILED, SIGNALS, Serve, listening, opened, options_of, prepare, run, shown
 
@@ -202,6 +203,8 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
         InputError: if the front cannot listen or replicas do not start; the message gives the cause.
         MissingExtraError: without Ray Serve.
     """
+    if asked.load.memory == AUTO:
+        raise InputError("--memory auto is for one process: give each replica's own size")
     prepare()
     options = options_of(asked)
     cpus = max(asked.replicas, os.cpu_count() or 1)

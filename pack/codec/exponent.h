@@ -30,20 +30,19 @@ typedef struct {
     uint32_t position[LANES], end[LANES];
 } Tile;
 
-/* Two symbols by a 12-bit window (exponent_lanes.c). */
-#define PAIR_BITS 12
-typedef union {
-    uint32_t bf16[1 << PAIR_BITS];
-    struct Pairs {
-        uint16_t exponents[1 << PAIR_BITS];
-        uint8_t length[1 << PAIR_BITS];
-    } fp8;
+/* What exponent_lanes.c looks up. */
+#define WINDOW_BITS 11
+typedef struct {
+    /* By a lane's next bits: the bits of the code words that are whole (bits 0 to 7), their number (8 to 15), and their
+     * items, the first one at the top. */
+    uint64_t windows[1 << WINDOW_BITS];
+    uint8_t length[16], exponent[16], item[16]; /* by symbol */
+    uint32_t pair[256];                         /* by two symbols: their exponents in place for two BF16 weights */
+    uint8_t pair_length[256];
 } Tables;
 
-void moepack_exponent_pairs(int form, const uint8_t *length_of, const uint8_t *exponent_of, Tables *tables);
-void moepack_exponent_lanes(int form, const Tables *tables, const uint8_t *length_of, const uint8_t *exponent_of,
-                            Tile *tile, int first);
-void moepack_exponent_join(const uint8_t *plane, uint8_t *out, int size);
+void moepack_exponent_tables(int form, const uint8_t *length_of, const uint8_t *exponent_of, Tables *tables);
+void moepack_exponent_lanes(int form, const Tables *tables, Tile *tile, int first);
 
 typedef struct {
     uint32_t code[QUADS * LANES]; /* four code words, appended to one another */
@@ -57,7 +56,7 @@ typedef struct {
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vbmi2,bmi2")))
 #endif
 
-extern int moepack_exponent_loops; /* 0: plain C; 1: the same with AVX2 and BMI2; 2: AVX-512 (exponent_level.c) */
+extern int moepack_exponent_loops; /* 0: plain C; 1: AVX2 and BMI2; 2: AVX-512 (exponent_level.c) */
 
 static inline uint64_t spread(uint32_t x) { /* bytes b3 b2 b1 b0 to 16-bit fields */
     uint64_t y = x;

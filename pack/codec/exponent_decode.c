@@ -119,8 +119,10 @@ static int raw_tile(int form, const uint32_t *words, int64_t count, int size, Ti
     if (count != 1 + (form * (int64_t)size + 7) / 8 || words[0] & 0xFFFF || tile->patches) return BAD_SIZE;
     tile->size = 0;
     if (form == FP8) {
-        for (int i = 0; i < size; i++) tile->out[i] = (uint8_t)((e[i / 2] >> (i & 1 ? 4 : 0) & 15) << 3);
-        moepack_exponent_join(p, tile->out, size);
+        for (int i = 0; i < size; i++) {
+            int half = i & 1 ? 4 : 0, x = p[i / 2] >> half;
+            tile->out[i] = (uint8_t)((x & 8) << 4 | (e[i / 2] >> half & 15) << 3 | (x & 7));
+        }
         return 0;
     }
     uint16_t *out = (uint16_t *)tile->out;
@@ -174,8 +176,8 @@ int64_t moepack_exponent_decode(const uint8_t *length_of, const uint8_t *exponen
     Tables tables;
     Tile tile[2];
     int bad;
-    if (moepack_exponent_loops < 2 || last * TILE > n)
-        moepack_exponent_pairs(m.form, length_of, exponent_of, &tables);
+    if (first < last && (moepack_exponent_loops < 2 || last * TILE > n))
+        moepack_exponent_tables(m.form, length_of, exponent_of, &tables);
     for (int64_t t = first; t < last; t++) {
         if ((bad = open_tile(&m, t, tile))) return 8 * t + bad;
         if (!tile->size) continue;
@@ -193,7 +195,7 @@ int64_t moepack_exponent_decode(const uint8_t *length_of, const uint8_t *exponen
         }
         if (moepack_exponent_loops > 1) one_avx512(m.form, length_of, exponent_of, tile, done = tile->size / ROW);
 #endif
-        if (done < rows) moepack_exponent_lanes(m.form, &tables, length_of, exponent_of, tile, done);
+        if (done < rows) moepack_exponent_lanes(m.form, &tables, tile, done);
         if ((bad = close_tile(m.form, tile))) return 8 * t + bad;
     }
     return 0;

@@ -1,10 +1,11 @@
 /* Encodes exponents: the same bytes as exponent.py, compiled. FORMAT.md, "Coded matrices" and "Coded FP8 codes".
  *
- * Each loop is there in plain C and with AVX-512 and VBMI; exponent_level.c chooses. Nothing is allocated.
+ * Each loop is there in plain C, with AVX2, and with AVX-512 and VBMI; exponent_level.c chooses. Nothing is allocated.
  */
 #include "exponent.h"
 
 #define SAMPLED 65536 /* from this number of weights on, the code is made from a quarter of them */
+#define AHEAD 16      /* blocks: those that are fetched while others are counted */
 
 INLINE uint32_t exponent_at(const int form, const uint8_t *bits, int64_t i) {
     uint16_t b;
@@ -13,14 +14,20 @@ INLINE uint32_t exponent_at(const int form, const uint8_t *bits, int64_t i) {
     return b >> 7 & 255;
 }
 
+/* The block of 128 weights that is counted as number g (exponent.sample). */
+static inline int64_t sampled(int64_t g, int64_t n) {
+    return n < SAMPLED ? g : 4 * g + ((uint32_t)g * 2654435761u >> 30);
+}
+
 /* Add how often each exponent occurs in the blocks of 128 weights that the code is made of (exponent.sample). */
 INLINE void count(const int form, const uint8_t *bits, int64_t n, int64_t *counts) {
     uint32_t part[8][256];
     int64_t whole = n / ROW, groups = n < SAMPLED ? whole : whole / 4;
     memset(part, 0, sizeof part);
     for (int64_t g = 0; g < groups; g++) {
-        int64_t block = n < SAMPLED ? g : 4 * g + ((uint32_t)g * 2654435761u >> 30);
-        const uint8_t *from = bits + form * block * ROW;
+        const uint8_t *from = bits + form * ROW * sampled(g, n);
+        for (int i = 0; i < form * ROW && g + AHEAD < groups; i += 64) /* the processor does not see where they are */
+            __builtin_prefetch(bits + form * ROW * sampled(g + AHEAD, n) + i);
         for (int i = 0; i < form * ROW; i += 16) {
             uint64_t a, b;
             memcpy(&a, from + i, 8);
@@ -150,24 +157,137 @@ AVX512 static uint32_t *rows_avx512(int form, const uint8_t *bits, int rows, con
 }
 #endif
 
-/* The lanes' bits, lane after lane, as words. */
-INLINE void append(const Quads *quads, int rows, uint32_t *out) {
-    uint64_t acc = 0;
-    uint32_t held = 0;
-    for (int lane = 0; lane < LANES; lane++)
-        for (int q = 0; q < rows; q++) {
-            uint32_t l = quads->length[LANES * q + lane];
-            acc = acc << l | quads->code[LANES * q + lane];
-            held += l;
-            *out = (uint32_t)(acc >> ((held - 32) & 63)); /* overwritten until 32 bits are held */
-            out += held >> 5;
-            held &= 31;
+#ifdef HAVE_AVX512
+/* The code by 16 exponents at a time, where it has any of them. Codes stand at their bytes' top. Both are the difference
+ * (XOR) to the escape, which is of all other exponents; bit 7 of its length marks it. */
+typedef struct {
+    int count;
+    uint8_t first[16], code[16][16], length[16][16], no_code, no_length;
+} Pages;
+
+static void make_pages(const uint8_t *code_of, const uint8_t *length_of, Pages *pages) {
+    memset(pages, 0, sizeof *pages);
+    for (int e = 0; e < 256; e++)
+        if (length_of[e] & 0x80) pages->no_length = length_of[e], pages->no_code = code_of[e];
+    int escape = pages->no_length & 15;
+    pages->no_code = (uint8_t)(pages->no_code << (8 - escape));
+    for (int e = 0; e < 256; e += 16) {
+        int p = pages->count, used = 0;
+        for (int i = 0; i < 16; i++) {
+            uint8_t length = length_of[e + i];
+            used |= length ^ pages->no_length;
+            pages->length[p][i] = length ^ pages->no_length;
+            pages->code[p][i] = (uint8_t)(code_of[e + i] << (8 - (length & 15))) ^ pages->no_code;
         }
-    if (held) *out = (uint32_t)(acc << (32 - held));
+        pages->first[p] = (uint8_t)e;
+        pages->count += used != 0;
+    }
+}
+
+/* The exponents of 32 weights; their other bits go to `plane`. */
+AVX2 INLINE __m256i split_avx2(const int form, const uint8_t *bits, uint8_t *plane) {
+    const __m256i sign = _mm256_set1_epi8((char)0x80), byte = _mm256_set1_epi16(0xFF);
+    __m256i a = _mm256_loadu_si256((const __m256i *)bits);
+    if (form == FP8) {
+        __m256i s = _mm256_srli_epi16(_mm256_and_si256(a, sign), 4);
+        __m256i p = _mm256_or_si256(s, _mm256_and_si256(a, _mm256_set1_epi8(7)));
+        p = _mm256_maddubs_epi16(p, _mm256_set1_epi16(0x1001)); /* the second nibble above the first */
+        p = _mm256_permute4x64_epi64(_mm256_packus_epi16(p, p), 0x08);
+        _mm_storeu_si128((__m128i *)plane, _mm256_castsi256_si128(p));
+        return _mm256_and_si256(_mm256_srli_epi16(a, 3), _mm256_set1_epi8(15));
+    }
+    __m256i b = _mm256_loadu_si256((const __m256i *)(bits + 32));
+    __m256i low = _mm256_packus_epi16(_mm256_and_si256(a, byte), _mm256_and_si256(b, byte));
+    __m256i high = _mm256_packus_epi16(_mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8));
+    low = _mm256_permute4x64_epi64(low, 0xD8), high = _mm256_permute4x64_epi64(high, 0xD8);
+    __m256i p = _mm256_or_si256(_mm256_and_si256(sign, high), _mm256_andnot_si256(sign, low));
+    _mm256_storeu_si256((__m256i *)plane, p);
+    /* exponent: the low seven bits of `high`, then bit 7 of `low` */
+    __m256i last = _mm256_and_si256(_mm256_srli_epi16(low, 7), _mm256_set1_epi8(1));
+    return _mm256_or_si256(_mm256_add_epi8(high, high), last);
+}
+
+/* Code words of 32 weights, four of a quad appended to one another, go to `code`; returns the quads' lengths. */
+AVX2 INLINE __m256i quads_avx2(__m256i c, __m256i l, uint32_t *code) {
+    const __m256i power = _mm256_setr_epi8(0, -128, 64, 32, 16, 8, 4, 2, 1, 0, 0, 0, 0, 0, 0, 0, /* 2^(8 - length) */
+                                           0, -128, 64, 32, 16, 8, 4, 2, 1, 0, 0, 0, 0, 0, 0, 0);
+    const __m256i second = _mm256_set1_epi16((short)0xFF00), third = _mm256_set1_epi32((int)0xFFFF0000);
+    __m256i p = _mm256_slli_epi16(_mm256_shuffle_epi8(power, l), 8);
+    __m256i c2 = _mm256_mulhi_epu16(_mm256_and_si256(c, second), p); /* shifted down by the first one's length */
+    c2 = _mm256_or_si256(_mm256_slli_epi16(c, 8), c2);
+    __m256i l2 = _mm256_maddubs_epi16(l, _mm256_set1_epi8(1));
+    __m256i c4 = _mm256_srlv_epi32(_mm256_and_si256(c2, third), _mm256_andnot_si256(third, l2));
+    c4 = _mm256_or_si256(_mm256_slli_epi32(c2, 16), c4);
+    __m256i l4 = _mm256_madd_epi16(l2, _mm256_set1_epi16(1));
+    _mm256_storeu_si256((__m256i *)code, _mm256_srlv_epi32(c4, _mm256_sub_epi32(_mm256_set1_epi32(32), l4)));
+    return l4;
+}
+
+AVX2 INLINE uint32_t *all_rows_avx2(const int form, const uint8_t *bits, int rows, const Pages *pages, Quads *q,
+                                    uint32_t *lane_bits, uint8_t *plane, uint32_t *patch) {
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7), sign = _mm256_set1_epi8((char)0x80);
+    __m256i total[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
+    for (int r = 0; r < rows; r++) {
+        __m256i l4[4];
+        for (int h = 0; h < 4; h++) {
+            int at = ROW * r + 32 * h;
+            __m256i e = split_avx2(form, bits + form * at, plane + form * at / 2);
+            __m256i c = _mm256_set1_epi8((char)pages->no_code), l = _mm256_set1_epi8((char)pages->no_length);
+            for (int p = 0; p < pages->count; p++) {
+                __m256i i = _mm256_sub_epi8(e, _mm256_set1_epi8((char)pages->first[p]));
+                i = _mm256_adds_epu8(i, _mm256_set1_epi8(0x70)); /* bit 7 of an exponent that is not on the page */
+                __m128i codes = _mm_loadu_si128((const __m128i *)pages->code[p]);
+                __m128i lengths = _mm_loadu_si128((const __m128i *)pages->length[p]);
+                c = _mm256_xor_si256(c, _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(codes), i));
+                l = _mm256_xor_si256(l, _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(lengths), i));
+            }
+            uint32_t escaped = (uint32_t)_mm256_movemask_epi8(l);
+            if (form == BF16 && escaped) {
+                l = _mm256_andnot_si256(sign, l);
+                do {
+                    int i = at + __builtin_ctz(escaped);
+                    *patch++ = (uint32_t)i | exponent_at(form, bits, i) << 16;
+                } while (escaped &= escaped - 1);
+            }
+            l4[h] = quads_avx2(c, l, q->code + LANES * r + 8 * h);
+            total[h] = _mm256_add_epi32(total[h], l4[h]);
+        }
+        __m256i l = _mm256_packus_epi16(_mm256_packs_epi32(l4[0], l4[1]), _mm256_packs_epi32(l4[2], l4[3]));
+        _mm256_storeu_si256((__m256i *)(q->length + LANES * r), _mm256_permutevar8x32_epi32(l, order));
+    }
+    for (int h = 0; h < 4; h++) _mm256_storeu_si256((__m256i *)(lane_bits + 8 * h), total[h]);
+    return patch;
+}
+
+AVX2 static uint32_t *rows_avx2(int form, const uint8_t *bits, int rows, const Pages *pages, Quads *q,
+                                uint32_t *lane_bits, uint8_t *plane, uint32_t *patch) {
+    if (form == BF16) return all_rows_avx2(BF16, bits, rows, pages, q, lane_bits, plane, patch);
+    return all_rows_avx2(FP8, bits, rows, pages, q, lane_bits, plane, patch);
+}
+#endif
+
+/* The lanes' bits, lane after lane, as words; two quads at a time. One word past the last may be written. */
+INLINE void append(Quads *quads, int rows, uint32_t *out) {
+    uint64_t held = 0;
+    uint32_t at = 0;
+    if (rows & 1) memset(quads->length + LANES * rows, 0, LANES), memset(quads->code + LANES * rows, 0, 4 * LANES);
+    for (int lane = 0; lane < LANES; lane++)
+        for (const uint32_t *code = quads->code + lane, *end = code + LANES * rows; code < end; code += 2 * LANES) {
+            const uint8_t *length = quads->length + (code - quads->code);
+            uint32_t second = length[LANES], both = length[0] + second, after = at + both;
+            uint64_t c = ((uint64_t)code[0] << second | code[LANES]) << (-both & 63); /* from bit 63 down */
+            held |= c >> (at & 63);
+            uint64_t words = held << 32 | held >> 32, rest = c << 1 << (~at & 63);
+            memcpy(out + (at >> 6) * 2, &words, 8);
+            held = (at ^ after) & 64 ? rest : held;
+            at = after;
+        }
+    if (at & 63) out[(at >> 6) * 2] = (uint32_t)(held >> 32);
+    if ((at & 63) > 32) out[(at >> 6) * 2 + 1] = (uint32_t)held;
 }
 
 #ifdef HAVE_AVX512
-AVX512 static void append_avx512(const Quads *quads, int rows, uint32_t *out) { /* for AVX-512's one-operation shifts */
+AVX2 static void append_avx2(Quads *quads, int rows, uint32_t *out) { /* for BMI2's one-operation shifts */
     append(quads, rows, out);
 }
 #endif
@@ -214,6 +334,8 @@ void moepack_exponent_encode(const uint8_t *bits, int64_t bytes, int64_t n, cons
         code_of[e] = (uint8_t)(entry[e] >> 4 & 255);
         length_of[e] = (uint8_t)((entry[e] & 15) | (entry[e] >> 12 ? 0x80 : 0));
     }
+    Pages pages;
+    make_pages(code_of, length_of, &pages);
 #endif
     for (int64_t begin = 0, t = 0; begin < n; begin += TILE, t++) {
         int size = n - begin < TILE ? (int)(n - begin) : TILE, rows = (size + ROW - 1) / ROW, r = 0;
@@ -223,6 +345,8 @@ void moepack_exponent_encode(const uint8_t *bits, int64_t bytes, int64_t n, cons
 #ifdef HAVE_AVX512
         if (moepack_exponent_loops > 1)
             patch = rows_avx512(form, b, r = size / ROW, code_of, length_of, &quads, lane_bits, p, patch);
+        else if (moepack_exponent_loops > 0)
+            patch = rows_avx2(form, b, r = size / ROW, &pages, &quads, lane_bits, p, patch);
 #endif
         for (; r < rows; r++)
             patch = row_plain(form, b + form * ROW * r, size - ROW * r < ROW ? size - ROW * r : ROW, ROW * r, entry,
@@ -242,8 +366,8 @@ void moepack_exponent_encode(const uint8_t *bits, int64_t bytes, int64_t n, cons
         } else {
             lane_lengths(lane_bits, base, head == WIDE_WORDS, out);
 #ifdef HAVE_AVX512
-            if (moepack_exponent_loops > 1)
-                append_avx512(&quads, rows, out + head);
+            if (moepack_exponent_loops > 0)
+                append_avx2(&quads, rows, out + head);
             else
 #endif
                 append(&quads, rows, out + head);

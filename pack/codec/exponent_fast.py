@@ -42,9 +42,7 @@ def engine() -> ModuleType | None:
 def engine_name() -> str:
     """The name of the loops that `engine` found, for reports."""
     loops = engine()
-    if loops is None:
-        return "NumPy"
-    return "C, AVX-512" if loops.level > 1 else "C"
+    return "NumPy" if loops is None else str(loops.LEVELS[loops.level])
 
 
 @functools.cache

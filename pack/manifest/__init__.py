@@ -25,6 +25,7 @@ MAX_PATH = 1024  # bytes of a path
 CONFIG, TABLES, DENSE, DENSE_INDEX = (
     "config.json", "calibration.safetensors", "model.safetensors", "model.safetensors.index.json",
 )  # fmt: skip
+LEFTOVERS = "released.safetensors"  # tensors that are kept as they were in the checkpoint, and not served
 PACKED = ("experts/", "dense/")  # folders of layer files, whose headers hold the digests of their extents
 CARD = ("README.md", "losses.png")  # shown by a page on the Hub; the manifest does not list them
 

@@ -16,9 +16,13 @@ from .sizes import Bound, parse_bound, parse_size
 
 METHOD = "moepack"  # the name of the quantisation method in transformers
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-POLICY, DENSE, DEVICE_MEMORY = "MOEPACK_POLICY", "MOEPACK_DENSE", "MOEPACK_DEVICE_MEMORY"  # environment variables
+# Environment variables
+POLICY, DENSE, DEVICE_MEMORY, MEMORY = "MOEPACK_POLICY", "MOEPACK_DENSE", "MOEPACK_DEVICE_MEMORY", "MOEPACK_MEMORY"
+AUTO = "auto"  # the memory limit that follows from what the control group and the system have left
 WORKLOAD = ("kv_tokens", "batch", "prefill_tokens", "all_logits")
-SERVED = ("policy", "dense", "max_tpot", "device_memory", "host_memory", "host_rate", "host_threads", *WORKLOAD)
+SERVED = (
+    "policy", "dense", "max_tpot", "device_memory", "memory", "host_memory", "host_rate", "host_threads", *WORKLOAD,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,9 @@ class LoadOptions:
     Attributes:
         device: where the model runs, as torch names it.
         device_memory: the most that weights, KV cache, activations and buffers may take there; `None` sets no limit.
+        memory: on a CPU, the most that the whole process may take; "auto" takes what the control group and the system
+            have left. The budget is the limit less what Python, libraries and threads take, or `device_memory` if that
+            is given too and fits (runtime/process_limit.py).
         policy: which version of each expert is served. `static:w4` (a version), `static:FILE.json` (a map) and
             `static:allocation` (the map in the manifest) need no budget. In a budget also `uniform` and `random`, and
             the policies that change versions while serving: `hotness`, with options such as
@@ -85,6 +92,7 @@ class LoadOptions:
 
     device: str = "cpu"
     device_memory: int | str | None = None
+    memory: int | str | None = None
     policy: str | None = None
     dtype: Any = "auto"
     kv_tokens: int | None = None
@@ -103,6 +111,10 @@ class LoadOptions:
     def __post_init__(self) -> None:
         parse_size(self.device_memory)
         parse_size(self.host_memory)
+        if self.memory != AUTO:
+            parse_size(self.memory)
+        if self.memory is not None and self.device != "cpu":
+            raise InputError(f"a memory limit is for a model on the CPU: on {self.device} give a device memory instead")
         if parse_size(self.host_rate) == 0:
             raise InputError("host_rate is from 1 byte a second; without it there is no limit")
         threads = self.host_threads
@@ -116,8 +128,13 @@ class LoadOptions:
 
     @property
     def budget(self) -> int | None:
-        """The budget in bytes that `device_memory` sets; `None` without a budget."""
+        """The budget in bytes that `device_memory` sets; `None` without one, or if only `memory` sets one."""
         return parse_size(self.device_memory)
+
+    @property
+    def in_budget(self) -> bool:
+        """Whether the model is served in a budget."""
+        return self.device_memory is not None or self.memory is not None
 
     @property
     def bound(self) -> Bound | None:
@@ -146,19 +163,20 @@ class LoadOptions:
         return replace(self, **{name: value for name, value in values.items() if getattr(self, name) is None})
 
     def with_environment(self, has_dense: bool = False) -> LoadOptions:
-        """Return a copy in which MOEPACK_POLICY, MOEPACK_DENSE and MOEPACK_DEVICE_MEMORY replace `None`.
+        """Return a copy in which MOEPACK_POLICY, _DENSE, _DEVICE_MEMORY and _MEMORY replace `None`.
 
         These variables are for programs that load a bundle by its path. MOEPACK_DENSE is read only if the bundle has
         versions of its dense matrices (`has_dense`). Raises InputError for an invalid value.
         """
-        memory = os.environ.get(DEVICE_MEMORY) or None
-        if self.device_memory is None:
+        sizes: dict[str, Any] = {}
+        for field, variable in (("device_memory", DEVICE_MEMORY), ("memory", MEMORY)):
+            sizes[field] = os.environ.get(variable) or None
             try:
-                parse_size(memory)
+                self.filled(**{field: sizes[field]})
             except InputError as error:
-                raise InputError(f"{DEVICE_MEMORY}: {error}") from None
+                raise InputError(f"{variable}: {error}") from None
         policy, dense = os.environ.get(POLICY) or None, os.environ.get(DENSE) or None if has_dense else None
-        return self.filled(policy=policy, dense=dense, device_memory=memory)
+        return self.filled(policy=policy, dense=dense, **sizes)
 
     def parsed_policy(self) -> Policy:
         """Return the policy that `policy` names, or the default, which depends on whether there is a budget.
@@ -166,7 +184,7 @@ class LoadOptions:
         Raises:
             InputError: if the policy needs a budget and there is none.
         """
-        return parse_policy(self.policy, self.budget is not None)
+        return parse_policy(self.policy, self.in_budget)
 
 
 DEFAULTS = LoadOptions()

@@ -1,4 +1,4 @@
-"""How much host memory is free, and may be pinned: what the system and the control group have left, less a margin.
+"""How much host memory is free, may be pinned or taken: what the system and the control group have left, less a margin.
 
 RLIMIT_MEMLOCK is reported, not applied: containers usually set it to 64 KiB or 8 MiB, and CUDA's drivers on Linux pin
 gigabytes despite it. If a driver obeys it, registering fails, and the chain of pinning.py tries its next way.
@@ -12,6 +12,9 @@ from typing import Any
 
 CGROUPS, PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 MARGIN = 16  # 1/16 of memory, at least 1 GiB, stays free: pinned pages are never swapped
+# What stays free in a control group under `auto`: 1/64 of its limit, at least 32 MiB. The group counts what the kernel
+# keeps for its processes and files, and cache that is being read.
+CAGE_MARGIN, CAGE_LEAST = 64, 32 << 20
 
 
 def host_limits(root: Path = CGROUPS, process: Path = PROCESS) -> dict[str, Any]:
@@ -38,6 +41,37 @@ def available_memory() -> int:
     return _room(psutil.virtual_memory().available, cgroup_room(CGROUPS, PROCESS))
 
 
+def most_memory(root: Path = CGROUPS, process: Path = PROCESS) -> int:
+    """Return the most bytes that this process may take: what it has, and what system and group have left.
+
+    A margin stays free. The process's pages of mapped files are left out of what it has: they count as free.
+    """
+    import psutil
+
+    memory, held = psutil.virtual_memory(), resident()[0]
+    most = held + memory.available - max(1 << 30, memory.total // MARGIN)
+    for size, left in _limits(root, process):
+        most = min(most, held + left - max(CAGE_LEAST, size // CAGE_MARGIN))
+    return most
+
+
+def resident() -> tuple[int, int]:
+    """Return the process's resident bytes: its own, and those of files it has mapped."""
+    import psutil
+
+    memory = psutil.Process().memory_info()
+    files = getattr(memory, "shared", 0)
+    return memory.rss - files, files
+
+
+def group_peak(root: Path = CGROUPS, process: Path = PROCESS) -> int | None:
+    """Return the most bytes that the process's control group has taken, page cache included; `None` if unreadable."""
+    for group in sorted(_groups(root, process), key=lambda found: -len(found.parts)):
+        if (peak := _number(group, "memory.peak", "memory.max_usage_in_bytes")) is not None:
+            return peak
+    return None
+
+
 def _room(available: int, cgroup: int | None) -> int:
     return available if cgroup is None else min(available, cgroup)
 
@@ -47,13 +81,18 @@ def cgroup_room(root: Path, process: Path) -> int | None:
 
     Page cache that can be dropped counts as free.
     """
-    rooms = []
+    return min((left for _, left in _limits(root, process)), default=None)
+
+
+def _limits(root: Path, process: Path) -> list[tuple[int, int]]:
+    """Return the limit of each control group that has one, and the bytes that it has left."""
+    found = []
     for group in _groups(root, process):
         most = _number(group, "memory.max", "memory.limit_in_bytes")
         taken = _number(group, "memory.current", "memory.usage_in_bytes")
         if most is not None and taken is not None and most < 1 << 60:  # version 1 writes no limit as a huge number
-            rooms.append(max(0, most - max(0, taken - _reclaimable(group))))
-    return min(rooms, default=None)
+            found.append((most, max(0, most - max(0, taken - _reclaimable(group)))))
+    return found
 
 
 def _groups(root: Path, process: Path) -> list[Path]:

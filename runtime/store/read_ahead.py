@@ -54,11 +54,16 @@ class ReadAhead:
         load: Callable[[Place], Tensor],
         threads: int | None = None,
     ) -> None:
-        """Start to read `wanted`, pairs of an extent's place and bytes; `load` reads and checks one extent."""
+        """Start to read `wanted`, pairs of an extent's place and bytes; `load` reads and checks one extent.
+
+        Extents above WAITING are left to the loader, which reads them in place: an output matrix may take 600 MB.
+        """
         self._runs: collections.deque[_Run] = collections.deque()
         self._of: dict[Place, tuple[_Run, int]] = {}
         run = _Run()
         for place, size in dict(wanted).items():
+            if size > WAITING:
+                continue
             run.places.append(place)
             run.size += size
             self._of[place] = run, size

@@ -200,10 +200,10 @@ def test_fp8_blocks_may_be_partial() -> None:
 
 
 def test_mxfp4_agrees_with_transformers() -> None:
-    """All codes at all exponents that keep within BF16's normal range."""
+    """All codes at all exponents from BF16's least normal numbers to the largest scale that is read."""
     blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 16, 1, 16).repeat(4, 1, 7, 1)
     rng = torch.Generator().manual_seed(0)
-    scales = torch.randint(4, 252, (4, 16, 7), generator=rng, dtype=torch.uint8)
+    scales = torch.randint(4, 227, (4, 16, 7), generator=rng, dtype=torch.uint8)
     got, want = mxfp4(blocks, scales), convert_moe_packed_tensors(blocks, scales)
     assert got.shape == want.shape == (4, 224, 16) and torch.equal(got, want)
     exact = mxfp4(blocks, scales).double()

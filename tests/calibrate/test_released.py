@@ -15,6 +15,7 @@ import torch
 from released import decoded, found, round_trip, same
 from released_kinds import KINDS, weight
 from safetensors.torch import load_file, save_file
+from support import spy
 from torch import Tensor
 
 from moepack.calibrate.checkpoint import open_checkpoint
@@ -78,6 +79,15 @@ def test_a_model_is_read_and_written_back(kind: str, plain: Path, tmp_path: Path
     experts = "model.layers.0.mlp.experts"
     want = torch.stack([values[f"{experts}.{e}.up_proj.weight"] for e in range(4)])
     assert same(loaded[f"{experts}.gate_up_proj"][:, 64:], want)
+
+
+def test_matrices_are_placed_once_a_layer(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint(plain, tmp_path, "fp8 blocks", dense=False)
+    stream, placed = StreamedModel(open_checkpoint(tmp_path)), list[str]()
+    spy(monkeypatch, StreamedModel, "_convert_apart", lambda self, sources, name, shape: placed.append(name))
+    for expert in (2, 0, 3):
+        stream.native_experts(0, range(expert, expert + 1))
+    assert placed == [f"model.layers.0.mlp.experts.{matrix}_proj" for matrix in ("gate_up", "down")]
 
 
 def test_a_deepseek_v4_has_two_formats(tmp_path: Path) -> None:
@@ -207,6 +217,7 @@ BROKEN: dict[str, tuple[str, Change, str]] = {
     "a negative code that is NaN": ("fp8 mx", put("weight", 5, 0xFF), "weight has a code that is NaN"),
     "an infinite scale": ("fp8 rows", put("weight_scale", 3, float("inf")), "weight_scale has a scale that is NaN"),
     "an E8M0 that is NaN": ("ct mxfp4", put("weight_scale", 3, 0xFF), "weight_scale has a scale that is NaN"),
+    "an E8M0 of 2^100": ("ct mxfp4", put("weight_scale", 3, 227), r"weight_scale has a scale of 2\^100 or more"),
     "an E8M0 of MXFP8 that is NaN": ("fp8 mx", put("weight_scale_inv", 3, 0xFF), "weight_scale_inv has a scale"),
     "an E4M3 scale that is NaN": ("modelopt nvfp4", put("weight_scale", 3, 0x7F), "weight_scale has a scale"),
     "an FP16 scale that is infinite": ("awq", put("scales", 3, float("inf")), "scales has a scale that is NaN"),
@@ -225,6 +236,7 @@ BROKEN: dict[str, tuple[str, Change, str]] = {
     "scales of FP32": ("int4", cast("weight_scale", torch.float32), "weight_scale is F32"),
     "packed in bytes": ("int4", cast("weight_packed", torch.uint8), "weight_packed is U8"),
     "no zero points": ("int4 zeros", drop("weight_zero_point"), "has no .*weight_zero_point"),
+    "zero points of symmetric codes": ("int4 zeros", weights(symmetric=True), "zero_point is stored, but .* symmetric"),
     "a strategy for tensors": ("int4", weights(strategy="tensor"), "says strategy 'tensor'"),
     "no order": ("int4", weights(actorder="group"), "has no .*weight_g_idx, which actorder group needs"),
     "an order": ("int4", add("weight_g_idx", torch.arange(128).flip(0) // 32), "weight_g_idx orders columns"),
@@ -269,6 +281,24 @@ def test_what_is_not_understood_is_refused(case: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_scales_that_are_missing_or_wrong_are_refused_by_name(kind: str) -> None:
+    """Of every format: scales that are not there, are too few, of another dtype, or no numbers; and zero points."""
+    own = KINDS[kind]
+    tensors, _ = weight(kind, 48, 128)
+    (encoded,) = found(own.quantization, tensors, **own.config).values()
+    parts = [p for p in (encoded.scale_in, encoded.outer_in, encoded.zeros_in) if p is not None]
+    for name, scale in ((p.name, tensors[p.name]) for p in parts):
+        nothing = torch.full((scale.nbytes,), 0xFF, dtype=torch.uint8).view(scale.dtype).reshape(scale.shape)
+        bad = [None, torch.zeros(scale.shape, dtype=torch.float64), nothing.new_empty(3, 5)]
+        for other in bad if scale.dtype == torch.int32 else [*bad, nothing]:
+            broken = {n: x for n, x in tensors.items() if n != name} | ({} if other is None else {name: other})
+            with pytest.raises(InputError) as error:
+                decoded(own.quantization, broken, **own.config)
+            said = str(error.value)
+            assert "\n" not in said and (f"{MODULE}." in said or "no tensor is stored" in said), said
+
+
 def test_codes_that_are_no_numbers_are_refused_by_name(plain: Path, tmp_path: Path) -> None:
     stored, _ = checkpoint(plain, tmp_path, "fp8 blocks")
     name = "model.layers.0.mlp.experts.3.up_proj.weight"
@@ -281,14 +311,44 @@ def test_codes_that_are_no_numbers_are_refused_by_name(plain: Path, tmp_path: Pa
         assert str(error.value).startswith(str(tmp_path))
 
 
-def test_experts_in_several_encodings_are_refused(plain: Path, tmp_path: Path) -> None:
-    stored, _ = checkpoint(plain, tmp_path, "modelopt nvfp4", dense=False)
+BY_GROUPS = {
+    "a": KINDS["ct fp8 rows"].quantization["config_groups"]["group_0"] | {"targets": ["re:.*experts.3.up_proj"]},
+    "b": KINDS["int4"].quantization["config_groups"]["group_0"],
+}
+
+
+def test_settings_nested_too_deeply_are_refused(plain: Path, tmp_path: Path) -> None:
+    checkpoint(plain, tmp_path, "awq", dense=False)
+    (tmp_path / "config.json").write_text('{"a":' * 5000)
+    with pytest.raises(InputError, match=r"config\.json: not JSON: maximum recursion depth"):
+        open_checkpoint(tmp_path)
+
+
+SEVERAL: dict[str, tuple[str, str, dict[str, Any], str]] = {  # the experts' format, that of one, what else to say
+    "ModelOpt": ("modelopt nvfp4", "modelopt fp8", {"quant_algo": "MIXED_PRECISION"}, "F8_E4M3 as {}, NVFP4 as {}"),
+    "compressed-tensors": ("int4", "ct fp8 rows", {"config_groups": BY_GROUPS}, "F8_E4M3 as {}, INT4 as {}"),
+    "scales": (
+        "gptq",
+        "gptq",
+        {},
+        "int4 with a scale for 32 columns as {}, int4fp16 with a scale",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SEVERAL)
+def test_experts_in_several_encodings_are_refused(case: str, plain: Path, tmp_path: Path) -> None:
+    """By the name of a weight of each, before one is read."""
+    kind, other, says, word = SEVERAL[case]
+    stored, _ = checkpoint(plain, tmp_path, kind, dense=False)
     module = "model.layers.0.mlp.experts.3.up_proj"
     stored = {n: x for n, x in stored.items() if not n.startswith(f"{module}.")}
-    stored |= weight("modelopt fp8", 64, 64, module)[0]
+    made = weight(other, 64, 64, module)[0]
+    stored |= {n: x.bfloat16() if x.dtype == torch.float16 else x for n, x in made.items()}
     config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"]["quant_algo"] = "MIXED_PRECISION"
+    config["quantization_config"] |= says
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(InputError, match="expert weights are F8_E4M3, NVFP4, not one of"):
-        StreamedModel(open_checkpoint(tmp_path))
+    word = word.format(f"{module}.weight", "model.layers.0.mlp.experts.0.gate_proj.weight")
+    with pytest.raises(InputError, match=re.escape(word)):
+        _ = StreamedModel(open_checkpoint(tmp_path)).native

@@ -90,10 +90,10 @@ def attack_extent(version: Version, matrices: tuple[Matrix, ...], extent: Any, c
 
 
 def attack(count: int, overrun: int = 0) -> None:
-    """Decode `count` mutated streams of BF16 weights. `overrun` plants a fault."""
+    """Decode `count` mutated streams of BF16 weights, on every level in turn. `overrun` plants a fault."""
     kinds = ("gaussian", "cauchy", "uniform", "constant")
     whole = [(n, exponent_fast.encode(draw(kind, n, n))) for n in SIZES for kind in kinds]
-    _attack(whole, np.dtype(np.uint16), exponent_fast.decode_into, count, overrun)
+    _on_every_level(whole, np.dtype(np.uint16), exponent_fast.decode_into, count, overrun)
 
 
 def attack_fp8(count: int, overrun: int = 0) -> None:
@@ -105,11 +105,17 @@ def attack_fp8(count: int, overrun: int = 0) -> None:
         apart = np.where(np.arange(n) // 4 % 16 == 5, 3, codes).astype(np.uint8)
         whole += [(n, coded) for kind in (codes, apart) if (coded := fp8.encode(kind)) is not None]
     assert len(whole) == 10
+    _on_every_level(whole, np.dtype(np.uint8), fp8.decode_into, count, overrun)
+
+
+def _on_every_level(
+    whole: list[tuple[int, np.ndarray[Any, Any]]], dtype: np.dtype[Any], decode_into: Any, count: int, overrun: int
+) -> None:
     native = exponent_fast.engine()
     for level in range(native.BEST + 1) if native and not overrun else [None]:
         if native and level is not None:
             native.use_level(level)
-        _attack(whole, np.dtype(np.uint8), fp8.decode_into, count, overrun)
+        _attack(whole, dtype, decode_into, count, overrun)
 
 
 def _attack(

@@ -1,4 +1,4 @@
-"""Kill a build at random moments, resume it, compare bytes: `kill_and_resume.py MODEL TEXT DIR KILLS`.
+"""Kill a build at random moments, resume it, compare bytes: `kill_and_resume.py MODEL TEXT DIR KILLS VERSIONS`.
 
 Builds run in forked children of a process that has made one itself, and so has imported and compiled everything: a
 kill costs a second, and hits the build's own work.
@@ -23,8 +23,8 @@ from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 
 RECIPE = """
-dense: [w8]
-versions: [bf16, w4, w2]
+dense: [w4]
+versions: [VERSIONS]
 quantize: {method: gptq, group_size: 64, loss_tokens: 64}
 calibration: {samples: 4, length: 64, batch_size: 2}
 """
@@ -33,7 +33,7 @@ calibration: {samples: 4, length: 64, batch_size: 2}
 def main() -> None:
     """Kill builds; raise unless each that ends, and what each leaves, is right."""
     model, text, directory, wanted = *map(Path, sys.argv[1:4]), int(sys.argv[4])
-    recipe, chance = parse_recipe(RECIPE, "test"), random.Random(0)
+    recipe, chance = parse_recipe(RECIPE.replace("VERSIONS", sys.argv[5]), "test"), random.Random(0)
     torch.set_num_threads(1)
     build(model, directory / "before", recipe, [text])
     expected, began = tree(directory / "before"), time.monotonic()

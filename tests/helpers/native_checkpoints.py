@@ -1,18 +1,36 @@
-"""Tiny checkpoints in a released format."""
+"""Tiny checkpoints in a released format, and what bundles of them compute."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import tiny_models
 import torch
 from released_kinds import KINDS, Made
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import moepack
+
+IDS = torch.arange(3, 43)[None]
 Make = Callable[[np.random.Generator, int, int], Made]  # a random weight's tensors and value
+
+
+def small(tokenizer: Path, path: Path, **more: Any) -> Path:
+    """Save a Qwen3-MoE of two layers of four experts in BF16."""
+    sizes = {"num_experts": 4, "moe_intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 4096}
+    return tiny_models.save_tiny("qwen3_moe", path, tokenizer, **sizes, **more)
+
+
+def logits(bundle: Path, **options: Any) -> Tensor:
+    """The logits of IDS, in float32, of a bundle loaded with these options."""
+    model = moepack.load(bundle, **options)
+    with model.moepack, torch.inference_mode():
+        return model(IDS).logits.float()
 
 
 def released(plain: Path, path: Path, kind: str, dense: Make | None = None) -> dict[str, Tensor]:

@@ -187,10 +187,10 @@ KINDS = {
         _int(8, False), lambda r, n, c: packed(r, n, c, 8, 32, False, BF16), "int8", 32, ("weight_shape",)
     ),
     "int8 rows": Kind(
-        _int(8, True, 0), lambda r, n, c: packed(r, n, c, 8, 0, True, BF16), "int8", 0, ("weight_shape",)
+        _int(8, True, 0), lambda r, n, c: packed(r, n, c, 8, 0, True, BF16), "int8", 128, ("weight_shape",)
     ),
     "int8 signed": Kind(
-        compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=True), signed, "int8", 0
+        compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=True), signed, "int8", 128
     ),
     "ct fp8 tensor": Kind(
         _float("tensor"), lambda r, n, c: scaled_fp8(r, n, c, (1,), "weight_scale", BF16), "fp8", 0, ("input_scale",)
@@ -242,7 +242,7 @@ KINDS = {
         _GPTQ | {"checkpoint_format": "gptq_v2"}, lambda r, n, c: gptq(r, n, c, 4, 32, 0), "int4fp16", 32, ("g_idx",)
     ),
     "gptq int8": Kind(
-        _GPTQ | {"bits": 8, "group_size": -1}, lambda r, n, c: gptq(r, n, c, 8, 0, 1), "int8fp16", 0, ("g_idx",)
+        _GPTQ | {"bits": 8, "group_size": -1}, lambda r, n, c: gptq(r, n, c, 8, 0, 1), "int8fp16", 128, ("g_idx",)
     ),
     "awq": Kind(_AWQ, lambda r, n, c: awq(r, n, c, 32), "int4fp16", 32),
 }

@@ -8,11 +8,15 @@ from typing import Any
 
 
 def ask(server: Any, body: dict[str, Any]) -> Any:
-    """The JSON that a server's application answers a completion with."""
-    sent: list[dict[str, Any]] = []
+    """The JSON that a server's application answers a completion with; it is closed then."""
+    return ask_at_once(server, [body])[0]
 
-    async def talk() -> None:
-        server.start()
+
+def ask_at_once(server: Any, bodies: list[dict[str, Any]]) -> list[Any]:
+    """The answers to completions that are asked for at once."""
+
+    async def talk(body: dict[str, Any]) -> list[dict[str, Any]]:
+        sent: list[dict[str, Any]] = []
         unread = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
 
         async def receive() -> Any:
@@ -25,10 +29,16 @@ def ask(server: Any, body: dict[str, Any]) -> Any:
         scope |= {"headers": [(b"content-type", b"application/json"), (b"host", b"127.0.0.1")], "query_string": b""}
         scope |= {"http_version": "1.1", "scheme": "http", "server": ("127.0.0.1", 80), "root_path": ""}
         await server.app(scope, receive, send)
-        server.stop()
+        return sent
 
-    asyncio.run(talk())
+    async def all_of_them() -> list[list[dict[str, Any]]]:
+        server.start()
+        sent = await asyncio.gather(*map(talk, bodies))
+        server.stop()
+        return sent
+
+    made = asyncio.run(all_of_them())
     server.close()
-    answer = json.loads(b"".join(m.get("body", b"") for m in sent))
-    assert sent[0]["status"] == 200, answer
-    return answer
+    answers = [json.loads(b"".join(m.get("body", b"") for m in sent)) for sent in made]
+    assert all(sent[0]["status"] == 200 for sent in made), answers
+    return answers

@@ -16,10 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hub_stand_in import Hub, point, serve
+from native_checkpoints import logits, released, small
+from released import same
+from safetensors.torch import load_file
 from support import cli, forked, ok, refused, spy, tree
 
 import moepack
+from moepack.export import export_checkpoint
 from moepack.hub import pull, upload
 from moepack.pack.errors import MoepackError
 from moepack.pipeline.build import build
@@ -155,6 +160,25 @@ def test_pull_versions_of_dense_matrices(client: Client, demo_model: Path, text:
         ok(client.pull(tmp_path / "got2", *options))
         assert [v.name for v in moepack.open(tmp_path / "got2").dense_versions] == here
     refused(client.pull(tmp_path / "none", "--dense", "w3"), "no version w3 of dense matrices: it has bf16, w8, w4")
+
+
+def test_a_released_checkpoint(client: Client, demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """Its versions come alone or all; what is pulled is what was pushed, and makes the checkpoint again."""
+    released(small(demo_model, tmp_path / "plain"), tmp_path / "checkpoint", "ct nvfp4")
+    recipe = "versions: [native, w2]\nquantize: {method: rtn}\ncalibration: {samples: 2, length: 64}\n"
+    build(tmp_path / "checkpoint", tmp_path / "b", parse_recipe(recipe, "native"), [text])
+    ok(client.push(tmp_path / "b"))
+    ok(client.pull(tmp_path / "low", "--versions", "w2"))
+    assert [v.name for v in moepack.open(tmp_path / "low").versions] == ["w2"] and verify(tmp_path / "low") == []
+    assert torch.equal(*(logits(tmp_path / name, policy="static:w2") for name in ("low", "b")))
+    ok(client.pull(tmp_path / "low", "--versions", "nvfp4"))
+    for got in (tmp_path / "low", tmp_path / "got"):
+        ok(client.pull(got))
+        assert verify(got, tmp_path / "checkpoint") == []
+        assert all(data == tree(got)[name] for name, data in tree(tmp_path / "b").items() if name != "README.md")
+        export_checkpoint(got, tmp_path / f"{got.name}-again")
+        before, after = (load_file(tmp_path / n / "model.safetensors") for n in ("checkpoint", f"{got.name}-again"))
+        assert set(before) == set(after) and all(same(after[name], tensor) for name, tensor in before.items())
 
 
 @pytest.mark.usefixtures("pushed")

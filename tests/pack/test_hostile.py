@@ -1,38 +1,43 @@
-"""Hostile bundles, some of those that `python -m benchmarks.hostile` makes, and what was found with it."""
+"""Hostile bundles and checkpoints, some of those that `python -m benchmarks.hostile` makes, and what was found."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hostile_edits import in_time, refusal
 
-from benchmarks import hostile as cases
+from benchmarks.hostile import bundles, checkpoints, session
 from moepack.pack.manifest import strict_json
 
 
-def test_some_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_cases() -> None:
     """What opens is then shown and decoded, and a refusal is one printable line."""
-    began = cases.attempt
 
-    def attempt(root: Path, out: Path, shrinks: bool) -> str:
-        found = began(root, out, shrinks)
+    def attempt(root: Path, out: Path, writes: bool) -> str:
+        found = bundles.attempt(root, out, writes)
         assert found == "refused" or refusal(root) is None
         return "refused" if refusal(root) else found
 
-    monkeypatch.setattr(cases, "attempt", attempt)
-    rows, wrong = cases.hostile(300, first=1_000_000)
-    assert not wrong, "\n".join(wrong)
-    assert sum(row["cases"] for row in rows) == 300
-    assert all(row["refused"] for row in rows) and sum(row["opened"] for row in rows) > 5
+    found = session.hostile([replace(s, attempt=attempt) for s in bundles.SUBJECTS], 360, first=1_000_000)
+    assert not found.wrong, "\n".join(found.wrong)
+    assert all(sum(counts.values()) == 40 for counts in found.by_subject.values())
+    assert all(counts["refused"] for counts in (*found.by_kind.values(), *found.by_subject.values()))
+    assert sum(counts["opened"] for counts in found.by_kind.values()) > 5
+
+
+def test_some_checkpoints() -> None:
+    found = session.hostile(checkpoints.SUBJECTS, 120, first=1_000_000)
+    assert not found.wrong, "\n".join(found.wrong)
+    assert all(counts["refused"] and counts["opened"] for counts in found.by_subject.values())
 
 
 def test_a_case_that_does_something_else_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception, a process that ends, a case that takes too long, and bytes written elsewhere."""
-    began = cases.attempt
 
-    def attempt(root: Path, out: Path, shrinks: bool) -> str:
+    def attempt(root: Path, out: Path, writes: bool) -> str:
         number = next(turns)
         if number == 1:
             raise KeyError("x")
@@ -43,17 +48,16 @@ def test_a_case_that_does_something_else_is_seen(monkeypatch: pytest.MonkeyPatch
         if number == 4:
             while True:
                 pass
-        return began(root, out, shrinks)
+        return bundles.attempt(root, out, writes)
 
-    monkeypatch.setattr(cases, "HOLDING", cases.HOLDING[:1])
-    monkeypatch.setattr(cases, "BATCH", 4)
-    monkeypatch.setattr(cases, "PATIENCE", 1)
-    monkeypatch.setattr(cases, "attempt", attempt)
+    monkeypatch.setattr(session, "BATCH", 4)
+    monkeypatch.setattr(session, "PATIENCE", 1)
+    subjects = [replace(bundles.SUBJECTS[0], attempt=attempt)]
     turns = iter(range(100))
-    _, wrong = cases.hostile(2)
+    wrong = session.hostile(subjects, 2).wrong
     assert len(wrong) == 2 and "KeyError at" in wrong[0] and "ended with 7" in wrong[1]
     turns = iter([0, 0, 3, 4, 0])
-    _, wrong = cases.hostile(4)
+    wrong = session.hostile(subjects, 4).wrong
     assert len(wrong) == 2 and "more than 1 s" in wrong[0] and "outside was changed" in wrong[1]
 
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import os
+import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tiny_models
 import torch
-from native_checkpoints import Make, released
+from native_checkpoints import IDS, Make, logits, released, small
 from released import found, same
 from released_kinds import E8M0, KINDS, block_fp8
 from safetensors.torch import load_file, save_file
-from support import spy, tree
+from support import forked, spy, tree
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -46,9 +49,7 @@ versions: [native, w2]
 quantize: {method: rtn, group_size: 32, loss_tokens: 64}
 calibration: {samples: 2, length: 64, batch_size: 2}
 """
-IDS = torch.arange(3, 43)[None]
-# Without: those whose scale is for a whole row of integers.
-SERVED = [kind for kind, k in KINDS.items() if k.group or not k.version.startswith("int")]
+SERVED = list(KINDS)
 
 DENSE: dict[str, tuple[Make, str, int]] = {  # experts' format -> attention's, its version and group size
     "deepseek mxfp4": (lambda r, n, c: block_fp8(r, n, c, 128, "scale", E8M0), "fp8", 128),
@@ -59,20 +60,7 @@ DENSE: dict[str, tuple[Make, str, int]] = {  # experts' format -> attention's, i
 
 @pytest.fixture(scope="module")
 def plain(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    small = {"num_experts": 4, "moe_intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 4096}
-    small |= {"hidden_size": 128, "head_dim": 64}
-    path = tiny_models.save_tiny("qwen3_moe", tmp_path_factory.mktemp("plain"), **small)
-    tiny_models.copy_tokenizer(demo_model, path)
-    return path
-
-
-def logits(bundle: Path, **options: Any) -> Tensor:
-    model = moepack.load(bundle, **options)
-    try:
-        with torch.inference_mode():
-            return model(IDS).logits.float()
-    finally:
-        model.moepack.close()
+    return small(demo_model, tmp_path_factory.mktemp("plain"), hidden_size=128, head_dim=64)
 
 
 def reference(values: dict[str, Tensor], plain: Path, folder: Path) -> Tensor:
@@ -154,6 +142,7 @@ def test_versions_beside_a_released_one(plain: Path, text: Path, tmp_path: Path)
     assert tree(tmp_path / "c") == tree(tmp_path / "b")
     check_divergence(tmp_path, text)
     check_whole_or_absent(tmp_path)
+    check_kills(tmp_path)
 
 
 def check_whole_or_absent(folder: Path) -> None:
@@ -170,12 +159,40 @@ def check_whole_or_absent(folder: Path) -> None:
     assert [p.name for p in room.iterdir()] == ["c"]
     with pytest.raises(TargetError, match="lies in the bundle"):
         export_checkpoint(folder / "b", folder / "b" / "c")
-    with pytest.raises(InputError, match="has no released version here"):
+    with pytest.raises(InputError, match="has no version here that holds its checkpoint"):
         export_checkpoint(folder / "small", room / "d")
     (room / "empty").mkdir()
     with contextlib.chdir(room / "empty"):
         export_checkpoint(folder / "b", ".")
     assert tree(room / "empty") == tree(room / "c")
+
+
+def check_kills(folder: Path) -> None:
+    """Of a killed export nothing is at its name, nothing can be opened, and the next is whole."""
+    room, whole = folder / "killed", tree(folder / "room" / "c")
+    room.mkdir()
+    puts: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        spy(patch, FilledFile, "put", lambda file, name, *_: puts.append(name))
+        export_checkpoint(folder / "b", room / "c")
+    shutil.rmtree(room / "c")
+
+    def killed(when: int | None) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            seen = iter(range(len(puts)))
+            die = functools.partial(os.kill, os.getpid(), signal.SIGKILL)
+            spy(patch, FilledFile, "put", lambda *_: die() if next(seen) == when else None)
+            spy(patch, FilledFile, "close", lambda *_: die() if when is None else None)
+            export_checkpoint(folder / "b", room / "c")
+
+    for when in (0, len(puts) // 2, len(puts) - 1, None):
+        assert os.waitpid(forked(lambda when=when: killed(when)), 0)[1] == signal.SIGKILL  # type: ignore[misc]
+        (left,) = room.iterdir()
+        assert left.name.startswith(".c.partial-")
+        with pytest.raises(InputError, match=r"no config\.json"):
+            open_checkpoint(left)
+    export_checkpoint(folder / "b", room / "c")
+    assert [p.name for p in room.iterdir()] == ["c"] and tree(room / "c") == whole
 
 
 def check_divergence(folder: Path, text: Path) -> None:

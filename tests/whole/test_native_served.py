@@ -10,13 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_models
 import torch
 from gpu_stand_in import install
-from native_checkpoints import released
-from served import ask
+from native_checkpoints import IDS, logits, released, small
+from served import ask, ask_at_once
 from support import damage
-from torch import Tensor
 
 import moepack
 from moepack.generation import generate
@@ -44,7 +42,6 @@ versions: [native, w3, w2]
 quantize: {method: rtn, group_size: 64, loss_tokens: 64}
 calibration: {samples: 2, length: 64, batch_size: 2}
 """
-IDS = torch.arange(3, 43)[None]
 PAGED = ["deepseek mxfp4", "ct nvfp4", "fp8 blocks", "gptq"]  # one of each layout of scales
 # In ample room every policy serves the best version; `importance` only if it is named, and all tokens are important.
 POLICIES = ["importance:r=1,hi=" if e.name == "importance" else e.name for e in ENTRIES]
@@ -55,19 +52,7 @@ Make = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def plain(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    small = {"num_experts": 4, "moe_intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 4096}
-    path = tiny_models.save_tiny("qwen3_moe", tmp_path_factory.mktemp("plain"), **small)
-    tiny_models.copy_tokenizer(demo_model, path)
-    return path
-
-
-def logits(bundle: Path, **options: Any) -> Tensor:
-    model = moepack.load(bundle, **options)
-    try:
-        with torch.inference_mode():
-            return model(IDS).logits.float()
-    finally:
-        model.moepack.close()
+    return small(demo_model, tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +148,19 @@ def test_every_policy_by_every_way(kind: str, policy: str, native: Make, evaluat
     with opened(command, options_of(command)) as server:
         answer = ask(server, {"model": bundle.name, "prompt": prompt, "max_tokens": 5, "temperature": 0})
     assert answer["choices"][0]["text"] == told[0] == told[1]
+
+
+def test_clients_at_once(native: Make) -> None:
+    """Batches of them, while experts come and go, give each what it gets alone."""
+    bundle = native("fp8 blocks")
+    prompts = ["The town", "A river ran", "In the morning", "Once"]
+    asked = LoadOptions(policy="paged:alpha=0.5", device_memory=AMPLE, dtype="float32", kv_tokens=256)
+    alone = [generate(bundle, p, LoadOptions(dtype="float32"), max_new_tokens=8) for p in prompts]
+    command = Serve(str(bundle), asked, step_tokens=32)
+    with opened(command, options_of(command)) as server:
+        bodies = [{"model": bundle.name, "max_tokens": 8, "temperature": 0, "prompt": p} for p in prompts * 3]
+        answers = ask_at_once(server, bodies)
+    assert [a["choices"][0]["text"] for a in answers] == alone * 3
 
 
 def test_lower_versions_are_compared_with_the_checkpoints_own(native: Make, evaluation: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ class Estimate:
     batch_size: int = 0  # windows that go through a layer together
     on_disk: str = ""  # `MemoryPlan.on_disk`
     checkpoint_bytes: int = 0  # of the checkpoint's tensors as released; 0 where nothing tells
+    carried_bytes: int = 0  # of tensors that the bundle keeps as they are for `moepack export` alone, exact
     # What tells the shapes where the weights were not read ("config.json alone"); empty if they were. Bytes of
     # entropy-coded versions and all times are then approximate, and dense tensors count as BF16.
     outline: str = ""
@@ -33,11 +34,12 @@ def render(e: Estimate) -> Any:
     from rich.table import Table
 
     table = Table("what", "how much", title=f"a build of {e.experts} experts in {e.layers} layers")
-    whole = sum(e.versions.values()) + sum(e.dense_versions.values()) + e.dense_bytes
+    whole = sum(e.versions.values()) + sum(e.dense_versions.values()) + e.dense_bytes + e.carried_bytes
     rows = {"shapes are those of": e.outline} if e.outline else {}
     rows |= {"checkpoint, bytes": f"{e.checkpoint_bytes:,}"} if e.checkpoint_bytes else {}
     rows |= {f"{name}, bytes": _bytes(e, name, size) for name, size in e.versions.items()}
     rows |= {f"dense {name}, bytes": _bytes(e, name, size) for name, size in e.dense_versions.items()}
+    rows |= {"for moepack export alone, bytes": f"{e.carried_bytes:,}"} if e.carried_bytes else {}
     about = "about " * bool(e.outline)
     rows |= {"dense tensors, bytes": f"{about}{e.dense_bytes:,}", "bundle, bytes": f"{about}{whole:,} and its tables"}
     rows["work directory, at most about"] = f"{e.work_bytes / 2**30:,.1f} GiB more"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moepack.memory import peaks
 from moepack.runtime.experts.handles import LayerExperts
 from moepack.server.batching.engine import Engine
 from moepack.server.batching.scheduler import Scheduler
@@ -94,6 +95,7 @@ class LiveView:
             "total": serving.budget_bytes,
             "reserved": serving.resident_bytes(),
             "peak": serving.resident_bytes_peak,
+            **peaks(),
             "kv_used": self._engine.cache_bytes,
             "parts": {name: size for name, size in parts.items() if size},
         }

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moepack.memory import peaks
 from moepack.server.batching.engine import Engine
 from moepack.server.batching.jobs import Job
 from moepack.server.batching.scheduler import Scheduler
@@ -60,7 +61,10 @@ class Metrics(Collector):
             "resident_bytes": ("Bytes reserved on the device.", serving.resident_bytes()),
             "resident_bytes_peak": ("The most bytes reserved so far.", serving.resident_bytes_peak),
             "budget_bytes": ("The most bytes allowed; 0 without a budget.", serving.budget_bytes or 0),
+            "memory_limit_bytes": ("The process's limit; 0 without one.", getattr(serving.limit, "bytes", 0)),
         }
+        named = {"process_bytes_peak": "process", "group_bytes_peak": "process's control group"}
+        gauges |= {n: (f"The most bytes that the {named[n]} has taken.", v) for n, v in peaks().items() if v}
         for name, (what, value) in gauges.items():
             yield GaugeMetricFamily(f"moepack_{name}", what, value=value)
         experts = GaugeMetricFamily("moepack_experts", "Experts by placement.", labels=["placement"])

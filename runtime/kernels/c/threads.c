@@ -55,7 +55,7 @@ static void after_fork(void) { /* a child process has none of its parent's threa
     pthread_mutex_init(&busy, 0);
 }
 
-void moepack_parallel(void (*work)(void *), void *argument, int threads) {
+static void parallel(void (*work)(void *), void *argument, int threads) {
     if (threads < 2) {
         work(argument);
         return;
@@ -90,6 +90,30 @@ void moepack_parallel(void (*work)(void *), void *argument, int threads) {
 #endif
     }
     pthread_mutex_unlock(&busy);
+}
+
+typedef struct {
+    void (*work)(void *);
+    void *argument;
+} Task;
+
+/* Codes count from 2^-120, so that those of subnormal FP8 numbers are denormal floats: a thread that takes denormals for
+ * zeros (torch.set_flush_denormal) does not while it works here. */
+static void with_denormals(void *task) {
+    const Task *t = task;
+#ifdef __x86_64__
+    const unsigned before = _mm_getcsr(), flushes = before & 0x8040; /* flush to zero, denormals are zero */
+    if (flushes) _mm_setcsr(before & ~0x8040u);
+    t->work(t->argument);
+    if (flushes) _mm_setcsr(before);
+#else
+    t->work(t->argument);
+#endif
+}
+
+void moepack_parallel(void (*work)(void *), void *argument, int threads) {
+    Task task = {work, argument};
+    parallel(with_denormals, &task, threads);
 }
 
 /* ---- reading memory only: a lower bound of the time of kernels that read as many bytes */

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from native_checkpoints import released, small
+from released_kinds import E8M0, block_fp8
 from support import HELPERS, RTN, flip, python, spy, tree
 
 import moepack
@@ -66,9 +69,12 @@ def test_a_digest_is_of_the_whole_file_and_is_not_taken_twice(checkpoint: Path) 
 
 
 def test_a_file_that_changes_meanwhile_is_refused(checkpoint: Path) -> None:
+    lock = threading.Lock()  # files are read by threads of their own
+
     def change(size: int) -> None:
         time.sleep(0.02)  # the system's time of a file's change advances in steps of milliseconds
-        tuned(checkpoint)
+        with lock:
+            tuned(checkpoint)
 
     with pytest.raises(InputError, match=r"changed while it was read"):
         identity(open_checkpoint(checkpoint), None, change)
@@ -167,7 +173,15 @@ def test_a_build_that_is_refused_leaves_no_folder(checkpoint: Path, tmp_path: Pa
 
 def test_kills_at_random_moments(short_model: Path, text: Path, tmp_path: Path) -> None:
     """By hand the same script made twenty of each of its kinds. Tests above stop stages at their seams."""
-    assert "2 kills" in python(HELPERS / "kill_and_resume.py", short_model, text, tmp_path, "2")
+    script = HELPERS / "kill_and_resume.py"
+    assert "2 kills" in python(script, short_model, text, tmp_path, "2", "bf16, w4, w2")
+
+
+def test_kills_of_a_released_checkpoint(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    plain = small(demo_model, tmp_path / "plain")
+    released(plain, tmp_path / "checkpoint", "deepseek mxfp4", lambda r, n, c: block_fp8(r, n, c, 128, "scale", E8M0))
+    script = HELPERS / "kill_and_resume.py"
+    assert "2 kills" in python(script, tmp_path / "checkpoint", text, tmp_path / "at", "2", "native, w2")
 
 
 def test_nothing_is_thrown_away_that_cannot_be_made_again(short_model: Path, text: Path, tmp_path: Path) -> None:

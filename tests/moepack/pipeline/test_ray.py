@@ -14,9 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 import tiny_models
+from native_checkpoints import released, small
+from released_kinds import E8M0, block_fp8
 from support import running, spy, tree
 
 from moepack.pack.errors import InputError
+from moepack.pack.reader import open_bundle
 from moepack.pipeline import build as pipeline
 from moepack.pipeline.build import build, calibrate, pack, quantize
 from moepack.pipeline.executors import local as local_executor
@@ -24,6 +27,7 @@ from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.tasks.row_shards import RowShardTask
 from moepack.progress import Reporter
 from moepack.quantize import dense_matrix
+from moepack.reports.verify import verify
 
 ray = pytest.importorskip("ray")
 
@@ -151,6 +155,22 @@ def test_slices_of_dense_matrices_with_a_worker_killed(
     build(checkpoint, tmp_path / "one", recipe, [text])
     assert executor._slots == 1
     assert made[0] == made[1] == tree(tmp_path / "two") == tree(tmp_path / "one")
+
+
+def test_a_released_checkpoint(executor: OnRay, demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """Workers read its codes and scales: of experts, whose FP4 leaves the file as it is, and of attention in FP8."""
+    plain = small(demo_model, tmp_path / "plain")
+    released(plain, tmp_path / "checkpoint", "deepseek mxfp4", lambda r, n, c: block_fp8(r, n, c, 128, "scale", E8M0))
+    recipe = parse_recipe(RECIPE.replace("bf16, w4", "native").replace("gptq", "rtn").replace("[w8]", "[w4]"), "test")
+    build(tmp_path / "checkpoint", tmp_path / "ray", recipe, [text])
+    assert executor.traffic.orders > 0 and executor.traffic.results == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "open_executor", lambda *asked: local_executor.Local())
+        build(tmp_path / "checkpoint", tmp_path / "local", recipe, [text])
+    assert tree(tmp_path / "ray") == tree(tmp_path / "local")
+    bundle = open_bundle(tmp_path / "ray")
+    assert [v.name for v in (*bundle.versions, *bundle.dense_versions)] == ["mxfp4", "w2", "fp8", "w4"]
+    assert verify(tmp_path / "ray", tmp_path / "checkpoint") == []
 
 
 class Counting(Reporter):

@@ -69,6 +69,26 @@ def test_fp8_activations_of_any_size(size: float) -> None:
             assert relative(product(layer, x, index), expected(layer, x, index)) <= 1e-5, (level, dtype)
 
 
+def test_flushed_denormals_drop_no_codes() -> None:
+    """torch.set_flush_denormal changes no bit of a product of subnormal codes, and is still set after it."""
+    x, index = activations(2, 300, torch.float32), torch.zeros(2, 1, dtype=torch.int64)
+    for version in (v for v in RELEASED if v.name in ("fp8", "fp8row", "mxfp8", "nvfp4")):
+        layer = make_layer(Matrix("m", 33, 300), [version], [0], seed=7)  # no other test shares what is changed here
+        plane = version.sections((Matrix("m", 33, 300),))[0]
+        layer.extents[0][plane.end - plane.size : plane.end] &= 0x87 if version.bits == 8 else 0xFF
+        for level in range(native.BEST + 1):
+            native.use_level(level)
+            for dtype in (torch.float32, torch.bfloat16):
+                want = product(layer, x.to(dtype), index)
+                assert torch.set_flush_denormal(True)
+                try:
+                    got = product(layer, x.to(dtype), index)
+                    assert float(torch.tensor([1e-40]) * 1) == 0
+                finally:
+                    torch.set_flush_denormal(False)
+                assert bool(want.any()) and torch.equal(got, want), (version.name, level, dtype)
+
+
 def test_activations_that_are_not_finite_make_no_numbers() -> None:
     for number, version in enumerate(ONE_EACH):
         layer = make_layer(Matrix("m", 40, 300), ONE_EACH, [number])

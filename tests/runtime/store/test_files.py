@@ -81,6 +81,11 @@ def test_threads_do_read_ahead_and_stay_in_bounds(store: BackingStore, monkeypat
     assert ahead.take(PLACES[-1]) is None and ahead.take(("w4", 9, 9)) is None
     ahead.close()
     assert len(read) == 7
+    monkeypatch.setattr(ahead_module, "WAITING", sizes[0][1] - 1)
+    ahead = ReadAhead(sizes[:1], load, threads=1)
+    assert ahead.take(sizes[0][0]) is None, "larger than what may wait: the loader reads it in place"
+    ahead.close()
+    assert len(read) == 7
 
 
 def test_reports_through_what_stands_between(store: BackingStore) -> None:

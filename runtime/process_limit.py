@@ -1,0 +1,156 @@
+"""A memory limit of the whole process on a CPU: the budget, and what the process takes beside it.
+
+The process is measured once its libraries are imported and the model's skeleton is made, before any weight is read.
+What it takes later are constants that were measured. `load` sets the budget with it, and `moepack plan` shows it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from moepack.pack.errors import InputError
+from moepack.pack.reader import Bundle
+from moepack.pack.spec import Version, align
+from moepack.runtime.dense.choice import dense_change
+from moepack.runtime.dense.linears import linears
+from moepack.runtime.devices import glibc
+from moepack.runtime.planning.choice import choose_policy
+from moepack.runtime.planning.exceeded import TooSmallError
+from moepack.runtime.planning.fixed import Fixed, measure
+from moepack.runtime.planning.options import AUTO, LoadOptions
+from moepack.runtime.planning.plan import make_plan, unchanging
+from moepack.runtime.planning.sizes import parse_size
+from moepack.runtime.store.host_limit import most_memory, resident
+from moepack.runtime.store.read_ahead import WAITING
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+STEP = 16 * MIB  # a process's measure is rounded up to whole steps: it varies by some MB from run to run
+LATER = 96 * MIB  # libraries and kernels that the first passes load and compile, and Python's objects
+THREAD = 2 * MIB  # a thread's stack and heap, and what the kernel keeps for it
+UNSEEN = 16 * MIB  # holes in the heap, and what the budget does not see (docs/memory.md)
+SHARE = 0.03 + 1 / 512  # of the budget: holes, and the page tables of small pages
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """The bytes that a process takes beside its budget, by use; and a share of the budget, `SHARE`."""
+
+    process: int  # Python, libraries with their files' pages, the model without weights
+    later: int = LATER  # libraries and kernels that are loaded on first use
+    threads: int = 0
+    read_ahead: int = WAITING  # extents read ahead of the loader
+    unseen: int = UNSEEN  # holes in the heap, stacks
+
+    @property
+    def total(self) -> int:
+        """The sum of the parts."""
+        return sum(asdict(self).values())
+
+    def limit(self, budget: int) -> int:
+        """Return the most bytes of a process with a budget."""
+        return self.total + budget + math.ceil(budget * SHARE)
+
+    def budget(self, limit: int) -> int:
+        """Return the largest budget of a process that takes at most `limit` bytes; 0 if there is none."""
+        return max(0, math.floor((limit - self.total) / (1 + SHARE)))
+
+    def described(self, budget: int, shown: Callable[[int], str] = "{} bytes".format) -> str:
+        """Name every part in words, beside a budget; `shown` writes a size."""
+        parts = (
+            (self.process, "Python and libraries"),
+            (self.later, "what they load later"),
+            (self.threads, "threads"),
+            (self.read_ahead, "read ahead"),
+            (self.unseen + self.limit(budget) - budget - self.total, "heap holes and page tables"),
+        )
+        return ", ".join(f"{shown(size)} {name}" for size, name in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessLimit:
+    """A limit that a model is served in."""
+
+    bytes: int  # the most that the process may take
+    budget: int
+    beside: Beside
+
+    def __str__(self) -> str:
+        return f"memory limit of {self.bytes} bytes: {self.budget} bytes budget, {self.beside.described(self.budget)}"
+
+    def too_small(self, bundle: Bundle, error: TooSmallError) -> TooSmallError:
+        """Return the error of a budget in terms of the limit."""
+        least = align(self.beside.limit(error.least), STEP) + STEP
+        return TooSmallError(
+            f"{bundle.path}: a memory limit of {self.bytes} bytes is too small: the least that would do is {least} "
+            f"bytes: {error.least} bytes budget, {self.beside.described(error.least)}",
+            least,
+        )
+
+
+def measured() -> Beside:
+    """Measure the process as it is now."""
+    glibc.bound()
+    glibc.trim()
+    threads = torch.get_num_threads() + torch.get_num_interop_threads()
+    return Beside(align(sum(resident()), STEP), threads=threads * THREAD)
+
+
+def limit_of(options: LoadOptions, beside: Beside) -> ProcessLimit:
+    """Divide the memory limit of `options` into the budget and the rest.
+
+    Raises:
+        InputError: if the options' own budget does not fit.
+    """
+    limit = most_memory() if options.memory == AUTO else parse_size(options.memory)
+    assert limit is not None
+    most, given = beside.budget(limit), options.budget
+    if given is not None and given > most:
+        raise InputError(
+            f"a device memory of {given} bytes does not fit a memory limit of {limit} bytes: at most {most} bytes "
+            f"do, beside {beside.described(most)}"
+        )
+    return ProcessLimit(limit, most if given is None else given, beside)
+
+
+def keep_limit(
+    model: Any, bundle: Bundle, options: LoadOptions, dense: Sequence[Version]
+) -> tuple[LoadOptions, ProcessLimit]:
+    """Set the budget of a model whose weights are not read yet, by `options.memory`. `dense`: as in `attach`.
+
+    Raises:
+        InputError: if the options' own budget does not fit.
+        TooSmallError: if the limit does not hold the model at its smallest versions, before any weight is read.
+    """
+    needs, outside = measure(bundle, model.config, model.dtype, CPU, options.workload)
+    limit = limit_of(options, measured())
+    outside += dense_change(bundle, dense, model.dtype.itemsize)
+    fixed = Fixed(outside, needs.kv_bytes, needs.activations)
+    policy = choose_policy(options.policy, bundle, [CPU] * len(bundle.layers), True)
+    try:
+        if policy.is_live:
+            make_plan(bundle, policy.options, fixed.total, limit.budget)
+        else:
+            unchanging(bundle, policy, fixed, limit.budget)
+        if (loading := outside + _twice(model, bundle, dense)) > limit.budget:
+            raise TooSmallError(f"{bundle.path}: loading its dense tensors takes {loading} bytes", loading)
+    except TooSmallError as error:
+        raise limit.too_small(bundle, error) from None
+    return replace(options, device_memory=limit.budget), limit
+
+
+def _twice(model: Any, bundle: Bundle, dense: Sequence[Version]) -> int:
+    """Return the bytes of the largest dense matrix that is in memory twice while it is loaded.
+
+    A coded one is decoded from its extent; one that the bundle has no versions of is moved to where kernels read it.
+    """
+    places = [(v, *bundle.dense_place(i)) for i, v in enumerate(dense) if v.entropy_coded]
+    sizes = [bundle.dense_file(v.name, layer).extent_size(at) for v, layer, at in places]
+    own = {d.module for d in bundle.manifest.dense}
+    found = linears(model, [layer.module for layer in bundle.layers])
+    return max([*sizes, *(m.weight.nbytes for name, m in found.items() if name not in own)], default=0)

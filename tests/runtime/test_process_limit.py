@@ -1,0 +1,180 @@
+"""A limit on the whole process: arithmetic, refusals, weights that are never held twice, and a cage that holds it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from support import ROOT
+from transformers import AutoModelForCausalLM
+
+import moepack.runtime.plugin
+from benchmarks.limited.cage import Cage
+from moepack.pack.errors import InputError
+from moepack.reports.plan import plan
+from moepack.runtime.devices import glibc
+from moepack.runtime.planning.exceeded import TooSmallError
+from moepack.runtime.planning.options import LoadOptions
+from moepack.runtime.process_limit import MIB, SHARE, Beside, limit_of
+from moepack.runtime.store import host_limit
+
+GIB = 1 << 30
+
+
+def test_budget_and_limit_are_inverse() -> None:
+    beside = Beside(100, 20, 3, 4, 5)
+    assert beside.total == 132 and beside.limit(0) == 132 and beside.limit(1000) == 132 + 1000 + 32
+    for limit in (133, 5_000, 12_345_678_901):
+        most = beside.budget(limit)
+        assert beside.limit(most) <= limit < beside.limit(most + 1)
+    assert beside.budget(132) == beside.budget(5) == 0
+    words = beside.described(1000)
+    assert words.startswith("100 bytes Python and libraries, 20 bytes ")
+    assert words.endswith(", 37 bytes heap holes and page tables")
+    assert sum(map(int, re.findall(r"(\d+) bytes", words))) == beside.limit(1000) - 1000
+
+
+def test_auto_is_what_the_group_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of 6 GiB, of which 3 are taken and 2 of those are cache; a system of 32 GiB with 20 left."""
+    monkeypatch.setattr(host_limit, "resident", lambda: (GIB // 4, 7))
+    system = SimpleNamespace(available=20 * GIB, total=32 * GIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: system)
+    (tmp_path / "self").write_text("0::/a\n")
+    (tmp_path / "a").mkdir()
+    sizes = {"max": 6 * GIB, "current": 3 * GIB, "peak": 4 * GIB, "stat": f"active_file {2 * GIB}"}
+    for name, text in sizes.items():
+        (tmp_path / "a" / f"memory.{name}").write_text(f"{text}\n")
+    assert host_limit.most_memory(tmp_path / "none", tmp_path / "none") == GIB // 4 + 20 * GIB - 2 * GIB
+    assert host_limit.most_memory(tmp_path, tmp_path / "self") == GIB // 4 + 5 * GIB - 6 * GIB // 64
+    assert host_limit.group_peak(tmp_path, tmp_path / "self") == 4 * GIB
+    assert host_limit.group_peak(tmp_path / "none", tmp_path / "none") is None
+
+
+def test_what_is_refused(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="on the CPU: on cuda"):
+        LoadOptions(memory="1GB", device="cuda")
+    with pytest.raises(InputError, match="size 'much'"):
+        LoadOptions(memory="much")
+    with pytest.raises(InputError, match="on the CPU: on disk give a device memory"):
+        AutoModelForCausalLM.from_pretrained(bundle, memory="4GB", device_map={"model": "cpu", "lm_head": "disk"})
+    given, beside = LoadOptions(memory=1000, device_memory=900), Beside(90, 5, 0, 0, 5)
+    with pytest.raises(InputError, match=r"device memory of 900 bytes .* limit of 1000 bytes: at most 872 bytes do"):
+        limit_of(given, beside)
+    assert limit_of(LoadOptions(memory=1000, device_memory=800), beside).budget == 800
+    assert int(900 / (1 + SHARE)) == limit_of(LoadOptions(memory=1000), beside).budget == 872
+    monkeypatch.setenv("MOEPACK_MEMORY", "lots")
+    with pytest.raises(InputError, match="MOEPACK_MEMORY: size 'lots'"):
+        moepack.load(bundle)
+
+
+@pytest.mark.parametrize("policy", ["static:w2", "hotness", "lru:lo=absent"])
+def test_the_least_that_is_named_would_do(bundle: Path, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before a weight is read, and the limit that the refusal names loads."""
+
+    def read(*_: object) -> None:
+        raise AssertionError("weights were read")
+
+    with monkeypatch.context() as patch, pytest.raises(TooSmallError, match="a memory limit of 5 bytes") as refused:
+        patch.setattr(moepack.runtime.plugin, "attach", read)
+        moepack.load(bundle, policy=policy, memory=5, prefill_tokens=16)
+    least = refused.value.least
+    with moepack.load(bundle, policy=policy, memory=least, prefill_tokens=16).moepack as serving:
+        assert serving.limit is not None and serving.limit.bytes == least
+        assert serving.resident_bytes_peak <= serving.budget_bytes == serving.limit.budget < 64 * MIB
+
+
+def test_weights_are_never_held_twice(tmp_path: Path) -> None:
+    """Of 256 MB that are mapped, 32 MB at a time are in memory while they are copied; none in the page cache after."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    file = tmp_path / "x.safetensors"
+    save_file({name: torch.full((64 << 20,), i, dtype=torch.bfloat16) for i, name in enumerate("ab", 1)}, file)
+    with file.open("rb+") as written:
+        os.fsync(written.fileno())
+    with safe_open(file, "pt") as mapped:
+        model = torch.nn.ParameterDict({name: mapped.get_slice(name)[...] for name in "ab"}).requires_grad_(False)
+    before, most = host_limit.resident()[1], list[int]()
+    copied = torch.UntypedStorage.copy_
+
+    def copy(self: torch.UntypedStorage, *given: object) -> torch.UntypedStorage:
+        made = copied(self, *given)
+        most.append(host_limit.resident()[1] - before)
+        return made
+
+    torch.UntypedStorage.copy_ = copy  # type: ignore[method-assign, assignment]
+    try:
+        glibc.own(model, uncached=True)
+    finally:
+        torch.UntypedStorage.copy_ = copied  # type: ignore[method-assign]
+    assert len(most) == 8 and 16 << 20 <= max(most) < 48 << 20, most
+    assert all(bool((model[name] == i).all()) for i, name in enumerate("ab", 1))
+    with file.open("rb") as read:
+        try:
+            os.preadv(read.fileno(), [bytearray(4096)], 100 << 20, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return  # it is not in the page cache
+        except OSError:
+            pytest.skip("the file system does not say what is cached")
+    pytest.fail("the weights are in the page cache still")
+
+
+def in_cage(limit: int, *words: str | Path) -> tuple[int, str, str, int]:
+    """Run moepack in a control group: exit code, both outputs, the group's peak."""
+    command = [sys.executable, "-m", "moepack", *map(str, words)]
+    with Cage(limit) as cage:
+        if cage.group is None:
+            pytest.skip("no control group can be made here")
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        run = subprocess.run(command, capture_output=True, text=True, env=environment, preexec_fn=cage.enter)
+        assert not cage.killed(), run.stderr
+        return run.returncode, run.stdout, run.stderr, cage.peak() or 0
+
+
+def test_a_process_keeps_its_limit_in_a_cage(bundle: Path, evaluation: Path) -> None:
+    """At the least limit that the refusal names, in a control group of just that size."""
+    words = (
+        "eval",
+        bundle,
+        "-d",
+        evaluation,
+        "--samples",
+        "8",
+        "--length",
+        "256",
+        "--policy",
+        "hotness",
+        "--json",
+        "-q",
+    )
+    code, _, said, _ = in_cage(2 * GIB, *words, "--memory", "500MB")
+    found = re.search(r"a memory limit of 500000000 bytes is too small: the least that would do is (\d+) bytes", said)
+    assert code == 2 and found and said.count("\n") == 1, said
+    limit = int(found[1])
+    code, out, said, peak = in_cage(limit, *words, "--memory", str(limit))
+    assert code == 0, said
+    facts = json.loads(out)
+    assert facts["memory_limit_bytes"] == limit and facts["resident_bytes_peak"] <= facts["budget_bytes"]
+    assert 0.5 * limit < facts["process_bytes_peak"] <= limit and 0 < peak <= limit
+    assert facts["group_bytes_peak"] <= limit
+
+
+def test_tied_weights_count_once(bundle: Path) -> None:
+    """transformers unties weights while it loads; the budget that a limit needs is the one that a plan names."""
+    from moepack.runtime.planning import fixed
+
+    assert json.loads((bundle / "config.json").read_text())["tie_word_embeddings"]
+    fixed._known.clear()
+    work: dict[str, Any] = {"policy": "static:w2", "prefill_tokens": 24}
+    with pytest.raises(TooSmallError) as refused:
+        moepack.load(bundle, memory=5, **work)
+    assert f" {plan(bundle, LoadOptions(device_memory=0, **work)).least_bytes} bytes budget" in str(refused.value)

@@ -1,0 +1,162 @@
+"""A checkpoint again from its bundle alone: every tensor byte for byte, whatever the model is made of."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from native_checkpoints import released
+from released import same
+from released_kinds import weight
+from safetensors.torch import load_file, save_file
+from support import Notes, cli, edit_tensors
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from moepack.export import export_checkpoint
+from moepack.pack.errors import InputError
+from moepack.pipeline.build import build
+from moepack.pipeline.estimate import estimate
+from moepack.pipeline.recipe import parse_recipe
+from moepack.pipeline.shrink import shrink
+from moepack.reports.verify import verify
+
+RECIPE = """
+versions: [native, w2]
+quantize: {method: rtn, group_size: 32, loss_tokens: 64}
+calibration: {samples: 2, length: 64, batch_size: 2}
+"""
+
+
+def stored(path: Path) -> dict[str, tuple[str, Tensor]]:
+    return {name: (file.name, t) for file in path.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def made(checkpoint: Path, folder: Path, text: Path, more: str = "") -> list[str]:
+    """Build, dry-run and export; assert that all tensors are the same; return the notes of the build."""
+    notes, dry, recipe = Notes(), Notes(), parse_recipe(RECIPE + more, "test")
+    few = estimate(checkpoint, folder / "bundle", recipe, [text], reporter=dry)
+    build(checkpoint, folder / "bundle", recipe, [text], reporter=notes)
+    assert [n for n in dry.notes if "export" in n] == [n for n in notes.notes if "export" in n]
+    kept = folder / "bundle" / "released.safetensors"
+    assert few.carried_bytes == (sum(t.nbytes for t in load_file(kept).values()) if kept.exists() else 0)
+    assert verify(folder / "bundle", checkpoint) == []
+    before = stored(checkpoint)
+    checkpoint.rename(folder / "elsewhere")
+    report = export_checkpoint(folder / "bundle", folder / "again")
+    after = stored(folder / "again")
+    assert report.left_out == tuple(sorted(before.keys() - after.keys())) and after.keys() <= before.keys()
+    assert all(after[n][0] == before[n][0] and same(after[n][1], before[n][1]) for n in after)
+    was, now = (json.loads((folder / p / "config.json").read_text()) for p in ("elsewhere", "again"))
+    assert was == now
+    (folder / "elsewhere").rename(checkpoint)
+    return notes.notes
+
+
+def plain(family: str, folder: Path, demo_model: Path, **extra: Any) -> Path:
+    return tiny_models.save_tiny(family, folder / "checkpoint", demo_model, **extra)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "granitemoe", "mixtral", "deepseek_v2"])
+def test_models_in_bf16(family: str, demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """One tensor an expert, all of a layer in one, transposed, with biases."""
+    notes = made(plain(family, tmp_path, demo_model), tmp_path, text)
+    assert not any("export" in n for n in notes) and not (tmp_path / "bundle" / "released.safetensors").exists()
+    shrink(tmp_path / "bundle", tmp_path / "small", ["w2"])
+    assert not (tmp_path / "small" / "released.json").exists()
+    code, _, said = cli("export", tmp_path / "small", "-o", tmp_path / "none")
+    assert code != 0 and "has no version here that holds its checkpoint as it was: here are w2" in said.splitlines()[-1]
+
+
+def test_experts_that_bf16_rounds_are_no_checkpoint(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    plain("qwen3_moe", tmp_path, demo_model, dtype=torch.float32)
+    build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(RECIPE, "test"), [text])
+    with pytest.raises(InputError, match="bf16 is not how its F32 experts were"):
+        export_checkpoint(tmp_path / "bundle", tmp_path / "again")
+
+
+def deepseek(folder: Path, demo_model: Path) -> Path:
+    """A DeepSeek-V4 as released: experts in MXFP4, attention in FP8; its o_a_proj is no Linear, others are small."""
+    small = {
+        "num_key_value_heads": 1, "n_routed_experts": 4, "moe_intermediate_size": 64, "q_lora_rank": 32,
+        "o_lora_rank": 32, "o_groups": 2, "num_hidden_layers": 1, "head_dim": 32, "qk_rope_head_dim": 16,
+        "mlp_layer_types": ["moe"], "layer_types": ["sliding_attention"],
+    }  # fmt: skip
+    path, tensors = plain("deepseek_v4", folder, demo_model, **small), dict[str, Tensor]()
+    for seed, (long, tensor) in enumerate(load_file(path / "model.safetensors").items()):
+        name = long.removeprefix("model.")
+        fp8 = "fp8 blocks E8M0" if re.search(r"\.(wo|wq|wkv|w\d)", name) else None
+        kind = "deepseek mxfp4" if ".experts." in name else fp8
+        tensors |= weight(kind, *tensor.shape, name.removesuffix(".weight"), seed)[0] if kind else {name: tensor}
+    config = json.loads((path / "config.json").read_text())
+    quantization = {"quant_method": "fp8", "weight_block_size": [32, 32], "scale_fmt": "ue8m0"}
+    (path / "config.json").write_text(
+        json.dumps({**config, "expert_dtype": "fp4", "quantization_config": quantization})
+    )
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def test_matrices_that_are_decoded_are_kept_as_well(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    notes = made(deepseek(tmp_path, demo_model), tmp_path, text)
+    (line,) = [n for n in notes if "export" in n]
+    kept = load_file(tmp_path / "bundle" / "released.safetensors")
+    assert {"layers.0.attn.wo_a.weight", "layers.0.attn.wo_a.scale"} <= kept.keys()
+    assert f"{len(kept)} tensors (" in line and f"{sum(t.nbytes for t in kept.values()):,} bytes" in line
+    edit_tensors(tmp_path / "checkpoint", lambda t: t["layers.0.attn.wo_a.scale"].view(torch.uint8)[0, 0].add_(1))
+    problems = [str(p) for p in verify(tmp_path / "bundle", tmp_path / "checkpoint")]
+    assert any("layers.0.attn.wo_a.scale differs" in p for p in problems)
+
+
+def test_a_tower_whose_matrices_are_cut(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """Kimi-K2.5's vision tower has one tensor for q, k and v, of which the model makes three."""
+    language = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    language |= tiny_models._MLA | {"num_hidden_layers": 2, "model_type": "deepseek_v3"}
+    vision = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    config = CONFIG_MAPPING["kimi_k25"](text_config=language, vision_config=vision)
+    torch.manual_seed(0)
+    path = tmp_path / "checkpoint"
+    AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
+    tiny_models.copy_tokenizer(demo_model, path)
+    notes = made(path, tmp_path, text)
+    assert len([n for n in notes if "wqkv" in n and "for moepack export" in n]) == 1
+    assert any("wqkv" in n for n in load_file(tmp_path / "bundle" / "released.safetensors"))
+
+
+@pytest.mark.parametrize("mtp", ["drop", "keep"])
+def test_what_the_model_has_no_place_for(mtp: str, demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """An output projection that is tied and stored, a tensor that belongs nowhere, and an MTP layer in FP8."""
+    small = {"num_experts": 4, "moe_intermediate_size": 64, "tie_word_embeddings": True}
+    tiny_models.save_tiny("qwen3_moe", tmp_path / "plain", demo_model, **small)
+    path = tmp_path / "checkpoint"
+    released(tmp_path / "plain", path, "fp8 blocks")
+    tensors = load_file(path / "model.safetensors")
+    tensors |= {n.replace("layers.1.", "layers.2."): t.clone() for n, t in tensors.items() if "layers.1." in n}
+    tensors |= {"lm_head.weight": tensors["model.embed_tokens.weight"].clone(), "model.odd": torch.arange(3)}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    notes = " ".join(made(path, tmp_path, text, f"mtp: {mtp}"))
+    left = tensors.keys() - stored(tmp_path / "again").keys()
+    assert "1 tensors of the checkpoint have no place in the model, and are kept for moepack export alone" in notes
+    assert left == ({n for n in tensors if "layers.2." in n} if mtp == "drop" else set())
+    assert ("are left out, of moepack export too: mtp: keep" in notes) == (mtp == "drop")
+    assert "lm_head.weight" in load_file(tmp_path / "bundle" / "released.safetensors")
+
+
+def test_narrower_dense_versions(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """Beside released ones they change nothing; without those an export is refused before it begins."""
+    from released_kinds import KINDS
+
+    small = {"num_experts": 4, "moe_intermediate_size": 64, "hidden_size": 128, "head_dim": 64}
+    tiny_models.save_tiny("qwen3_moe", tmp_path / "plain", demo_model, **small)
+    released(tmp_path / "plain", tmp_path / "checkpoint", "fp8 blocks", KINDS["fp8 blocks"].make)
+    made(tmp_path / "checkpoint", tmp_path, text, "dense: [w4]")
+    shrink(tmp_path / "bundle", tmp_path / "small", dense=["w4"])
+    with pytest.raises(InputError, match="small: has no lossless version of its dense matrices here"):
+        export_checkpoint(tmp_path / "small", tmp_path / "none")
+    assert not (tmp_path / "none").exists()

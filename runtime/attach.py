@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import SECTION, Version, align
 from moepack.runtime.dense.linears import serve as serve_dense
+from moepack.runtime.dense.mapped import own
 from moepack.runtime.devices import glibc, torch_cuda
 from moepack.runtime.devices.cpu import CpuDevice
+from moepack.runtime.devices.migration import HostEvent
 from moepack.runtime.devices.reading import read_rate
 from moepack.runtime.experts import backends
 from moepack.runtime.experts.handles import LayerExperts
@@ -31,6 +34,8 @@ from moepack.runtime.planning.token_cost import dense_read, within
 from moepack.runtime.policies.contract import Versions
 from moepack.runtime.residency.manager import ResidencyManager
 from moepack.runtime.store.files import BackingStore
+from moepack.runtime.store.loading import in_order, loading
+from moepack.runtime.store.read_ahead import Place
 
 from .serving import Serving
 
@@ -56,10 +61,10 @@ def attach(model: Any, bundle: Bundle, options: LoadOptions, dense: Sequence[Ver
         )
     compiled = all(device.type == "cpu" and backends.backend(device) == "native" for device in devices)
     kernels = compiled and os.environ.get(KERNELS, "on") != "off"
-    if device_memory is not None and devices[0].type == "cpu":
+    if in_place := device_memory is not None and devices[0].type == "cpu":
         glibc.bound()  # at once: memory freed while loading goes back
-        glibc.own(model, options.memory is not None)  # before matrices move to where kernels read them
-    serve_dense(model, bundle, dense, compiled, kernels)
+        own(model, bundle, options.memory is not None)  # before matrices move to where kernels read them
+    serve_dense(model, bundle, dense, compiled, kernels, in_place)
     if (bound := options.bound) is not None:
         kv = measure(bundle, model.config, model.dtype, devices[0], workload)[0].kv if workload.kv_tokens else None
         read = dense_read(dense_bytes(model), model.config) + (kv.bytes(workload.kv_tokens) if kv else 0)
@@ -84,7 +89,7 @@ def attach(model: Any, bundle: Bundle, options: LoadOptions, dense: Sequence[Ver
         if device_memory is not None:
             tracker = BudgetTracker(device_memory, fixed.total)
             tracker.try_reserve("experts", needed)
-        layers = load_map(bundle, table, devices)
+        layers = load_map(bundle, table, devices, in_place)
     try:
         serving = Serving(model, bundle, str(policy), layers, fixed, manager, tracker, replaced)
         _hand_over(model, bundle, serving, needs, dense)
@@ -132,35 +137,50 @@ def _held_back(
     return Fixed(fixed.dense, needs.kv_bytes, activations), replace(needs, activations=activations)
 
 
-def load_map(bundle: Bundle, table: Versions, devices: Sequence[torch.device]) -> list[LayerExperts]:
+def load_map(
+    bundle: Bundle, table: Versions, devices: Sequence[torch.device], direct: bool = False
+) -> list[LayerExperts]:
     """Load experts at the versions of `table`, which never change, each layer into one range of host memory.
+
+    Args:
+        direct: whether files are read past the page cache.
 
     Raises:
         BundleError: when an extent is damaged.
     """
-    store, versions = BackingStore(bundle), bundle.manifest.versions
+    store, versions, count = BackingStore(bundle, direct=direct), bundle.manifest.versions, loading()
     served = [v for v in versions if any(v.name in row for row in table)]
+    coded = {v.name for v in served if v.entropy_coded}
     host = CpuDevice(max(staging_bytes(bundle, v) for v in served), threads=None)
-    layers = []
+    places = [(name, p, e) for p, row in enumerate(table) for e, name in enumerate(row)]
+    layers = [LayerExperts(x, versions, device) for x, device in zip(bundle.layers, devices, strict=True)]
+
+    def rooms() -> Iterator[tuple[Place, Version, Tensor]]:
+        for p, (described, row) in enumerate(zip(bundle.layers, table, strict=True)):
+            chosen = [bundle.manifest.version(name) for name in row]
+            sizes = [align(v.resident_size(described.matrices), SECTION) for v in chosen]
+            memory = host.memory(sum(sizes))
+            memory.take(0, sum(sizes))
+            for e, (version, block) in enumerate(zip(chosen, memory.tensor[: sum(sizes)].split(sizes), strict=True)):
+                yield (version.name, p, e), version, block
+
+    def start(room: tuple[Place, Version, Tensor]) -> HostEvent:
+        place, version, block = room
+        return host.fetch(partial(store.stored, *place), block, bundle.layers[place[1]], version)
+
     try:
-        with store.reading_ahead((name, p, e) for p, row in enumerate(table) for e, name in enumerate(row)):
-            for p, (described, row, device) in enumerate(zip(bundle.layers, table, devices, strict=True)):
-                layer = LayerExperts(described, versions, device)
-                chosen = [bundle.manifest.version(name) for name in row]
-                sizes = [align(v.resident_size(described.matrices), SECTION) for v in chosen]
-                memory = host.memory(sum(sizes))
-                memory.take(0, sum(sizes))
-                blocks = memory.tensor[: sum(sizes)].split(sizes)
-                for e, (version, block) in enumerate(zip(chosen, blocks, strict=True)):
-                    copied = host.fetch(partial(store.stored, version.name, p, e), block, described, version)
-                    copied.wait()
-                    if copied.error is not None:
-                        raise copied.error
-                    layer.publish(e, layer.of.over(version, block.to(device)))
-                if device.type != "cpu":
-                    layer.current.device_table()  # made now: it cannot be made in a graph's capture
-                layers.append(layer)
+        count.expect(sum(store.stored(*place).size for place in places))
+        with store.reading_ahead(place for place in places if place[0] in coded):
+            for (place, version, block), fetch in in_order(rooms(), start):
+                if fetch is not None and fetch.error is not None:
+                    raise fetch.error
+                layer = layers[place[1]]
+                layer.publish(place[2], layer.of.over(version, block.to(layer.of.device)))
+                count.add(store.stored(*place).size)
     finally:
         host.close()
         store.close()
+    for layer in layers:
+        if layer.of.device.type != "cpu":
+            layer.current.device_table()  # made now: it cannot be made in a graph's capture
     return layers

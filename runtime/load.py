@@ -43,7 +43,7 @@ def load(
 
     Args:
         bundle: a directory, or a Hub id, of which the versions that the policy may serve are fetched.
-        progress: called while experts are loaded, with the bytes loaded so far and the bytes in all.
+        progress: called while weights are read, with the bytes read so far and the bytes in all, as far as known.
 
     `moepack.runtime.planning.options.LoadOptions` describes the other arguments.
 
@@ -68,7 +68,7 @@ def load_bundle(bundle: str | Path, options: LoadOptions, progress: Callable[[in
 
     import torch
 
-    from moepack.runtime.store.read_ahead import loading_report
+    from moepack.runtime.store.loading import loading_report
 
     check_device(options.device)
     if torch.get_default_device().type == "meta":

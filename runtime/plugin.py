@@ -115,7 +115,11 @@ class MoepackQuantizer(HfQuantizer):
         config: Any = self.quantization_config
         bundle = self._bundle = _bundle_of(model, checkpoint_files, config.options(True))
         check_options(bundle, config.options())
-        bundle.check(*bundle.manifest.files)
+        where = kwargs.get("device_map") or "cpu"
+        devices = {str(place) for place in (where.values() if isinstance(where, Mapping) else [where])}
+        # On a CPU in a budget, files of tensors are checked as they are read (dense/mapped.py)
+        in_budget = config.options().in_budget
+        bundle.check(*(() if in_budget and devices == {"cpu"} else bundle.manifest.files))
         adapt(model)
         options = self._options = config.options(bool(bundle.manifest.dense))
         self._dense = choose_dense(options.dense, bundle, options.policy)
@@ -144,8 +148,6 @@ class MoepackQuantizer(HfQuantizer):
         if bundle.manifest.model.get("mtp") == "keep":
             patterns = mtp_patterns(bundle.dense(check_digests=False), bundle.manifest.model["decoder_layers"])
             model._keys_to_ignore_on_load_unexpected |= patterns
-        where = kwargs.get("device_map") or "cpu"
-        devices = {str(place) for place in (where.values() if isinstance(where, Mapping) else [where])}
         if options.memory is not None and not devices <= {"cpu"}:
             named = ", ".join(sorted(devices - {"cpu"}))
             raise InputError(f"a memory limit is for a model on the CPU: on {named} give a device memory instead")

@@ -22,12 +22,14 @@ from moepack.pack.isa import emulated
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import LOSSLESS, SECTION, ExpertLayer, Matrix, Version, align, is_dense
 from moepack.runtime.devices.cpu import CpuDevice, CpuMemory
+from moepack.runtime.devices.migration import HostEvent
 from moepack.runtime.experts import backends
 from moepack.runtime.kernels import by_torch
 from moepack.runtime.kernels.forms import compiled as has_kernels
 from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.kernels.reference import plain_weights, section, sections_of
 from moepack.runtime.store.files import DENSE, BackingStore
+from moepack.runtime.store.loading import in_order, loading
 
 from .packed import PackedLinear
 
@@ -231,17 +233,25 @@ def prepare(model: nn.Module, bundle: Bundle, versions: Sequence[Version]) -> No
             model.get_submodule(parent).register_module(last, PackedLinear(shape, version))
 
 
-def serve(model: nn.Module, bundle: Bundle, versions: Sequence[Version], compiled: bool, plain: bool = True) -> None:
+def serve(
+    model: nn.Module,
+    bundle: Bundle,
+    versions: Sequence[Version],
+    compiled: bool,
+    plain: bool = True,
+    direct: bool = False,
+) -> None:
     """Load a model's dense matrices after its other weights, and let the kernels multiply by them.
 
     Args:
         versions: one for each dense matrix of the bundle; the model's others are moved into huge pages.
         compiled: whether the model is on a CPU that has compiled kernels.
         plain: whether the kernels multiply by BF16 matrices too.
+        direct: whether files are read past the page cache.
 
     Raises BundleError when an extent is damaged.
     """
-    served = _load(model, bundle, versions) if versions else {}
+    served = _load(model, bundle, versions, direct) if versions else {}
     if not compiled:
         return
     if plain:
@@ -295,26 +305,32 @@ def _views(extent: Tensor, matrix: Matrix, version: Version) -> tuple[Tensor, Te
     return weight, section(extent, sections["bias"]) if matrix.bias else None
 
 
-def _load(model: nn.Module, bundle: Bundle, versions: Sequence[Version]) -> dict[str, PackedMatrix]:
+def _load(model: nn.Module, bundle: Bundle, versions: Sequence[Version], direct: bool) -> dict[str, PackedMatrix]:
     """Read every dense matrix of a bundle into memory, and into its module."""
     described = bundle.manifest.dense
     shapes = {d.module: (d.matrix, v) for d, v in zip(described, versions, strict=True)}
-    store, out = BackingStore(bundle), {}
+    store, out, count = BackingStore(bundle, direct=direct), {}, loading()
     sizes = [store.stored(v.name, DENSE, i).size for i, v in enumerate(versions) if v.entropy_coded]
     host = CpuDevice(max(sizes, default=0), threads=None)
     dtype = model.dtype if isinstance(model.dtype, torch.dtype) else torch.bfloat16
     try:
-        with store.reading_ahead((v.name, DENSE, i) for i, v in enumerate(versions)):
-            rooms = _room({n: s for n, s in shapes.items() if s[1].plain})
-            rooms |= _room({n: s for n, s in shapes.items() if not s[1].plain})
-            for i, name in enumerate(shapes):
+        count.expect(sum(store.stored(v.name, DENSE, i).size for i, v in enumerate(versions)))
+        coded = [(v.name, DENSE, i) for i, v in enumerate(versions) if v.entropy_coded]
+        rooms = _room({n: s for n, s in shapes.items() if s[1].plain})
+        rooms |= _room({n: s for n, s in shapes.items() if not s[1].plain})
+
+        def start(item: tuple[int, str]) -> HostEvent:
+            (i, name), version = item, versions[item[0]]
+            layer = ExpertLayer(described[i].layer or 0, name, 1, (described[i].matrix,))
+            return host.fetch(partial(store.stored, version.name, DENSE, i), rooms[name], layer, version)
+
+        with store.reading_ahead(coded):
+            for (i, name), fetch in in_order(enumerate(shapes), start):
+                if fetch is not None and fetch.error is not None:
+                    raise fetch.error
+                count.add(store.stored(versions[i].name, DENSE, i).size)
                 extent = rooms.pop(name)
                 matrix, version = shapes[name]
-                layer = ExpertLayer(described[i].layer or 0, name, 1, (matrix,))
-                copied = host.fetch(partial(store.stored, version.name, DENSE, i), extent, layer, version)
-                copied.wait()
-                if copied.error is not None:
-                    raise copied.error
                 module = model.get_submodule(name)
                 device = _device(model, name)
                 if isinstance(module, PackedLinear):

@@ -173,6 +173,11 @@ class HostThreads(_Queue):
         self._left = threads
         self._start(name, threads)
 
+    def narrow(self, threads: int) -> None:
+        """Keep this many threads; the others end once they have done what was submitted so far."""
+        for _ in self._threads[threads:]:
+            self._work.put(None)
+
     def rest(self) -> None:
         """Wait until all work submitted so far has ended."""
         self.submit(self._wait_for_earlier).wait()

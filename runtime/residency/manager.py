@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moepack.pack.errors import BundleError, InputError, MoepackError
+from moepack.pack.errors import BundleError, InputError
 from moepack.pack.reader import Bundle
 from moepack.runtime.devices import torch_cuda
 from moepack.runtime.devices.cpu import CpuDevice
@@ -37,6 +37,7 @@ from moepack.runtime.policies.placements import PAGED, Where
 from moepack.runtime.policies.registry import Policy
 from moepack.runtime.step import NO_PROMPT, Prompt, Step, opened, step_of
 from moepack.runtime.store.files import BackingStore
+from moepack.runtime.store.loading import AHEAD, loading
 
 from .on_demand import OnDemandLoader
 from .opening import check_host, make_pools, open_device, open_paging, second_buffer, version_of
@@ -125,7 +126,7 @@ class ResidencyManager:
         threads = threads or (None if self._on_gpu else max(1, torch.get_num_threads() // 2))
         self.tier = HostTier(threads, rate, CudaLink() if self._on_gpu else None)
         if self._on_gpu:
-            self._host_device = CpuDevice(self.plan.staging, self.worker.wake)
+            self._host_device = CpuDevice(self.plan.staging, self.worker.wake, readers=1)
 
     def _serve(self, bundle: Bundle, devices: Sequence[torch.device], wanted: Wanted, host_memory: int | None) -> None:
         """Make the pools, load the first placements, and set up what passes and the worker use."""
@@ -166,22 +167,28 @@ class ResidencyManager:
         keys = [(p, e) for p, n in enumerate(plan.experts) for e in range(n)]
         number = {key: wanted.get(key, plan.base) for key in keys}
         loaded = [(key, v) for key in keys for v in dict.fromkeys([*[plan.base] * plan.keep, number[key]])]
-        stored = [(key, plan.ladder[v].version) for key, v in loaded if plan.blocks[key[0]][v]]
-        with self.store.reading_ahead((version.name, *key) for key, version in stored if version is not None):
-            for p, e in keys:
-                self.layers[p].publish(e, self._place((p, e), number[p, e]))
+        sizes = {(key, v): self._stored_size(key, v) for key, v in loaded if plan.blocks[key[0]][v]}
+        count = loading()
+        count.expect(sum(sizes.values()))
+        # A GPU copies from one place in order, and a lossless version is decoded from it: others are read in place.
+        ahead = [(version_of(plan, v), key) for key, v in sizes]
+        with self.store.reading_ahead((v.name, *key) for v, key in ahead if self._on_gpu or v.entropy_coded):
+            made = self.residency.place_all(
+                number.items(), 0 if self._on_gpu else AHEAD, lambda key, v: count.add(sizes.get((key, v), 0)),
+                self.transitions.note_failure,
+            )  # fmt: skip
+            for (p, e), handle in made:
+                self.layers[p].publish(e, handle)
         self.transitions.want({} if self._blocking else wanted, self.policy.worth)
         self._moved_before = self.device.moved
-        self.device.serve()
+        for device in (self.device, self._host_device):
+            if device is not None:
+                device.serve()
 
-    def _place(self, key: Key, version: int) -> Any:
-        try:
-            return self.residency.place(key, version)
-        except (MoepackError, OSError) as error:
-            if version == self.plan.base:
-                raise
-            self.transitions.note_failure(key, version, error)
-            return self.residency.place(key, self.plan.base)
+    def _stored_size(self, key: Key, version: int) -> int:
+        with contextlib.suppress(BundleError):  # raised again when the extent is fetched
+            return self.store.stored(version_of(self.plan, version).name, *key).size
+        return 0
 
     def _fetch(self, key: Key, version: int, target: Tensor) -> Any:
         position, expert = key

@@ -12,18 +12,19 @@ brings the new version first and frees the old one later.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor
 
-from moepack.pack.errors import InputError
+from moepack.pack.errors import InputError, MoepackError
 from moepack.runtime.devices.contract import Completion
 from moepack.runtime.policies.contract import Key
 from moepack.runtime.store.files import Cancelled
+from moepack.runtime.store.loading import in_order
 
 from .entries import Complete, Copying, ExpertState, Outcome, RunningSteps, TransitionCounts
-from .pools import Pool
+from .pools import Block, Pool
 
 
 class Residency:
@@ -91,16 +92,66 @@ class Residency:
             self._above.add(key)
         return complete[version].handle
 
+    def place_all(
+        self,
+        first: Iterable[tuple[Key, int]],
+        ahead: int,
+        loaded: Callable[[Key, int], None],
+        failed: Callable[[Key, int, BaseException], None],
+    ) -> Iterator[tuple[Key, Any]]:
+        """Load experts' first versions as `place` does, with up to `ahead` more fetches started; yield the handles.
+
+        All blocks are taken before the first fetch, so that a CPU's huge pages are whole when they are written.
+
+        Args:
+            first: the experts and their versions, in the order in which they are fetched.
+            loaded: called with each expert and version that is complete.
+            failed: called with a version above the base whose fetch failed: its expert gets the base.
+        """
+        asked = dict(first)
+        rows = {k: tuple(dict.fromkeys((self.base, v) if self.keeps_base else (v,))) for k, v in asked.items()}
+        taken = [(key, number, self._take(key, number)) for key, row in rows.items() for number in row]
+        complete: dict[int, Complete] = {}
+        for (key, number, block), fetch in in_order(taken, lambda x: self._start(*x), ahead):
+            if fetch is None or fetch.error is None:
+                complete[number] = Complete(block, self._make(key, number, None if block is None else block.tensor))
+                loaded(key, number)
+            elif number == self.base or not isinstance(fetch.error, MoepackError | OSError):
+                raise fetch.error
+            else:
+                assert block is not None
+                block.pool.free(block)
+                block.pool.trim(block.pool.block_bytes)  # the bytes that the base takes instead
+                failed(key, number, fetch.error)
+                if not complete:
+                    complete[self.base] = self._load(key, self.base)
+            if number == rows[key][-1]:
+                best = min(complete)
+                self.entries[key] = ExpertState(self.base, best, complete)
+                if best != self.base:
+                    self._above.add(key)
+                yield key, complete[best].handle
+                complete = {}
+
+    def _take(self, key: Key, version: int) -> Block | None:
+        pool = self.pool(key[0], version)
+        if pool is None:
+            return None
+        block = pool.allocate()
+        if block is None:
+            raise MemoryError(f"no block for version {version} of expert {key}")
+        return block
+
+    def _start(self, key: Key, version: int, block: Block | None) -> Completion | None:
+        return None if block is None else self._fetch(key, version, block.tensor)
+
     def _load(self, key: Key, version: int) -> Complete:
-        pool, block = self.pool(key[0], version), None
-        if pool is not None:
-            block = pool.allocate()
-            if block is None:
-                raise MemoryError(f"no block for version {version} of expert {key}")
-            event = self._fetch(key, version, block.tensor)
+        block = self._take(key, version)
+        event = self._start(key, version, block)
+        if event is not None and block is not None:
             event.wait()
             if event.error is not None:
-                pool.free(block)
+                block.pool.free(block)
                 raise event.error
         return Complete(block, self._make(key, version, None if block is None else block.tensor))
 

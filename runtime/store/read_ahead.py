@@ -6,11 +6,9 @@ The loader takes one extent at a time, and waits only if the disk is slower than
 from __future__ import annotations
 
 import collections
-import contextlib
-import contextvars
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -20,18 +18,6 @@ RUN = 4 << 20  # bytes that a thread reads before handing them over: handing ove
 WAITING = 32 << 20  # the most bytes read and not taken yet: on a CPU they come on top of the budget for a while
 
 Place = tuple[str, int, int]  # version, layer position, expert
-Report = Callable[[int, int], None]
-_report: contextvars.ContextVar[Report | None] = contextvars.ContextVar("moepack loading report", default=None)
-
-
-@contextlib.contextmanager
-def loading_report(report: Report | None) -> Iterator[None]:
-    """Call `report(bytes taken so far, total bytes)` for loads inside the context, which transformers starts."""
-    token = _report.set(report)
-    try:
-        yield
-    finally:
-        _report.reset(token)
 
 
 @dataclass(slots=True)
@@ -72,10 +58,9 @@ class ReadAhead:
                 run = _Run()
         if run.places:
             self._runs.append(run)
-        self._load, self._report = load, _report.get()
+        self._load = load
         self._change = threading.Condition()
-        self._waiting = self._taken = 0
-        self._total = sum(size for _, size in self._of.values())
+        self._waiting = 0
         self._mine = threading.local()
         self._threads = [
             threading.Thread(target=self._read, name="moepack-ahead", daemon=True)
@@ -95,8 +80,7 @@ class ReadAhead:
             run, size = self._of.pop(place, (None, 0))
             if run is None:
                 return None
-            self._taken += size
-            taken, begun = self._taken, run.begun
+            begun = run.begun
             if not begun:  # waiting until a thread reads it would take longer
                 run.places.remove(place)
                 run.size -= size
@@ -107,8 +91,6 @@ class ReadAhead:
                 result = run.read.pop(place)
                 self._waiting -= size
                 self._change.notify()
-        if self._report is not None:
-            self._report(taken, self._total)
         if isinstance(result, BaseException):
             raise result
         return result

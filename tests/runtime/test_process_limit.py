@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from support import ROOT
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +20,6 @@ import moepack.runtime.plugin
 from benchmarks.limited.cage import Cage
 from moepack.pack.errors import InputError
 from moepack.reports.plan import plan
-from moepack.runtime.devices import glibc
 from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.process_limit import MIB, SHARE, Beside, limit_of
@@ -90,42 +88,6 @@ def test_the_least_that_is_named_would_do(bundle: Path, policy: str, monkeypatch
     with moepack.load(bundle, policy=policy, memory=least, prefill_tokens=16).moepack as serving:
         assert serving.limit is not None and serving.limit.bytes == least
         assert serving.resident_bytes_peak <= serving.budget_bytes == serving.limit.budget < 64 * MIB
-
-
-def test_weights_are_never_held_twice(tmp_path: Path) -> None:
-    """Of 256 MB that are mapped, 32 MB at a time are in memory while they are copied; none in the page cache after."""
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
-    file = tmp_path / "x.safetensors"
-    save_file({name: torch.full((64 << 20,), i, dtype=torch.bfloat16) for i, name in enumerate("ab", 1)}, file)
-    with file.open("rb+") as written:
-        os.fsync(written.fileno())
-    with safe_open(file, "pt") as mapped:
-        model = torch.nn.ParameterDict({name: mapped.get_slice(name)[...] for name in "ab"}).requires_grad_(False)
-    before, most = host_limit.resident()[1], list[int]()
-    copied = torch.UntypedStorage.copy_
-
-    def copy(self: torch.UntypedStorage, *given: object) -> torch.UntypedStorage:
-        made = copied(self, *given)
-        most.append(host_limit.resident()[1] - before)
-        return made
-
-    torch.UntypedStorage.copy_ = copy  # type: ignore[method-assign, assignment]
-    try:
-        glibc.own(model, uncached=True)
-    finally:
-        torch.UntypedStorage.copy_ = copied  # type: ignore[method-assign]
-    assert len(most) == 8 and 16 << 20 <= max(most) < 48 << 20, most
-    assert all(bool((model[name] == i).all()) for i, name in enumerate("ab", 1))
-    with file.open("rb") as read:
-        try:
-            os.preadv(read.fileno(), [bytearray(4096)], 100 << 20, os.RWF_NOWAIT)
-        except BlockingIOError:
-            return  # it is not in the page cache
-        except OSError:
-            pytest.skip("the file system does not say what is cached")
-    pytest.fail("the weights are in the page cache still")
 
 
 def in_cage(limit: int, *words: str | Path) -> tuple[int, str, str, int]:

@@ -23,7 +23,7 @@ from moepack.pack.reader import open_bundle
 from moepack.runtime.store import files as store_module
 from moepack.runtime.store import read_ahead as ahead_module
 from moepack.runtime.store.files import DENSE, BackingStore
-from moepack.runtime.store.read_ahead import ReadAhead, loading_report
+from moepack.runtime.store.read_ahead import ReadAhead
 
 PLACES = [("w4", p, e) for p in range(4) for e in range(16)]
 
@@ -50,14 +50,11 @@ def same(store: BackingStore, place: tuple[str, int, int]) -> None:
 def test_reading_ahead_gives_the_same_bytes(store: BackingStore, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead_module, "RUN", 100_000)
     monkeypatch.setattr(ahead_module, "WAITING", 300_000)
-    seen: list[tuple[int, int]] = []
-    total = sum(store.stored(*place).size for place in PLACES)
-    with loading_report(lambda done, of: seen.append((done, of))), store.reading_ahead(PLACES):
+    with store.reading_ahead(PLACES):
         for place in PLACES if order == "as asked for" else reversed(PLACES):
             same(store, place)
         same(store, PLACES[3])
         same(store, ("w2", 0, 0))
-    assert [of for _, of in seen] == [total] * 64 and seen[-1][0] == total and seen == sorted(seen)
     assert not [t for t in threading.enumerate() if t.name == "moepack-ahead"]
 
 
@@ -86,15 +83,6 @@ def test_threads_do_read_ahead_and_stay_in_bounds(store: BackingStore, monkeypat
     assert ahead.take(sizes[0][0]) is None, "larger than what may wait: the loader reads it in place"
     ahead.close()
     assert len(read) == 7
-
-
-def test_reports_through_what_stands_between(store: BackingStore) -> None:
-    seen: list[int] = []
-    with loading_report(lambda done, of: seen.append(done)), store.reading_ahead(PLACES[:2]):
-        same(store, PLACES[0])
-    with store.reading_ahead(PLACES[:2]):
-        same(store, PLACES[0])
-    assert len(seen) == 1
 
 
 def test_each_digest_is_checked_once(store: BackingStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,153 @@
+"""Take a model's tensors out of mapped files into own memory, and check the files' digests on the way.
+
+transformers maps the bundle's tensor files and reads their headers. Each file is read once here: past the page cache
+where possible, several pieces at a time, each copied to the tensors that it belongs to and digested in order. So what
+is served is what was checked, and neither the process nor the page cache holds the weights twice.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import contextlib
+import ctypes
+import hashlib
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from moepack.pack.codec.bits import Buffer
+from moepack.pack.errors import BundleError
+from moepack.pack.files import open_file
+from moepack.pack.reader import TENSORS, Bundle
+from moepack.runtime.devices.cpu import READERS, CpuMemory
+from moepack.runtime.store.loading import LoadCount, loading
+from moepack.runtime.store.page_file import PageFile
+
+PIECE = 8 << 20  # bytes of a read; READERS of them are in memory at a time
+
+
+class _Part(NamedTuple):
+    """Bytes of a file that belong into memory."""
+
+    begin: int  # in the file
+    end: int
+    room: Buffer  # uint8 [end - begin]
+
+
+class _Mapping(NamedTuple):
+    """A range of addresses that is mapped from a file."""
+
+    begin: int
+    end: int
+    offset: int  # in the file
+    path: str
+
+
+def own(model: Any, bundle: Bundle, uncached: bool = False) -> None:
+    """Copy a model's parameters and buffers into own memory, and check the bundle's tensor files; tied ones stay tied.
+
+    With `uncached` the files leave the page cache: what transformers maps has the system read ahead.
+
+    Raises:
+        BundleError: when a file cannot be read, or does not match its digest.
+    """
+    mapped, copies, parts = list(_mapped()), dict[int, Any](), dict[str, list[_Part]]()
+    for tensor in (*model.parameters(), *model.buffers()):
+        storage = tensor.untyped_storage()
+        if storage._cdata in copies:
+            continue
+        begin, size = storage.data_ptr(), storage.nbytes()
+        at = bisect.bisect_right(mapped, begin, key=lambda m: m.begin) - 1
+        within = mapped[at] if at >= 0 and begin + size <= mapped[at].end and storage.device.type == "cpu" else None
+        if within is None or not size:
+            copies[storage._cdata] = storage, storage.clone()
+            continue
+        copies[storage._cdata] = storage, (copied := type(storage)(size))
+        room = torch.empty(0, dtype=torch.uint8).set_(copied).numpy()
+        where = within.offset + begin - within.begin
+        parts.setdefault(within.path, []).append(_Part(where, where + size, room))
+    for m in mapped:
+        if m.path in parts:  # pages that are mapped would stay in the page cache
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(m.begin), ctypes.c_size_t(m.end - m.begin), mmap.MADV_DONTNEED)
+    count, names = loading(), [name for name in bundle.manifest.files if name.endswith(TENSORS)]
+    count.expect(sum(bundle.manifest.files[name].size for name in names))
+    for name in names:
+        _read(bundle, name, parts, count, uncached)
+    if parts:
+        raise BundleError.single(str(bundle.path), "read", "its tensors were mapped from files that are not its own")
+    for tensor in (*model.parameters(), *model.buffers()):
+        _, copied = copies[tensor.untyped_storage()._cdata]
+        tensor.data = tensor.new_empty(0).set_(copied, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _read(bundle: Bundle, name: str, parts: dict[str, list[_Part]], count: LoadCount, uncached: bool) -> None:
+    """Read one file into the parts that are its own, which are removed from `parts`; check its digest."""
+    file = open_file(bundle.path, name)
+    try:
+        wanted = sorted(parts.pop(str(Path(f"/proc/self/fd/{file}").readlink()), []), key=lambda part: part.begin)
+        if _digest(file, bundle.manifest.files[name].size, wanted, count) != bundle.manifest.files[name].sha256:
+            raise BundleError.single(f"{bundle.path}/{name}", "digest", "its bytes do not match their digest")
+    except OSError as error:
+        raise BundleError.single(f"{bundle.path}/{name}", "read", f"cannot be read: {error.strerror}") from None
+    finally:
+        if uncached:
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+
+
+def _digest(file: int, size: int, wanted: Sequence[_Part], count: LoadCount) -> str:
+    """Read a file's `size` bytes, copy them to `wanted`, and return their digest."""
+    digest, rooms = hashlib.sha256(), CpuMemory(READERS * PIECE)
+    rooms.take(0, READERS * PIECE)
+    free = collections.deque(rooms.tensor.numpy().reshape(READERS, PIECE))
+    going: collections.deque[tuple[Future[int], Buffer]] = collections.deque()
+    with contextlib.closing(PageFile(file)) as pages, ThreadPoolExecutor(READERS, "moepack-dense") as pool:
+
+        def read(at: int, room: Buffer) -> int:
+            got, most = 0, min(PIECE, size - at)
+            while got < most and (part := pages.read(room.data[got:], at + got)):  # whole pages: also past the end
+                got += part
+            _copy(room[: min(got, most)], at, wanted)
+            return min(got, most)
+
+        def finish() -> None:
+            reading, room = going.popleft()
+            got = reading.result()
+            digest.update(room[:got].data)
+            count.add(got)
+            free.append(room)
+
+        for at in range(0, size, PIECE):
+            if not free:
+                finish()
+            room = free.popleft()
+            going.append((pool.submit(read, at, room), room))
+        while going:
+            finish()
+    return digest.hexdigest()
+
+
+def _copy(made: Buffer, at: int, wanted: Sequence[_Part]) -> None:
+    """Copy the bytes of a file from offset `at` on to where they belong."""
+    end = at + len(made)
+    for part in wanted[bisect.bisect_right(wanted, at, key=lambda p: p.end) :]:
+        if part.begin >= end:
+            break
+        begin, last = max(part.begin, at), min(part.end, end)
+        part.room[begin - part.begin : last - part.begin] = made[begin - at : last - at]
+
+
+def _mapped() -> Iterator[_Mapping]:
+    """Yield what the process has mapped of files, by address; nothing where the system does not say."""
+    with contextlib.suppress(OSError), Path("/proc/self/maps").open() as lines:
+        for line in lines:
+            where, _, offset, _, _, *path = line.rstrip("\n").split(maxsplit=5)
+            if path and path[0].startswith("/"):
+                begin, end = (int(x, 16) for x in where.split("-"))
+                yield _Mapping(begin, end, int(offset, 16), path[0])

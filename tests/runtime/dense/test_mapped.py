@@ -1,0 +1,93 @@
+"""Tensors that leave mapped files: their values, their files' digests, and what is in memory meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from support import flip
+
+import moepack
+from moepack.pack.errors import BundleError
+from moepack.runtime.dense import mapped
+from moepack.runtime.store import host_limit
+from moepack.runtime.store.page_file import PageFile, is_cached
+
+MIB = 1 << 20
+
+
+def opened(file: Path) -> Any:
+    """What `own` reads of a bundle with this one file."""
+    entry = SimpleNamespace(size=file.stat().st_size, sha256=hashlib.sha256(file.read_bytes()).hexdigest())
+    return SimpleNamespace(path=file.parent, manifest=SimpleNamespace(files={file.name: entry, "config.json": None}))
+
+
+def test_a_model_serves_the_bytes_that_were_checked(damaged: Path) -> None:
+    """In a budget its tensors are the file's, in own memory; a changed byte is found before they serve."""
+    plain = moepack.load(damaged, policy="static:w4")
+    owned = moepack.load(damaged, policy="static:w4", device_memory="1GB")
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(damaged) in line]
+    ranges = [[int(x, 16) for x in words[0].split("-")] for words in lines if words[-1].endswith("model.safetensors")]
+    for (name, want), (_, got) in zip(plain.named_parameters(), owned.named_parameters(), strict=True):
+        assert torch.equal(want, got), name
+        assert not any(a <= got.data_ptr() < b for a, b in ranges), name
+    assert ranges, "the plain one is mapped"
+    plain.moepack.close()
+    owned.moepack.close()
+    flip(damaged / "model.safetensors", -3)
+    with pytest.raises(BundleError, match=r"model.safetensors: its bytes do not match their digest"):
+        moepack.load(damaged, policy="static:w4", device_memory="1GB")
+
+
+def test_weights_are_never_held_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 192 MB that are mapped none are read through the mapping, and four pieces wait to be copied; the page cache
+    holds none afterwards. Tensors begin and end anywhere in pages and pieces; one that no parameter has is checked."""
+    file = tmp_path / "x.safetensors"
+    values = {name: torch.full(((32 << 20) + i,), i, dtype=torch.bfloat16) for i, name in enumerate("abc", 1)}
+    save_file({**values, "d": torch.arange(7)}, file)
+    with file.open("rb+") as written:
+        os.fsync(written.fileno())
+    bundle = opened(file)
+    with file.open("rb") as read:
+        os.posix_fadvise(read.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with safe_open(file, "pt") as tensors:
+        model = torch.nn.ParameterDict({n: tensors.get_slice(n)[...] for n in "abc"}).requires_grad_(False)
+    model["tied"] = model["a"]
+    (own, shared), most = host_limit.resident(), list[int]()
+    copied, pieces = mapped._copy, list[int]()
+
+    def copy(made: Any, at: int, wanted: Any) -> None:
+        copied(made, at, wanted)
+        pieces.append(len(made))
+        now = host_limit.resident()
+        most.append(now[0] - own - sum(pieces))
+        assert now[1] - shared < 4 * MIB
+
+    monkeypatch.setattr(mapped, "_copy", copy)
+    mapped.own(model, bundle, uncached=True)
+    assert sum(pieces) == file.stat().st_size and max(most) < 64 * MIB, "other threads copy while this is measured"
+    assert all(torch.equal(model[name], want) for name, want in values.items())
+    assert model["tied"].data_ptr() == model["a"].data_ptr()
+    with file.open("rb") as read, contextlib.closing(PageFile(read.fileno())) as pages:
+        kept = [at for at in range(0, file.stat().st_size - MIB, MIB) if is_cached(read.fileno(), at, MIB)]
+        assert not (pages.direct and kept)
+
+
+def test_a_file_that_was_replaced_is_no_source(tmp_path: Path) -> None:
+    """The mapping is of the file that was there, and the digest of the one that is."""
+    file, other = tmp_path / "x.safetensors", tmp_path / "y"
+    for path in (file, other):
+        save_file({"a": torch.ones(1 << 20)}, path)
+    with safe_open(file, "pt") as tensors:
+        model = torch.nn.ParameterDict({"a": tensors.get_slice("a")[...]}).requires_grad_(False)
+    other.rename(file)
+    with pytest.raises(BundleError, match="mapped from files that are not its own"):
+        mapped.own(model, opened(file))

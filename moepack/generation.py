@@ -12,7 +12,7 @@ from moepack.pack.errors import InputError
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 
 from .opening import check, load_model, locate
-from .progress import Reporter
+from .progress import Reporter, loading_bar
 from .server.batching.text import Stops
 from .server.batching.tokens import end_tokens
 from .server.options import Sampling
@@ -49,8 +49,8 @@ class Session:
 
         options = self._options.filled(kv_tokens=kv_tokens, prefill_tokens=prefill_tokens, all_logits=False)
         self._chunk = options.workload.prefill_tokens or PROMPT
-        with Reporter().hub_bars():
-            self.model = load_model(self._source, options)
+        with Reporter().hub_bars(), loading_bar(str(self._path)) as report:
+            self.model = load_model(self._source, options, report)
         # Other settings of the model's generation_config.json would apply in addition to the caller's.
         self.model.generation_config = GenerationConfig(eos_token_id=end_tokens(self.model.generation_config) or None)
 

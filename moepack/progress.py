@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from .memory import peak_memory
@@ -110,3 +111,33 @@ def progress(quiet: bool = False) -> Iterator[Reporter]:
     reporter = _RichReporter()
     with reporter.bars:
         yield reporter
+
+
+@contextlib.contextmanager
+def loading_bar(name: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function of the bytes read and the bytes in all, which shows them on stderr if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("loading {task.description}", markup=False),
+        BarColumn(bar_width=24),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task(name, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def loading_line(name: str) -> Iterator[Callable[[int, int], None]]:
+    """Do as `loading_bar`, and where stderr is no terminal say what is loading in a line."""
+    if not sys.stderr.isatty():
+        print(f"moepack: loading {name}", file=sys.stderr, flush=True)
+    with loading_bar(name) as report:
+        yield report

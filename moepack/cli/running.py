@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from moepack.memory import peaks
-from moepack.progress import progress
+from moepack.progress import loading_line, progress
 from moepack.runtime.planning.options import LoadOptions
 from moepack.server.options import Sampling
 
@@ -184,9 +184,16 @@ def serve(
     given = dict(locals())  # the parameters are the fields of Serve
     from moepack.server.command import Serve
 
-    if replicas > 1 or address is not None:
-        from moepack.server.replicas import serve as run
-    else:
-        from moepack.server.command import serve as run
     given["load"] = given.pop("options")
-    run(Serve(**given), lambda where: typer.echo(f"moepack: serving {where}", err=True))
+
+    def say(where: str) -> None:
+        typer.echo(f"moepack: serving {where}", err=True)
+
+    if replicas > 1 or address is not None:
+        from moepack.server.replicas import serve as serve_replicas
+
+        serve_replicas(Serve(**given), say)
+    else:
+        from moepack.server.command import serve as serve_one
+
+        serve_one(Serve(**given), say, loading_line)

@@ -1,4 +1,4 @@
-"""`moepack serve`: load a bundle, listen, answer until a signal comes, finish running requests."""
+"""`moepack serve`: listen, load a bundle, answer until a signal comes, finish running requests."""
 
 from __future__ import annotations
 
@@ -34,6 +34,14 @@ LEAST = 16  # tokens of prompt and answer that the budget must hold
 COMPILED = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}
 
 
+Shown = contextlib.AbstractContextManager[Callable[[int, int], None]]
+
+
+def unseen(where: str) -> Shown:
+    """Show nothing of a load."""
+    return contextlib.nullcontext(lambda done, total: None)
+
+
 @dataclass(frozen=True, slots=True)
 class Serve:
     """The command's options, with sizes as typed; `load` says how to load the bundle."""
@@ -57,17 +65,36 @@ class Serve:
     address: str | None = None
 
 
-def serve(asked: Serve, say: Callable[[str], None]) -> None:
-    """Serve until a signal comes. Once the server answers, `say` receives its address.
+def serve(asked: Serve, say: Callable[[str], None], shown_by: Callable[[str], Shown] = unseen) -> None:
+    """Serve until a signal comes. The port is open at once; until the model is loaded requests get 503.
+
+    Args:
+        say: receives the address once requests are answered.
+        shown_by: makes a context from the same words at once, which receives the bytes read and in all.
 
     Raises:
         InputError: for invalid options, a bundle that cannot be loaded, or an address in use.
     """
     prepare()
     options = options_of(asked)
-    with listening(asked.host, asked.port) as listener, opened(asked, options) as server:
-        address = shown(asked.host, listener.getsockname()[1])
-        asyncio.run(run(server, listener, asked, lambda _: say(f"{options.name} at {address}")))
+    with listening(asked.host, asked.port) as listener:
+        from .http.front import Front
+
+        where = f"{options.name} at {shown(asked.host, listener.getsockname()[1])}"
+
+        def load(held: contextlib.ExitStack, report: Callable[[int, int], None]) -> Server:
+            with shown_by(where) as show:
+
+                def both(done: int, total: int) -> None:
+                    show(done, total)
+                    report(done, total)
+
+                return held.enter_context(opened(asked, options, both))
+
+        front = Front(options, load, lambda: say(where))
+        asyncio.run(run(front, listener, asked, front.begin))
+        if front.error is not None:
+            raise front.error
 
 
 def prepare() -> None:
@@ -104,8 +131,8 @@ def options_of(asked: Serve) -> Options:
 
 
 @contextlib.contextmanager
-def opened(asked: Serve, options: Options) -> Iterator[Server]:
-    """Load the model and yield its server.
+def opened(asked: Serve, options: Options, report: Callable[[int, int], None] | None = None) -> Iterator[Server]:
+    """Load the model, with `report` as in `moepack.load`, and yield its server.
 
     Raises:
         InputError: if the bundle cannot be loaded, or the budget leaves no room for a sequence.
@@ -116,7 +143,7 @@ def opened(asked: Serve, options: Options) -> Iterator[Server]:
 
     from .http.app import Server
 
-    model, tokenizer = _load(asked)
+    model, tokenizer = _load(asked, report)
     with model.moepack:
         server = Server(model, tokenizer, options)
         if (most := server.engine.most_tokens(LEAST)) < LEAST:
@@ -124,7 +151,7 @@ def opened(asked: Serve, options: Options) -> Iterator[Server]:
         yield server
 
 
-def _load(asked: Serve) -> tuple[Any, Any]:
+def _load(asked: Serve, report: Callable[[int, int], None] | None) -> tuple[Any, Any]:
     from transformers import AutoTokenizer
     from transformers.utils import logging as hf_logging
 
@@ -142,7 +169,7 @@ def _load(asked: Serve) -> tuple[Any, Any]:
     moves = not asked.load.in_budget or asked.load.parsed_policy().is_live
     options = asked.load.filled(kv_tokens=0 if moves else HELD, prefill_tokens=asked.step_tokens, all_logits=False)
     try:
-        model = load_bundle(asked.bundle, options)
+        model = load_bundle(asked.bundle, options, report)
     except BudgetExceeded as error:
         if moves or asked.load.kv_tokens is not None:
             raise

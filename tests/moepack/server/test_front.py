@@ -1,0 +1,125 @@
+"""While a model loads: an open port that says how far it is, and an end when loading fails or is stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_models import wait_for
+from server_fixtures import ask, post
+
+import moepack.server.command as command
+from moepack.pack.errors import InputError
+from moepack.runtime.planning.options import LoadOptions
+from moepack.server.command import Serve, serve
+from moepack.server.http.front import Progress, Stopped
+
+
+def test_progress_in_bytes_and_seconds() -> None:
+    times = iter([10.0, 12.0, 14.0])
+    found = Progress(lambda: next(times))
+    assert found.described() == {
+        "status": "loading", "bytes": 0, "total_bytes": 0, "bytes_per_second": None, "seconds_left": None,
+    }  # fmt: skip
+    found.report(100, 1000)
+    assert found.described()["seconds_left"] is None
+    found.report(400, 1000)
+    assert found.described()["bytes_per_second"] == 200 and found.described()["seconds_left"] == 3
+    found.report(500, 4500)
+    assert found.described()["total_bytes"] == 4500 and found.described()["seconds_left"] == 32
+    found.stopping = True
+    with pytest.raises(Stopped):
+        found.report(600, 4500)
+
+
+def refused(url: str, body: Any = None) -> tuple[int, str | None, Any]:
+    """The status, when to come back, and the JSON of a refusal."""
+    with pytest.raises(urllib.error.HTTPError) as error:
+        post(url, body)
+    return error.value.code, error.value.headers["retry-after"], json.loads(error.value.read())
+
+
+class Held:
+    """Loads in this process that stop at a report until they are let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.words = threading.Event(), list[str]()
+        real = command._load
+
+        def load(asked: Serve, report: Callable[[int, int], None]) -> Any:
+            report(300, 1200)
+            assert self.go.wait(30)
+            return real(asked, report)
+
+        monkeypatch.setattr(command, "_load", load)
+
+    @contextlib.contextmanager
+    def shown(self, where: str) -> Iterator[Callable[[int, int], None]]:
+        self.words.append(where)
+        yield lambda done, total: self.words.append(f"{done} of {total}")
+
+    def talk(self, about: Callable[[str], None]) -> None:
+        """Call `about` with the address, on a thread, once bytes were reported."""
+
+        def run() -> None:
+            wait_for(lambda: len(self.words) > 1)
+            about(re.sub(".* at ", "", self.words[0]))
+
+        threading.Thread(target=run, daemon=True).start()
+
+
+def test_the_port_is_open_while_the_model_loads(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, seen = Held(monkeypatch), list[Any]()
+    loaded = threading.Event()
+
+    def about(url: str) -> None:
+        try:
+            seen.append(refused(f"{url}/health"))
+            seen.append(refused(f"{url}/v1/completions", {"prompt": "a"}))
+            held.go.set()
+            assert loaded.wait(60)
+            seen.append(json.loads(post(f"{url}/health", None))["status"])
+            seen.append(ask(url, "The history of", max_tokens=2)["finish_reason"])
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    held.talk(about)
+    asked = Serve(str(bundle), LoadOptions(policy="static:w4"), port=0, grace=1, name="mini")
+    serve(asked, lambda where: loaded.set(), held.shown)
+    assert seen[0][0] == 503 and seen[0][2]["status"] == "loading"
+    assert (seen[0][2]["bytes"], seen[0][2]["total_bytes"]) == (300, 1200) and int(seen[0][1]) >= 1
+    assert seen[1][0] == 503 and seen[1][2]["error"]["message"] == "the model is loading: 25% of its bytes are read"
+    assert seen[1][2]["error"]["code"] == "loading" and seen[2:] == ["ok", "length"]
+    done, total = held.words[-1].split(" of ")
+    assert done == total and held.words[0].startswith("mini at http://127.0.0.1:")
+
+
+def test_a_load_that_fails_ends_the_server(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch)
+    held.go.set()
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda path: [][0])
+    with pytest.raises(InputError, match="no tokenizer that transformers"):
+        serve(Serve(str(bundle), port=0), lambda where: pytest.fail("it serves"), held.shown)
+
+
+def test_a_signal_ends_a_load(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next report ends it, without an error and without a model that stays."""
+    held = Held(monkeypatch)
+
+    def about(url: str) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        held.go.set()
+
+    held.talk(about)
+    serve(Serve(str(bundle), port=0, grace=1), lambda where: pytest.fail("it serves"), held.shown)
+    assert not [t for t in threading.enumerate() if t.name in ("moepack-load", "moepack-migration")]

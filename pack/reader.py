@@ -20,7 +20,7 @@ from .layer_file import Layer, LayerFile
 from .manifest import CARD, CONFIG, DENSE, DENSE_INDEX, MANIFEST, MAX_BYTES, Manifest
 from .manifest.parser import parse_manifest
 from .spec import DenseLayer, Version
-from .tables import TABLES, CalibrationTables, read_tables
+from .tables import TABLES, Array, CalibrationTables, read_tables
 from .values import DenseValues, Expert
 
 _CONFIG_BYTES = 64 << 20
@@ -42,7 +42,23 @@ class Bundle:
         self.versions = versions
         self.dense_versions = manifest.dense_versions if dense_versions is None else dense_versions
         self.layers, self.dense_layers = manifest.layers, manifest.dense_layers
+        self.routed: tuple[Array, ...] | None = None  # counts in the place of calibration's; see `routed_as`
         self._open: dict[tuple[str, str, int | None], LayerFile] = {}
+
+    def of(self, versions: tuple[Version, ...]) -> Bundle:
+        """The same bundle with these versions alone."""
+        made = Bundle(self.path, self.manifest, versions, self.dense_versions)
+        made.routed = self.routed
+        return made
+
+    def routed_as(self, counts: Sequence[Array]) -> Bundle:
+        """The same bundle for other traffic: `calibration` then has these counts, [layers] of [experts], of tokens.
+
+        Calibration's own stay with the weight of FEW_TOKENS choices a layer, so that no expert is taken as unused.
+        """
+        made = self.of(self.versions)
+        made.routed = tuple(counts)
+        return made
 
     @property
     def expert_weights(self) -> int:
@@ -130,7 +146,7 @@ class Bundle:
         for name, known in columns:
             if name not in known:
                 raise BundleError.single(str(tables.path), "tables", f"has no column of version {name}")
-        return tables
+        return tables if self.routed is None else tables.routed_as(self.routed)
 
     def check(self, *names: str) -> None:
         """Check the digests of these files outside `experts/`; without names, of all files that hold no tensors.

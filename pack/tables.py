@@ -8,7 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,12 @@ class CalibrationTables:
     def columns(self, versions: Sequence[str]) -> list[int]:
         """The column numbers of these versions."""
         return [self.versions.index(name) for name in versions]
+
+    def routed_as(self, counts: Sequence[Array]) -> CalibrationTables:
+        """The tables of other traffic: `counts` [layers] of [experts], and FEW_TOKENS choices a layer as in these."""
+        shares = [layer.tokens / max(1, int(layer.tokens.sum())) for layer in self.layers]
+        mixed = [n + FEW_TOKENS * share for n, share in zip(counts, shares, strict=True)]
+        return replace(self, layers=tuple(replace(x, tokens=n) for x, n in zip(self.layers, mixed, strict=True)))
 
     def few(self) -> dict[int, int]:
         """Map layer index to the number of experts below FEW_TOKENS calibration tokens, of layers with such experts."""

@@ -14,6 +14,7 @@ from moepack.pack.reader import Bundle, open_bundle
 from moepack.runtime.dense.choice import choose_dense
 from moepack.runtime.planning.choice import ladders_of
 from moepack.runtime.planning.options import METHOD, LoadOptions
+from moepack.runtime.profile import read_profile
 
 _loading = threading.RLock()  # transformers sets the default dtype and device of the whole process while it loads
 
@@ -38,6 +39,7 @@ def load(
     dense: str | None = None,
     max_tpot: str | int | None = None,
     memory: int | str | None = None,
+    profile: str | None = None,
 ) -> Any:
     """Load a bundle as a transformers causal language model. Deleting it or `model.moepack.close()` stops its threads.
 
@@ -57,7 +59,7 @@ def load(
         device=device, device_memory=device_memory, policy=policy, dtype=dtype, kv_tokens=kv_tokens, batch=batch,
         prefill_tokens=prefill_tokens, all_logits=all_logits, host_memory=host_memory, host_rate=host_rate,
         host_threads=host_threads, revision=revision, token=token, attn_implementation=attn_implementation,
-        dense=dense, max_tpot=max_tpot, memory=memory,
+        dense=dense, max_tpot=max_tpot, memory=memory, profile=profile,
     )  # fmt: skip
     return load_bundle(bundle, options, progress)
 
@@ -150,6 +152,8 @@ def check_options(bundle: Bundle, options: LoadOptions) -> None:
     options = options.with_environment(bool(bundle.manifest.dense))
     policy = options.parsed_policy()
     choose_dense(options.dense, bundle, options.policy)
+    if options.profile is not None:
+        read_profile(options.profile, bundle)
     if options.policy is None:
         return
     if policy.is_live:

@@ -33,6 +33,7 @@ from moepack.runtime.planning.skeleton import EXPERT_PARAMETERS
 
 from .attach import attach
 from .process_limit import ProcessLimit, keep_limit
+from .profile import profiled
 from .snapshot import fetch
 
 log = logging.getLogger("moepack.runtime")
@@ -113,8 +114,9 @@ class MoepackQuantizer(HfQuantizer):
         for other in set(named.values() if isinstance(named, Mapping) else [named]) - {None, IMPLEMENTATION}:
             raise InputError(f"experts_implementation={other!r}: a bundle's experts are run by moepack's own")
         config: Any = self.quantization_config
-        bundle = self._bundle = _bundle_of(model, checkpoint_files, config.options(True))
+        bundle = _bundle_of(model, checkpoint_files, config.options(True))
         check_options(bundle, config.options())
+        self._bundle = bundle = profiled(bundle, config.options().profile)
         where = kwargs.get("device_map") or "cpu"
         devices = {str(place) for place in (where.values() if isinstance(where, Mapping) else [where])}
         # On a CPU in a budget, files of tensors are checked as they are read (dense/mapped.py)

@@ -17,7 +17,7 @@ from .building import build, calibrate, pack, quantize
 from .copying import export, pull, push, shrink
 from .looking import doctor, inspect, plan, verify
 from .output import fail
-from .running import chat, evaluate, generate, serve
+from .running import chat, evaluate, generate, profile, serve
 
 app = typer.Typer(
     name="moepack",
@@ -29,7 +29,7 @@ app = typer.Typer(
 )
 for _command in (  # as --help lists them
     build, calibrate, quantize, pack, inspect, shrink, export, verify, evaluate,
-    generate, chat, plan, serve, push, pull, doctor,
+    generate, chat, plan, profile, serve, push, pull, doctor,
 ):  # fmt: skip
     app.command("eval" if _command is evaluate else None)(_command)
 

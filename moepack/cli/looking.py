@@ -74,6 +74,7 @@ _SEQUENCES = typer.Option("--batch", min=1, help="Sequences at a time.")
     "dense",
     "max_tpot",
     "memory",
+    "profile",
     device_memory=(Annotated[str | None, _BUDGET], None),
     policy=(Annotated[str | None, _POLICY], None),
     kv_tokens=(Annotated[int, _CACHED], 576),

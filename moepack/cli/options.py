@@ -98,6 +98,10 @@ _LOADING: dict[str, Any] = {  # field of LoadOptions -> its flag
             "longer are not served.",
         ),
     ],
+    "profile": Annotated[
+        str | None,
+        typer.Option("--profile", help="Routing counts of your own traffic, in the place of calibration's."),
+    ],
     "kv_tokens": Annotated[
         int | None,
         typer.Option("--kv-tokens", min=0, help="In a budget: reserve KV cache for so many tokens a sequence."),

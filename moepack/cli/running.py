@@ -24,9 +24,12 @@ _HELD = typer.Option(
     help="In a budget: tokens of KV cache reserved at the start; 4096 if experts cannot make room.",
 )
 _LOADED = ("policy", "device_memory", "memory", "dense", "max_tpot", "kv_tokens", "device", "dtype")
+_KEPT = typer.Option(
+    "--profile", help="Begin with the traffic in this file, where it exists, and save the traffic there."
+)
 
 
-@loading(*_LOADED, "prefill_tokens", all_logits=False, batch=(Annotated[int | None, _PASS], None))
+@loading(*_LOADED, "prefill_tokens", "profile", all_logits=False, batch=(Annotated[int | None, _PASS], None))
 def evaluate(
     path: Model,
     options: LoadOptions,
@@ -74,7 +77,7 @@ def evaluate(
         typer.echo(f"{counted}, {peak}")
 
 
-@loading(*_LOADED, "prefill_tokens", "batch", all_logits=False)
+@loading(*_LOADED, "prefill_tokens", "profile", "batch", all_logits=False)
 @sampling(temperature=0.0)
 def generate(
     path: Model,
@@ -117,6 +120,24 @@ def generate(
 
 
 @loading(*_LOADED)
+def profile(
+    bundle: Model,
+    texts: Annotated[list[str], typer.Argument(help="Files or Hub data sets.", show_default=False)],
+    options: LoadOptions,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The profile's file.", show_default=False)],
+    length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a window.")] = 512,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="The most windows a file.")] = 256,
+    quiet: Quiet = False,
+) -> None:
+    """Count which experts your own texts use, for --profile."""
+    from moepack.reports.profile import make_profile
+
+    with progress(quiet) as reporter:
+        made = make_profile(bundle, texts, output, options, length, samples, reporter)
+    typer.echo(f"{output}: {made.tokens:,} tokens; a tenth of the experts had {made.busiest:.0%} of them")
+
+
+@loading(*_LOADED)
 @sampling(temperature=0.7)
 def chat(
     path: Annotated[str, typer.Argument(help="A bundle or checkpoint, or a server's http:// address.")],
@@ -144,7 +165,7 @@ def chat(
         talk(local_model(session, max_new_tokens, sampling, stop or ()), system)
 
 
-@loading(*_LOADED, kv_tokens=(Annotated[int | None, _HELD], None))
+@loading(*_LOADED, kv_tokens=(Annotated[int | None, _HELD], None), profile=(Annotated[str | None, _KEPT], None))
 def serve(
     bundle: Annotated[str, typer.Argument(help="A bundle's directory or Hub id.", show_default=False)],
     options: LoadOptions,

@@ -133,7 +133,7 @@ def evaluate(
         length = _window(source.path, length)
         batch = 16 if not options.in_budget else max(1, min(16, _TOKENS // length))
         options = options.filled(prefill_tokens=length, all_logits=False, batch=batch)
-        batch, pools = options.workload.batch, _windows(source, data, length, samples)
+        batch, pools = options.workload.batch, text_windows(source, data, length, samples)
         reference = None
         if kl:
             reference = _Reference(stack.enter_context(tempfile.TemporaryDirectory(prefix="moepack-")))
@@ -197,7 +197,7 @@ def divergences(
     """
     reporter = reporter or Reporter()
     source, options = locate(path), LoadOptions(dtype=dtype, batch=16)
-    pools = _windows(source, data, _window(source.path, length), samples)
+    pools = text_windows(source, data, _window(source.path, length), samples)
     out = []
     with tempfile.TemporaryDirectory(prefix="moepack-") as folder:
         reference = _Reference(folder)
@@ -245,7 +245,7 @@ def _window(source: str | Path, length: int) -> int:
     return min(length, most) if isinstance(most, int) and most > 1 else length
 
 
-def _windows(source: Source, data: Sequence[str], length: int, samples: int) -> list[tuple[str, Any]]:
+def text_windows(source: Source, data: Sequence[str], length: int, samples: int) -> list[tuple[str, Any]]:
     """Read each file as windows, with the document of each token; raise InputError if a file has no full window."""
     from moepack.calibrate.text.windows import document_windows, load_tokenizer
 

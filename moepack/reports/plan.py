@@ -19,6 +19,7 @@ from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.tables import CalibrationTables, shown_loss
 from moepack.runtime.load import check_options
 from moepack.runtime.planning.options import LoadOptions, Workload
+from moepack.runtime.profile import profiled
 
 if TYPE_CHECKING:
     import torch
@@ -96,6 +97,7 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
         raise InputError("a plan needs a memory budget: device_memory or memory, --device-memory or --memory")
     bundle = path if isinstance(path, Bundle) else open_bundle(path)
     check_options(bundle, options)
+    bundle = profiled(bundle, options.profile)
 
     import torch
 

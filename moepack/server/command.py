@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,13 +138,20 @@ def opened(asked: Serve, options: Options, report: Callable[[int, int], None] | 
         InputError: if the bundle cannot be loaded, or the budget leaves no room for a sequence.
     """
     from moepack.runtime.load import check_bundle
+    from moepack.runtime.profile import check_writable, kept
 
+    profile = asked.load.profile
+    if profile is not None:
+        check_writable(profile)
+        if not Path(profile).exists():  # the first start with it
+            asked = replace(asked, load=replace(asked.load, profile=None))
     check_bundle(asked.bundle, asked.load)  # finds errors before slow imports
 
     from .http.app import Server
 
     model, tokenizer = _load(asked, report)
-    with model.moepack:
+    keeping = contextlib.nullcontext() if profile is None else kept(profile, model.moepack.bundle, model.moepack)
+    with model.moepack, keeping:
         server = Server(model, tokenizer, options)
         if (most := server.engine.most_tokens(LEAST)) < LEAST:
             raise InputError(f"the budget holds {most} tokens of a sequence: give --kv-tokens, or a larger one")

@@ -205,6 +205,8 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
     """
     if asked.load.memory == AUTO:
         raise InputError("--memory auto is for one process: give each replica's own size")
+    if asked.load.profile is not None:
+        raise InputError("--profile is for one process: replicas would write one file")
     prepare()
     options = options_of(asked)
     cpus = max(asked.replicas, os.cpu_count() or 1)

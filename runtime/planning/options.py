@@ -21,7 +21,8 @@ POLICY, DENSE, DEVICE_MEMORY, MEMORY = "MOEPACK_POLICY", "MOEPACK_DENSE", "MOEPA
 AUTO = "auto"  # the memory limit that follows from what the control group and the system have left
 WORKLOAD = ("kv_tokens", "batch", "prefill_tokens", "all_logits")
 SERVED = (
-    "policy", "dense", "max_tpot", "device_memory", "memory", "host_memory", "host_rate", "host_threads", *WORKLOAD,
+    "policy", "dense", "max_tpot", "device_memory", "memory", "host_memory", "host_rate", "host_threads", "profile",
+    *WORKLOAD,
 )  # fmt: skip
 
 
@@ -107,6 +108,7 @@ class LoadOptions:
     attn_implementation: str | None = None
     dense: str | None = None
     max_tpot: str | int | None = None
+    profile: str | None = None
 
     def __post_init__(self) -> None:
         parse_size(self.device_memory)

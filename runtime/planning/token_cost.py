@@ -58,4 +58,4 @@ def within(
             f"{bundle.path}: max_tpot {bound.text} leaves no version: with every expert at {least.name} a token reads "
             f"{takes}, {outside} bytes of them outside the experts"
         )
-    return Bundle(bundle.path, bundle.manifest, left, bundle.dense_versions)
+    return bundle.of(left)

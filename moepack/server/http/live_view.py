@@ -8,32 +8,10 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from moepack.memory import peaks
-from moepack.runtime.experts.handles import LayerExperts
+from moepack.runtime.routed import RoutedCounts
 from moepack.server.batching.engine import Engine
 from moepack.server.batching.scheduler import Scheduler
-
-
-class Heat:
-    """Count how often each expert was chosen since the start; a `RoutingCounter`."""
-
-    def __init__(self, layers: list[LayerExperts]) -> None:
-        most = max((layer.of.layer.experts for layer in layers), default=0)
-        device = layers[0].of.device if layers else torch.device("cpu")
-        self._counts = torch.zeros(len(layers), most + 1, dtype=torch.int64, device=device)
-        self._experts = [layer.of.layer.experts for layer in layers]
-
-    def add(self, position: int, index: Tensor, weights: Tensor) -> None:
-        """Count the routing of one layer, the `position`-th of those with experts; `index`: [tokens, top_k]."""
-        flat = index.reshape(-1).clamp(max=self._experts[position])
-        self._counts[position].scatter_add_(0, flat, torch.ones_like(flat))
-
-    def counts(self) -> list[list[int]]:
-        """Return the counts, [layers][experts]."""
-        return [row[:n] for row, n in zip(self._counts.cpu().tolist(), self._experts, strict=True)]
 
 
 class LiveView:
@@ -43,7 +21,7 @@ class LiveView:
 
     def __init__(self, model: Any, name: str, engine: Engine, scheduler: Scheduler) -> None:
         self._serving, self._name, self._engine, self._scheduler = model.moepack, name, engine, scheduler
-        self._heat = Heat(self._serving.layers)
+        self._heat = RoutedCounts(self._serving.layers)
         self._serving.count_routing(self._heat)
         self._began = time.monotonic()
         self._lock = threading.Lock()

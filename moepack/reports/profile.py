@@ -1,0 +1,69 @@
+"""Make a profile of a user's own texts: run the bundle over them and count what its routers choose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moepack.opening import check, load_model, locate
+from moepack.pack.errors import InputError
+from moepack.progress import Reporter, loading_bar
+from moepack.runtime.planning.options import DEFAULTS, LoadOptions
+from moepack.runtime.profile import check_writable, write_profile
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """What was counted."""
+
+    tokens: int
+    busiest: float  # share of the routers' choices that went to the busiest tenth of each layer's experts
+
+
+def make_profile(
+    path: str | Path,
+    data: Sequence[str],
+    output: Path,
+    options: LoadOptions = DEFAULTS,
+    length: int = 512,
+    samples: int = 256,
+    reporter: Reporter | None = None,
+) -> Profiled:
+    """Write the profile of these texts, in windows of `length` tokens, at most `samples` a file.
+
+    Raises:
+        InputError: if `path` is no bundle, a text has no full window, or the profile cannot be written.
+    """
+    from .evaluate import text_windows
+
+    reporter, source = reporter or Reporter(), locate(path)
+    if not source.is_bundle:
+        raise InputError(f"{path}: not a bundle: it has no manifest.json")
+    check_writable(output)
+    options = options.filled(prefill_tokens=length, all_logits=False, batch=1)
+    check(source, options)
+    with reporter.hub_bars():
+        pools = text_windows(source, data, length, samples)
+
+        import torch
+
+        from moepack.runtime.routed import RoutedCounts
+
+        with loading_bar(str(path)) as report:
+            model = load_model(source, options, report)
+        with model.moepack as serving, torch.inference_mode():
+            counter = RoutedCounts(serving.layers)
+            serving.count_routing(counter)
+            reporter.stage("count", len(pools))
+            for name, (pool, _) in pools:
+                reporter.step(Path(name).name)
+                reporter.inner("tokens", sum(len(window) for window in pool))
+                for window in pool:
+                    model(input_ids=window[None], use_cache=False, logits_to_keep=1)
+                    reporter.advance(len(window))
+            counts = counter.counts()
+            write_profile(output, serving.bundle, counts)
+    tokens = sum(len(window) for _, (pool, _) in pools for window in pool)
+    first = sum(sum(sorted(row, reverse=True)[: max(1, len(row) // 10)]) for row in counts)
+    return Profiled(tokens, first / max(1, sum(map(sum, counts))))

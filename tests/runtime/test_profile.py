@@ -1,0 +1,159 @@
+"""Profiles: their file, what is refused, what a server saves, and what they change before the first token."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from live_models import wait_for
+from support import ROOT, ids
+
+import moepack
+import moepack.runtime.profile as profiles
+from moepack.pack.errors import InputError
+from moepack.pack.reader import Bundle, open_bundle
+from moepack.reports.plan import plan
+from moepack.runtime.planning.options import LoadOptions
+from moepack.runtime.profile import kept, profiled, read_profile, write_profile
+
+DATA = ROOT.parent / "shared" / "data"
+CACHED = "hotness:hi=w4,lo=stored,between=no"
+
+
+def some(bundle: Bundle) -> list[list[int]]:
+    """Counts in which each layer's last expert is the busiest."""
+    return [list(range(layer.experts)) for layer in bundle.layers]
+
+
+def test_a_profile_is_what_was_written(bundle: Path, tmp_path: Path) -> None:
+    """Of a bundle with other versions too: they share what routes. Nothing but the file is left."""
+    opened, file = open_bundle(bundle), tmp_path / "p.json"
+    for _ in range(2):
+        write_profile(file, opened, some(opened))
+    assert [row.tolist() for row in read_profile(file, opened)] == some(opened)
+    assert [x.name for x in tmp_path.iterdir()] == ["p.json"]
+    assert profiles.identity(opened.of(opened.versions[:1])) == profiles.identity(opened)
+    with pytest.raises(OSError):
+        write_profile(tmp_path / "none" / "p.json", opened, some(opened))
+
+
+def test_calibration_keeps_a_little_weight(bundle: Path, tmp_path: Path) -> None:
+    opened = open_bundle(bundle)
+    write_profile(tmp_path / "p", opened, some(opened))
+    before, after = opened.calibration().layers, profiled(opened, tmp_path / "p").calibration().layers
+    for old, new in zip(before, after, strict=True):
+        assert np.allclose(new.tokens, np.arange(len(old.tokens)) + 256 * old.tokens / old.tokens.sum())
+        assert (new.relative == old.relative).all()
+    assert profiled(opened, None) is opened
+
+
+def edited(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda document: document.__setitem__(key, value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (edited("format", "moepack.profile/2"), "not a profile: its format"),
+        (edited("model", "0" * 64), "a profile of another model than"),
+        (edited("counts", [[1, 2]]), "its counts are not one for each expert"),
+        (edited("counts", "all"), "its counts are not one for each expert"),
+        (lambda document: document["counts"].__setitem__(1, None), "its counts are not one for each expert"),
+        (lambda document: document["counts"][1].__setitem__(1, -1), "a count is a whole number"),
+        (lambda document: document["counts"][1].__setitem__(1, 10**400), "a count is a whole number"),
+        (lambda document: document["counts"][1].__setitem__(1, True), "a count is a whole number"),
+        (lambda document: document["counts"][1].__setitem__(1, 1.5), "a count is a whole number"),
+    ],
+)
+def test_a_hostile_profile_is_refused(
+    change: Callable[[dict[str, Any]], None], words: str, bundle: Path, tmp_path: Path
+) -> None:
+    opened, file = open_bundle(bundle), tmp_path / "p.json"
+    write_profile(file, opened, some(opened))
+    document = json.loads(file.read_text())
+    change(document)
+    file.write_text(json.dumps(document))
+    with pytest.raises(InputError, match=words):
+        moepack.load(bundle, profile=str(file))
+
+
+def test_what_is_no_profile_at_all(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, file = open_bundle(bundle), tmp_path / "p"
+    for text, words in (("[" * 100_000, "it is no JSON"), ("\xff", "it is no JSON"), ("[]", "its format is not")):
+        file.write_text(text, "latin-1")
+        with pytest.raises(InputError, match=words):
+            read_profile(file, opened)
+    with pytest.raises(InputError, match="No such file"):
+        plan(bundle, LoadOptions(device_memory="1GB", profile=str(tmp_path / "none")))
+    monkeypatch.setattr(profiles, "MOST_BYTES", 1)
+    with pytest.raises(InputError, match="more than 1 bytes"):
+        read_profile(file, opened)
+
+
+def test_traffic_is_saved_now_and_then_and_at_the_end(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """12 tokens choose two experts in each layer; a later session halves them. What cannot be saved is logged."""
+    monkeypatch.setattr(profiles, "EVERY", 0.01)
+    opened, file = open_bundle(bundle), tmp_path / "p"
+    model = moepack.load(bundle, policy="static:w4")
+    with model.moepack as serving, torch.inference_mode():
+        with kept(file, opened, serving):
+            assert not file.exists(), "nothing was served yet"
+            model(ids(12))
+            wait_for(file.exists)
+        first = read_profile(file, opened)
+        assert [int(row.sum()) for row in first] == [24] * len(opened.layers)
+        with kept(file, opened, serving):
+            pass
+        assert all((a == b).all() for a, b in zip(first, read_profile(file, opened), strict=True))
+        with kept(file, opened, serving):
+            model(ids(12))
+        for old, new in zip(first, read_profile(file, opened), strict=True):
+            assert (new == old // 2 + old).all()
+        with kept(file, opened, serving):
+            model(ids(12))
+            shutil.rmtree(tmp_path)
+        assert "the profile is not saved" in caplog.text
+
+
+def waits(bundle: Path, text: str, tokenizer: Any, **options: Any) -> int:
+    """How many experts passes waited for in the first 100 tokens of a text, read one by one."""
+    model = moepack.load(bundle, policy=CACHED, prefill_tokens=1, kv_tokens=128, all_logits=False, **options)
+    with model.moepack as serving, torch.inference_mode():
+        cache = None
+        for token in tokenizer(text).input_ids[:100]:
+            out = model(torch.tensor([[token]]), use_cache=True, past_key_values=cache)
+            cache = out.past_key_values
+        return serving.counters()["forward_waits"]
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="the workloads are not here")
+@pytest.mark.parametrize("workload", ["gsm8k", "python"])
+def test_ones_own_traffic_is_right_at_token_zero(workload: str, bundle: Path, tmp_path: Path) -> None:
+    """A profile of other texts of the same kind: passes wait for fewer experts in the first 100 tokens."""
+    from transformers import AutoTokenizer
+
+    from moepack.cli import app
+
+    tokenizer = AutoTokenizer.from_pretrained(bundle)
+    texts = {
+        "gsm8k": (DATA / "gsm8k-train-1500.jsonl", DATA / "gsm8k-test.jsonl"),
+        "python": (DATA / "python-stdlib.jsonl", DATA / "humaneval.jsonl"),
+    }[workload]
+    first = json.loads(texts[1].read_text().splitlines()[3])
+    text = next(x for x in (first.get("text"), first.get("prompt"), *map(str, first.values())) if x)
+    file = tmp_path / "own.json"
+    command = ["profile", str(bundle), str(texts[0]), "-o", str(file), "--length", "128", "--samples", "16", "-q"]
+    app(command, standalone_mode=False)
+    asked = LoadOptions(device_memory=0, policy=CACHED, prefill_tokens=1, kv_tokens=128, all_logits=False)
+    needed = plan(bundle, asked)
+    memory = needed.least_bytes + 16 * 16_384  # half of all experts
+    without, own = (waits(bundle, text, tokenizer, device_memory=memory, profile=x) for x in (None, str(file)))
+    assert own < 0.97 * without, (own, without)

@@ -42,22 +42,17 @@ class Bundle:
         self.versions = versions
         self.dense_versions = manifest.dense_versions if dense_versions is None else dense_versions
         self.layers, self.dense_layers = manifest.layers, manifest.dense_layers
-        self.routed: tuple[Array, ...] | None = None  # counts in the place of calibration's; see `routed_as`
+        self.routed: tuple[Array, ...] | None = None  # counts in the place of calibration's; see `of`
         self._open: dict[tuple[str, str, int | None], LayerFile] = {}
 
-    def of(self, versions: tuple[Version, ...]) -> Bundle:
-        """The same bundle with these versions alone."""
-        made = Bundle(self.path, self.manifest, versions, self.dense_versions)
-        made.routed = self.routed
-        return made
+    def of(self, versions: tuple[Version, ...] | None = None, routed: Sequence[Array] | None = None) -> Bundle:
+        """The same bundle with these versions alone, or for other traffic.
 
-    def routed_as(self, counts: Sequence[Array]) -> Bundle:
-        """The same bundle for other traffic: `calibration` then has these counts, [layers] of [experts], of tokens.
-
-        Calibration's own stay with the weight of FEW_TOKENS choices a layer, so that no expert is taken as unused.
+        `calibration` then has the counts `routed`, [layers] of [experts], in the place of its own. Its own keep the
+        weight of FEW_TOKENS choices a layer, so that no expert is taken as unused.
         """
-        made = self.of(self.versions)
-        made.routed = tuple(counts)
+        made = Bundle(self.path, self.manifest, self.versions if versions is None else versions, self.dense_versions)
+        made.routed = self.routed if routed is None else tuple(routed)
         return made
 
     @property

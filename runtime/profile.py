@@ -88,7 +88,7 @@ def write_profile(path: str | Path, bundle: Bundle, counts: Sequence[Sequence[in
 
 def profiled(bundle: Bundle, path: str | Path | None) -> Bundle:
     """Return the bundle with the routing counts of a profile; without a path, the bundle. Raises as `read_profile`."""
-    return bundle if path is None else bundle.routed_as(read_profile(path, bundle))
+    return bundle if path is None else bundle.of(routed=read_profile(path, bundle))
 
 
 def check_writable(path: str | Path) -> None:

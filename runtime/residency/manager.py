@@ -173,7 +173,7 @@ class ResidencyManager:
         # A GPU copies from one place in order, and a lossless version is decoded from it: others are read in place.
         ahead = [(version_of(plan, v), key) for key, v in sizes]
         with self.store.reading_ahead((v.name, *key) for v, key in ahead if self._on_gpu or v.entropy_coded):
-            made = self.residency.place_all(
+            made = self.residency.place(
                 number.items(), 0 if self._on_gpu else AHEAD, lambda key, v: count.add(sizes.get((key, v), 0)),
                 self.transitions.note_failure,
             )  # fmt: skip

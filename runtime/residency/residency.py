@@ -71,42 +71,26 @@ class Residency:
 
     # --- loading
 
-    def place(self, key: Key, version: int) -> Any:
-        """Load an expert's first version, and with `keeps_base` its base; return the handle. Only before serving.
-
-        Raises:
-            MemoryError: when the pool or the budget has no block for it: the caller's arithmetic was wrong.
-            MoepackError: when the version's bytes are damaged.
-        """
-        complete: dict[int, Complete] = {}
-        try:
-            for number in dict.fromkeys((self.base, version) if self.keeps_base else (version,)):
-                complete[number] = self._load(key, number)
-        except BaseException:
-            for made in complete.values():
-                if made.block is not None:
-                    made.block.pool.free(made.block)
-            raise
-        self.entries[key] = ExpertState(self.base, version, complete)
-        if version != self.base:
-            self._above.add(key)
-        return complete[version].handle
-
-    def place_all(
+    def place(
         self,
         first: Iterable[tuple[Key, int]],
         ahead: int,
         loaded: Callable[[Key, int], None],
         failed: Callable[[Key, int, BaseException], None],
     ) -> Iterator[tuple[Key, Any]]:
-        """Load experts' first versions as `place` does, with up to `ahead` more fetches started; yield the handles.
+        """Load experts' first versions, and with `keeps_base` their base; yield the handles. Only before serving.
 
-        All blocks are taken before the first fetch, so that a CPU's huge pages are whole when they are written.
+        All blocks are taken before the first fetch, so that a CPU's huge pages are whole when they are written. Up to
+        `ahead` more fetches are started before one is waited for.
 
         Args:
             first: the experts and their versions, in the order in which they are fetched.
             loaded: called with each expert and version that is complete.
             failed: called with a version above the base whose fetch failed: its expert gets the base.
+
+        Raises:
+            MemoryError: when the pool or the budget has no block for it: the caller's arithmetic was wrong.
+            MoepackError: when a base version's bytes are damaged.
         """
         asked = dict(first)
         rows = {k: tuple(dict.fromkeys((self.base, v) if self.keeps_base else (v,))) for k, v in asked.items()}

@@ -139,7 +139,8 @@ class Simulation:
             self.residency, self.tracker, self.on_device, kind.reserve * PAGE, self.on_host, clock=lambda: self.now
         )
         for i, key in enumerate(all_keys()):
-            self.seen[key] = self.residency.place(key, 0 if kind.fixed and i < kind.room else kind.base)
+            first = [(key, 0 if kind.fixed and i < kind.room else kind.base)]
+            self.seen |= dict(self.residency.place(first, 0, lambda *_: None, lambda *_: None))
         self.loading = False
 
     @property

@@ -117,6 +117,7 @@ def test_traffic_is_saved_now_and_then_and_at_the_end(
             model(ids(12))
         for old, new in zip(first, read_profile(file, opened), strict=True):
             assert (new == old // 2 + old).all()
+        monkeypatch.setattr(profiles, "EVERY", 1000.0)
         with kept(file, opened, serving):
             model(ids(12))
             shutil.rmtree(tmp_path)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from moepack.runtime.policies.registry import Policy
     from moepack.runtime.process_limit import Beside, ProcessLimit
 
+    from .speed import Speed
+
 MOST = 1 << 40
 PLANNED = {"kv_tokens": 576, "batch": 1, "prefill_tokens": 512, "all_logits": False}  # generate: 512 tokens + 64
 
@@ -74,9 +76,14 @@ class Planned:
     expected_relative_loss_error: float | None  # standard error of that loss; None if the bundle keeps none
     bytes_per_token: int | None  # bytes that a decoding step of one sequence reads
     bandwidth: float | None  # measured bytes a second of the device's memory; None for a device that is not here
-    expected_tokens_per_second: float | None  # of decoding one sequence, if reading `bytes_per_token` took all the time
+    # Of decoding one sequence: predicted, or where `seconds_per_token` is None the most that `bandwidth` allows
+    expected_tokens_per_second: float | None
     estimated: bool  # whether activations are an estimate from shapes
     message: str | None = None  # why the plan is not feasible, in one line
+    # On this machine's CPU, under a policy whose waits can be predicted: what takes a token's seconds, and most of them
+    seconds_per_token: Speed | None = None
+    bound_by: str | None = None
+    fetched_bytes_per_token: int | None = None  # bytes of experts that a decoding step waits for
     # Under a memory limit: the limit, what the process takes beside the budget, and the most that it would take.
     memory_limit_bytes: int | None = None
     beside: Beside | None = None
@@ -109,6 +116,9 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
     from moepack.runtime.planning.fixed import Fixed, top_k
     from moepack.runtime.planning.measured import measured
     from moepack.runtime.planning.token_cost import dense_read, within
+
+    from .machine_rates import rates
+    from .speed import speed, token_bytes
 
     try:
         where = torch.device(options.device)
@@ -158,6 +168,11 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
         facts["bytes_per_token"] = read + int(_experts_read(bundle, tables, table, top_k(config)))
         if bandwidth:
             facts["expected_tokens_per_second"] = bandwidth / facts["bytes_per_token"]
+        if bandwidth and where.type == "cpu" and (token := token_bytes(bundle, parsed, table, read, top_k(config))):
+            took = speed(token, rates(bundle, token, bandwidth))
+            facts |= {"seconds_per_token": took, "expected_tokens_per_second": took.tokens_per_second}
+            facts |= {"bytes_per_token": read + token.experts, "fetched_bytes_per_token": token.fetched}
+            facts["bound_by"] = took.bound_by
     return Planned(
         str(bundle.path), str(parsed), options.device, table is not None, budget, fixed.total, fixed, least, used,
         workload.kv_tokens, workload.batch, workload.prefill_tokens, workload.all_logits, needs.kv.token_bytes,
@@ -301,7 +316,11 @@ def render(planned: Planned) -> tuple[Any, str]:
         most, limit = _size(planned.process_bytes_peak or 0), _size(planned.memory_limit_bytes)
         beside = planned.beside.described(planned.budget_bytes, _size)
         text = f"The process takes at most {most} of {limit}: {_size(planned.budget_bytes)} budget, {beside}. {text}"
-    rate, bandwidth = planned.expected_tokens_per_second, planned.bandwidth
+    rate, bandwidth, took = planned.expected_tokens_per_second, planned.bandwidth, planned.seconds_per_token
+    if took is not None and rate is not None:
+        shares = ((took.memory, "reading memory"), (took.processor, "the processor"), (took.disk, "the disk"))
+        spent = ", ".join(f"{1000 * seconds:.1f} ms {name}" for seconds, name in shares if seconds)
+        return table, f"{text}. Predicted: {rate:,.1f} tokens/s, bound by {planned.bound_by} ({spent})."
     if rate is None or bandwidth is None:
         return table, f"{text}; the speed is known on a machine with {planned.device}."
     return table, f"{text}: at most {rate:,.0f} tokens/s at the {bandwidth / 1e9:.1f} GB/s measured here."

@@ -1,0 +1,97 @@
+"""Measure what speed.py needs of this machine, in less than a second: kernels, the disk, and calls."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from moepack.pack.reader import Bundle
+from moepack.pack.spec import Matrix, Version
+from moepack.runtime.devices.cpu import READERS, CpuMemory
+from moepack.runtime.store.files import BackingStore
+
+from .speed import Rates, TokenBytes
+
+READ = 64 << 20  # bytes that a rate is measured on: more than a core's caches hold
+RUNS = 5
+# A layer's calls in small operations of torch, of one element: measured with `python -m benchmarks.start --speed`
+CALLS = 60
+
+
+def rates(bundle: Bundle, token: TokenBytes, memory: float) -> Rates:
+    """Measure this machine for a token; `memory` is the rate at which all threads read."""
+    version = bundle.manifest.version(token.version)
+    disk = disk_rate(bundle, version, token.in_flight) if token.fetched else memory
+    return Rates(memory, kernel_rate(bundle, version) or memory, disk, call_seconds())
+
+
+def kernel_rate(bundle: Bundle, version: Version) -> float | None:
+    """Return the bytes a second that the kernels multiply by, one token and many experts; `None` without kernels."""
+    try:
+        from moepack.runtime.kernels.affine_native import DTYPES, LayerForms, product
+        from moepack.runtime.kernels.forms import handle
+    except (ImportError, OSError):
+        return None
+    first = bundle.layers[0].matrices[0]
+    m = Matrix("m", first.rows, first.cols)
+    size = version.resident_size((m,))
+    count = max(1, READ // size)
+    step = -(-size // 64) * 64
+    memory = CpuMemory(count * step)
+    memory.take(0, count * step)
+    memory.tensor.fill_(0x3C)  # small scales, and no NaN
+    forms, at = LayerForms((m,), (version,)), memory.tensor.data_ptr()
+    handles = np.array([handle(at + i * step, 0) for i in range(count)], np.uint64)
+    x, out = torch.ones(count, m.cols, dtype=DTYPES[-1]), torch.empty(count, m.rows, dtype=DTYPES[-1])
+    index, best = torch.arange(count)[:, None], float("inf")
+    for _ in range(RUNS):
+        began = time.perf_counter()
+        product(forms, 0, handles, x, index, out, None, torch.get_num_threads())
+        best = min(best, time.perf_counter() - began)
+    return count * size / best
+
+
+def disk_rate(bundle: Bundle, version: Version, in_flight: float) -> float:
+    """Return the bytes a second that extents are fetched at, from where they are, `in_flight` at a time.
+
+    Extents of all layers are read, past the page cache or from it, as serving would, and not digested: serving digests
+    each once.
+    """
+    store, threads = BackingStore(bundle, direct=True), max(1, min(READERS, round(in_flight)))
+    with contextlib.closing(store), ThreadPoolExecutor(threads) as pool:
+        rng = np.random.default_rng(0)
+        places = [(version.name, p, int(rng.integers(x.experts))) for p, x in enumerate(bundle.layers)]
+        chosen = [store.stored(*place) for place in itertools.islice(itertools.cycle(places), 4 * len(places))]
+        size = max(stored.size for stored in chosen)
+        chosen = list({stored.place: stored for stored in chosen}.values())[: max(threads, READ // size)]
+        rooms = CpuMemory(threads * size)
+        rooms.take(0, threads * size)
+        rooms.tensor.fill_(0)
+        free = list(rooms.tensor.numpy().reshape(threads, size))
+
+        def read(i: int) -> None:
+            room = free.pop()
+            stored, got = chosen[i], 0
+            while got < stored.size:
+                got += stored.read_some(room.data[got : stored.size], got)
+            free.append(room)
+
+        began = time.perf_counter()
+        list(pool.map(read, range(len(chosen))))
+        return sum(stored.size for stored in chosen) / (time.perf_counter() - began)
+
+
+def call_seconds() -> float:
+    """Return the seconds that a layer's calls take beside reading weights: CALLS small operations."""
+    x, best = torch.ones(1), float("inf")
+    for _ in range(RUNS):
+        began = time.perf_counter()
+        for _ in range(100):
+            x = x + 0.0
+        best = min(best, (time.perf_counter() - began) / 100)
+    return CALLS * best

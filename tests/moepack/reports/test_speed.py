@@ -1,0 +1,105 @@
+"""The prediction of tokens a second: its arithmetic, by numbers worked out by hand or by simulation."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moepack.pack.reader import open_bundle
+from moepack.reports.machine_rates import call_seconds, disk_rate, kernel_rate
+from moepack.reports.plan import Planned, plan, render
+from moepack.reports.speed import (
+    Rates,
+    TokenBytes,
+    chances,
+    fresh,
+    held_misses,
+    recent_misses,
+    speed,
+)
+from moepack.runtime.planning.options import LoadOptions
+
+RATES = Rates(memory=10e9, kernels=5e9, disk=2e9, layer=1e-4)
+
+
+def test_what_takes_a_tokens_time() -> None:
+    """1 GB dense and 1 GB of experts: 0.2 s of memory; kernels at half its rate take 0.1 s more, 10 layers 1 ms."""
+    found = speed(TokenBytes(10, "w4", 1, 10**9, 10**9), RATES)
+    assert found.memory == pytest.approx(0.2) and found.processor == pytest.approx(0.101) and found.disk == 0
+    assert found.tokens_per_second == pytest.approx(1 / 0.301) and found.bound_by == "memory bandwidth"
+    assert speed(TokenBytes(10, "w4", 1, 10**6, 10**9), RATES).bound_by == "processor"
+    waiting = speed(TokenBytes(10, "w4", 1, 10**9, 10**9, 10**9), RATES)
+    assert waiting.disk == pytest.approx(0.5) and waiting.bound_by == "disk"
+    assert waiting.tokens_per_second == pytest.approx(1 / 0.801)
+
+
+def test_prefetch_hides_behind_the_rest() -> None:
+    """1.4 times the bytes, beside memory and processor; at least two fifths of them are waited for."""
+    busy = speed(TokenBytes(10, "w4", 1, 10**9, 10**9, 10**9, prefetch=True), RATES)
+    assert busy.disk == pytest.approx(1.4 * 0.5 - 0.301)
+    idle = speed(TokenBytes(10, "w4", 1, 10**9, 10**9, 10**8, prefetch=True), RATES)
+    assert idle.disk == pytest.approx(0.4 * 0.05)
+
+
+def test_chances_of_a_layers_experts() -> None:
+    assert chances(np.array([1.0, 1, 2, 4]), 1).tolist() == [0.125, 0.125, 0.25, 0.5]
+    assert chances(np.array([1.0, 1, 1, 97]), 2) == pytest.approx([1 / 3, 1 / 3, 1 / 3, 1])
+    assert chances(np.ones(3), 8).tolist() == [1, 1, 1]
+
+
+def test_locality_is_what_counts_do_not_explain() -> None:
+    even = np.full(8, 0.25)  # independent tokens share a quarter
+    assert fresh(even, 0.25) == 1 and fresh(even, 0.625) == pytest.approx(0.5) and fresh(even, 1.0) == 0
+    assert fresh(even, 0.1) == 1 and fresh(np.ones(2), 1.0) == 1
+
+
+def test_misses_of_a_fixed_set() -> None:
+    rows = [np.array([0.5, 0.25, 0.25]), np.array([1.0, 0.5, 0.5])]
+    assert held_misses(rows, [np.array([True, False, False]), np.ones(3, bool)]) == [0.5, 0.0]
+
+
+@pytest.mark.parametrize("capacity", [24, 60, 100])
+def test_misses_of_the_last_used_are_those_of_a_simulated_cache(capacity: int) -> None:
+    """Two layers of 64 experts with Zipf's popularity, one of each a token: within 3 % of all choices."""
+    popular = 1 / np.arange(1, 65)
+    rows = [popular / popular.sum(), popular[::-1] / popular.sum()]
+    rng, cache, missed = np.random.default_rng(0), OrderedDict[tuple[int, int], None](), 0
+    draws = [rng.choice(64, 6000, p=row) for row in rows]
+    for token in range(6000):
+        for layer in range(2):
+            key = layer, int(draws[layer][token])
+            missed += key not in cache and token >= 1000
+            cache[key] = None
+            cache.move_to_end(key)
+            if len(cache) > capacity:
+                cache.popitem(last=False)
+    assert sum(recent_misses(rows, capacity)) == pytest.approx(missed / 5000, abs=0.06)
+    assert recent_misses(rows, 128) == [0, 0]
+
+
+def test_a_plan_predicts_by_policy(bundle: Path) -> None:
+    """Waits where experts are fetched, fewer the more fit; none where all are there; no word where it is not known."""
+
+    def of(policy: str, room: int) -> Planned:
+        least = plan(bundle, LoadOptions(device_memory=0, policy=policy)).least_bytes
+        return plan(bundle, LoadOptions(device_memory=least + room, policy=policy))
+
+    for policy in ("lru:hi=w4,lo=absent", "hotness:lo=stored,between=no"):
+        small, large, whole = (of(policy, 16_384 * n) for n in (4, 24, 64))
+        assert small.fetched_bytes_per_token > large.fetched_bytes_per_token > whole.fetched_bytes_per_token == 0
+        took = small.seconds_per_token
+        assert small.expected_tokens_per_second == pytest.approx(1 / (took.memory + took.processor + took.disk))
+        assert took.disk > whole.seconds_per_token.disk == 0 and small.bound_by in render(small)[1]
+    assert of("static:w4", 1_000).fetched_bytes_per_token == 0
+    other = of("importance", 1_000_000)
+    assert other.seconds_per_token is None and "at most" in render(other)[1]
+
+
+def test_rates_are_measured(bundle: Path) -> None:
+    opened = open_bundle(bundle)
+    version = opened.manifest.version("w4")
+    assert disk_rate(opened, version, 2.0) > 1e6 and 1e-6 < call_seconds() < 1
+    assert (kernel_rate(opened, version) or 1e9) > 1e6

@@ -1,14 +1,23 @@
-"""How long it takes from the start of a command to its first token, and what of that is importing.
+"""How long it takes from the start of a command to its first token, and what of that is importing, or the disk.
 
     python -m benchmarks.start [BUNDLE] [--repeat N]
+    python -m benchmarks.start BUNDLE --memory SIZE [--policy POLICY]    from an empty page cache, beside a bare read
+    python -m benchmarks.start BUNDLE --memory SIZE --speed              tokens a second: predicted and measured
 
 `moepack generate` of one token, in a process of its own each time that finds its bytecode, beside a process that
 imports torch and the model's class from transformers and does nothing else, with and without the libraries that
 moepack leaves out (runtime/patches.py). Processor time is printed beside the clock's: on a shared machine they differ.
+
+With `--memory` the page cache is emptied before each turn. The bare read takes as many bytes of the same files as the
+budget holds, four requests past the page cache at a time: into four buffers that are used again, and into memory of its
+own, which a system that lends memory out, as a virtual machine's, has to get back first. It digests nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import os
 import resource
 import statistics
@@ -16,15 +25,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import EXAMPLES, Target, arguments, finish
+from benchmarks.limited.cage import forget
 from benchmarks.serve import built
 
 IMPORTS = "import torch, transformers.models.qwen3_moe.modeling_qwen3_moe"
 COMMAND = "moepack generate, one token"
 BOUND = 5.0  # seconds to the first token
+COLD = 1.3  # times the bare read
+NEAR = 0.25  # how far a prediction may be from what is measured
+REQUEST = 8 << 20
+BARE, KEPT = "a bare read, into four buffers", "a bare read, into memory of its own"
 
 
 def timed(command: list[str]) -> tuple[float, float]:
@@ -41,13 +56,32 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("bundle", nargs="?", help="without it a small one is built")
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--memory", help="begin with an empty page cache, in this limit")
+    parser.add_argument("--policy", default="hotness:lo=stored")
+    parser.add_argument("--speed", action="store_true", help="predict tokens a second in this limit, and measure them")
+    parser.add_argument("--tokens", type=int, default=128, help="with --speed: tokens that are decoded")
+    parser.add_argument("--data", type=Path, default=EXAMPLES / "text" / "evaluation.jsonl", help="with --speed")
     args = parser.parse_args()
+    turns = 1 if args.quick else args.repeat
     with tempfile.TemporaryDirectory() as work:
         bundle = args.bundle or str(built(Path(work), EXAMPLES / "mini-qwen3-moe"))
-        rows = measured(bundle, 1 if args.quick else args.repeat)
-    first = next(row["s"] for row in rows if row["what"] == COMMAND)
-    target = Target("seconds to the first token", first, BOUND, "lower")
-    finish(f"from start to token, {os.cpu_count()} processors", ["what", "s", "processor s"], rows, [target], args.json)
+        if args.speed:
+            columns = ["what", "tokens/s", "ms memory", "ms processor", "ms disk", "ms of this thread", "MB fetched"]
+            rows, targets = predicted(bundle, args)
+            finish(f"{args.policy} in {args.memory}", columns, rows, targets, args.json)
+            return
+        if args.memory:
+            rows = cold(bundle, args.memory, args.policy, turns)
+            took = {row["what"]: row["s"] for row in rows}
+            targets = [
+                Target(f"first token over {what}", took[COMMAND] / took[what], COLD, "lower") for what in (BARE, KEPT)
+            ]
+        else:
+            rows = measured(bundle, turns)
+            first = next(row["s"] for row in rows if row["what"] == COMMAND)
+            targets = [Target("seconds to the first token", first, BOUND, "lower")]
+    columns = ["what", "s", "processor s", *(["GB", "GB/s"] if args.memory else [])]
+    finish(f"from start to token, {os.cpu_count()} processors", columns, rows, targets, args.json)
 
 
 def measured(bundle: str, repeat: int) -> list[dict[str, Any]]:
@@ -65,10 +99,108 @@ def measured(bundle: str, repeat: int) -> list[dict[str, Any]]:
         for name, command in ways.items():
             row = timed(command)
             found[name] += [row] * (turn > 0)  # the first writes bytecode, and fills the system's cache
-    return [
-        {"what": name, "s": statistics.median(s for s, _ in of), "processor s": statistics.median(c for _, c in of)}
-        for name, of in found.items()
+    return [_row(name, of) for name, of in found.items()]
+
+
+def _row(name: str, of: list[tuple[float, float]]) -> dict[str, Any]:
+    return {"what": name, "s": statistics.median(s for s, _ in of), "processor s": statistics.median(c for _, c in of)}
+
+
+def cold(bundle: str, memory: str, policy: str, repeat: int) -> list[dict[str, Any]]:
+    """Medians from an empty page cache, in turns: both bare reads, importing, and the first token."""
+    from moepack.generation import NEW_TOKENS
+    from moepack.reports.plan import plan
+    from moepack.runtime.planning.options import LoadOptions
+
+    options = LoadOptions(memory=memory, policy=policy, kv_tokens=NEW_TOKENS, prefill_tokens=1, all_logits=False)
+    held = plan(bundle, options)
+    size = held.used_bytes - held.fixed_bytes + held.fixed.dense
+    named = ("--prompt", "The", "--max-new-tokens", "1", "--memory", memory, "--policy", policy)
+    bare = [
+        sys.executable,
+        "-c",
+        "import sys, benchmarks.start as s; s.read(sys.argv[1], int(sys.argv[2]), sys.argv[3])",
     ]
+    ways = {
+        BARE: [*bare, bundle, str(size), ""],
+        KEPT: [*bare, bundle, str(size), "kept"],
+        "importing torch and the model's class": [sys.executable, "-c", IMPORTS],
+        COMMAND: [sys.executable, "-m", "moepack", "generate", bundle, *named],
+    }
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for _, (name, command) in itertools.product(range(repeat), ways.items()):
+        forget(Path(bundle).rglob("*.safetensors"))
+        found[name].append(timed(command))
+    rows = [_row(name, of) for name, of in found.items()]
+    return [row | {"GB": size / 1e9, "GB/s": size / 1e9 / row["s"]} for row in rows]
+
+
+def read(bundle: str, size: int, kept: str) -> None:
+    """Read so many bytes of a bundle past the page cache, tensors first; `kept`: each into memory of its own."""
+    from moepack.runtime.devices.cpu import READERS, CpuMemory
+    from moepack.runtime.store.page_file import PageFile
+
+    rooms = CpuMemory(size + REQUEST if kept else READERS * REQUEST)
+    rooms.take(0, len(rooms.tensor))
+    data, free = rooms.tensor.numpy().data, list(range(0, READERS * REQUEST, REQUEST))
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(READERS) as pool:
+
+        def one(request: tuple[PageFile, int, int, int]) -> None:
+            file, at, count, to = request
+            where = to if kept else free.pop()
+            file.read(data[where : where + count], at)
+            if not kept:
+                free.append(where)
+
+        requests, done = [], 0
+        for path in sorted(Path(bundle).rglob("*.safetensors"), key=lambda p: ("experts" in p.parts, str(p))):
+            fd = stack.enter_context(path.open("rb")).fileno()
+            file = stack.enter_context(contextlib.closing(PageFile(fd)))
+            for at in range(0, os.fstat(fd).st_size // REQUEST * REQUEST, REQUEST):
+                if done < size:
+                    requests.append((file, at, REQUEST, done))
+                    done += REQUEST
+        list(pool.map(one, requests))
+
+
+def predicted(bundle: str, args: Any) -> tuple[list[dict[str, Any]], list[Target]]:
+    """What `plan` predicts for decoding one sequence, and what decoding a text token by token takes then."""
+    import torch
+
+    import moepack
+    from moepack.calibrate.text.windows import load_tokenizer
+    from moepack.families.arguments import cache_in, with_cache
+    from moepack.reports.plan import plan
+    from moepack.runtime.planning.options import LoadOptions
+
+    lines = [json.loads(line) for line in args.data.read_text().splitlines()[:64]]
+    ids = load_tokenizer(Path(bundle))(" ".join(str(line["text"]) for line in lines)).input_ids
+    own: dict[str, Any] = {"kv_tokens": args.tokens + 64, "prefill_tokens": 16, "all_logits": False}
+    found = plan(bundle, LoadOptions(memory=args.memory, policy=args.policy, **own))
+    model = moepack.load(bundle, memory=args.memory, policy=args.policy, **own)
+    first, out, began = min(32, args.tokens // 4), None, (0.0, 0.0, 0.0, 0.0)
+    with model.moepack as serving, torch.inference_mode():
+
+        def now() -> tuple[float, float, float, float]:
+            waited = serving.manager.waited if serving.manager is not None else 0.0
+            return time.perf_counter(), time.thread_time(), waited, serving.counters()["demand_bytes"]
+
+        for number, token in enumerate(ids[: args.tokens]):
+            began = now() if number == first else began
+            kept: dict[str, Any] = {} if out is None else with_cache(model, cache_in(out))
+            out = model(torch.tensor([[token]]), use_cache=True, **kept)
+        took, busy, waited, fetched = ((b - a) / (args.tokens - first) for a, b in zip(began, now(), strict=True))
+    rate, parts = 1 / took, found.seconds_per_token
+    assert parts is not None and found.expected_tokens_per_second is not None
+    ms = {"ms memory": 1e3 * parts.memory, "ms processor": 1e3 * parts.processor, "ms disk": 1e3 * parts.disk}
+    rows = [
+        {"what": "predicted", "tokens/s": found.expected_tokens_per_second, **ms,
+         "MB fetched": (found.fetched_bytes_per_token or 0) / 1e6},
+        {"what": "measured", "tokens/s": rate, "ms disk": 1e3 * waited, "MB fetched": fetched / 1e6,
+         "ms of this thread": 1e3 * busy},
+    ]  # fmt: skip
+    off = abs(found.expected_tokens_per_second / rate - 1)
+    return rows, [Target("the prediction is off by", off, NEAR, "lower")]
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ def load(
     max_tpot: str | int | None = None,
     memory: int | str | None = None,
     profile: str | None = None,
+    checked: bool | None = None,
 ) -> Any:
     """Load a bundle as a transformers causal language model. Deleting it or `model.moepack.close()` stops its threads.
 
@@ -59,7 +60,7 @@ def load(
         device=device, device_memory=device_memory, policy=policy, dtype=dtype, kv_tokens=kv_tokens, batch=batch,
         prefill_tokens=prefill_tokens, all_logits=all_logits, host_memory=host_memory, host_rate=host_rate,
         host_threads=host_threads, revision=revision, token=token, attn_implementation=attn_implementation,
-        dense=dense, max_tpot=max_tpot, memory=memory, profile=profile,
+        dense=dense, max_tpot=max_tpot, memory=memory, profile=profile, checked=checked,
     )  # fmt: skip
     return load_bundle(bundle, options, progress)
 

@@ -30,6 +30,7 @@ from moepack.runtime.load import check_options
 from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.options import METHOD, SERVED, WORKLOAD, LoadOptions
 from moepack.runtime.planning.skeleton import EXPERT_PARAMETERS
+from moepack.runtime.store.checked import recording
 
 from .attach import attach
 from .process_limit import ProcessLimit, keep_limit
@@ -164,7 +165,8 @@ class MoepackQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         assert self._bundle is not None
         try:
-            attach(model, self._bundle, self._options, self._dense)
+            with recording(self._bundle, bool(self._options.checked)):
+                attach(model, self._bundle, self._options, self._dense)
         except TooSmallError as error:
             if self._limit is None:
                 raise

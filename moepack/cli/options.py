@@ -102,6 +102,12 @@ _LOADING: dict[str, Any] = {  # field of LoadOptions -> its flag
         str | None,
         typer.Option("--profile", help="Routing counts of your own traffic, in the place of calibration's."),
     ],
+    "checked": Annotated[
+        bool | None,
+        typer.Option(
+            "--checked", help="Digest nothing again that you have checked before, while files stay as they were."
+        ),
+    ],
     "kv_tokens": Annotated[
         int | None,
         typer.Option("--kv-tokens", min=0, help="In a budget: reserve KV cache for so many tokens a sequence."),

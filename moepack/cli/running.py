@@ -23,7 +23,7 @@ _HELD = typer.Option(
     min=0,
     help="In a budget: tokens of KV cache reserved at the start; 4096 if experts cannot make room.",
 )
-_LOADED = ("policy", "device_memory", "memory", "dense", "max_tpot", "kv_tokens", "device", "dtype")
+_LOADED = ("policy", "device_memory", "memory", "dense", "max_tpot", "kv_tokens", "device", "dtype", "checked")
 _KEPT = typer.Option(
     "--profile", help="Begin with the traffic in this file, where it exists, and save the traffic there."
 )

@@ -18,11 +18,12 @@ METHOD = "moepack"  # the name of the quantisation method in transformers
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Environment variables
 POLICY, DENSE, DEVICE_MEMORY, MEMORY = "MOEPACK_POLICY", "MOEPACK_DENSE", "MOEPACK_DEVICE_MEMORY", "MOEPACK_MEMORY"
+CHECKED = "MOEPACK_CHECKED"
 AUTO = "auto"  # the memory limit that follows from what the control group and the system have left
 WORKLOAD = ("kv_tokens", "batch", "prefill_tokens", "all_logits")
 SERVED = (
     "policy", "dense", "max_tpot", "device_memory", "memory", "host_memory", "host_rate", "host_threads", "profile",
-    *WORKLOAD,
+    "checked", *WORKLOAD,
 )  # fmt: skip
 
 
@@ -83,6 +84,10 @@ class LoadOptions:
             version present, or `allocation` with the policy `static:allocation`.
         max_tpot: the most that decoding one token may take, as time (`50ms`) or as bytes read (`2GB`). Versions with
             which the worst token would take longer are not served.
+        profile: a file of `moepack profile` or `moepack serve --profile`: routing counts of the user's own traffic, in
+            the place of calibration's. They decide which experts are there before the first token.
+        checked: whether bytes whose digests this user has checked before are taken as checked while their file stays as
+            it was (runtime/store/checked.py). Files that others may write are always digested.
 
     `kv_tokens`, `batch`, `prefill_tokens` and `all_logits` may be `None`: a command then sets its own (`filled`), and
     `Workload` has the defaults.
@@ -109,6 +114,7 @@ class LoadOptions:
     dense: str | None = None
     max_tpot: str | int | None = None
     profile: str | None = None
+    checked: bool | None = None
 
     def __post_init__(self) -> None:
         parse_size(self.device_memory)
@@ -165,7 +171,7 @@ class LoadOptions:
         return replace(self, **{name: value for name, value in values.items() if getattr(self, name) is None})
 
     def with_environment(self, has_dense: bool = False) -> LoadOptions:
-        """Return a copy in which MOEPACK_POLICY, _DENSE, _DEVICE_MEMORY and _MEMORY replace `None`.
+        """Return a copy in which MOEPACK_POLICY, _DENSE, _DEVICE_MEMORY, _MEMORY and _CHECKED replace `None`.
 
         These variables are for programs that load a bundle by its path. MOEPACK_DENSE is read only if the bundle has
         versions of its dense matrices (`has_dense`). Raises InputError for an invalid value.
@@ -178,7 +184,8 @@ class LoadOptions:
             except InputError as error:
                 raise InputError(f"{variable}: {error}") from None
         policy, dense = os.environ.get(POLICY) or None, os.environ.get(DENSE) or None if has_dense else None
-        return self.filled(policy=policy, dense=dense, **sizes)
+        checked = True if os.environ.get(CHECKED, "") not in ("", "0") else None
+        return self.filled(policy=policy, dense=dense, checked=checked, **sizes)
 
     def parsed_policy(self) -> Policy:
         """Return the policy that `policy` names, or the default, which depends on whether there is a budget.

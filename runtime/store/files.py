@@ -24,6 +24,7 @@ from moepack.pack.files import open_file
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import PAGE
 
+from .checked import State, recorded, state
 from .page_file import PageFile
 from .read_ahead import Place, ReadAhead
 
@@ -38,11 +39,6 @@ class Cancelled(Exception):
     """A read was cancelled."""
 
 
-def _state(file: int) -> tuple[int, int, int]:
-    found = os.fstat(file)
-    return found.st_mtime_ns, found.st_ctime_ns, found.st_size
-
-
 @dataclass(frozen=True, slots=True)
 class Stored:
     """The location of one extent in a file, and the extent's digest."""
@@ -55,7 +51,7 @@ class Stored:
     place: Place = ("", 0, 0)  # (version, layer position, expert); of a dense matrix: (version, DENSE, number)
     ahead: ReadAhead | None = field(default=None, compare=False, repr=False)  # may have read the extent already
     # The file's state when each extent was checked: not checked again while the state stays. `None`: always checked
-    checked: dict[Place, tuple[int, int, int]] | None = field(default=None, compare=False, repr=False)
+    checked: dict[Place, State] | None = field(default=None, compare=False, repr=False)
     direct: PageFile | None = field(default=None, compare=False, repr=False)  # reads past the page cache
 
     def read_into(
@@ -80,7 +76,7 @@ class Stored:
         """
         ready = self.ahead.take(self.place) if self.ahead is not None else None
         digest, kept, done = hashlib.sha256(), len(out) >= self.size, 0
-        known = self.checked is not None and self.checked.get(self.place) == _state(self.file)
+        known = self.checked is not None and self.checked.get(self.place) == state(self.file)
         most = REQUEST if self.direct is not None else CHUNK
         while done < self.size:
             begin = done if kept else 0
@@ -101,7 +97,7 @@ class Stored:
             if digest.hexdigest() != self.sha256:
                 raise BundleError.single(self.where, "digest", "its bytes do not match their digest")
             if self.checked is not None:
-                self.checked[self.place] = _state(self.file)
+                self.checked[self.place] = state(self.file)
 
     def read_some(self, part: memoryview, begin: int, read: Callable[[memoryview, int], int] | None = None) -> int:
         """Read bytes of the extent from `begin` on, unchecked; return how many. Raises BundleError on failure."""
@@ -138,7 +134,8 @@ class BackingStore:
         With `direct`, extents are read past the page cache where the system allows it (`PageFile`).
         """
         self.bundle = bundle
-        self._checked: dict[Place, tuple[int, int, int]] | None = None if checks_again else {}
+        # Shared with other stores of the load while the user's record is read
+        self._checked = recorded() if recorded() is not None else None if checks_again else {}
         self._lock = threading.RLock()  # a finalizer may close on the thread that holds it
         self._closed = False
         self._files: dict[str, int] = {}

@@ -1,0 +1,106 @@
+"""The record of checked digests: what it spares, what it still finds, and whose files and records count."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import damage, flip
+
+import moepack
+from moepack.pack.errors import BundleError
+from moepack.pack.reader import open_bundle
+from moepack.runtime.store import checked
+from moepack.runtime.store import files as store_module
+
+
+@pytest.fixture
+def digests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+    """One item for each extent that is digested; the record is in a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    real, seen = store_module.hashlib.sha256, list[int]()
+
+    class Counting:
+        @staticmethod
+        def sha256(*given: Any) -> Any:
+            seen.append(1)
+            return real(*given)
+
+    monkeypatch.setattr(store_module, "hashlib", Counting)
+    return seen
+
+
+def load(bundle: Path, **options: Any) -> None:
+    moepack.load(bundle, **{"policy": "static:w4", "device_memory": "1GB", "checked": True, **options}).moepack.close()
+
+
+def test_what_was_checked_is_not_digested_again(damaged: Path, digests: list[int], tmp_path: Path) -> None:
+    """A changed file is: the whole of it, and of others nothing. Without the option the record is not read."""
+    load(damaged, checked=None)
+    assert not list(tmp_path.glob("cache/moepack/checked/*"))
+    load(damaged)
+    (record,) = tmp_path.glob("cache/moepack/checked/*")
+    assert record.stat().st_mode & 0o777 == 0o600
+    known = checked._read(record)
+    assert len([p for p in known if p[1] >= 0]) == 64 and ("model.safetensors", checked.FILE, 0) in known
+    before = checked._read(record)
+    load(damaged)
+    assert checked._read(record) == before
+    damage(damaged, "w4", 2, [5])
+    with pytest.raises(BundleError, match="layer 2, expert 5"):
+        load(damaged)
+    damage(damaged, "w4", 2, [5])
+    load(damaged)
+    after = checked._read(record)
+    assert {p for p in after if after[p] != before[p]} == {("w4", 2, e) for e in range(16)}
+    flip(damaged / "model.safetensors", -3)
+    with pytest.raises(BundleError, match=r"model\.safetensors: its bytes"):
+        load(damaged)
+
+
+def test_a_reset_time_is_found(damaged: Path, digests: list[int]) -> None:
+    """mtime can be set back, the time of that change cannot."""
+    load(damaged)
+    file = damaged / "experts" / "w4" / "layer-002.safetensors"
+    found = file.stat()
+    damage(damaged, "w4", 2, [5])
+    os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+    assert file.stat().st_mtime_ns == found.st_mtime_ns
+    with pytest.raises(BundleError, match="layer 2, expert 5"):
+        load(damaged)
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "owner"])
+def test_files_that_others_may_write_are_always_digested(
+    what: str, damaged: Path, digests: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if what == "owner":
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        os.chown(damaged / "model.safetensors", 54321, -1) if os.getuid() == 0 else pytest.skip("needs root")
+    else:
+        (damaged / "experts" / "w4" / ("" if what == "folder" else "layer-002.safetensors")).chmod(0o777)
+    load(damaged)
+    assert "others may write it" in caplog.text and not list(tmp_path.glob("cache/moepack/checked/*"))
+
+
+def test_a_record_that_is_not_ones_own_is_ignored(damaged: Path, digests: list[int], tmp_path: Path) -> None:
+    load(damaged)
+    (record,) = tmp_path.glob("cache/moepack/checked/*")
+    good = record.read_bytes()
+    rows = json.loads(good)
+    for bad in (b"", b"{", b"[" * 100_000, b"[[1]]", b"7", json.dumps([[*rows[0][:2], [1, 2], [0]]]).encode()):
+        record.write_bytes(bad)
+        assert checked._read(record) == {}
+        load(damaged)
+    record.write_bytes(good)
+    record.chmod(0o666)
+    assert checked._read(record) == {}
+    record.unlink()
+    record.symlink_to(shutil.copy(damaged / "config.json", tmp_path / "other"))
+    assert checked._read(record) == {}
+    assert open_bundle(damaged).path == damaged

@@ -100,7 +100,7 @@ def token_bytes(bundle: Bundle, policy: Policy, table: Versions, dense: int, cho
     several = max(1.0, sum(missed) / len(missed))
     prefetch = getattr(policy.options, "prefetch", "no") == "yes" and waits
     version = fetched if waits else usual
-    return TokenBytes(len(table), version, several, dense, int(read), int(moved), prefetch)
+    return TokenBytes(len(table), version, several, dense, round(read), round(moved), prefetch)
 
 
 def speed(token: TokenBytes, rates: Rates) -> Speed:

@@ -80,7 +80,7 @@ def test_expected_loss_is_that_of_the_tables(bundle: Path) -> None:
     assert losses[0] > losses[1] > losses[2] == 0.0
 
 
-def test_speed_is_bytes_over_bandwidth(bundle: Path) -> None:
+def test_speed_begins_with_bytes_over_bandwidth(bundle: Path) -> None:
     planned = plan(bundle, LoadOptions(device_memory=PLENTY, policy="static:w4", kv_tokens=100))
     opened = moepack.open(bundle)
     model = moepack.load(bundle, policy="static:w4")
@@ -90,7 +90,9 @@ def test_speed_is_bytes_over_bandwidth(bundle: Path) -> None:
     extent = opened.layer_file("w4", 0).extent_size(0)
     assert planned.bytes_per_token == dense + 4 * 2 * extent + 100 * planned.kv_bytes_per_token
     assert planned.bandwidth is not None and planned.bandwidth > 1e8
-    assert planned.expected_tokens_per_second == pytest.approx(planned.bandwidth / planned.bytes_per_token)
+    took = planned.seconds_per_token
+    assert took is not None and took.memory == pytest.approx(planned.bytes_per_token / planned.bandwidth)
+    assert planned.expected_tokens_per_second == pytest.approx(1 / (took.memory + took.processor))
     assert planned.kv_bytes_per_token == 1024 and planned.host_bytes == opened.version_bytes("w4")
 
 

@@ -20,7 +20,7 @@ from moepack.runtime.store.files import Stored
 def test_the_threads_end_with_the_model(bundle: Path) -> None:
     before = ours()
     model = load(bundle)
-    assert sorted(t.name for t in ours() - before) == ["moepack-migration", "moepack-transitions"]
+    wait_for(lambda: sorted(t.name for t in ours() - before) == ["moepack-migration", "moepack-transitions"])
     gone = weakref.ref(model)
     del model
     gc.collect()

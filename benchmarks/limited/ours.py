@@ -1,0 +1,54 @@
+"""moepack's side, in a process of its own: `python -m benchmarks.limited.ours ORDER` (an order as passes.py describes).
+
+Its options are the policy, and after it "dense=VERSION".
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+import moepack
+from moepack.families.arguments import with_cache
+from moepack.runtime.patches import quiet_libraries
+
+from .passes import Order, Side, serve
+
+COUNTED = ("demand_bytes", "prefetch_bytes", "forward_waits", "bytes_moved")
+
+
+class Moepack(Side):
+    """A bundle under a policy, in a memory limit."""
+
+    def __init__(self, order: Order) -> None:
+        quiet_libraries()
+        torch.set_num_threads(order.threads)
+        policy, *others = order.options
+        more: dict[str, Any] = dict(option.split("=", 1) for option in others)
+        self._model = moepack.load(
+            order.path, policy=policy, memory=order.memory, kv_tokens=order.length, prefill_tokens=order.prompt,
+            all_logits=False, **more,
+        )  # fmt: skip
+        self.begin()
+
+    def begin(self) -> None:
+        """See Side."""
+        self._cache = DynamicCache(config=self._model.config)
+
+    def step(self, ids: list[int]) -> None:
+        """See Side."""
+        with torch.inference_mode():
+            self._model(torch.tensor([ids]), logits_to_keep=1, **with_cache(self._model, self._cache))
+
+    def facts(self) -> dict[str, Any]:
+        """See Side."""
+        counted = self._model.moepack.counters()
+        return {name: counted[name] for name in COUNTED if name in counted}
+
+
+if __name__ == "__main__":
+    serve(Moepack, Order(**json.loads(sys.argv[1])))

@@ -71,9 +71,9 @@ def make(shape: Shape, mixes: Sequence[str], most: float) -> None:
     for mix in missing:
         print(f"writing {gguf_of(shape, mix).name}", flush=True)
         with _aside(where) as aside:
-            command = [str(python), "-m", "benchmarks.limited.theirs", "write", shape.name, mix, str(aside / "gguf")]
-            cores = str(len(os.sched_getaffinity(0)))
-            done = subprocess.run([*command, cores], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+            command = [str(python), "-m", "benchmarks.limited.theirs", str(len(os.sched_getaffinity(0)))]
+            command += ["write", shape.name, mix, str(aside / "gguf")]
+            done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
             if done.returncode:
                 raise PeerError(f"{gguf_of(shape, mix).name} cannot be written: status {done.returncode}")
             (aside / "gguf").rename(gguf_of(shape, mix))

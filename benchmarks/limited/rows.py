@@ -65,7 +65,7 @@ class Asked:
             mix, *options = rest.split(":")
             path, memory = gguf_of(shape, mix), self.cage
             python = environments.environment(environments.LLAMA, environments.cache(), install=False)
-            run = [str(python), "-m", "benchmarks.limited.theirs", "serve"]
+            run = [str(python), "-m", "benchmarks.limited.theirs", str(self.threads), "serve"]
         else:
             raise PeerError(f"side {who!r} is unknown: moepack, llama, {', '.join(NOT_STARTED)}")
         if not path.exists():

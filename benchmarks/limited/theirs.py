@@ -1,7 +1,7 @@
 """llama.cpp's side: writes a generated model as GGUF, and serves it. Runs in the environment of benchmarks/peers.
 
-    python -m benchmarks.limited.theirs write SHAPE MIX FILE
-    python -m benchmarks.limited.theirs serve ORDER    (an order as passes.py describes it)
+    python -m benchmarks.limited.theirs THREADS write SHAPE MIX FILE
+    python -m benchmarks.limited.theirs THREADS serve ORDER    (an order as passes.py describes it)
 
 `llama_decode` is called as llama-server calls it. Weights are mapped and stay as they are: repacked, as llama.cpp would
 by default, they are copied, and the whole model must fit in memory.
@@ -65,7 +65,8 @@ def write(shape: str, mix: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "write":
-        write(*sys.argv[2:])
+    _, _, what, *arguments = sys.argv
+    if what == "write":
+        write(*arguments)
     else:
-        serve(Llama, Order(**json.loads(sys.argv[2])))
+        serve(Llama, Order(**json.loads(arguments[0])))

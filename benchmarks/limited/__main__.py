@@ -35,8 +35,8 @@ SIDES = ("moepack:hotness:lo=stored:dense=w4", "moepack:lru:dense=w4", "llama:Q4
 QUICK = ("moepack:hotness:lo=stored:dense=w4", "moepack:static:w2:dense=w4", "kt-kernel")
 PROMPT, DECODE = 512, 128
 COLUMNS = (
-    "side", "cage GB", "first token s", "prefill tokens/s", "decode tokens/s", "p99 ms", "MB/token read", "peak GB",
-    "result",
+    "side", "cage GB", "first token s", "prefill tokens/s", "decode tokens/s", "p99 ms", "MB/token read", "served w4",
+    "peak GB", "result",
 )  # fmt: skip
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +16,12 @@ from transformers.cache_utils import DynamicCache
 
 import moepack
 from moepack.families.arguments import with_cache
+from moepack.runtime.experts.handles import LayerExperts
 from moepack.runtime.patches import quiet_libraries
 
 from .passes import Order, Side, serve
 
+EVERY = 8  # of how many tokens one is looked at for the versions that it was served
 COUNTED = ("demand_bytes", "prefetch_bytes", "forward_waits", "bytes_moved")
 
 
@@ -33,7 +37,15 @@ class Moepack(Side):
             order.path, policy=policy, memory=order.memory, kv_tokens=order.length, prefill_tokens=order.prompt,
             all_logits=False, **more,
         )  # fmt: skip
+        self._served: Counter[str] = Counter()  # uses of experts, by version, in the tokens that were looked at
+        self._steps, self._looks = 0, False
+        for layer, held in zip(self._model.model.layers, self._model.moepack.layers, strict=True):
+            layer.mlp.experts.register_forward_hook(partial(self._look, held))
         self.begin()
+
+    def _look(self, held: LayerExperts, module: Any, given: tuple[Any, ...], out: Any) -> None:
+        if self._looks:
+            self._served.update(str(held.current.handles[e]) for e in given[1].flatten().tolist())
 
     def begin(self) -> None:
         """See Side."""
@@ -41,13 +53,15 @@ class Moepack(Side):
 
     def step(self, ids: list[int]) -> None:
         """See Side."""
+        self._steps += 1
+        self._looks = len(ids) == 1 and self._steps % EVERY == 0
         with torch.inference_mode():
             self._model(torch.tensor([ids]), logits_to_keep=1, **with_cache(self._model, self._cache))
 
     def facts(self) -> dict[str, Any]:
         """See Side."""
         counted = self._model.moepack.counters()
-        return {name: counted[name] for name in COUNTED if name in counted}
+        return {name: counted[name] for name in COUNTED if name in counted} | {"served": dict(self._served)}
 
 
 if __name__ == "__main__":

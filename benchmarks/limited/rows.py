@@ -153,6 +153,8 @@ def summary(said: Sequence[dict[str, Any]], prompt: int) -> dict[str, Any]:
         for name, key in (("read", "MB/token read"), ("demand_bytes", "MB/token waited for")):
             if name in counted[0]:
                 out[key] = sum(p[name] - before[id(p)][name] for p in counted) / len(counted) / 1e6
+    served: dict[str, int] = passes[-1].get("served") or {}
+    out |= {f"served {name}": count / sum(served.values()) for name, count in served.items()}
     return out
 
 

@@ -160,4 +160,22 @@ def test_rows_are_a_table_and_replace_their_own(tmp_path: Path) -> None:
     rows = [{"side": SIDE, "cage GB": 6.0, "decode tokens/s": 1.2345}, {"side": SIDE, "cage GB": 10.0}]
     measured.kept(tmp_path / "rows.json", {"side": SIDE, "cage GB": 6.0, "result": "killed"}, rows)
     assert [r["cage GB"] for r in rows] == [10.0, 6.0] and rows[1]["result"] == "killed"
-    assert f"| {SIDE} | 6 |  |  |  |  |  |  | killed |" in markdown(rows)
+    assert f"| {SIDE} | 6 |  |  |  |  |  |  |  | killed |" in markdown(rows)
+
+
+def test_the_picture_has_both_programs_and_their_divergences() -> None:
+    from benchmarks.draw.limited import divergence, drawn
+
+    known = {"w4, dense w4": 2.0, "w2, dense w4": 8.0, "Q4_K_M": 5.0}
+    rows = [
+        {"side": SIDE, "cage GB": 6.0, "decode tokens/s": 2.0, "served w4": 0.75, "served w2": 0.25},
+        {"side": "llama:Q4_K_M", "cage GB": 6.0, "result": "killed: out of memory"},
+        {"side": "llama:Q4_K_M", "cage GB": 10.0, "decode tokens/s": 0.5},
+    ]
+    assert [divergence(r, known) for r in rows] == [3.5, 5.0, 5.0]
+    assert divergence({"side": "moepack:lru"}, known) is None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    words = {t.get_text() for t in drawn(rows, known).axes[0].texts}
+    assert {"hotness:lo=stored, KL 3.5", "llama.cpp Q4_K_M, KL 5"} < words

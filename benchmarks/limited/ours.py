@@ -60,8 +60,10 @@ class Moepack(Side):
 
     def facts(self) -> dict[str, Any]:
         """See Side."""
-        counted = self._model.moepack.counters()
-        return {name: counted[name] for name in COUNTED if name in counted} | {"served": dict(self._served)}
+        counted, manager = self._model.moepack.counters(), self._model.moepack.manager
+        return {name: counted[name] for name in COUNTED if name in counted} | {
+            "served": dict(self._served), "waited": 0.0 if manager is None else manager.waited
+        }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -68,7 +68,8 @@ def serve(side: Callable[[Order], Side], order: Order) -> None:
     os.dup2(2, 1)  # what libraries print
 
     def tell(**what: Any) -> None:
-        out.write(json.dumps({**what, "read": bytes_read(os.getpid())}) + "\n")
+        counts = {"read": bytes_read(os.getpid()), "cpu": time.process_time()}
+        out.write(json.dumps({**what, **counts}) + "\n")
         out.flush()
 
     try:

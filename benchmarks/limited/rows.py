@@ -26,6 +26,11 @@ from .shapes import Shape
 
 WARM = 64  # tokens decoded before those that count
 MARGIN, LEAST_MARGIN = 64, 32 << 20  # what of a cage is left to the kernel: a share, and bytes
+# What passes count since the side began -> its name in a row, a token, and its unit.
+COUNTS = {
+    "read": ("MB/token read", 1e6), "demand_bytes": ("MB/token waited for", 1e6),
+    "waited": ("ms/token waited", 1e-3), "cpu": ("CPU ms/token", 1e-3),
+}  # fmt: skip
 # Why others have no row that runs: what each does with the model's experts while it loads.
 NOT_STARTED = {
     "kt-kernel": "holds all experts in memory, in its own layout: they are larger than the limit",
@@ -150,9 +155,9 @@ def summary(said: Sequence[dict[str, Any]], prompt: int) -> dict[str, Any]:
         seconds = [p["seconds"] for p in counted]
         out |= {"decode tokens/s": len(counted) / sum(seconds), "counted": len(counted)}
         out["p99 ms"] = 1e3 * sorted(seconds)[int(0.99 * (len(seconds) - 1))]
-        for name, key in (("read", "MB/token read"), ("demand_bytes", "MB/token waited for")):
+        for name, (key, unit) in COUNTS.items():
             if name in counted[0]:
-                out[key] = sum(p[name] - before[id(p)][name] for p in counted) / len(counted) / 1e6
+                out[key] = sum(p[name] - before[id(p)][name] for p in counted) / len(counted) / unit
     served: dict[str, int] = passes[-1].get("served") or {}
     out |= {f"served {name}": count / sum(served.values()) for name, count in served.items()}
     return out

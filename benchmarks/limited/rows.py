@@ -19,8 +19,8 @@ from typing import Any
 from benchmarks.peers import environments
 from benchmarks.peers.worker import ROOT, PeerError
 
-from .cage import Cage, forget
-from .make import bundle_of, gguf_of
+from .cage import Cage, forget, read_ahead
+from .make import bundle_of, gguf_of, home
 from .passes import Order
 from .shapes import Shape
 
@@ -43,7 +43,8 @@ class Asked:
     """A row that is asked for.
 
     Attributes:
-        side: "moepack:POLICY[:dense=VERSION]", "llama:MIX[:no-mmap][:repack]", or a name in NOT_STARTED.
+        side: "moepack:POLICY[:dense=VERSION]", "llama:MIX[:no-mmap][:repack]", or a name in NOT_STARTED;
+            ":read-ahead=KB" at the end sets the disk.
         cage: bytes.
         prompt, decode: tokens of each text.
         seconds: after which the side is stopped.
@@ -62,6 +63,7 @@ class Asked:
     def command(self, shape: Shape) -> list[str]:
         """What is run. Raises PeerError where llama.cpp, or the model, is not there."""
         who, _, rest = self.side.partition(":")
+        rest = rest.partition(":read-ahead=")[0]
         if who == "moepack":
             options = moepack_options(rest)
             path, memory = bundle_of(shape), self.cage - max(self.cage // MARGIN, LEAST_MARGIN)
@@ -93,8 +95,13 @@ def measure(asked: Asked, shape: Shape) -> dict[str, Any]:
     command = asked.command(shape)
     if asked.cold:
         row["page cache"] = forget(p for p in (bundle_of(shape), gguf_of(shape, "Q4_K_M")) if p.is_file())
-    with Cage(asked.cage) as cage, tempfile.TemporaryFile() as errors:
-        row["bounds"] = cage.bounds
+    ahead = int(asked.side.partition(":read-ahead=")[2] or 0) or None
+    with (
+        read_ahead(home(shape), ahead) as found,
+        Cage(asked.cage) as cage,
+        tempfile.TemporaryFile() as errors,
+    ):
+        row |= {"bounds": cage.bounds, "read ahead kB": found}
         began = time.monotonic()
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, cwd=ROOT, preexec_fn=cage.enter,

@@ -13,8 +13,9 @@ the page cache, and reads three texts of three topics one after another: a promp
 
 Sides: moepack:POLICY[:dense=VERSION] in `memory=` a 64th below the limit; llama:MIX[:no-mmap][:repack]; kt-kernel and
 transformers, which do not start. With :read-ahead=KB at the end the disk reads so far ahead of page faults meanwhile
-(Linux' own value is 128, which llama.cpp's default row has); moepack reads past the page cache.
-Rows are kept in rows.json beside the model, and finished ones are not run again without `--again`. A side that is refused, killed or stopped is a row too.
+(Linux' own value is 128, which llama.cpp's default row has); moepack reads past the page cache. Rows are kept in
+rows.json beside the model, and finished ones are not run again without `--again`. A side that is refused, killed or
+stopped is a row too.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 from benchmarks.common import arguments, finish
 from benchmarks.peers.worker import PeerError
 from benchmarks.tables.common import table
+from benchmarks.tables.peers import limited_rows
 
 from .make import home, make
 from .rows import Asked, kept, measure
@@ -37,7 +39,7 @@ QUICK = ("moepack:hotness:lo=stored:dense=w4", "moepack:static:w2:dense=w4", "kt
 PROMPT, DECODE = 512, 128
 COLUMNS = (
     "side", "cage GB", "first token s", "prefill tokens/s", "decode tokens/s", "p99 ms", "MB/token read", "served w4",
-    "peak GB", "result",
+    "process GB", "result",
 )  # fmt: skip
 
 
@@ -84,7 +86,7 @@ def main() -> None:
         rows = measured(shape, args)
     except PeerError as error:
         raise SystemExit(str(error)) from None
-    print(markdown(rows))
+    print(table(*limited_rows(rows)))
     facts = {"shape": args.shape, "prompt": args.prompt, "decode": args.decode, "threads": args.threads}
     finish(f"{shape.name} in a memory limit", COLUMNS, rows, [], args.json, facts)
 
@@ -103,12 +105,6 @@ def measured(shape: Shape, args: argparse.Namespace) -> list[dict[str, Any]]:
                 kept(path, row, rows)
             out.append(row)
     return out
-
-
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """Rows as a table, a cell empty where there is no figure."""
-    cells = [[f"{v:.3g}" if isinstance(v := row.get(c, ""), float) else str(v) for c in COLUMNS] for row in rows]
-    return table(list(COLUMNS), cells)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import resource
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -37,16 +38,18 @@ class Cage:
 
     def __enter__(self) -> Cage:
         for parent, self.names in ((own_group() or MOUNT / "memory", _V1), (MOUNT, _V2)):
-            group = parent / f"moepack-limited-{os.getpid()}"
+            if not (parent / "cgroup.procs").is_file():  # no group: a directory there would be an ordinary one
+                continue
             try:
-                group.mkdir()
-                self.group = group
+                group = Path(tempfile.mkdtemp(prefix="moepack-limited-", dir=parent))
+            except OSError:
+                continue
+            try:
                 (group / self.names[0]).write_text(str(self.limit))
             except OSError:
-                with suppress(OSError):
-                    group.rmdir()
-                self.group = None
+                group.rmdir()
                 continue
+            self.group = group
             with suppress(OSError):  # a kernel that counts no swap has none of its own
                 (group / self.names[3]).write_text(str(self.limit if self.names == _V1 else 0))
             break

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .cage import bytes_read
+from .cage import anonymous, bytes_read
 from .shapes import TOPICS, text
 
 SESSION = 7  # the seed of the session's texts
@@ -68,7 +68,8 @@ def serve(side: Callable[[Order], Side], order: Order) -> None:
     os.dup2(2, 1)  # what libraries print
 
     def tell(**what: Any) -> None:
-        counts = {"read": bytes_read(os.getpid()), "cpu": time.process_time()}
+        pid = os.getpid()
+        counts = {"read": bytes_read(pid), "cpu": time.process_time(), "anonymous": anonymous(pid)}
         out.write(json.dumps({**what, **counts}) + "\n")
         out.flush()
 

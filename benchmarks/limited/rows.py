@@ -148,6 +148,8 @@ def summary(said: Sequence[dict[str, Any]], prompt: int) -> dict[str, Any]:
             out["result"] = f"refused: {line['refused']}"
         if "loaded" in line:
             out["load s"] = line["at"]
+        if "anonymous" in line:
+            out["process GB"] = max(out.get("process GB", 0.0), line["anonymous"] / 1e9)
     passes = [line for line in said if "tokens" in line]
     if not passes:
         return out

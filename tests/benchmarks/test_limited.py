@@ -16,12 +16,12 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.limited import make as maker
 from benchmarks.limited import rows as measured
-from benchmarks.limited.__main__ import markdown
 from benchmarks.limited.bundle import write_bundle
 from benchmarks.limited.cage import Cage
 from benchmarks.limited.shapes import SHAPES, TOPICS, place, text
 from benchmarks.limited.weights import Weights
 from benchmarks.peers.worker import PeerError
+from benchmarks.tables.peers import limited_rows
 from moepack.pack.reader import open_bundle
 from moepack.reports.verify import verify
 
@@ -129,6 +129,26 @@ def test_a_refusal_is_a_row(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert row["side"] == SIDE and "decode tokens/s" not in row
 
 
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("b'1' * (200 << 20)", "killed: out of memory, before its first token"),
+        ("import time; time.sleep(60)", "stopped after 3 s"),
+        ("raise SystemExit('no such model')", "ended with status 1: no such model"),
+    ],
+)
+def test_an_end_is_a_row(cage: Cage, program: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(measured.Asked, "command", lambda self, shape: [sys.executable, "-c", program])
+    monkeypatch.setattr(measured, "home", lambda shape: tmp_path)
+    row = measured.measure(measured.Asked("llama:Q4_K_M", 96 << 20, 32, 4, 3, 1, cold=False), TINY)
+    assert row["result"] == said and row["peak GB"] <= 0.11
+
+
+def test_what_does_not_start_says_why() -> None:
+    row = measured.measure(measured.Asked("kt-kernel", 1 << 30, 32, 4, 3, 1), TINY)
+    assert row["result"].startswith("does not start: holds all experts in memory")
+
+
 def line(tokens: int, seconds: float, read: int) -> dict[str, float]:
     return {"tokens": tokens, "seconds": seconds, "read": read}
 
@@ -160,7 +180,8 @@ def test_rows_are_a_table_and_replace_their_own(tmp_path: Path) -> None:
     rows = [{"side": SIDE, "cage GB": 6.0, "decode tokens/s": 1.2345}, {"side": SIDE, "cage GB": 10.0}]
     measured.kept(tmp_path / "rows.json", {"side": SIDE, "cage GB": 6.0, "result": "killed"}, rows)
     assert [r["cage GB"] for r in rows] == [10.0, 6.0] and rows[1]["result"] == "killed"
-    assert f"| {SIDE} | 6 |  |  |  |  |  |  |  | killed |" in markdown(rows)
+    columns, (one, two) = limited_rows(rows)
+    assert len(one) == len(columns) and two == ["6", SIDE.replace("moepack", "**moepack**"), *[""] * 8, "killed"]
 
 
 def test_the_picture_has_both_programs_and_their_divergences() -> None:

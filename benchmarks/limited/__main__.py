@@ -34,7 +34,7 @@ from .make import home, make
 from .rows import Asked, kept, measure
 from .shapes import SHAPES, Shape, read_rows
 
-SIDES = ("moepack:hotness:lo=stored:dense=w4", "moepack:lru:dense=w4", "llama:Q4_K_M:read-ahead=128")
+SIDES = ("moepack:hotness:lo=stored:dense=w4", "moepack:lru:lo=absent:dense=w4", "llama:Q4_K_M:read-ahead=128")
 QUICK = ("moepack:hotness:lo=stored:dense=w4", "moepack:static:w2:dense=w4", "kt-kernel")
 PROMPT, DECODE = 512, 128
 COLUMNS = (

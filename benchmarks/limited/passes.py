@@ -77,7 +77,7 @@ def serve(side: Callable[[Order], Side], order: Order) -> None:
         model = side(order)
     except Exception as error:
         words = str(error).strip().splitlines() or [type(error).__name__]
-        tell(refused=" ".join(words))
+        tell(refused=" ".join(words).removeprefix(f"{order.path}: "))
         sys.exit(1)
     tell(loaded=True, **model.facts())
     for topic in range(TOPICS):

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.tables.common import ROOT, TEXTS, mean_rise, results
 
-from .style import FOURTH, GREY, INK, OURS, PAPER, THEIRS, THIRD, label_points, plain
+from .style import FOURTH, GREY, INK, OURS, PAPER, THEIRS, THIRD, label_points, plain_axes
 
 IMAGES = ROOT / "docs" / "images"
 VERSIONS = {"bf16": "#0b4f8a", "w4": "#1f7fc4", "w3": "#5fb0de", "w2": "#f2a65a", "w1": "#d9730d"}
@@ -130,7 +130,7 @@ def bits() -> Any:
         return [r["bits/weight"] for r in mine], [mean_rise(r, plain) for r in mine]
 
     figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")
-    plain(axis)
+    plain_axes(axis)
     axis.plot(*points("rtn"), "s--", color=THEIRS, linewidth=2, markersize=9)
     axis.plot(*points("gptq"), "o-", color=OURS, linewidth=2.5, markersize=10)
     mixes = {r["allocation"]: r for r in results("allocation-tiny-qwen3-moe")["rows"]}
@@ -171,7 +171,7 @@ def budgets() -> Any:
     best = next(r for r in rows if r["policy"] == "all bf16")
     low = next(r for r in rows if r["policy"] == "all w2")
     figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")
-    plain(axis)
+    plain_axes(axis)
     for policy, colour, mark in (
         ("static, first file, most used", THEIRS, "s--"), ("static, first file, by loss", THIRD, "D--"),
         ("hotness, the two", "#5fb0de", "o-"), ("hotness", OURS, "o-"),
@@ -212,7 +212,7 @@ def peers() -> Any:
 
     divergence, best, threads = _speeds()
     figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")
-    plain(axis)
+    plain_axes(axis)
     axis.set_xscale("log")
     axis.set(ylim=(0, 1.2 * max(best.values())), xlim=(0.3, 60))
     points = []
@@ -271,7 +271,7 @@ def policies() -> Any:
     )
     colours = plt.get_cmap("tab20")
     for axis, share in zip(axes, shares, strict=True):
-        plain(axis)
+        plain_axes(axis)
         for row in (r for r in rows if r["budget"] == share):
             kl = max(row["KL, mnat"], FLOOR)
             axis.errorbar(row["TPOT p50 ms"], kl, yerr=min(row["+-"], 0.9 * kl), fmt="o", label=row["policy"],
@@ -290,7 +290,7 @@ def released() -> Any:
 
     rows = results("sizes")["rows"]
     figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")
-    plain(axis)
+    plain_axes(axis)
     axis.grid(axis="y", visible=False)
     axis.grid(axis="x", color="#e4e1da")
     axis.set_xscale("log")

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.tables.common import results
 
-from .style import GREY, INK, OURS, PAPER, THEIRS, label_points, plain
+from .style import GREY, INK, OURS, PAPER, THEIRS, label_points, plain_axes
 
 MIXES = {"Q4_K_M": "Q4_K_M", "Q2_K": "Q2_K mix"}  # a side's mix -> its encoding in the peers' table
 DEAD = 0.01  # tokens a second at which what gave none is drawn
@@ -45,7 +45,7 @@ def drawn(rows: Sequence[Mapping[str, Any]], known: Mapping[str, float]) -> Any:
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")
-    plain(axis)
+    plain_axes(axis)
     axis.set_yscale("log")
     points = []
     for who, colour, mark in (("moepack", OURS, "o"), ("llama", THEIRS, "s")):

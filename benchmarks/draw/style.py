@@ -8,7 +8,7 @@ PAPER, INK, GREY = "#fcfbf8", "#1d1d1f", "#6d6d72"
 OURS, THEIRS, THIRD, FOURTH = "#0b6bcb", "#c25700", "#3a8a3e", "#8a4fb0"
 
 
-def plain(axis: Any) -> None:
+def plain_axes(axis: Any) -> None:
     """Axes without a box, lines behind the points."""
     axis.set_facecolor(PAPER)
     axis.spines[["top", "right"]].set_visible(False)

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.peers import environments
 from benchmarks.peers.worker import ROOT, PeerError
 
@@ -101,7 +103,9 @@ def measure(asked: Asked, shape: Shape) -> dict[str, Any]:
         Cage(asked.cage) as cage,
         tempfile.TemporaryFile() as errors,
     ):
-        row |= {"bounds": cage.bounds, "read ahead kB": found}
+        # A cage larger than what the machine has left measures the other programs.
+        free = psutil.virtual_memory().available / 1e9
+        row |= {"bounds": cage.bounds, "read ahead kB": found, "available GB": free}
         began = time.monotonic()
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, cwd=ROOT, preexec_fn=cage.enter,

@@ -44,6 +44,35 @@ def test_a_weight_is_its_codes_and_scales(kind: str) -> None:
     assert scale.dtype == wanted and scale.shape == (48, -(-128 // own.group) if own.group else 1)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_of_any_shape(kind: str) -> None:
+    """One row, rows that end within a word or a block, one group, and where a format allows it less than one."""
+    own = KINDS[kind]
+    least = 8 if own.quantization["quant_method"] in ("fp8", "gptq", "awq") and own.version[:2] != "mx" else 32
+    for rows, cols in ((1, 32), (8, 32), (20, 96), (33, least), (1, least)):
+        rows = -(-rows // 8) * 8 if kind == "awq" else rows  # its words hold 8 rows
+        tensors, value = weight(kind, rows, cols)
+        assert same(decoded(own.quantization, tensors, **own.config)[f"{MODULE}.weight"], value), (rows, cols)
+
+
+def test_a_block_larger_than_the_matrix() -> None:
+    tensors, value = weight("fp8 tensor", 20, 24)
+    scale = tensors[f"{MODULE}.weight_scale_inv"].reshape(1, 1)
+    tensors = {f"{MODULE}.weight": tensors[f"{MODULE}.weight"], f"{MODULE}.weight_scale_inv": scale}
+    quantization = {"quant_method": "fp8", "weight_block_size": [1 << 40, 1 << 40]}
+    assert same(decoded(quantization, tensors)[f"{MODULE}.weight"], value)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("int4 zeros", "weight_zero_point"), ("gptq", "qzeros")])
+def test_bits_behind_the_last_zero_point_are_refused(kind: str, name: str) -> None:
+    """They would be lost in an export: 20 rows take two and a half words."""
+    tensors, _ = weight(kind, 20, 128)
+    words = tensors[f"{MODULE}.{name}"].clone()
+    words.view(-1)[-1] |= 1 << 30
+    with pytest.raises(InputError, match=f"{MODULE}.{name} has bits behind its last code or zero point"):
+        decoded(KINDS[kind].quantization, tensors | {f"{MODULE}.{name}": words})
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plain")

@@ -189,7 +189,8 @@ class Encoded:
         (rows, cols), step = self.shape[-2:], 1 << (8 - self.bits)
         groups = math.ceil(cols / self.group) if self.group else 1
         if self.zeros_in is None:
-            return torch.full((*self.shape[:-2], rows, groups), 128, dtype=torch.uint8)
+            batch = self._batch(get(self.scale_in.name))  # perhaps a range of the experts
+            return torch.full((*batch, rows, groups), 128, dtype=torch.uint8)
         raw = get(self.zeros_in.name)
         if self.packing in ("gptq", "awq"):
             own = self._unpacked(self.zeros_in, raw, rows)

@@ -110,6 +110,22 @@ def test_a_model_is_read_and_written_back(kind: str, plain: Path, tmp_path: Path
     assert same(loaded[f"{experts}.gate_up_proj"][:, 64:], want)
 
 
+@pytest.mark.parametrize("kind", [k for k in KINDS if k.split()[0] not in ("gptq", "awq", "deepseek")])
+def test_experts_in_one_tensor_are_read_some_at_a_time(kind: str, tmp_path: Path) -> None:
+    tiny_models.save_tiny("granitemoe", tmp_path, num_local_experts=4, intermediate_size=64, num_hidden_layers=1)
+    own, stored = KINDS[kind], dict[str, Tensor]()
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        if tensor.ndim == 3:
+            parts = [weight(kind, *tensor.shape[1:], name.removesuffix(".weight"), e)[0] for e in range(4)]
+            stored |= {n: torch.stack([p[n] for p in parts]) for n in parts[0]}
+        else:
+            stored[name] = tensor
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | own.config | {"quantization_config": own.quantization}))
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    assert round_trip(tmp_path).native.released
+
+
 def test_matrices_are_placed_once_a_layer(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint(plain, tmp_path, "fp8 blocks", dense=False)
     stream, placed = StreamedModel(open_checkpoint(tmp_path)), list[str]()

@@ -268,11 +268,32 @@ def attempt(family: Family, folder: Path) -> dict[str, str]:
         except Exception as error:  # whatever a family's own code raises
             return row | {"outcome": "no small model", "why": _line(error, folder)}
         try:
-            return row | {"outcome": "works", "why": _served(checkpoint, folder / "bundle", example)}
+            why = _served(checkpoint, folder / "bundle", example)
+            return row | {"outcome": "works", "why": why, "experts": layout(checkpoint)}
         except MoepackError as error:
             return row | {"outcome": "refused", "why": _line(error, folder)}
         except Exception as error:
             return row | {"outcome": "broken", "why": f"{type(error).__name__}: {_line(error, folder)}"}
+
+
+def layout(checkpoint: Path) -> str:
+    """How a checkpoint has its experts, from which follow the released formats that are read of such a model."""
+    from moepack.calibrate.checkpoint import open_checkpoint
+    from moepack.calibrate.experts import parameter_names
+    from moepack.calibrate.stream import StreamedModel
+
+    stream = StreamedModel(open_checkpoint(checkpoint))
+    index, layer = next(iter(stream.expert_layers.items()))
+    module = stream.experts_module(index)
+    matrices = [f"{layer.module}.{weight}" for weight, _ in parameter_names(module).values()]
+    weights = [key for name in matrices for key in stream.weights_of(name)]
+    if stream._expert_parts(index, range(1)) is None:
+        return "joined"
+    if all(len(stream.checkpoint.shape(key)) == 2 for key in weights):
+        return "apart"
+    if module.is_transposed:
+        return "turned"
+    return "stacked" if all(key.endswith(".weight") for key in weights) else "stacked, no `.weight`"
 
 
 def _line(error: Exception, folder: Path) -> str:
@@ -388,7 +409,7 @@ def main() -> None:
     for row in all_rows(f for f in walk() if f.model_type in wanted):
         print(json.dumps(row), flush=True)
         rows.append(row)
-    finish("Families", ["model_type", "class", "outcome", "why"], rows, [], args.json)
+    finish("Families", ["model_type", "class", "outcome", "experts", "why"], rows, [], args.json)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,11 @@ def released_others() -> str:
     cells: dict[str, list[str]] = {way: [] for way in ways}
     columns = []
     for form in ("nvfp4", "fp8"):
-        rows = [r for r in results(f"released-{form}-tiny-qwen3-moe")["rows"] if r["allocation"] in ways and r["asked"] in ("80 %", "60 %")]
+        rows = [
+            r
+            for r in results(f"released-{form}-tiny-qwen3-moe")["rows"]
+            if r["allocation"] in ways and r["asked"] in ("80 %", "60 %")
+        ]
         columns += [f"`{form}`, {share}" for share in dict.fromkeys(r["asked"] for r in rows)]
         for r in rows:
             cells[r["allocation"]].append(f"{r['KL']:.2f}")

@@ -110,7 +110,11 @@ def _stream(bundle: Bundle) -> tuple[StreamedModel, dict[str, Any]]:
     if TENSORS not in bundle.manifest.files:
         dtype = bundle.manifest.model.get("expert_dtype")
         rounds = not exact.released and dtype != "BF16"
-        why = f"{exact.name} is not how its {dtype} experts were" if rounds else "its layout is not undone, or an older moepack built it"
+        why = (
+            f"{exact.name} is not how its {dtype} experts were"
+            if rounds
+            else "its layout is not undone, or an older moepack built it"
+        )
         raise InputError(f"{bundle.path}: does not hold its checkpoint as it was ({why}): build it with native experts")
     if LEFTOVERS in bundle.manifest.files.keys() - bundle.files.keys():  # serving from the Hub does not fetch it
         raise InputError(f"{bundle.path}: {LEFTOVERS} is not here, which export needs: pull the bundle")

@@ -21,6 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moepack.families.layouts import adapt
 from moepack.families.mtp import mtp_patterns
 from moepack.pack.errors import InputError
+from moepack.pack.manifest import LEFTOVERS
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import HINT, Version
 from moepack.runtime.dense.choice import choose_dense
@@ -121,8 +122,8 @@ class MoepackQuantizer(HfQuantizer):
         where = kwargs.get("device_map") or "cpu"
         devices = {str(place) for place in (where.values() if isinstance(where, Mapping) else [where])}
         # On a CPU in a budget, files of tensors are checked as they are read (dense/mapped.py)
-        in_budget = config.options().in_budget
-        bundle.check(*(() if in_budget and devices == {"cpu"} else bundle.manifest.files))
+        later = config.options().in_budget and devices == {"cpu"}
+        bundle.check(*(() if later else (name for name in bundle.files if name != LEFTOVERS)))
         adapt(model)
         options = self._options = config.options(bool(bundle.manifest.dense))
         self._dense = choose_dense(options.dense, bundle, options.policy)

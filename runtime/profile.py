@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from moepack.pack.errors import InputError
-from moepack.pack.manifest import CONFIG, TABLES
-from moepack.pack.reader import TENSORS, Bundle
+from moepack.pack.manifest import CONFIG, LEFTOVERS, TABLES
+from moepack.pack.reader import TENSORS, Bundle, variant
 
 FORMAT = "moepack.profile/1"
 MOST_BYTES = 64 << 20  # of a profile's file: more than any model's counts take
@@ -36,7 +36,9 @@ def identity(bundle: Bundle) -> str:
     """Name the model of a bundle: a digest of its configuration and of its tensors outside the experts."""
     files = bundle.manifest.files
     named = {
-        name: files[name].sha256 for name in files if name == CONFIG or (name.endswith(TENSORS) and name != TABLES)
+        name: files[name].sha256
+        for name in files
+        if name == CONFIG or (name.endswith(TENSORS) and name not in (TABLES, LEFTOVERS))
     }
     return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
 
@@ -88,7 +90,7 @@ def write_profile(path: str | Path, bundle: Bundle, counts: Sequence[Sequence[in
 
 def profiled(bundle: Bundle, path: str | Path | None) -> Bundle:
     """Return the bundle with the routing counts of a profile; without a path, the bundle. Raises as `read_profile`."""
-    return bundle if path is None else bundle.of(routed=read_profile(path, bundle))
+    return bundle if path is None else variant(bundle, routed=read_profile(path, bundle))
 
 
 def check_writable(path: str | Path) -> None:

@@ -24,6 +24,7 @@ import torch
 from moepack.pack.codec.bits import Buffer
 from moepack.pack.errors import BundleError
 from moepack.pack.files import open_file
+from moepack.pack.manifest import LEFTOVERS
 from moepack.pack.reader import TENSORS, Bundle
 from moepack.runtime.devices.cpu import READERS, CpuMemory
 from moepack.runtime.store.checked import FILE, recorded, state
@@ -76,7 +77,7 @@ def own(model: Any, bundle: Bundle, uncached: bool = False) -> None:
     for m in mapped:
         if m.path in parts:  # pages that are mapped would stay in the page cache
             ctypes.CDLL(None).madvise(ctypes.c_void_p(m.begin), ctypes.c_size_t(m.end - m.begin), mmap.MADV_DONTNEED)
-    count, names = loading(), [name for name in bundle.manifest.files if name.endswith(TENSORS)]
+    count, names = loading(), [n for n in bundle.manifest.files if n.endswith(TENSORS) and n != LEFTOVERS]
     count.expect(sum(bundle.manifest.files[name].size for name in names))
     for name in names:
         _read(bundle, name, parts, count, uncached)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moepack.pack.errors import InputError
-from moepack.pack.reader import Bundle
+from moepack.pack.reader import Bundle, variant
 from moepack.pack.spec import Version
 
 from .sizes import Bound
@@ -58,4 +58,4 @@ def within(
             f"{bundle.path}: max_tpot {bound.text} leaves no version: with every expert at {least.name} a token reads "
             f"{takes}, {outside} bytes of them outside the experts"
         )
-    return bundle.of(left)
+    return variant(bundle, left)

@@ -17,7 +17,7 @@ from support import ROOT, ids
 import moepack
 import moepack.runtime.profile as profiles
 from moepack.pack.errors import InputError
-from moepack.pack.reader import Bundle, open_bundle
+from moepack.pack.reader import Bundle, open_bundle, variant
 from moepack.reports.plan import plan
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.profile import kept, profiled, read_profile, write_profile
@@ -38,7 +38,7 @@ def test_a_profile_is_what_was_written(bundle: Path, tmp_path: Path) -> None:
         write_profile(file, opened, some(opened))
     assert [row.tolist() for row in read_profile(file, opened)] == some(opened)
     assert [x.name for x in tmp_path.iterdir()] == ["p.json"]
-    assert profiles.identity(opened.of(opened.versions[:1])) == profiles.identity(opened)
+    assert profiles.identity(variant(opened, opened.versions[:1])) == profiles.identity(opened)
     with pytest.raises(OSError):
         write_profile(tmp_path / "none" / "p.json", opened, some(opened))
 

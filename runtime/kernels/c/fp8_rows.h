@@ -94,14 +94,6 @@ FP8_ROWS(2)
 FP8_ROWS(4)
 #endif
 
-CALLED void NAME(rows_fp8)(const Gemm *m, const Job *job, int64_t row, int64_t end, const Prepared *const *x,
-                           const int64_t *slot, int64_t n) {
-    int64_t t = 0;
-#if TB >= 4
-    for (; t + 4 <= n; t += 4) NAME(fp8_rows_4)(m, job, row, end, x + t, slot + t);
-#endif
-    for (; t + 2 <= n; t += 2) NAME(fp8_rows_2)(m, job, row, end, x + t, slot + t);
-    for (; t < n; t++) NAME(fp8_rows_1)(m, job, row, end, x + t, slot + t);
-}
+BY_SLOTS(rows_fp8, fp8_rows)
 
-const Loops NAME(moepack_fp8) = {NAME(prepare_fp8), NAME(rows_fp8)};
+const Loops NAME(moepack_fp8) = {NAME(prepare_fp8), NAME(rows_fp8), 0};

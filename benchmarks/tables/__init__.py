@@ -27,8 +27,8 @@ from .building import (
 )
 from .common import RESULTS, ROOT, machine, results, table
 from .formats import formats, released, sizes
-from .kernels import codec, kernels, shapes, whole_model
-from .peers import peer_layers, peer_models, peer_quality, peer_versions
+from .kernels import codec, kernels, released_kernels, shapes, whole_model
+from .peers import peer_layers, peer_models, peer_mxfp4, peer_quality, peer_versions
 from .serving import (
     alpha,
     hostile,
@@ -64,9 +64,10 @@ TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
         summary, quality, allocation, weighting, losses, quantisers, build, bounded, layer_time,
-        estimates, scale, pieces, clusters, codec, kernels, whole_model, shapes, residency, tpot, overlap, missed,
-        policies, similarity, selector, retention, on_demand, prediction, alpha, paged, hostile, hostile_formats, soak,
-        serving, start, families, peer_layers, peer_models, peer_quality, peer_versions,
+        estimates, scale, pieces, clusters, codec, kernels, whole_model, shapes, released_kernels, residency, tpot,
+        overlap, missed, policies, similarity, selector, retention, on_demand, prediction, alpha, paged, hostile,
+        hostile_formats, soak, serving, start, families, peer_layers, peer_mxfp4, peer_models, peer_quality,
+        peer_versions,
         formats, released, sizes,
     )
 }  # fmt: skip

@@ -12,12 +12,12 @@ from typing import Any
 
 from benchmarks.tables.common import ROOT, TEXTS, mean_rise, results
 
+from .style import FOURTH, GREY, INK, OURS, PAPER, THEIRS, THIRD, label_points, plain_axes
+
 IMAGES = ROOT / "docs" / "images"
-PAPER, INK, GREY = "#fcfbf8", "#1d1d1f", "#6d6d72"
 VERSIONS = {"bf16": "#0b4f8a", "w4": "#1f7fc4", "w3": "#5fb0de", "w2": "#f2a65a", "w1": "#d9730d"}
 FLOOR = 0.01  # thousandths of a nat: drawn for a policy that serves bf16 itself
 LIBRARIES, KEPT = "#cfd8e3", "#e9e6df"
-OURS, THEIRS, THIRD, FOURTH = "#0b6bcb", "#c25700", "#3a8a3e", "#8a4fb0"
 
 
 def _canvas(width: float, height: float) -> Any:
@@ -29,15 +29,6 @@ def _canvas(width: float, height: float) -> Any:
     axis.set(xlim=(0, width), ylim=(0, height))
     axis.axis("off")
     return figure, axis
-
-
-def _plain(axis: Any) -> None:
-    axis.set_facecolor(PAPER)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.spines[["left", "bottom"]].set_color(GREY)
-    axis.tick_params(colors=INK, labelsize=14)
-    axis.grid(axis="y", color="#e4e1da")
-    axis.set_axisbelow(True)
 
 
 def bundle() -> Any:
@@ -139,7 +130,7 @@ def bits() -> Any:
         return [r["bits/weight"] for r in mine], [mean_rise(r, plain) for r in mine]
 
     figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")
-    _plain(axis)
+    plain_axes(axis)
     axis.plot(*points("rtn"), "s--", color=THEIRS, linewidth=2, markersize=9)
     axis.plot(*points("gptq"), "o-", color=OURS, linewidth=2.5, markersize=10)
     mixes = {r["allocation"]: r for r in results("allocation-tiny-qwen3-moe")["rows"]}
@@ -180,7 +171,7 @@ def budgets() -> Any:
     best = next(r for r in rows if r["policy"] == "all bf16")
     low = next(r for r in rows if r["policy"] == "all w2")
     figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")
-    _plain(axis)
+    plain_axes(axis)
     for policy, colour, mark in (
         ("static, first file, most used", THEIRS, "s--"), ("static, first file, by loss", THIRD, "D--"),
         ("hotness, the two", "#5fb0de", "o-"), ("hotness", OURS, "o-"),
@@ -221,7 +212,7 @@ def peers() -> Any:
 
     divergence, best, threads = _speeds()
     figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")
-    _plain(axis)
+    plain_axes(axis)
     axis.set_xscale("log")
     axis.set(ylim=(0, 1.2 * max(best.values())), xlim=(0.3, 60))
     points = []
@@ -238,7 +229,7 @@ def peers() -> Any:
     title = f"Decoding, tokens a second, {threads} thread{'s' * (threads > 1)}"
     axis.set_title(title, fontsize=16, color=INK, loc="left", weight="bold")
     axis.legend(fontsize=12, frameon=False, labelcolor=INK, loc="lower right")
-    _label(figure, axis, points)
+    label_points(figure, axis, points)
     return figure
 
 
@@ -268,26 +259,6 @@ def _speeds() -> tuple[dict[str, float], dict[tuple[str, str, str], float], int]
     return divergence, best, threads
 
 
-def _label(figure: Any, axis: Any, points: list[tuple[float, float, str, str]]) -> None:
-    """Write each point's name beside it, where it covers no point and no other name."""
-    figure.canvas.draw()
-    marks = [axis.transData.transform(p[:2]) for p in points]
-    legend = axis.get_legend().get_window_extent()
-    taken: list[Any] = [legend]
-    for x, y, name, colour in points:
-        for dx, dy, side in ((0, 12, "center"), (0, -24, "center"), (12, -4, "left"), (-12, -4, "right")):
-            text = axis.annotate(name, (x, y), (dx, dy), textcoords="offset points", ha=side, fontsize=12,
-                                 color=colour, weight="bold")  # fmt: skip
-            box = text.get_window_extent()
-            inside = axis.bbox.x0 <= box.x0 and box.x1 <= axis.bbox.x1
-            if inside and not any(box.overlaps(t) for t in taken) and not any(box.contains(*m) for m in marks):
-                taken.append(box)
-                break
-            text.remove()
-        else:
-            raise ValueError(f"no room for the name of {name}")
-
-
 def policies() -> Any:
     """Divergence from all-bf16 by time per output token, a panel a budget."""
     import matplotlib.pyplot as plt
@@ -300,7 +271,7 @@ def policies() -> Any:
     )
     colours = plt.get_cmap("tab20")
     for axis, share in zip(axes, shares, strict=True):
-        _plain(axis)
+        plain_axes(axis)
         for row in (r for r in rows if r["budget"] == share):
             kl = max(row["KL, mnat"], FLOOR)
             axis.errorbar(row["TPOT p50 ms"], kl, yerr=min(row["+-"], 0.9 * kl), fmt="o", label=row["policy"],
@@ -319,7 +290,7 @@ def released() -> Any:
 
     rows = results("sizes")["rows"]
     figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")
-    _plain(axis)
+    plain_axes(axis)
     axis.grid(axis="y", visible=False)
     axis.grid(axis="x", color="#e4e1da")
     axis.set_xscale("log")

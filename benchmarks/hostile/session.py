@@ -37,7 +37,7 @@ def run(subjects: Sequence[Subject], first: int, count: int, place: Path, result
     resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, now + MEMORY))
     signal.signal(signal.SIGALRM, _late)
     bases = [
-        {str(p.relative_to(base)): p.read_bytes() for p in base.rglob("*") if p.is_file()}
+        {str(p.relative_to(base)): p.read_bytes() for p in sorted(base.rglob("*")) if p.is_file()}
         for base in (place / "base" / subject.name for subject in subjects)
     ]
     out = place / "out"

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import resource
+import tempfile
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,16 +38,18 @@ class Cage:
 
     def __enter__(self) -> Cage:
         for parent, self.names in ((own_group() or MOUNT / "memory", _V1), (MOUNT, _V2)):
-            group = parent / f"moepack-limited-{os.getpid()}"
+            if not (parent / "cgroup.procs").is_file():  # no group: a directory there would be an ordinary one
+                continue
             try:
-                group.mkdir()
-                self.group = group
+                group = Path(tempfile.mkdtemp(prefix="moepack-limited-", dir=parent))
+            except OSError:
+                continue
+            try:
                 (group / self.names[0]).write_text(str(self.limit))
             except OSError:
-                with suppress(OSError):
-                    group.rmdir()
-                self.group = None
+                group.rmdir()
                 continue
+            self.group = group
             with suppress(OSError):  # a kernel that counts no swap has none of its own
                 (group / self.names[3]).write_text(str(self.limit if self.names == _V1 else 0))
             break
@@ -108,6 +111,33 @@ def forget(files: Iterable[Path]) -> str:
             finally:
                 os.close(fd)
         return "the model's files dropped from the page cache"
+
+
+@contextmanager
+def read_ahead(path: Path, kilobytes: int | None) -> Iterator[int | None]:
+    """Have the disk that holds `path` read so far ahead of a page fault, where that is allowed; None leaves it.
+
+    Yields what holds inside, None where the system does not say. Linux' own value is 128; with the 8,192 of some
+    virtual machines a program that maps a model reads several times what it needs.
+    """
+    setting, before = _queue(path) / "read_ahead_kb", None
+    with suppress(OSError):
+        before = int(setting.read_text())
+        if kilobytes is not None:
+            setting.write_text(str(kilobytes))
+    try:
+        yield int(setting.read_text()) if before is not None else None
+    finally:
+        if before is not None and kilobytes is not None:
+            with suppress(OSError):
+                setting.write_text(str(before))
+
+
+def _queue(path: Path) -> Path:
+    """The settings of the disk that a file is on; a partition has its disk's."""
+    number = path.stat().st_dev
+    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    return (device if (device / "queue").is_dir() else device.parent) / "queue"
 
 
 def bytes_read(pid: int) -> int:

@@ -8,10 +8,10 @@ import importlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -109,7 +109,14 @@ def _floats(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def _data(tensor: GgufTensor, checkpoint: Checkpoint, kinds: int) -> Bytes | npt.NDArray[np.float32]:
+class Source(Protocol):
+    """Where BF16 tensors come from."""
+
+    def bits(self, name: str) -> npt.NDArray[np.uint16]:
+        """A tensor as its bits."""
+
+
+def _data(tensor: GgufTensor, checkpoint: Source, kinds: int) -> Bytes | npt.NDArray[np.float32]:
     """What the file has of a tensor. Stacked experts repeat after `kinds`: each is converted once."""
     kind, distinct = TYPES[tensor.type], tensor.sources[: min(kinds, len(tensor.sources))]
     made: list[Any] = []
@@ -132,9 +139,13 @@ def _data(tensor: GgufTensor, checkpoint: Checkpoint, kinds: int) -> Bytes | npt
 
 def write_gguf(checkpoint: str, out: str, mix: str, kinds: int) -> int:
     """Write a checkpoint as GGUF, the experts of a layer repeating after `kinds`; the file's bytes."""
-    gguf = importlib.import_module("gguf")
     config = json.loads((Path(checkpoint) / "config.json").read_text())
-    opened, plan = Checkpoint(Path(checkpoint)), tensors(config, mix)
+    return write_tensors(Checkpoint(Path(checkpoint)), config, out, mix, kinds)
+
+
+def write_tensors(source: Source, config: Mapping[str, Any], out: str, mix: str, kinds: int) -> int:
+    """Write the tensors of a source, as `write_gguf` does."""
+    gguf, plan = importlib.import_module("gguf"), tensors(config, mix)
     part = f"{out}.{os.getpid()}"
     writer = gguf.GGUFWriter(part, "qwen3moe")
     for key, value in metadata(config, CONTEXT).items():
@@ -150,7 +161,7 @@ def write_gguf(checkpoint: str, out: str, mix: str, kinds: int) -> int:
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for t in plan:
-        writer.write_tensor_data(_data(t, opened, kinds))
+        writer.write_tensor_data(_data(t, source, kinds))
     writer.close()
     Path(part).replace(out)
     return Path(out).stat().st_size

@@ -73,3 +73,23 @@ def peer_quality() -> str:
 def peer_versions() -> str:
     """What the peers are."""
     return table(["side", "what"], [[name, what] for name, what in results("peers")["peers"].items()])
+
+
+def limited() -> str:
+    """Both programs in a memory limit below the model's size, as the command prints it."""
+    return table(*limited_rows(results("limited")["rows"]))
+
+
+def limited_rows(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Columns and cells: a cell is empty where there is no figure."""
+    columns = {
+        "first token, s": "first token s", "prompt, tokens/s": "prefill tokens/s",
+        "decode, tokens/s": "decode tokens/s",
+        "p99, ms": "p99 ms", "read a token, MB": "MB/token read", "waited a token, ms": "ms/token waited",
+        "uses at w4": "served w4", "process, GB": "process GB", "result": "result",
+    }  # fmt: skip
+    out = []
+    for row in rows:
+        cells = [f"{v:.3g}" if isinstance(v := row.get(key, ""), float) else str(v) for key in columns.values()]
+        out.append([f"{row['cage GB']:g}", _own(row["side"]), *cells])
+    return ["limit, GB", "side", *columns], out

@@ -21,7 +21,7 @@ from moepack.runtime.experts.forward import experts_forward
 
 TOLERANCE = 2e-3  # of float32 logits of some units: compilers fuse and reorder the dense parts' sums
 FAST = "hotness:hi=bf16,lo=w2,between=no,prior=none,interval=0.02,rate=0"
-POLICIES = ((FAST, 30_000_000), ("lru:hi=bf16,lo=w2", 30_000_000),
+POLICIES = ((FAST, 30_000_000), ("lru:hi=bf16,lo=w2", None),
             ("paged:alpha=0.5,interval=0.02,rate=0", 40_000_000))  # fmt: skip
 
 

@@ -1,0 +1,73 @@
+"""The picture of a model larger than memory: tokens a second against the limit, with divergences beside the points.
+
+Divergence is what the same bits cost on a trained model (results/peers.json): the generated one has none worth naming.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.tables.common import results
+
+from .style import GREY, INK, OURS, PAPER, THEIRS, label_points, plain_axes
+
+MIXES = {"Q4_K_M": "Q4_K_M", "Q2_K": "Q2_K mix"}  # a side's mix -> its encoding in the peers' table
+DEAD = 0.01  # tokens a second at which what gave none is drawn
+
+
+def limited() -> Any:
+    """Tokens a second by memory, of results/limited.json."""
+    return drawn(results("limited")["rows"], divergences(results("peers")["rows"]))
+
+
+def divergences(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Thousandths of a nat by encoding, attention quantised too, of the first trained model that has them."""
+    found = [r for r in rows if r["part"] == "quality" and "attention" in r.get("quantised", "") and "KL, mnat" in r]
+    return {r["encoding"]: r["KL, mnat"] for r in found if r["model"] == found[0]["model"]}
+
+
+def divergence(row: Mapping[str, Any], known: Mapping[str, float]) -> float | None:
+    """Of a row: between w4's and w2's by their shares of what was served."""
+    who, _, rest = row["side"].partition(":")
+    if who == "llama":
+        return known.get(MIXES.get(rest.split(":")[0], ""))
+    dense = next((p.removeprefix("dense=") for p in rest.split(":") if p.startswith("dense=")), "w8")
+    shares = {v: row.get(f"served {v}", 0.0) for v in ("w4", "w2")}
+    costs = {v: known.get(f"{v}, dense {dense}") for v in shares}
+    if not sum(shares.values()) or any(costs[v] is None for v, share in shares.items() if share):
+        return None
+    return float(sum(share * (costs[v] or 0.0) for v, share in shares.items()) / sum(shares.values()))
+
+
+def drawn(rows: Sequence[Mapping[str, Any]], known: Mapping[str, float]) -> Any:
+    """The picture of rows; a side that was killed or refused stands at the bottom."""
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")
+    plain_axes(axis)
+    axis.set_yscale("log")
+    points = []
+    for who, colour, mark in (("moepack", OURS, "o"), ("llama", THEIRS, "s")):
+        for side in dict.fromkeys(r["side"] for r in rows if r["side"].startswith(f"{who}:")):
+            mine = sorted((r for r in rows if r["side"] == side), key=lambda r: r["cage GB"])
+            alive = [r for r in mine if "decode tokens/s" in r]
+            dead = [r["cage GB"] for r in mine if "decode tokens/s" not in r]
+            x, y = [r["cage GB"] for r in alive], [r["decode tokens/s"] for r in alive]
+            axis.plot(x, y, f"{mark}-", color=colour, linewidth=2, markersize=9)
+            axis.plot(dead, [DEAD] * len(dead), "x", color=colour, markersize=10, markeredgewidth=2.5)
+            name = side.removeprefix("moepack:").replace("llama:", "llama.cpp ").split(":dense=")[0]
+            for row in alive:
+                cost = divergence(row, known)
+                said = [name] * (row is alive[-1]) + [f"KL {cost:.2g}"] * (cost is not None)
+                points += [(row["cage GB"], row["decode tokens/s"], ", ".join(said), colour)] if said else []
+    if not all("decode tokens/s" in r for r in rows):
+        axis.text(
+            0.02, 0.03, "x: refused, killed, or no token in time", transform=axis.transAxes, fontsize=11, color=GREY
+        )
+    axis.margins(x=0.2, y=0.15)
+    axis.set_xlabel("memory, page cache included, GB", fontsize=15, color=INK)
+    axis.set_title("Decoding a model larger than memory, tokens a second", fontsize=15, color=INK, loc="left",
+                   weight="bold")  # fmt: skip
+    label_points(figure, axis, points)
+    return figure

@@ -1,0 +1,111 @@
+"""A full-depth model larger than memory: moepack and llama.cpp, each in the same limit of memory, page cache included.
+
+    python -m benchmarks.limited --make [--shape NAME] [--gguf MIX ...] [--disk GB]
+    python -m benchmarks.limited [--cage SIZE ...] [--sides SIDE ...] [--seconds N] [--again] [--json FILE]
+
+`--make` generates a model of Qwen3-30B-A3B's shape (48 layers of 128 experts) under the user's cache: a bundle with w4
+and w2, dense matrices in w8 and w4, and GGUF files in llama.cpp's own mixes. Weights are random, but routing is uneven
+as in trained models, and shifts with the text; skew.json beside the model says how far.
+
+A side is a process in a control group of its own that holds its memory and its page cache. It starts with no file in
+the page cache, and reads three texts of three topics one after another: a prompt of 512 tokens at once, then the next
+128 one by one, the same ids on every side. The first 64 of those do not count.
+
+Sides: moepack:POLICY[:dense=VERSION] in `memory=` a 64th below the limit; llama:MIX[:no-mmap][:repack]; kt-kernel and
+transformers, which do not start. With :read-ahead=KB at the end the disk reads so far ahead of page faults meanwhile
+(Linux' own value is 128, which llama.cpp's default row has); moepack reads past the page cache. Rows are kept in
+rows.json beside the model, and finished ones are not run again without `--again`. A side that is refused, killed or
+stopped is a row too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import arguments, finish
+from benchmarks.peers.worker import PeerError
+from benchmarks.tables.common import table
+from benchmarks.tables.peers import limited_rows
+
+from .make import home, make
+from .rows import Asked, kept, measure
+from .shapes import SHAPES, Shape, read_rows
+
+SIDES = ("moepack:hotness:lo=stored:dense=w4", "moepack:lru:lo=absent:dense=w4", "llama:Q4_K_M:read-ahead=128")
+QUICK = ("moepack:hotness:lo=stored:dense=w4", "moepack:static:w2:dense=w4", "kt-kernel")
+PROMPT, DECODE = 512, 128
+COLUMNS = (
+    "side", "cage GB", "first token s", "prefill tokens/s", "decode tokens/s", "p99 ms", "MB/token read", "served w4",
+    "process GB", "result",
+)  # fmt: skip
+
+
+def size(text: str) -> int:
+    """Bytes of a size such as 6GB or 6GiB."""
+    from moepack.runtime.planning.sizes import parse_size
+
+    found = parse_size(text)
+    assert found is not None
+    return found
+
+
+def parsed() -> argparse.Namespace:
+    """The arguments."""
+    parser = arguments(__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-moe")
+    parser.add_argument("--make", action="store_true", help="generate the model and stop")
+    parser.add_argument("--gguf", nargs="*", default=["Q4_K_M"], metavar="MIX", help="files that --make writes")
+    parser.add_argument("--disk", type=float, default=45.5, help="GB that the model's files may take (default: 45.5)")
+    parser.add_argument("--cage", nargs="+", type=size, default=[6 * 10**9, 10**10], metavar="SIZE")
+    parser.add_argument("--sides", nargs="+", default=SIDES, metavar="SIDE")
+    parser.add_argument("--seconds", type=float, default=600, help="after which a row is stopped (default: 600)")
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a text that are read at once")
+    parser.add_argument("--decode", type=int, default=DECODE, help="and one by one")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--again", action="store_true", help="run rows again that are there")
+    parser.add_argument("--results", type=Path, dest="json", help="the same as --json")
+    args = parser.parse_args()
+    if args.quick:
+        args.shape, args.sides, args.gguf, args.again = "tiny", QUICK, [], True
+        args.cage, args.seconds, args.prompt, args.decode = [2 * 10**9], 50, 64, 8
+    return args
+
+
+def main() -> None:
+    """Parse arguments, make or measure, print."""
+    args = parsed()
+    shape = SHAPES[args.shape]
+    try:
+        if args.make or args.quick:
+            make(shape, args.gguf, args.disk * 1e9)
+        if args.make:
+            return
+        rows = measured(shape, args)
+    except PeerError as error:
+        raise SystemExit(str(error)) from None
+    print(table(*limited_rows(rows)))
+    facts = {"shape": args.shape, "prompt": args.prompt, "decode": args.decode, "threads": args.threads}
+    finish(f"{shape.name} in a memory limit", COLUMNS, rows, [], args.json, facts)
+
+
+def measured(shape: Shape, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows that were asked for, in their order."""
+    path, out = home(shape) / "rows.json", []
+    for cage in args.cage:
+        for side in args.sides:
+            rows = read_rows(path)
+            asked = Asked(side, cage, args.prompt, args.decode, args.seconds, args.threads, not args.quick)
+            row = next((r for r in rows if (r["side"], r["cage GB"]) == (side, cage / 1e9)), None)
+            if row is None or args.again:
+                print(f"{side} in {cage / 1e9:g} GB", flush=True)
+                row = measure(asked, shape)
+                kept(path, row, rows)
+            out.append(row)
+    return out
+
+
+if __name__ == "__main__":
+    main()

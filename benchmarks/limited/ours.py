@@ -1,0 +1,70 @@
+"""moepack's side, in a process of its own: `python -m benchmarks.limited.ours ORDER` (an order as passes.py describes).
+
+Its options are the policy, and after it "dense=VERSION".
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+import moepack
+from moepack.families.arguments import with_cache
+from moepack.runtime.experts.handles import LayerExperts
+from moepack.runtime.patches import quiet_libraries
+
+from .passes import Order, Side, serve
+
+EVERY = 8  # of how many tokens one is looked at for the versions that it was served
+COUNTED = ("demand_bytes", "prefetch_bytes", "forward_waits", "bytes_moved")
+
+
+class Moepack(Side):
+    """A bundle under a policy, in a memory limit."""
+
+    def __init__(self, order: Order) -> None:
+        quiet_libraries()
+        torch.set_num_threads(order.threads)
+        policy, *others = order.options
+        more: dict[str, Any] = dict(option.split("=", 1) for option in others)
+        self._model = moepack.load(
+            order.path, policy=policy, memory=order.memory, kv_tokens=order.length, prefill_tokens=order.prompt,
+            all_logits=False, **more,
+        )  # fmt: skip
+        self._served: Counter[str] = Counter()  # uses of experts, by version, in the tokens that were looked at
+        self._steps, self._looks = 0, False
+        for layer, held in zip(self._model.model.layers, self._model.moepack.layers, strict=True):
+            layer.mlp.experts.register_forward_hook(partial(self._look, held))
+        self.begin()
+
+    def _look(self, held: LayerExperts, module: Any, given: tuple[Any, ...], out: Any) -> None:
+        if self._looks:
+            self._served.update(str(held.current.handles[e]) for e in given[1].flatten().tolist())
+
+    def begin(self) -> None:
+        """See Side."""
+        self._cache = DynamicCache(config=self._model.config)
+
+    def step(self, ids: list[int]) -> None:
+        """See Side."""
+        self._steps += 1
+        self._looks = len(ids) == 1 and self._steps % EVERY == 0
+        with torch.inference_mode():
+            self._model(torch.tensor([ids]), logits_to_keep=1, **with_cache(self._model, self._cache))
+
+    def facts(self) -> dict[str, Any]:
+        """See Side."""
+        counted, manager = self._model.moepack.counters(), self._model.moepack.manager
+        return {name: counted[name] for name in COUNTED if name in counted} | {
+            "served": dict(self._served), "waited": 0.0 if manager is None else manager.waited
+        }  # fmt: skip
+
+
+if __name__ == "__main__":
+    serve(Moepack, Order(**json.loads(sys.argv[1])))

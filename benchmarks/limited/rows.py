@@ -1,0 +1,182 @@
+"""One row: a side in its cage, from a cold start to the end of its texts, its time, or itself. Judges nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.peers import environments
+from benchmarks.peers.worker import ROOT, PeerError
+
+from .cage import Cage, forget, read_ahead
+from .make import bundle_of, gguf_of, home
+from .passes import Order
+from .shapes import Shape
+
+WARM = 64  # tokens decoded before those that count
+MARGIN, LEAST_MARGIN = 64, 32 << 20  # what of a cage is left to the kernel: a share, and bytes
+# What passes count since the side began -> its name in a row, a token, and its unit.
+COUNTS = {
+    "read": ("MB/token read", 1e6), "demand_bytes": ("MB/token waited for", 1e6),
+    "waited": ("ms/token waited", 1e-3), "cpu": ("CPU ms/token", 1e-3),
+}  # fmt: skip
+# Why others have no row that runs: what each does with the model's experts while it loads.
+NOT_STARTED = {
+    "kt-kernel": "holds all experts in memory, in its own layout: they are larger than the limit",
+    "transformers": "reads GGUF or BF16 weights into memory in BF16: they are larger than the limit",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A row that is asked for.
+
+    Attributes:
+        side: "moepack:POLICY[:dense=VERSION]", "llama:MIX[:no-mmap][:repack]", or a name in NOT_STARTED;
+            ":read-ahead=KB" at the end sets the disk.
+        cage: bytes.
+        prompt, decode: tokens of each text.
+        seconds: after which the side is stopped.
+        threads: of the side.
+        cold: whether the page cache is emptied first.
+    """
+
+    side: str
+    cage: int
+    prompt: int
+    decode: int
+    seconds: float
+    threads: int
+    cold: bool = True
+
+    def command(self, shape: Shape) -> list[str]:
+        """What is run. Raises PeerError where llama.cpp, or the model, is not there."""
+        who, _, rest = self.side.partition(":")
+        rest = rest.partition(":read-ahead=")[0]
+        if who == "moepack":
+            options = moepack_options(rest)
+            path, memory = bundle_of(shape), self.cage - max(self.cage // MARGIN, LEAST_MARGIN)
+            run = [sys.executable, "-m", "benchmarks.limited.ours"]
+        elif who == "llama":
+            mix, *options = rest.split(":")
+            path, memory = gguf_of(shape, mix), self.cage
+            python = environments.environment(environments.LLAMA, environments.cache(), install=False)
+            run = [str(python), "-m", "benchmarks.limited.theirs", str(self.threads), "serve"]
+        else:
+            raise PeerError(f"side {who!r} is unknown: moepack, llama, {', '.join(NOT_STARTED)}")
+        if not path.exists():
+            raise PeerError(f"{path} is not there: --make")
+        return [*run, json.dumps(asdict(Order(str(path), options, memory, self.threads, self.prompt, self.decode)))]
+
+
+def moepack_options(text: str) -> list[str]:
+    """The policy, whose own options follow a colon, and what comes after it."""
+    parts = text.split(":")
+    own = [p for p in parts if not p.startswith("dense=")]
+    return [":".join(own), *(p for p in parts if p.startswith("dense="))]
+
+
+def measure(asked: Asked, shape: Shape) -> dict[str, Any]:
+    """Run a side, and say what it did."""
+    row: dict[str, Any] = {"side": asked.side, "cage GB": asked.cage / 1e9}
+    if (why := NOT_STARTED.get(asked.side)) is not None:
+        return row | {"result": f"does not start: {why}"}
+    command = asked.command(shape)
+    if asked.cold:
+        row["page cache"] = forget(p for p in (bundle_of(shape), gguf_of(shape, "Q4_K_M")) if p.is_file())
+    ahead = int(asked.side.partition(":read-ahead=")[2] or 0) or None
+    with (
+        read_ahead(home(shape), ahead) as found,
+        Cage(asked.cage) as cage,
+        tempfile.TemporaryFile() as errors,
+    ):
+        # A cage larger than what the machine has left measures the other programs.
+        free = psutil.virtual_memory().available / 1e9
+        row |= {"bounds": cage.bounds, "read ahead kB": found, "available GB": free}
+        began = time.monotonic()
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, cwd=ROOT, preexec_fn=cage.enter,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(asked.threads)},
+        )  # fmt: skip
+        said, stopped = _listen(process, began, asked.seconds)
+        status = process.wait()
+        row |= {"peak GB": (cage.peak() or 0) / 1e9, **summary(said, asked.prompt)}
+        if cage.killed():
+            row["result"] = "killed: out of memory" + ("" if "first token s" in row else ", before its first token")
+        elif "result" not in row and stopped:
+            row["result"] = f"stopped after {asked.seconds:.0f} s"
+        elif "result" not in row and status:
+            errors.seek(0)
+            last = (errors.read().decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+            row["result"] = f"ended with status {status}: {last}"
+    return row
+
+
+def _listen(process: subprocess.Popen[bytes], began: float, seconds: float) -> tuple[list[dict[str, Any]], bool]:
+    """What a process says until its end, each line with the seconds until then, and whether it was stopped."""
+    assert process.stdout is not None
+    said: list[dict[str, Any]] = []
+    rest = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while True:
+            left = began + seconds - time.monotonic()
+            if left <= 0 or not selector.select(left):
+                process.send_signal(signal.SIGKILL)
+                return said, True
+            data = os.read(process.stdout.fileno(), 1 << 16)
+            if not data:
+                return said, False
+            *lines, rest = (rest + data).split(b"\n")
+            said += [{**json.loads(line), "at": time.monotonic() - began} for line in lines]
+
+
+def summary(said: Sequence[dict[str, Any]], prompt: int) -> dict[str, Any]:
+    """The measures of a row from the lines of its passes."""
+    out: dict[str, Any] = {}
+    for line in said:
+        if "refused" in line:
+            out["result"] = f"refused: {line['refused']}"
+        if "loaded" in line:
+            out["load s"] = line["at"]
+        if "anonymous" in line:
+            out["process GB"] = max(out.get("process GB", 0.0), line["anonymous"] / 1e9)
+    passes = [line for line in said if "tokens" in line]
+    if not passes:
+        return out
+    before = {id(b): a for a, b in itertools.pairwise(said)}
+    prompts, single = ([p for p in passes if (p["tokens"] == prompt) == whole] for whole in (True, False))
+    out |= {"first token s": passes[0]["at"], "first prompt tokens/s": prompt / passes[0]["seconds"]}
+    if prompts[1:]:
+        out["prefill tokens/s"] = prompt * len(prompts[1:]) / sum(p["seconds"] for p in prompts[1:])
+    counted = single[WARM:] if len(single) > 2 * WARM else single[1:]
+    out["decoded"] = len(single)
+    if counted:
+        seconds = [p["seconds"] for p in counted]
+        out |= {"decode tokens/s": len(counted) / sum(seconds), "counted": len(counted)}
+        out["p99 ms"] = 1e3 * sorted(seconds)[int(0.99 * (len(seconds) - 1))]
+        for name, (key, unit) in COUNTS.items():
+            if name in counted[0]:
+                out[key] = sum(p[name] - before[id(p)][name] for p in counted) / len(counted) / unit
+    served: dict[str, int] = passes[-1].get("served") or {}
+    out |= {f"served {name}": count / sum(served.values()) for name, count in served.items()}
+    return out
+
+
+def kept(path: Path, row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Put a row in place of one of the same side and cage, and write the file."""
+    rows[:] = [r for r in rows if (r["side"], r["cage GB"]) != (row["side"], row["cage GB"])] + [row]
+    path.write_text(json.dumps(rows, indent=1) + "\n")

@@ -1,0 +1,202 @@
+"""What stands beside llama.cpp in a memory limit: the cage, the generated model, rows. Needs no llama.cpp."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import ROOT
+
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.limited import make as maker
+from benchmarks.limited import rows as measured
+from benchmarks.limited.bundle import write_bundle
+from benchmarks.limited.cage import Cage
+from benchmarks.limited.shapes import SHAPES, TOPICS, place, text
+from benchmarks.limited.weights import Weights
+from benchmarks.peers.worker import PeerError
+from benchmarks.tables.peers import limited_rows
+from moepack.pack.reader import open_bundle
+from moepack.reports.verify import verify
+
+TINY = replace(SHAPES["tiny"], layers=3, experts=16)
+SIDE = "moepack:hotness:lo=stored:dense=w4"
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("limited")
+    (folder / "aside").mkdir()
+    write_bundle(TINY, folder / "bundle", folder / "aside")
+    return folder / "bundle"
+
+
+@pytest.fixture
+def cage() -> Iterator[Cage]:
+    with Cage(96 << 20) as made:
+        if made.group is None:
+            pytest.skip("no control group can be made here")
+        yield made
+
+
+def test_a_cage_counts_page_cache(cage: Cage, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(64 << 20))
+    command = ["dd", f"if={tmp_path / 'file'}", f"of={tmp_path / 'copy'}", "bs=1M"]
+    subprocess.run(command, preexec_fn=cage.enter, check=True, capture_output=True)
+    assert 64 << 20 < (cage.peak() or 0) <= 96 << 20
+    assert not cage.killed()
+
+
+def test_a_cage_kills_and_says_so(cage: Cage) -> None:
+    done = subprocess.run([sys.executable, "-c", "b'1' * (200 << 20)"], preexec_fn=cage.enter, check=False)
+    assert done.returncode == -9 and cage.killed()
+
+
+def test_a_generated_bundle_is_whole(bundle: Path) -> None:
+    assert verify(bundle) == []
+    opened = open_bundle(bundle)
+    assert [len(layer.matrices) for layer in opened.layers] == [2] * 3
+    assert [v.name for v in opened.versions] == ["w4", "w2"]
+    assert [v.name for v in opened.dense_versions] == ["w8", "w4"]
+
+
+def test_layers_have_files_of_their_own_and_repeat(bundle: Path) -> None:
+    files = [bundle / f"experts/w4/layer-{i:03d}.safetensors" for i in range(3)]
+    assert len({f.stat().st_ino for f in files}) == 3
+    one, two, three = (f.read_bytes()[-(1 << 20) :] for f in files)
+    assert one == three != two  # `distinct` is 2
+    weights = Weights(TINY)
+    routers = [weights.bits(f"model.layers.{i}.mlp.gate.weight") for i in range(3)]
+    assert not np.array_equal(routers[0], routers[2])
+
+
+def test_texts_stay_in_their_topic() -> None:
+    for topic in range(TOPICS):
+        ids = text(topic, 300, 1)
+        assert ids == text(topic, 300, 1) and len(ids) == 300
+        assert {found[0] for i in ids if (found := place(i))} == {topic}
+
+
+def test_routing_is_as_uneven_as_claimed() -> None:
+    """weights.py: the true shape's busiest tenth and hits of a cache of the last used, two layers of it."""
+    found = maker.skew(replace(SHAPES["qwen3-moe"], layers=2))
+    assert found["busiest 10%, first"] == pytest.approx(0.45, abs=0.05)
+    assert found["busiest 10%, all"] < 0.35  # other experts are busy in other texts
+    hits = [found[f"LRU of {share:.1%} hits"] for share in maker.CACHES]
+    assert hits == pytest.approx([0.44, 0.71, 0.93], abs=0.03)
+
+
+def test_what_is_served_is_routed_as_the_skew_says(bundle: Path) -> None:
+    """Layers add little to embeddings: routers of a loaded model choose what embeddings alone say."""
+    import torch
+
+    import moepack
+    from benchmarks.limited.weights import chosen
+
+    ids = text(1, 64, 3)
+    model = moepack.load(bundle, policy="static:w4", dense="w8")
+    seen: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda module, given, out: seen.append(out[-1]))
+    with torch.inference_mode():
+        model(torch.tensor([ids]))
+    model.moepack.close()
+    weights = Weights(TINY)
+    embedded = weights.embedding(np.array(ids))
+    for layer, got in enumerate(seen):
+        wanted, _ = chosen(weights, layer, embedded)
+        pairs = zip(got.tolist(), wanted.tolist(), strict=True)
+        assert np.mean([len(set(a) & set(b)) / TINY.top_k for a, b in pairs]) > 0.9
+
+
+def test_a_model_is_not_begun_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(PeerError, match=r"would take 26\.\d GB, and 20 are allowed"):
+        maker.make(SHAPES["qwen3-moe"], (), 20e9)
+    assert list(maker.home(SHAPES["qwen3-moe"]).iterdir()) == []
+
+
+def test_a_refusal_is_a_row(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "bundle_of", lambda shape: bundle)
+    row = measured.measure(measured.Asked(SIDE, 600 << 20, 32, 4, 300, 1, cold=False), TINY)
+    assert row["result"].startswith("refused: ") and "least" in row["result"]
+    assert row["side"] == SIDE and "decode tokens/s" not in row
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("b'1' * (200 << 20)", "killed: out of memory, before its first token"),
+        ("import time; time.sleep(60)", "stopped after 3 s"),
+        ("raise SystemExit('no such model')", "ended with status 1: no such model"),
+    ],
+)
+def test_an_end_is_a_row(cage: Cage, program: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(measured.Asked, "command", lambda self, shape: [sys.executable, "-c", program])
+    monkeypatch.setattr(measured, "home", lambda shape: tmp_path)
+    row = measured.measure(measured.Asked("llama:Q4_K_M", 96 << 20, 32, 4, 3, 1, cold=False), TINY)
+    assert row["result"] == said and row["peak GB"] <= 0.11
+
+
+def test_what_does_not_start_says_why() -> None:
+    row = measured.measure(measured.Asked("kt-kernel", 1 << 30, 32, 4, 3, 1), TINY)
+    assert row["result"].startswith("does not start: holds all experts in memory")
+
+
+def line(tokens: int, seconds: float, read: int) -> dict[str, float]:
+    return {"tokens": tokens, "seconds": seconds, "read": read}
+
+
+def test_measures_follow_from_passes() -> None:
+    """A tenth of a second and 2 MB a token after the first 64, which took longer."""
+    said = [{"loaded": True, "read": 0, "at": 3.0}, line(512, 4.0, 10**9) | {"at": 7.0}]
+    said += [line(1, 1.0, 2 * 10**9)] * 64 + [line(1, 0.1, 2 * 10**9 + 2 * 10**6 * (i + 1)) for i in range(64)]
+    said += [line(512, 2.0, 3 * 10**9)] + [line(1, 0.1, 3 * 10**9 + 2 * 10**6 * (i + 1)) for i in range(128)]
+    found = measured.summary(said, 512)
+    assert found["load s"] == 3.0 and found["first token s"] == 7.0
+    assert found["prefill tokens/s"] == 256 and found["first prompt tokens/s"] == 128
+    assert found["decoded"] == 256 and found["counted"] == 192
+    assert found["decode tokens/s"] == pytest.approx(10) and found["MB/token read"] == pytest.approx(2)
+
+
+def test_a_row_cut_short_has_what_was_decoded() -> None:
+    said = [{"loaded": True, "read": 0, "at": 1.0}, line(512, 4.0, 0) | {"at": 5.0}, *[line(1, 2.0, 0)] * 5]
+    found = measured.summary(said, 512)
+    assert found["decode tokens/s"] == 0.5 and found["decoded"] == 5 and "prefill tokens/s" not in found
+
+
+def test_options_of_a_side_are_told_apart() -> None:
+    assert measured.moepack_options("hotness:lo=stored:dense=w4") == ["hotness:lo=stored", "dense=w4"]
+    assert measured.moepack_options("lru") == ["lru"]
+
+
+def test_rows_are_a_table_and_replace_their_own(tmp_path: Path) -> None:
+    rows = [{"side": SIDE, "cage GB": 6.0, "decode tokens/s": 1.2345}, {"side": SIDE, "cage GB": 10.0}]
+    measured.kept(tmp_path / "rows.json", {"side": SIDE, "cage GB": 6.0, "result": "killed"}, rows)
+    assert [r["cage GB"] for r in rows] == [10.0, 6.0] and rows[1]["result"] == "killed"
+    columns, (one, two) = limited_rows(rows)
+    assert len(one) == len(columns) and two == ["6", SIDE.replace("moepack", "**moepack**"), *[""] * 8, "killed"]
+
+
+def test_the_picture_has_both_programs_and_their_divergences() -> None:
+    from benchmarks.draw.limited import divergence, drawn
+
+    known = {"w4, dense w4": 2.0, "w2, dense w4": 8.0, "Q4_K_M": 5.0}
+    rows = [
+        {"side": SIDE, "cage GB": 6.0, "decode tokens/s": 2.0, "served w4": 0.75, "served w2": 0.25},
+        {"side": "llama:Q4_K_M", "cage GB": 6.0, "result": "killed: out of memory"},
+        {"side": "llama:Q4_K_M", "cage GB": 10.0, "decode tokens/s": 0.5},
+    ]
+    assert [divergence(r, known) for r in rows] == [3.5, 5.0, 5.0]
+    assert divergence({"side": "moepack:lru"}, known) is None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    words = {t.get_text() for t in drawn(rows, known).axes[0].texts}
+    assert {"hotness:lo=stored, KL 3.5", "llama.cpp Q4_K_M, KL 5"} < words

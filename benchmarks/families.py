@@ -268,11 +268,29 @@ def attempt(family: Family, folder: Path) -> dict[str, str]:
         except Exception as error:  # whatever a family's own code raises
             return row | {"outcome": "no small model", "why": _line(error, folder)}
         try:
-            return row | {"outcome": "works", "why": _served(checkpoint, folder / "bundle", example)}
+            why, experts = _served(checkpoint, folder / "bundle", example)
+            return row | {"outcome": "works", "why": why, "experts": experts}
         except MoepackError as error:
             return row | {"outcome": "refused", "why": _line(error, folder)}
         except Exception as error:
             return row | {"outcome": "broken", "why": f"{type(error).__name__}: {_line(error, folder)}"}
+
+
+def layout(stream: Any) -> str:
+    """How a checkpoint has its experts, from which follow the released formats that are read of such a model."""
+    from moepack.calibrate.experts import parameter_names
+
+    index, layer = next(iter(stream.expert_layers.items()))
+    module = stream.experts_module(index)
+    matrices = [f"{layer.module}.{weight}" for weight, _ in parameter_names(module).values()]
+    weights = [key for name in matrices for key in stream.weights_of(name)]
+    if stream._expert_parts(index, range(1)) is None:
+        return "joined"
+    if all(len(stream.checkpoint.shape(key)) == 2 for key in weights):
+        return "apart"
+    if module.is_transposed:
+        return "turned"
+    return "stacked" if all(key.endswith(".weight") for key in weights) else "stacked, no `.weight`"
 
 
 def _line(error: Exception, folder: Path) -> str:
@@ -280,19 +298,21 @@ def _line(error: Exception, folder: Path) -> str:
     return text.replace(f"{folder}/checkpoint: ", "").replace(f"{folder}/bundle: ", "")[:200]
 
 
-def _served(checkpoint: Path, bundle: Path, example: Path) -> str:
-    """Build, load and compare; what is noteworthy."""
+def _served(checkpoint: Path, bundle: Path, example: Path) -> tuple[str, str]:
+    """Build, load and compare; what is noteworthy, and how the checkpoint has its experts."""
     import torch
 
     import moepack
     from moepack.calibrate.checkpoint import open_checkpoint
+    from moepack.calibrate.stream import StreamedModel
     from moepack.families.model_class import auto_class
     from moepack.pack.errors import InputError
     from moepack.pipeline.recipe import parse_recipe
 
     moepack.build(checkpoint, bundle, parse_recipe(RECIPE, "walk"), [example / "text" / "calibration.jsonl"])
-    plain = auto_class(open_checkpoint(checkpoint).config).from_pretrained(checkpoint, dtype=torch.float32)
-    if not _calibrates(checkpoint, plain):
+    stream = StreamedModel(open_checkpoint(checkpoint))
+    plain = auto_class(stream.checkpoint.config).from_pretrained(checkpoint, dtype=torch.float32)
+    if not _calibrates(stream, plain):
         raise AssertionError("calibration does not see the model's own hidden states")
     ours = moepack.load(bundle, dtype=torch.float32, policy="static:bf16")
     ids = torch.randint(1, 4000, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -314,10 +334,11 @@ def _served(checkpoint: Path, bundle: Path, example: Path) -> str:
     try:
         apart = _in_a_budget(bundle, plain, ids[:1])
     except InputError as error:
-        return f"not in a budget: {_line(error, bundle.parent).removesuffix(': serve it without a budget')}"
+        why = _line(error, bundle.parent).removesuffix(": serve it without a budget")
+        return f"not in a budget: {why}", layout(stream)
     if not apart <= CLOSE:
         raise AssertionError(f"in a budget, logits differ by {apart:.2g} of their norm")
-    return ""
+    return "", layout(stream)
 
 
 def _in_a_budget(bundle: Path, plain: Any, ids: Any) -> float:
@@ -326,15 +347,12 @@ def _in_a_budget(bundle: Path, plain: Any, ids: Any) -> float:
 
     import moepack
     from moepack.families.arguments import cache_in, with_cache
-    from moepack.reports.plan import plan
-    from moepack.runtime.planning.options import LoadOptions
 
     given: dict[str, Any] = {
         "policy": "static:bf16", "dtype": "float32", "prefill_tokens": 16, "kv_tokens": 32, "batch": 1,
         "all_logits": True,
     }  # fmt: skip
-    least = plan(bundle, LoadOptions(device_memory=0, **given)).least_bytes
-    ours, apart = moepack.load(bundle, device_memory=least + (1 << 26), **given), []
+    ours, apart = moepack.load(bundle, device_memory=1 << 30, **given), []  # no small model needs more
     caches: list[dict[str, Any]] = [{}, {}]
     with ours.moepack, torch.inference_mode():
         for part in (ids[:, :16], *ids[:, 16:].split(1, dim=1)):
@@ -345,16 +363,13 @@ def _in_a_budget(bundle: Path, plain: Any, ids: Any) -> float:
     return max(apart)
 
 
-def _calibrates(checkpoint: Path, plain: Any) -> bool:
+def _calibrates(stream: Any, plain: Any) -> bool:
     """Whether what goes through the layers one by one is what goes through the plain model's, for two texts."""
     import torch
 
-    from moepack.calibrate.checkpoint import open_checkpoint
     from moepack.calibrate.forward import CalibrationPass
-    from moepack.calibrate.stream import StreamedModel
 
-    ids = torch.randint(1, 4000, (2, 24), generator=torch.Generator().manual_seed(2))
-    stream, want = StreamedModel(open_checkpoint(checkpoint)), []
+    ids, want = torch.randint(1, 4000, (2, 24), generator=torch.Generator().manual_seed(2)), []
     walk = CalibrationPass(stream, ids, 1, torch.float32)
     stream.load(None)
     stream.to_compute(None, torch.float32)
@@ -388,7 +403,7 @@ def main() -> None:
     for row in all_rows(f for f in walk() if f.model_type in wanted):
         print(json.dumps(row), flush=True)
         rows.append(row)
-    finish("Families", ["model_type", "class", "outcome", "why"], rows, [], args.json)
+    finish("Families", ["model_type", "class", "outcome", "experts", "why"], rows, [], args.json)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Throughput, TTFT and TPOT of `moepack serve` by clients and policies, with plain `transformers serve` beside it.
 
     python -m benchmarks.serve [--bundle BUNDLE] [--checkpoint MODEL] [--device-memory SIZE] [--data FILE...]
-    python -m benchmarks.serve --bundle BUNDLE --soak 480 [--memory SIZE]
+    python -m benchmarks.serve --bundle BUNDLE --soak 480 [--policy POLICY] [--memory SIZE]
 
 Every server is a process of its own; clients stream from this one, over plain sockets. Each of 1, 4, 16 and 32 clients
 asks for one answer after another, with prompts from the files in turn. `transformers serve` has one set of sampling
@@ -139,11 +139,11 @@ def resident(pid: int) -> int:
 
 
 def soak(
-    bundle: Path, memory: str, prompts: list[list[str]], seconds: float, cage: Cage | None = None
+    bundle: Path, memory: str, prompts: list[list[str]], seconds: float, cage: Cage | None, policy: str
 ) -> tuple[list[Any], list[Target]]:
     """One server under a load that shifts, for so long: memory, promotions and errors, ten times."""
     budget = ("--memory", "auto") if cage is not None else ("--device-memory", memory)
-    with moepack_serve(bundle, "--policy", "hotness", *budget, cage=cage) as (port, pid):
+    with moepack_serve(bundle, "--policy", policy, *budget, cage=cage) as (port, pid):
         began, rows = time.monotonic(), []
         errors = 0
 
@@ -258,6 +258,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--length", type=int, default=200, help="characters of a prompt")
     parser.add_argument("--soak", type=float, help="seconds of one long load instead")
+    parser.add_argument("--policy", default="hotness", help="with --soak: what is served")
     parser.add_argument(
         "--memory", help="with --soak: bytes of a control group, in which the server takes what there is"
     )
@@ -272,7 +273,7 @@ def main() -> None:
             options.device_memory = options.device_memory or enough(bundle, policies)
         if options.soak:
             with Cage(parse_size(options.memory) or 0) if options.memory else contextlib.nullcontext() as cage:
-                rows, targets = soak(bundle, options.device_memory, prompts, options.soak, cage)
+                rows, targets = soak(bundle, options.device_memory, prompts, options.soak, cage, options.policy)
             columns = [
                 "minutes",
                 "MB",

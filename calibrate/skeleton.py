@@ -301,7 +301,7 @@ def _numbers(total: int, keys: tuple[str, ...]) -> dict[str, int] | None:
         return None
     every = set(range(total))
     places = [i for i in range(1, len(split[0]), 2) if {int(parts[i]) for parts in split} == every]
-    if len(places) != 1:
+    if not places or (len(places) > 1 and total > 1):  # in layer 0 a single expert has two places of 0
         return None
     named: dict[tuple[str, ...], set[int]] = {}  # the other parts of a name -> its numbers
     for parts in split:

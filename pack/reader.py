@@ -17,7 +17,7 @@ from .dense import DenseTensors
 from .errors import BundleError, CodecError, InputError, Problem
 from .files import digest_of, read_file, size_of
 from .layer_file import Layer, LayerFile
-from .manifest import CARD, CONFIG, DENSE, DENSE_INDEX, MANIFEST, MAX_BYTES, Manifest
+from .manifest import CARD, CONFIG, DENSE, DENSE_INDEX, LEFTOVERS, MANIFEST, MAX_BYTES, Manifest
 from .manifest.parser import parse_manifest
 from .spec import DenseLayer, Version
 from .tables import TABLES, CalibrationTables, read_tables
@@ -43,6 +43,11 @@ class Bundle:
         self.dense_versions = manifest.dense_versions if dense_versions is None else dense_versions
         self.layers, self.dense_layers = manifest.layers, manifest.dense_layers
         self._open: dict[tuple[str, str, int | None], LayerFile] = {}
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Sizes of the files outside `experts/` and `dense/` that are here: what only an export needs may be absent."""
+        return _files(self.path, self.manifest)
 
     @property
     def expert_weights(self) -> int:
@@ -137,7 +142,7 @@ class Bundle:
 
         Raises BundleError with every file that does not match its digest.
         """
-        wanted = names or tuple(name for name in self.manifest.files if not name.endswith(TENSORS))
+        wanted = names or tuple(name for name in self.files if not name.endswith(TENSORS))
         problems = [p for name in wanted for p in _check_digest(self, name)]
         if problems:
             raise BundleError(problems)
@@ -188,7 +193,7 @@ def open_bundle(path: str | Path, skip_partial: bool = False) -> Bundle:
     present = tuple(v for v in manifest.versions if here(v, manifest.layers))
     dense = tuple(v for v in manifest.dense_versions if here(v, manifest.dense_layers))
     names = (*manifest.layer_files((), dense), *manifest.layer_files(present, ()))
-    sizes = {name: entry.size for name, entry in manifest.files.items()}
+    sizes = _files(root, manifest)
     sizes |= {name: manifest.expert_files[name].size for name in names}
     problems: list[Problem] = []
     for name, listed in sizes.items():
@@ -208,6 +213,11 @@ def open_bundle(path: str | Path, skip_partial: bool = False) -> Bundle:
     return Bundle(root, manifest, present, dense)
 
 
+def _files(root: Path, manifest: Manifest) -> dict[str, int]:
+    names = (n for n in manifest.files if n != LEFTOVERS or os.path.lexists(root / n))
+    return {name: manifest.files[name].size for name in names}
+
+
 def unlisted(bundle: Bundle) -> list[str]:
     """Files in a bundle's directory that its manifest does not list, except the model card and hidden files."""
     listed = {MANIFEST, *CARD, *bundle.manifest.files, *bundle.manifest.expert_files}
@@ -221,7 +231,7 @@ def unlisted(bundle: Bundle) -> list[str]:
 
 def verify(bundle: Bundle, only: Container[str] | None = None) -> Iterator[tuple[str, list[Problem]]]:
     """Check every digest and rule of FORMAT.md, in all files or `only` these; yields each file's name and problems."""
-    for name in bundle.manifest.files:
+    for name in bundle.files:
         if only is None or name in only:
             skipped = only is not None and name == DENSE_INDEX  # the files that it names may be elsewhere
             yield name, _check_digest(bundle, name) or ([] if skipped else _check_file(bundle, name))

@@ -81,6 +81,7 @@ def parse_header(head: bytes, file_size: int, location: str) -> Header:
         if head[8:9] != b"{":
             raise ValueError("it does not begin with {")
         document = strict_json.loads(head[8:])
+        json.dumps(document, ensure_ascii=False).encode()  # half a surrogate pair, which other readers refuse
     except ValueError as error:
         raise _bad(location, "header", f"its header cannot be parsed: {error}") from None
     metadata = document.pop("__metadata__", {})

@@ -21,6 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moepack.families.layouts import adapt
 from moepack.families.mtp import mtp_patterns
 from moepack.pack.errors import InputError
+from moepack.pack.manifest import LEFTOVERS
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import HINT, Version
 from moepack.runtime.dense.choice import choose_dense
@@ -115,7 +116,7 @@ class MoepackQuantizer(HfQuantizer):
         config: Any = self.quantization_config
         bundle = self._bundle = _bundle_of(model, checkpoint_files, config.options(True))
         check_options(bundle, config.options())
-        bundle.check(*bundle.manifest.files)
+        bundle.check(*(name for name in bundle.files if name != LEFTOVERS))
         adapt(model)
         options = self._options = config.options(bool(bundle.manifest.dense))
         self._dense = choose_dense(options.dense, bundle, options.policy)

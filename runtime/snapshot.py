@@ -11,7 +11,7 @@ from typing import Any
 
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.hub_files import fetch_files
-from moepack.pack.manifest import MANIFEST, MAX_BYTES, Manifest
+from moepack.pack.manifest import LEFTOVERS, MANIFEST, MAX_BYTES, Manifest
 from moepack.pack.manifest.parser import parse_manifest
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import expert_file
@@ -61,7 +61,7 @@ def fetch(name: str, commit: str, asked: LoadOptions, options: Mapping[str, Any]
     )
     if not could.versions:
         raise BundleError.single(name, "missing", "no version of the experts is there")
-    sizes = {n: e.size for n, e in manifest.files.items()}
+    sizes = {n: e.size for n, e in manifest.files.items() if n != LEFTOVERS}
     for version in versions_of(asked.policy, could, asked.in_budget):
         sizes |= _sizes(manifest, version)
     for version in {v.name for v in choose_dense(asked.dense if manifest.dense else None, could, asked.policy)}:

@@ -1,6 +1,6 @@
 """What `w3`, `w2` and `w1` are worth below a released version, by divergence from it at equal bytes of experts.
 
-    python -m benchmarks.released [--format nvfp4] --checkpoint MODEL --calibration FILE... --data FILE...
+    python -m benchmarks.released [--format nvfp4] --checkpoint MODEL --calibration FILE --data FILE
 
 Rounds a BF16 checkpoint's experts to a released format (checkpoint.py), builds a bundle, and serves it in float32. Each
 share of the released experts' bytes is spent by: `greedy` over several sets of versions; the busiest experts of

@@ -26,9 +26,9 @@ from .building import (
     weighting,
 )
 from .common import RESULTS, ROOT, machine, results, table
-from .formats import formats, released, sizes
+from .formats import formats, released, released_others, sizes
 from .kernels import codec, kernels, released_kernels, shapes, whole_model
-from .peers import peer_layers, peer_models, peer_mxfp4, peer_quality, peer_versions
+from .peers import limited, peer_layers, peer_models, peer_mxfp4, peer_quality, peer_versions
 from .serving import (
     alpha,
     hostile,
@@ -68,7 +68,7 @@ TABLES: dict[str, Callable[[], str]] = {
         overlap, missed, policies, similarity, selector, retention, on_demand, prediction, alpha, paged, hostile,
         hostile_formats, soak, serving, start, families, peer_layers, peer_mxfp4, peer_models, peer_quality,
         peer_versions,
-        formats, released, sizes,
+        formats, released, released_others, sizes, limited,
     )
 }  # fmt: skip
 _TABLE = re.compile(r"<!-- table: ([a-z_]+) -->\n.*?<!-- end of table -->", re.S)

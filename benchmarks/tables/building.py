@@ -190,6 +190,6 @@ def families() -> str:
     order = ["works", "refused", "no small model"]
     rows = sorted(rows, key=lambda r: (order.index(r["outcome"]), r["model_type"]))
     return table(
-        ["`model_type`", "class", "", "why"],
-        [[f"`{r['model_type']}`", f"`{r['class']}`", r["outcome"], r["why"]] for r in rows],
+        ["`model_type`", "class", "", "experts", "why"],
+        [[f"`{r['model_type']}`", f"`{r['class']}`", r["outcome"], r.get("experts", ""), r["why"]] for r in rows],
     )

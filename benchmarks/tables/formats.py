@@ -79,3 +79,20 @@ def released() -> str:
             if r["allocation"] == "greedy, native/w3/w2":
                 cells.setdefault("its 95 %", {})[r["asked"]] = r["KL 95 %"]
     return table(["bytes spent by", *shares], [[n, *(row.get(s, "") for s in shares)] for n, row in cells.items()])
+
+
+def released_others() -> str:
+    """The same of two more formats, some ways to spend the bytes: of each format two columns."""
+    ways = tuple(f"{way}, native/w3/{low}" for way in ("greedy", "hotness") for low in ("w2", "w2/w1"))
+    cells: dict[str, list[str]] = {way: [] for way in ways}
+    columns = []
+    for form in ("nvfp4", "fp8"):
+        rows = [
+            r
+            for r in results(f"released-{form}-tiny-qwen3-moe")["rows"]
+            if r["allocation"] in ways and r["asked"] in ("80 %", "60 %")
+        ]
+        columns += [f"`{form}`, {share}" for share in dict.fromkeys(r["asked"] for r in rows)]
+        for r in rows:
+            cells[r["allocation"]].append(f"{r['KL']:.2f}")
+    return table(["bytes spent by", *columns], [[way, *row] for way, row in cells.items()])

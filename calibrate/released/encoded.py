@@ -103,16 +103,23 @@ class Encoded:
         if self.g_idx is not None:
             self._check_order(get(self.g_idx))
         if self.packing == "gptq":
-            out = unpack(raw.mT, self.bits, cols)
+            out = self._unpacked(self.codes_in, raw.mT, cols)
         elif self.packing == "awq":
-            out = awq_order(unpack(raw, self.bits, rows)).mT.contiguous()
+            out = awq_order(self._unpacked(self.codes_in, raw, rows)).mT.contiguous()
         elif self.packing == "signed":
             out = raw.view(torch.uint8) ^ 0x80
         else:
-            out = unpack(raw.flatten(-2) if self.packing == "blocks" else raw, self.bits, cols)
+            out = self._unpacked(self.codes_in, raw.flatten(-2) if self.packing == "blocks" else raw, cols)
         if self.version in ("fp8", "mxfp8") and values.has_nan_e4m3(out):
             raise InputError(f"{self.codes_in.name} has a code that is NaN: the checkpoint is damaged")
         return out
+
+    def _unpacked(self, part: StoredPart, raw: Tensor, count: int) -> Tensor:
+        """The `count` codes of each row of words. Raises InputError for more, which `restore` would not give back."""
+        codes = unpack(raw, self.bits)
+        if bool(codes[..., count:].any()):
+            raise InputError(f"{part.name} has bits behind its last code or zero point: the checkpoint is damaged")
+        return codes[..., :count]
 
     def _check_order(self, g_idx: Tensor) -> None:
         import torch
@@ -143,7 +150,7 @@ class Encoded:
             wide = wide.to(torch.float32).reshape(*self._batch(raw), -1, groups)
             bad = not bool(torch.isfinite(wide).all())
             out = (
-                wide.repeat_interleave(self.block_rows, dim=-2)[..., :rows, :]
+                wide.repeat_interleave(min(self.block_rows, rows), dim=-2)[..., :rows, :]
                 if self.block_rows
                 else wide.expand(*wide.shape[:-2], rows, groups)
             )
@@ -182,15 +189,16 @@ class Encoded:
         (rows, cols), step = self.shape[-2:], 1 << (8 - self.bits)
         groups = math.ceil(cols / self.group) if self.group else 1
         if self.zeros_in is None:
-            return torch.full((*self.shape[:-2], rows, groups), 128, dtype=torch.uint8)
+            batch = self._batch(get(self.scale_in.name))  # perhaps a range of the experts
+            return torch.full((*batch, rows, groups), 128, dtype=torch.uint8)
         raw = get(self.zeros_in.name)
         if self.packing in ("gptq", "awq"):
-            own = unpack(raw, self.bits, rows)
+            own = self._unpacked(self.zeros_in, raw, rows)
             own = (awq_order(own) if self.packing == "awq" else own).mT
         elif self.packing == "signed":
             own = raw.reshape(*self._batch(raw), rows, -1).view(torch.uint8) ^ 0x80
         else:
-            own = unpack(raw.mT, self.bits, rows).mT
+            own = self._unpacked(self.zeros_in, raw.mT, rows).mT
         if self.zero_offset and bool((own >= (1 << self.bits) - self.zero_offset).any()):
             raise InputError(
                 f"{self.zeros_in.name} has a zero point of {1 << self.bits}, beyond {self.bits} bits: not supported"

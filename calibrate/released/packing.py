@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The first `count` codes of each row: uint8 [..., count] from words or bytes [..., words] of any integer dtype."""
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """The codes of each row: uint8 [..., codes] from words or bytes [..., words] of any integer dtype."""
     import torch
 
-    codes = packed.contiguous().view(torch.uint8)
+    codes = recast(packed, torch.uint8)
     if bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
-    return codes[..., :count]
+    return codes
 
 
 def pack(codes: Tensor, bits: int, words: dtype) -> Tensor:
@@ -32,7 +32,14 @@ def pack(codes: Tensor, bits: int, words: dtype) -> Tensor:
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % per_word))
     if bits == 4:
         codes = codes[..., 0::2] | codes[..., 1::2] << 4
-    return codes.flatten().view(words).reshape(*codes.shape[:-1], -1)  # one row may have strides that words do not
+    return recast(codes, words)
+
+
+def recast(tensor: Tensor, dtype: dtype) -> Tensor:
+    """A tensor's bits as another dtype, of which a row has as many as fill its bytes."""
+    tensor = tensor.contiguous()
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # an axis of one element may have a stride that `view` refuses
+    return flat.view(dtype).view(*tensor.shape[:-1], -1)
 
 
 def awq_order(codes: Tensor, inverse: bool = False) -> Tensor:

@@ -64,4 +64,4 @@ def decode(
 
 
 def _wide(scale: Tensor, group: int, cols: int) -> Tensor:
-    return scale.repeat_interleave(group, dim=-1)[:, :cols] if group else scale
+    return scale.repeat_interleave(min(group, cols), dim=-1)[:, :cols] if group else scale

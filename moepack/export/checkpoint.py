@@ -110,9 +110,15 @@ def _stream(bundle: Bundle) -> tuple[StreamedModel, dict[str, Any]]:
     if TENSORS not in bundle.manifest.files:
         dtype = bundle.manifest.model.get("expert_dtype")
         rounds = not exact.released and dtype != "BF16"
-        why = f"{exact.name} is not how its {dtype} experts were" if rounds else "an older moepack built it"
+        why = (
+            f"{exact.name} is not how its {dtype} experts were"
+            if rounds
+            else "its layout is not undone, or an older moepack built it"
+        )
         raise InputError(f"{bundle.path}: does not hold its checkpoint as it was ({why}): build it with native experts")
-    bundle.check(TENSORS, "config.json", *([LEFTOVERS] if LEFTOVERS in bundle.manifest.files else []))
+    if LEFTOVERS in bundle.manifest.files.keys() - bundle.files.keys():  # serving from the Hub does not fetch it
+        raise InputError(f"{bundle.path}: {LEFTOVERS} is not here, which export needs: pull the bundle")
+    bundle.check(TENSORS, "config.json", *([LEFTOVERS] if LEFTOVERS in bundle.files else []))
     config = json.loads((bundle.path / "config.json").read_text())
     try:
         known = strict_json.loads((bundle.path / TENSORS).read_bytes())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from moepack.pack.errors import BundleError, InputError, Problem, TargetError
 from moepack.pack.hub_files import fetch_files
 from moepack.pack.hub_name import on_hub
-from moepack.pack.manifest import CARD, MANIFEST
+from moepack.pack.manifest import CARD, LEFTOVERS, MANIFEST
 from moepack.pack.reader import Bundle, verify
 from moepack.pack.spec import version_names
 from moepack.pack.tables import TABLES
@@ -133,7 +133,9 @@ def _same(api: HfApi, remote: Remote, target: Path, revision: str | None, report
 def _pull(
     api: HfApi, remote: Remote, staging: Staging, versions: Sequence[str], dense: Sequence[str], reporter: Reporter
 ) -> None:
-    names = [*remote.manifest.files, *(f for v in versions for f in remote.experts(v))]
+    exports = any(v.holds for v in remote.manifest.versions if v.name in versions)
+    names = [n for n in remote.manifest.files if n != LEFTOVERS or exports]
+    names += [f for v in versions for f in remote.experts(v)]
     sizes = remote.listed([*names, *(f for v in dense for f in remote.manifest.dense_files(v))])
     missing = {name: size for name, size in sizes.items() if not _has(staging.target / name, size)}
     _check_room(staging, missing)

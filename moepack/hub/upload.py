@@ -137,7 +137,7 @@ def _push(
         commit = made.oid
         return str(made.commit_url)
 
-    ours = {n: e.size for n, e in bundle.manifest.files.items() if n not in CARD}
+    ours = {n: size for n, size in bundle.files.items() if n not in CARD}
     names = [expert_file(v.name, layer.index) for v in bundle.versions for layer in bundle.layers]
     names += [n for v in bundle.dense_versions for n in bundle.manifest.dense_files(v.name)]
     ours |= {n: bundle.manifest.expert_files[n].size for n in names}

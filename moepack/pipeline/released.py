@@ -57,17 +57,17 @@ class Holding:
         return Holding(frozenset(served), tuple(sorted(set(checkpoint.file_of) - served - set(dropped))), dropped)
 
 
-def held(stream: StreamedModel, exact: Version | None, dense: Mapping[str, Version], mtp: bool) -> Holding | None:
-    """What a bundle holds whose lossless version of experts is `exact`; None if it does not give the checkpoint back.
+def held(stream: StreamedModel, exact: Version | None, dense: Mapping[str, Version], mtp: bool) -> Holding:
+    """What a bundle holds whose lossless version of experts is `exact`. Other arguments are those of `Holding.of`.
 
-    Other arguments are those of `Holding.of`.
+    Raises InputError where it does not give the checkpoint back: no version holds the experts as they were, or
+    transformers makes them in another way than by joining rows.
     """
-    if exact is None or stream.native != exact or (not exact.released and stream.expert_dtype != "BF16"):
-        return None
-    try:
-        return Holding.of(stream, dense, mtp)
-    except InputError:  # experts that transformers makes in another way than by joining rows
-        return None
+    if exact is None:
+        raise InputError(f"{stream.checkpoint.name}: no version holds its experts as they were")
+    if stream.native != exact or (not exact.released and stream.expert_dtype != "BF16"):
+        raise InputError(f"{stream.checkpoint.name}: {exact.name} is not how its {stream.expert_dtype} experts were")
+    return Holding.of(stream, dense, mtp)
 
 
 def as_it_is(stream: StreamedModel, name: str, bf16: bool = False) -> tuple[str, ...]:
@@ -107,8 +107,13 @@ def announce(stream: StreamedModel, recipe: Recipe, dense: Iterable[DenseMatrix]
     Returns the bytes of the latter. `dense`: the matrices that get versions.
     """
     version, keeps = lossless(recipe.dense_specs()), recipe.mtp == "keep"
-    own = {m.module: version for m in dense} if version else {}
-    found = held(stream, lossless(recipe.version_specs()), own, keeps)
+    own, exact = {m.module: version for m in dense} if version else {}, lossless(recipe.version_specs())
+    found = None
+    try:
+        found = held(stream, exact, own, keeps)
+    except InputError as error:
+        if exact is not None:
+            reporter.note(f"moepack export will not make the checkpoint again: {error}")
     carried = set(found.carried if found else ())
     if stream.unused:
         kept = "are kept for moepack export alone" if found else "are left out"
@@ -143,8 +148,9 @@ def keep_released(
     from moepack.calibrate.stream import StreamedModel
 
     stream = StreamedModel(open_checkpoint(checkpoint))
-    found = held(stream, exact, dense, mtp)
-    if found is None:
+    try:
+        found = held(stream, exact, dense, mtp)
+    except InputError:  # `announce` said why
         return
     config = json.loads((checkpoint / "config.json").read_text())
     headers, carried = stream.checkpoint.headers, set(found.carried)

@@ -72,7 +72,7 @@ def shrink(
     kept, table = _choose_dense(bundle, dense, table if allocation else None, table)
     names = [expert_file(v, layer.index) for v in chosen for layer in bundle.layers]
     names += [name for v in kept for name in bundle.manifest.dense_files(v)]
-    _check(bundle, {*bundle.manifest.files, *names}, reporter)
+    _check(bundle, {*bundle.files, *names}, reporter)
     manifest = replace(
         bundle.manifest,
         versions=tuple(v for v in bundle.manifest.versions if v.name in chosen),
@@ -81,12 +81,12 @@ def shrink(
         provenance={**bundle.manifest.provenance, "shrunk": _history(bundle, versions or dense, fit, chosen, kept)},
     )
     released = lossless(manifest.versions) is not None
-    reporter.stage("shrink", len(bundle.manifest.files) + len(names))
+    reporter.stage("shrink", len(bundle.files) + len(names))
     with BundleWriter(target) as writer:
-        for name, entry in bundle.manifest.files.items():
+        for name in bundle.files:
             if name != "README.md" and not (name in (TENSORS, LEFTOVERS) and not released):
                 reporter.step(name)
-                writer.take(name, bundle.path / name, entry, link=name.endswith(_LINKED))
+                writer.take(name, bundle.path / name, bundle.manifest.files[name], link=name.endswith(_LINKED))
         for name in names:
             reporter.step(name)
             writer.adopt(name, bundle.path / name, bundle.manifest.expert_files[name])
@@ -167,4 +167,4 @@ def _history(
 def _bytes(bundle: Bundle) -> int:
     packed = [bundle.version_bytes(v.name) for v in bundle.versions]
     packed += [bundle.dense_bytes(v.name) for v in bundle.dense_versions]
-    return sum(e.size for e in bundle.manifest.files.values()) + sum(packed)
+    return sum(bundle.files.values()) + sum(packed)

@@ -28,7 +28,7 @@ def verify(path: str | Path, checkpoint: str | Path | None = None, reporter: Rep
     except BundleError as error:
         return list(error.problems)
     problems: list[Problem] = []
-    files = len(bundle.manifest.files) + len(bundle.versions) * len(bundle.layers)
+    files = len(bundle.files) + len(bundle.versions) * len(bundle.layers)
     files += len(bundle.dense_versions) * len(bundle.dense_layers)
     reporter.stage("verify digests", files)
     for name, found in verify_digests(bundle):
@@ -95,7 +95,7 @@ def _compare_carried(bundle: Bundle, stream: StreamedModel) -> list[Problem]:
     from safetensors import safe_open
 
     path, problems = bundle.path / LEFTOVERS, list[Problem]()
-    for file in stream.checkpoint.headers if LEFTOVERS in bundle.manifest.files else ():
+    for file in stream.checkpoint.headers if LEFTOVERS in bundle.files else ():
         with safe_open(path, "pt") as ours, safe_open(stream.checkpoint.path / file, "pt") as theirs:
             for name in set(ours.keys()) & set(theirs.keys()):
                 if not _same(ours.get_tensor(name), theirs.get_tensor(name)):

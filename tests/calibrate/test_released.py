@@ -44,6 +44,35 @@ def test_a_weight_is_its_codes_and_scales(kind: str) -> None:
     assert scale.dtype == wanted and scale.shape == (48, -(-128 // own.group) if own.group else 1)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_of_any_shape(kind: str) -> None:
+    """One row, rows that end within a word or a block, one group, and where a format allows it less than one."""
+    own = KINDS[kind]
+    least = 8 if own.quantization["quant_method"] in ("fp8", "gptq", "awq") and own.version[:2] != "mx" else 32
+    for rows, cols in ((1, 32), (8, 32), (20, 96), (33, least), (1, least)):
+        rows = -(-rows // 8) * 8 if kind == "awq" else rows  # its words hold 8 rows
+        tensors, value = weight(kind, rows, cols)
+        assert same(decoded(own.quantization, tensors, **own.config)[f"{MODULE}.weight"], value), (rows, cols)
+
+
+def test_a_block_larger_than_the_matrix() -> None:
+    tensors, value = weight("fp8 tensor", 20, 24)
+    scale = tensors[f"{MODULE}.weight_scale_inv"].reshape(1, 1)
+    tensors = {f"{MODULE}.weight": tensors[f"{MODULE}.weight"], f"{MODULE}.weight_scale_inv": scale}
+    quantization = {"quant_method": "fp8", "weight_block_size": [1 << 40, 1 << 40]}
+    assert same(decoded(quantization, tensors)[f"{MODULE}.weight"], value)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("int4 zeros", "weight_zero_point"), ("gptq", "qzeros")])
+def test_bits_behind_the_last_zero_point_are_refused(kind: str, name: str) -> None:
+    """They would be lost in an export: 20 rows take two and a half words."""
+    tensors, _ = weight(kind, 20, 128)
+    words = tensors[f"{MODULE}.{name}"].clone()
+    words.view(-1)[-1] |= 1 << 30
+    with pytest.raises(InputError, match=f"{MODULE}.{name} has bits behind its last code or zero point"):
+        decoded(KINDS[kind].quantization, tensors | {f"{MODULE}.{name}": words})
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plain")
@@ -79,6 +108,22 @@ def test_a_model_is_read_and_written_back(kind: str, plain: Path, tmp_path: Path
     experts = "model.layers.0.mlp.experts"
     want = torch.stack([values[f"{experts}.{e}.up_proj.weight"] for e in range(4)])
     assert same(loaded[f"{experts}.gate_up_proj"][:, 64:], want)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k.split()[0] not in ("gptq", "awq", "deepseek")])
+def test_experts_in_one_tensor_are_read_some_at_a_time(kind: str, tmp_path: Path) -> None:
+    tiny_models.save_tiny("granitemoe", tmp_path, num_local_experts=4, intermediate_size=64, num_hidden_layers=1)
+    own, stored = KINDS[kind], dict[str, Tensor]()
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        if tensor.ndim == 3:
+            parts = [weight(kind, *tensor.shape[1:], name.removesuffix(".weight"), e)[0] for e in range(4)]
+            stored |= {n: torch.stack([p[n] for p in parts]) for n in parts[0]}
+        else:
+            stored[name] = tensor
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | own.config | {"quantization_config": own.quantization}))
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    assert round_trip(tmp_path).native.released
 
 
 def test_matrices_are_placed_once_a_layer(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

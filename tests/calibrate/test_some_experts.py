@@ -27,6 +27,11 @@ def test_where_it_cannot_be_told_nothing_is_said(keys: list[str], shape: tuple[i
     assert sources_of(range(1), 4, {"p": keys}, dict.fromkeys(keys, shape)) is None
 
 
+def test_a_single_expert() -> None:
+    keys = ["model.layers.0.mlp.experts.0.up.weight", "model.layers.0.mlp.experts.0.gate.weight"]
+    assert sources_of(range(1), 1, {"p": keys}, dict.fromkeys(keys, (4, 8))) == dict.fromkeys(keys)
+
+
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_family(family: str, demo_model: Path, tmp_path: Path) -> None:
     compare(tiny_models.save_tiny(family, tmp_path / "checkpoint", demo_model))

@@ -26,7 +26,8 @@ from support import cli, forked, ok, refused, spy, tree
 import moepack
 from moepack.export import export_checkpoint
 from moepack.hub import pull, upload
-from moepack.pack.errors import MoepackError
+from moepack.pack.errors import InputError, MoepackError
+from moepack.pack.manifest import LEFTOVERS
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.shrink import shrink
@@ -171,6 +172,13 @@ def test_a_released_checkpoint(client: Client, demo_model: Path, text: Path, tmp
     ok(client.pull(tmp_path / "low", "--versions", "w2"))
     assert [v.name for v in moepack.open(tmp_path / "low").versions] == ["w2"] and verify(tmp_path / "low") == []
     assert torch.equal(*(logits(tmp_path / name, policy="static:w2") for name in ("low", "b")))
+    shrink(tmp_path / "low", tmp_path / "less", ["w2"])
+    moepack.load("someone/mini", policy="static:nvfp4").moepack.close()
+    (snapshot,) = client.cache.glob("**/snapshots/*")
+    assert (tmp_path / "b" / LEFTOVERS).exists()
+    assert not any((p / LEFTOVERS).exists() for p in (tmp_path / "low", snapshot))
+    with pytest.raises(InputError, match=r"released\.safetensors is not here, which export needs: pull the bundle"):
+        export_checkpoint(snapshot, tmp_path / "none")
     ok(client.pull(tmp_path / "low", "--versions", "nvfp4"))
     for got in (tmp_path / "low", tmp_path / "got"):
         ok(client.pull(got))

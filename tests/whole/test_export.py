@@ -76,7 +76,11 @@ def test_models_in_bf16(family: str, demo_model: Path, text: Path, tmp_path: Pat
 
 def test_experts_that_bf16_rounds_are_no_checkpoint(demo_model: Path, text: Path, tmp_path: Path) -> None:
     plain("qwen3_moe", tmp_path, demo_model, dtype=torch.float32)
-    build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(RECIPE, "test"), [text])
+    notes = Notes()
+    build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(RECIPE, "test"), [text], reporter=notes)
+    (line,) = [n for n in notes.notes if "export" in n]
+    assert line.startswith("moepack export will not make the checkpoint again: ")
+    assert line.endswith("checkpoint: bf16 is not how its F32 experts were")
     with pytest.raises(InputError, match="bf16 is not how its F32 experts were"):
         export_checkpoint(tmp_path / "bundle", tmp_path / "again")
 

@@ -112,6 +112,7 @@ HEADERS: dict[str, tuple[Do, str]] = {
     "dense: no tripwire": (texted(DENSE, b"down_proj", b"down_porj"), "tables"),
     "dense: a tripwire of another shape": (fields(DENSE, TRIPWIRE, shape=[1, 1]), "tables"),
     "dense: an escape in a name": (texted(DENSE, b'"data_offsets":[0', b'"\\u001b[31m":[0'), "header"),
+    "dense: half a surrogate pair in a name": (texted(DENSE, b'"a.weight"', b'"\\ud800"'), "header"),
     "dense: offsets that fall": (fields(DENSE, "b", data_offsets=[4, 0]), "offsets"),
     "dense: an offset past the end": (fields(DENSE, "b", data_offsets=[18, 99]), "offsets"),
 }  # fmt: skip

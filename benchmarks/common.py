@@ -152,3 +152,8 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def lower_quartile(times: Sequence[float]) -> float:
+    """Of at least one: on a machine that others use too, medians of short runs are times of waiting for it."""
+    return sorted(times)[len(times) // 4]

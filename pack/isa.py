@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 VARIABLE = "MOEPACK_ISA"
+ONEDNN = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")  # its names of sets without BF16
 LEVELS = ("plain", "avx2", "avx512", "avx512-vnni", "avx512-bf16", "amx")  # each includes those before; as in isa.h
 
 
@@ -34,12 +35,16 @@ def bound(best: int) -> int:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether torch multiplies in BF16 faster than in float32: on GPUs since Ampere, and CPUs with AVX-512 BF16."""
+    """Whether torch multiplies in BF16 faster than in float32: on GPUs since Ampere, and CPUs with AVX-512 BF16.
+
+    On a CPU oneDNN multiplies, which ONEDNN_MAX_CPU_ISA may bound: torch then emulates BF16, at a tenth of the rate.
+    """
     import torch
 
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    return device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    bounded = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in ONEDNN
+    return device.type == "cpu" and not bounded and torch.cpu._is_avx512_bf16_supported()
 
 
 def emulated(device: torch.device, dtype: torch.dtype) -> bool:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import lower_quartile
+
 from .ggml_types import TYPES
 from .worker import PeerError, Worker
 
@@ -205,8 +207,3 @@ def rounds(
         if turns >= 2 and time.monotonic() - spent > seconds:
             break
     return {side: lower_quartile(t) for side, t in times.items() if side not in failed}, failed
-
-
-def lower_quartile(times: Sequence[float]) -> float:
-    """Of at least one: on a machine that others use too, medians of short runs are times of waiting for it."""
-    return sorted(times)[len(times) // 4]

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import lower_quartile
+
 from .generated import gguf_file
-from .layers import lower_quartile
 from .worker import PeerError, Worker
 
 PROMPT = 512

@@ -27,8 +27,8 @@ from .building import (
 )
 from .common import RESULTS, ROOT, machine, results, table
 from .formats import formats, released, released_others, sizes
-from .kernels import codec, kernels, shapes, whole_model
-from .peers import peer_layers, peer_models, peer_quality, peer_versions
+from .kernels import codec, kernels, released_kernels, shapes, whole_model
+from .peers import limited, peer_layers, peer_models, peer_mxfp4, peer_quality, peer_versions
 from .serving import (
     alpha,
     hostile,
@@ -64,10 +64,11 @@ TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
         summary, quality, allocation, weighting, losses, quantisers, build, bounded, layer_time,
-        estimates, scale, pieces, clusters, codec, kernels, whole_model, shapes, residency, tpot, overlap, missed,
-        policies, similarity, selector, retention, on_demand, prediction, alpha, paged, hostile, hostile_formats, soak,
-        serving, start, families, peer_layers, peer_models, peer_quality, peer_versions,
-        formats, released, released_others, sizes,
+        estimates, scale, pieces, clusters, codec, kernels, whole_model, shapes, released_kernels, residency, tpot,
+        overlap, missed, policies, similarity, selector, retention, on_demand, prediction, alpha, paged, hostile,
+        hostile_formats, soak, serving, start, families, peer_layers, peer_mxfp4, peer_models, peer_quality,
+        peer_versions,
+        formats, released, released_others, sizes, limited,
     )
 }  # fmt: skip
 _TABLE = re.compile(r"<!-- table: ([a-z_]+) -->\n.*?<!-- end of table -->", re.S)

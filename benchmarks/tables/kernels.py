@@ -54,3 +54,16 @@ def shapes() -> str:
             what = "ours over reading the bytes" if tokens == 1 else "torch BF16 over ours"
             out.append([shape, f"{tokens}: {what}", *(f"{mine[v][key]:.2f}" if v in mine else "" for v in VERSIONS)])
     return table(["experts of", "tokens", *VERSIONS], out)
+
+
+def released_kernels() -> str:
+    """Every version's experts on one thread, released ones beside bf16 and w4, with AVX2 and all that there is."""
+    rows = [r for n in ("kernels-released-avx2", "kernels-released") for r in results(n)["rows"] if "MB" in r]
+    pace = {(r["instructions"], r["tokens"], r["version"]): r["ours us"] / r["MB"] for r in rows}
+    out = []
+    for row in rows:
+        *key, mine = row["instructions"], row["tokens"], row["ours us"] / row["MB"]
+        over = [ratio(mine / pace[*key, v]) for v in ("bf16", "w4")]
+        out.append([*map(str, key), row["version"], f"{row['ours us'] / 1000:.2f} ms", f"{1 / mine * 1000:.1f}", *over])
+    columns = ["instructions", "tokens", "version", "ours", "GB/s"]
+    return table([*columns, "a byte's time over bf16's", "over w4's"], out)

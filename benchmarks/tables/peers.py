@@ -17,7 +17,21 @@ def _own(side: str) -> str:
 
 def peer_layers() -> str:
     """A layer's experts on every side: milliseconds by tokens, of each number of threads."""
-    rows = [row for row in _peers("layers") if "ms" in row]
+    return table(*_layers(_peers("layers")))
+
+
+def peer_mxfp4() -> str:
+    """The same of gpt-oss' experts in MXFP4, with AVX2 and with all that the processor has."""
+    out: list[list[str]] = []
+    for name, instructions in (("peers-mxfp4-avx2", "AVX2"), ("peers-mxfp4", "all")):
+        columns, rows = _layers(results(name)["rows"])
+        out += [[instructions, *row[1:]] for row in rows]
+    return table(["instructions", *columns[1:]], out)
+
+
+def _layers(every: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Columns and cells of a table of layers."""
+    rows = [row for row in every if "ms" in row]
     counts, threads = (sorted({row[name] for row in rows}) for name in ("tokens", "threads"))
     out = []
     for shape, side in dict.fromkeys((row["shape"], row["side"]) for row in rows):
@@ -26,7 +40,7 @@ def peer_layers() -> str:
         floor = "/".join(f"{by[1, t]['floor ms']:.3g}" for t in threads if (1, t) in by)
         out.append([shape, _own(side), f"{next(iter(by.values()))['bits/weight']:.4g}", *cells, floor])
     columns = [f"{n:,} token{'s' * (n > 1)}, ms" for n in counts]
-    return table(["experts of", "side", "bits", *columns, "floor of 1 token, ms"], out)
+    return ["experts of", "side", "bits", *columns, "floor of 1 token, ms"], out
 
 
 def peer_models() -> str:

@@ -47,8 +47,13 @@ def of_matrix(weight: Tensor) -> Weights:
 def of_packed(cols: int, unpack: Callable[[Tensor, int], None]) -> Weights:
     """Return `weights` of a packed matrix; `unpack(tile, first)` fills a [cols, rows] tile from row `first`."""
 
+    tile = torch.empty(0)
+
     def rows(first: int, last: int, dtype: torch.dtype) -> Tensor:
-        tile = torch.empty(cols, -(-(last - first) // 16) * 16, dtype=dtype)
+        nonlocal tile
+        wide = -(-(last - first) // 16) * 16
+        if tile.dtype != dtype or tile.shape != (cols, wide):  # else in the same memory: new pages cost a tenth
+            tile = torch.empty(cols, wide, dtype=dtype)
         unpack(tile, first)
         return tile[:, : last - first]
 

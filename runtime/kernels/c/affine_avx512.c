@@ -78,8 +78,7 @@ INLINE void store_bf16_avx512(uint16_t *to, __m512 v, __m512 w) {
 #define PARTS 1
 #define PAIRS(bytes, x) _mm512_maddubs_epi16(bytes, x)
 #define ADDH(a, b) _mm512_add_epi16(a, b)
-#define FP4_BYTES(v) \
-    _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_setr_epi8(E2M1_FIELDS)), _mm512_and_si512(v, _mm512_set1_epi8(15)))
+#define FP4_BYTES(v) _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_setr_epi8(E2M1_FIELDS)), v)
 #define DOT(acc, fields, x) _mm512_add_epi32(acc, _mm512_madd_epi16(fields, x))
 #define ARRANGE(to, from, order) \
     _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_loadu_si512(order), _mm512_loadu_si512(from)))

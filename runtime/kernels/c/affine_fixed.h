@@ -12,7 +12,9 @@
  *   FP4(words, k)                    field k of 4 bits, of E2M1 codes: twice their values, plus 12
  *   PAIRS(bytes, x), ADDH            in place of FP4: 16-bit sums of two products of unsigned bytes times signed ones;
  *                                    a 16-bit sum
- *   FP4_BYTES(words)                 with PAIRS: the same of the E2M1 code in the low half of each byte
+ *   FP4_BYTES(bytes)                 with PAIRS: the same of the E2M1 code in each byte
+ *   MAKE_TABLES(x, n, to), TABLES(words, n, tables, sum)   with PAIRS, for planes of one bit: 12 bytes of tables a column of n;
+ *                                    n words of 16 rows looked up in them, and the sums into sum[2]
  *   THIRD(low, high, half, k)        with two PARTS: fields of two bits, field k of `low`, with their third bits on top
  *
  * An activation becomes 16-bit integers times a power of two, one for each 128 columns, such that the greatest number
@@ -37,15 +39,27 @@ static uint8_t NAME(orders)[4][64];
 static uint16_t NAME(orders)[4][32];
 #endif
 
+#ifdef PAIRS
+static uint8_t NAME(byte_orders)[3][64]; /* as with two PARTS, for planes of 1, 2 and 4 bits */
+#endif
+
+/* The source of element i of a plane of p bits, whose fields are multiplied as `parts` parts. */
+static int NAME(source)(const int p, const int parts, const int i) {
+    const int each = 2 * parts, word32 = i / each, fields = 16 / parts / p; /* elements of a 32-bit word; fields of one */
+    const int field = word32 / parts, part = word32 % parts, column = field / fields * (32 / p);
+    const int at = column + field % fields + i % each * fields;
+    return parts == 2 ? 2 * at + 1 - part : at;
+}
+
 __attribute__((constructor)) static void NAME(make_orders)(void) {
     for (int k = 0; k < 4; k++)
-        for (int i = 0; i < 32 * PARTS; i++) {
-            const int p = 1 << k, each = 2 * PARTS, word32 = i / each; /* elements of a 32-bit word */
-            const int field = word32 / PARTS, part = word32 % PARTS, column = field / FIELDS(p) * (32 / p);
-            const int at = column + field % FIELDS(p) + i % each * FIELDS(p);
-            NAME(orders)[k][i] = (PARTS == 2 ? 2 * at + 1 - part : at);
-        }
+        for (int i = 0; i < 32 * PARTS; i++) NAME(orders)[k][i] = NAME(source)(1 << k, PARTS, i);
+#ifdef PAIRS
+    for (int k = 0; k < 3; k++)
+        for (int i = 0; i < 64; i++) NAME(byte_orders)[k][i] = (uint8_t)NAME(source)(1 << k, 2, i);
+#endif
 }
+
 
 CALLED void NAME(prepare_fixed)(const Gemm *m, const void *from, Prepared *p) {
     const int64_t cols = m->cols;
@@ -79,33 +93,45 @@ CALLED void NAME(prepare_fixed)(const Gemm *m, const void *from, Prepared *p) {
                 p->totals[k][b * (FIXED / width) + g] = k < 3 ? sum : -12 * sum;
             }
         }
-#if PARTS == 2
-        for (int c = 0; c < FIXED; c++) fixed[c] = (int16_t)(((fixed[c] + 128) & 0xFF00) | (fixed[c] & 0xFF));
-#endif
-#ifdef PAIRS
-        /* For FP4: upper and lower bytes of a word's even columns, then of its odd ones. */
-        for (int64_t c = 0; p->fixed[4] && c < padded; c++) {
-            int8_t *to = (int8_t *)p->fixed[4] + (b * FIXED + c) / 8 * 16 + c % 2 * 8 + c % 8 / 2;
-            to[0] = (int8_t)((fixed[c] + 128) >> 8), to[4] = (int8_t)fixed[c];
-        }
-        for (int k = 0; k < 4; k++)
+#if PARTS == 2 || defined(PAIRS)
+        int16_t halves[FIXED]; /* both bytes signed */
+        for (int c = 0; c < FIXED; c++) halves[c] = (int16_t)(((fixed[c] + 128) & 0xFF00) | (fixed[c] & 0xFF));
 #else
-        for (int k = 0; k < 5; k++)
+        const int16_t *halves = fixed;
 #endif
-            if (p->fixed[k])
-                for (int64_t c = 0; c < padded; c += 32)
-                    ARRANGE(p->fixed[k] + (b * FIXED + c) / 2, fixed + c, NAME(orders)[k == 4 ? 2 : k]);
+        for (int k = 0; k < 5; k++) {
+            if (!p->fixed[k]) continue;
+#ifdef TABLES
+            if (k == 0) {
+                MAKE_TABLES(fixed, padded, (uint8_t *)p->fixed[0] + b * FIXED * 12);
+                continue;
+            }
+#endif
+            for (int64_t c = 0; c < padded; c += 32) {
+                int32_t *to = p->fixed[k] + (b * FIXED + c) / 2;
+#ifdef PAIRS
+                if (k != 3)
+                    for (int i = 0; i < 64; i++)
+                        ((int8_t *)to)[i] = ((const int8_t *)(halves + c))[NAME(byte_orders)[k == 4 ? 2 : k][i]];
+                else
+                    ARRANGE(to, fixed + c, NAME(orders)[k]);
+#else
+                ARRANGE(to, halves + c, NAME(orders)[k == 4 ? 2 : k]);
+#endif
+            }
+        }
     }
 }
 
 /* Adds to `acc` the products of words [from, to) of a plane of p bits for FR vectors of rows and T activations. */
 INLINE void NAME(fixed_plane)(const int p, const int T, const uint32_t *words, int64_t from, int64_t to,
                               const int32_t *const *x, I acc[FR][TB][2][PARTS]) {
+    const int hints = p <= 2 || moepack_hints;
     const I mask = SETI(MASK(p));
     for (int64_t w = from; w < to; w++) {
         I v[FR];
         UNROLL for (int r = 0; r < FR; r++) v[r] = LOADI(words + w * BLOCK + r * L);
-        if (p <= 2) STREAM(words + (w + AHEAD) * BLOCK);
+        if (hints) STREAM(words + (w + AHEAD) * BLOCK);
         UNROLL for (int k = 0; k < FIELDS(p); k++) {
             I f[FR];
             UNROLL for (int r = 0; r < FR; r++)
@@ -121,31 +147,59 @@ INLINE void NAME(fixed_plane)(const int p, const int T, const uint32_t *words, i
     }
 }
 
+#ifdef PAIRS
+/* As fixed_plane, for p of 1, 2 or 4, or n words of E2M1 codes, 4 at most, if `fp4`. Sums of 16 bits hold what 128
+ * columns of 1 or 2 bits, 32 of 4 bits or 16 of E2M1 codes add to one of them. */
+INLINE void NAME(byte_words)(const int p, const int fp4, const int T, const uint32_t *words, const int64_t n,
+                             const int32_t *const *x, I acc[FR][TB][2][PARTS]) {
+    const int R = fp4 && T > 1 ? 1 : FR, chains = fp4 ? 2 : 1, fields = 8 / p; /* AVX2's registers hold so many sums */
+    const I mask = SETI(((1 << p) - 1) * 0x01010101);
+    UNROLL for (int first = 0; first < FR; first += R) {
+        I sum[FR][TB][2][2];
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T; t++) UNROLL for (int i = 0; i < 4; i++)
+            sum[r][t][i / 2][i % 2] = SETI(0);
+        UNROLL for (int w = 0; w < n; w++)
+            UNROLL for (int k = 0; k < fields; k++) {
+                I f[FR];
+                UNROLL for (int r = 0; r < R; r++) {
+                    f[r] = AND(DROP(LOADI(words + w * BLOCK + (first + r) * L), p * k), mask);
+                    if (fp4) f[r] = FP4_BYTES(f[r]);
+                }
+                UNROLL for (int t = 0; t < T; t++) UNROLL for (int i = 0; i < 2; i++) {
+                    const I at = SETI(x[t][(w * fields + k) * 2 + i]);
+                    UNROLL for (int r = 0; r < R; r++) {
+                        I *to = &sum[r][t][k % chains][i];
+                        *to = ADDH(*to, PAIRS(f[r], at));
+                    }
+                }
+            }
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T; t++) UNROLL for (int i = 0; i < 2 * chains; i++) {
+            I *to = &acc[first + r][t][0][0];
+            *to = DOT(*to, sum[r][t][i / 2][i % 2], SETI(i % 2 ? 0x00010001 : 0x01000100));
+        }
+    }
+}
+
+INLINE void NAME(byte_plane)(const int p, const int T, const uint32_t *words, int64_t from, int64_t to,
+                             const int32_t *const *x, I acc[FR][TB][2][PARTS]) {
+    const int most = p < 4 ? 4 * p : 4; /* words */
+    for (int64_t w = from; w < to; w += most) {
+        const int64_t n = least(most, to - w);
+        const int32_t *at[TB];
+        UNROLL for (int t = 0; t < T; t++) at[t] = x[t] + w * 16 / p;
+        for (int i = 0; i < n; i++)
+            if (p < 4 || moepack_hints) STREAM(words + (w + i + AHEAD) * BLOCK);
+        NAME(byte_words)(p, 0, T, words + w * BLOCK, n, at, acc);
+    }
+}
+#endif
+
 /* As fixed_plane, for n words of E2M1 codes, 4 at most. */
 INLINE void NAME(fixed_fp4)(const int T, const uint32_t *words, const int64_t n, const int32_t *const *x,
                             I acc[FR][TB][2][PARTS]) {
     UNROLL for (int w = 0; w < 4; w++) if (w < n) STREAM(words + (w + AHEAD) * BLOCK);
 #ifdef PAIRS
-    const int R = T == 1 ? FR : 1; /* AVX2's registers hold the sums of so many rows */
-    UNROLL for (int first = 0; first < FR; first += R) {
-        I sum[FR][TB][2][2]; /* of even and odd columns: 16 bits hold 8 products of 24 * 128 */
-        UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T; t++) UNROLL for (int i = 0; i < 4; i++)
-            sum[r][t][i / 2][i % 2] = SETI(0);
-        UNROLL for (int w = 0; w < 4; w++) UNROLL for (int odd = 0; odd < 2; odd++) {
-            if (w >= n) break;
-            I f[FR];
-            UNROLL for (int r = 0; r < R; r++)
-                f[r] = FP4_BYTES(DROP(LOADI(words + w * BLOCK + (first + r) * L), 4 * odd));
-            UNROLL for (int t = 0; t < T; t++) UNROLL for (int i = 0; i < 2; i++) {
-                const I at = SETI(x[t][w * 4 + odd * 2 + i]);
-                UNROLL for (int r = 0; r < R; r++) sum[r][t][odd][i] = ADDH(sum[r][t][odd][i], PAIRS(f[r], at));
-            }
-        }
-        UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T; t++) UNROLL for (int i = 0; i < 4; i++) {
-            I *to = &acc[first + r][t][0][0];
-            *to = DOT(*to, sum[r][t][i / 2][i % 2], SETI(i % 2 ? 0x00010001 : 0x01000100));
-        }
-    }
+    NAME(byte_words)(4, 1, T, words, n, x, acc);
 #else
     UNROLL for (int w = 0; w < 4; w++) UNROLL for (int k = 0; k < FIELDS(4); k++) UNROLL for (int r = 0; r < FR; r++) {
         if (w >= n) break;
@@ -153,6 +207,22 @@ INLINE void NAME(fixed_fp4)(const int T, const uint32_t *words, const int64_t n,
         UNROLL for (int t = 0; t < T; t++) UNROLL for (int i = 0; i < PARTS; i++)
             acc[r][t][0][i] = DOT(acc[r][t][0][i], f, SETI(x[t][(w * FIELDS(4) + k) * PARTS + i]));
     }
+#endif
+}
+
+/* As fixed_plane, for a plane of one bit. */
+INLINE void NAME(one_bit)(const int T, const uint32_t *words, int64_t from, int64_t to, const int32_t *const *x,
+                          I acc[FR][TB][2][PARTS]) {
+#if defined(TABLES)
+    UNROLL for (int t = 0; t < T; t++) {
+        I sum[FR];
+        TABLES(words + from * BLOCK, to - from, (const uint8_t *)x[t] + from * 384, sum);
+        UNROLL for (int r = 0; r < FR; r++) acc[r][t][0][0] = sum[r];
+    }
+#elif defined(PAIRS)
+    NAME(byte_plane)(1, T, words, from, to, x, acc);
+#else
+    NAME(fixed_plane)(1, T, words, from, to, x, acc);
 #endif
 }
 
@@ -210,6 +280,13 @@ INLINE void NAME(fixed_rows)(const int bits, const int T, const Gemm *m, const F
             NAME(fixed_three)(T, low, high, g * step, to, at, acc);
         else
 #endif
+#ifdef PAIRS
+        if (p == 1)
+            NAME(one_bit)(T, low, g * step, to, at, acc);
+        else if (p < 8)
+            NAME(byte_plane)(p, T, low, g * step, to, at, acc);
+        else
+#endif
             NAME(fixed_plane)(p, T, low, g * step, to, at, acc);
         I sum[FR][TB];
         UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++)
@@ -220,8 +297,7 @@ INLINE void NAME(fixed_rows)(const int bits, const int T, const Gemm *m, const F
             const int32_t *above[TB];
             UNROLL for (int t = 0; t < T; t++) above[t] = x[t]->fixed[0];
             UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) acc[r][t][0][0] = SETI(0);
-            NAME(fixed_plane)(1, T, high, g * (f->group / 32), least((g + 1) * (f->group / 32), ceil_div(m->cols, 32)),
-                              above, acc);
+            NAME(one_bit)(T, high, g * (f->group / 32), least((g + 1) * (f->group / 32), ceil_div(m->cols, 32)), above, acc);
             UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++)
                 sum[r][t] = ADDI(sum[r][t], SHL(NAME(folded)(1, acc[r][t]), 10 - bits));
         }
@@ -286,11 +362,13 @@ INLINE void NAME(fp4_rows)(const int nv, const int T, const Gemm *m, const Form 
  * cache of 32 KiB (measured at 2048 columns: 13 GB/s with float32, 30 with BF16, 31 for reading alone). */
 INLINE void NAME(pairs)(const int T, const int64_t cols, const uint16_t *w, const Prepared *const *x, float *out) {
     const int64_t step = 4 * L, whole = cols - cols % step;
+    const int hints = moepack_hints;
     F acc[TB][2][2];
     UNROLL for (int t = 0; t < T; t++) UNROLL for (int d = 0; d < 4; d++) acc[t][d / 2][d % 2] = SET(0.0f);
     for (int64_t c = 0; c < whole; c += step)
         UNROLL for (int d = 0; d < 2; d++) {
             const I v = LOADI((const uint32_t *)(w + c + 2 * L * d));
+            if (hints && (2 * L * d) % 32 == 0) STREAM(w + c + 2 * L * d + AHEAD * 32);
             UNROLL for (int t = 0; t < T; t++) {
                 const I a = LOADI((const uint32_t *)((const uint16_t *)x[t]->at + c + 2 * L * d));
                 UNROLL for (int odd = 0; odd < 2; odd++)
@@ -345,14 +423,10 @@ FIXED_ROWS(2)
 FIXED_ROWS(4)
 #endif
 
-CALLED void NAME(rows_fixed)(const Gemm *m, const Job *job, int64_t row, int64_t end, const Prepared *const *x,
-                             const int64_t *slot, int64_t n) {
-    int64_t t = 0;
-#if TB >= 4
-    for (; t + 4 <= n; t += 4) NAME(fixed_rows_4)(m, job, row, end, x + t, slot + t);
-#endif
-    for (; t + 2 <= n; t += 2) NAME(fixed_rows_2)(m, job, row, end, x + t, slot + t);
-    for (; t < n; t++) NAME(fixed_rows_1)(m, job, row, end, x + t, slot + t);
-}
+BY_SLOTS(rows_fixed, fixed_rows)
 
-const Loops NAME(moepack_fixed) = {NAME(prepare_fixed), NAME(rows_fixed)};
+#ifdef TABLES
+const Loops NAME(moepack_fixed) = {NAME(prepare_fixed), NAME(rows_fixed), 1};
+#else
+const Loops NAME(moepack_fixed) = {NAME(prepare_fixed), NAME(rows_fixed), 0};
+#endif

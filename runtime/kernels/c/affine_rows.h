@@ -26,7 +26,6 @@
  */
 
 #define E2M1_FIELDS 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0 /* twice a code's value, plus 12 */
-#define AHEAD 48 /* cache lines that are fetched ahead of their use */
 #define UNROLL _Pragma("GCC unroll 16")
 /* Small floats by shifting their bits into a float's, whose exponent counts from another number: multiplied by a power of
  * two, they are what they were, denormal ones too. E8M0 is an exponent alone, and 0 stands for 2^-127. */
@@ -215,18 +214,28 @@ INLINE void NAME(plain)(const int R, const int T, const Gemm *m, const Form *f, 
         } \
     }
 
+/* A function that takes n slots to NAME(of_4), _2 and _1, which compute so many at a time. */
+#if TB >= 4
+#define FOURS(of) \
+    for (; t + 4 <= n; t += 4) NAME(of##_4)(m, job, row, end, x + t, slot + t);
+#else
+#define FOURS(of)
+#endif
+#define BY_SLOTS(name, of) \
+    CALLED void NAME(name)(const Gemm *m, const Job *job, int64_t row, int64_t end, const Prepared *const *x, \
+                           const int64_t *slot, int64_t n) { \
+        int64_t t = 0; \
+        FOURS(of) \
+        for (; t + 2 <= n; t += 2) NAME(of##_2)(m, job, row, end, x + t, slot + t); \
+        for (; t < n; t++) NAME(of##_1)(m, job, row, end, x + t, slot + t); \
+    }
+
 ROWS(1, RB)
 ROWS(2, R2)
+#if TB >= 4
 ROWS(4, R4)
-
-CALLED void NAME(rows)(const Gemm *m, const Job *job, int64_t row, int64_t end, const Prepared *const *x,
-                       const int64_t *slot, int64_t n) {
-    int64_t t = 0;
-    if (TB >= 4)
-        for (; t + 4 <= n; t += 4) NAME(rows_4)(m, job, row, end, x + t, slot + t);
-    for (; t + 2 <= n; t += 2) NAME(rows_2)(m, job, row, end, x + t, slot + t);
-    for (; t < n; t++) NAME(rows_1)(m, job, row, end, x + t, slot + t);
-}
+#endif
+BY_SLOTS(rows, rows)
 
 /* Prepare one activation: pad it with zeros to a multiple of 32 columns, add up its groups, make its LUTs. */
 CALLED void NAME(prepare)(const Gemm *m, const void *from, Prepared *p) {
@@ -364,4 +373,4 @@ WHOLE void NAME(moepack_unpack)(const Unpack *m, int64_t row, int64_t n, uint8_t
     }
 }
 
-const Loops NAME(moepack_floats) = {NAME(prepare), NAME(rows)};
+const Loops NAME(moepack_floats) = {NAME(prepare), NAME(rows), 0};

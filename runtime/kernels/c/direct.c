@@ -140,7 +140,8 @@ static size_t place(const Gemm *m, int needs, uint8_t *at, Prepared *p) {
     PART(scaled, NEEDS_SCALED, padded);
     PART(quads, NEEDS_QUADS, 4 * padded);
     PART(pairs, NEEDS_PAIRS, 8 * padded);
-    for (int k = 0; k < 5; k++) PART(fixed[k], NEEDS_FIXED << (k + 1), padded / 2);
+    for (int k = 0; k < 5; k++)
+        PART(fixed[k], NEEDS_FIXED << (k + 1), k == 0 && moepack_fixed->tables ? 3 * padded : padded / 2);
     for (int k = 0; k < 3; k++) PART(sums[k], NEEDS_SUMS, each);
     for (int k = 0; k < 5; k++) PART(totals[k], NEEDS_FIXED, padded / 16 + 16);
     PART(units, NEEDS_FIXED, each);

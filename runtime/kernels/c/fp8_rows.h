@@ -5,6 +5,7 @@
  * first, so that no product is denormal, and sums are scaled back at the end. */
 
 #define LANES (L == 1 ? 2 : 4) /* separate sums, so that additions do not wait for one another */
+#define VECTORS(T) ((T) == 1 ? FR : 1) /* of rows: 16 registers do not hold the sums of two for two activations */
 
 CALLED void NAME(prepare_fp8)(const Gemm *m, const void *from, Prepared *p) {
     const int64_t cols = m->cols, padded = 32 * ceil_div(cols, 32);
@@ -26,40 +27,40 @@ CALLED void NAME(prepare_fp8)(const Gemm *m, const void *from, Prepared *p) {
     memset(p->scaled + cols, 0, sizeof(float) * (size_t)(padded - cols));
 }
 
-/* Products of FR vectors of rows from `row` on and T activations, into out[(r * T + t) * L]. */
-INLINE void NAME(fp8)(const int T, const Gemm *m, const Form *f, const uint8_t *base, int64_t row, const Prepared *const *x,
-                      float *out) {
+/* Products of R vectors of rows from `row` on and T activations, into out[(r * T + t) * L]. */
+INLINE void NAME(fp8)(const int R, const int T, const Gemm *m, const Form *f, const uint8_t *base, int64_t row,
+                      const Prepared *const *x, float *out) {
     const int64_t words = ceil_div(m->cols, 4), step = f->bits == FP8_ROW ? words : f->group / 4;
     const int64_t groups = ceil_div(words, step), block = row / BLOCK, lane = row % BLOCK;
     const uint32_t *codes = (const uint32_t *)(base + f->low) + block * words * BLOCK + lane;
     const uint8_t *bytes = base + f->scale + block * groups * BLOCK + lane;
     const float *floats = (const float *)(base + f->scale) + block * groups * (f->bits == FP8_ROW ? BLOCK : 1);
     F total[FR][TB];
-    UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) total[r][t] = SET(0.0f);
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T; t++) total[r][t] = SET(0.0f);
     for (int64_t g = 0; g < groups; g++) {
         const int64_t to = least((g + 1) * step, words);
         F acc[FR][TB][LANES];
-        UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) UNROLL for (int k = 0; k < LANES; k++)
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T; t++) UNROLL for (int k = 0; k < LANES; k++)
             acc[r][t][k] = SET(0.0f);
         for (int64_t w = g * step; w < to; w++) {
             I half[FR][2]; /* codes 0 and 2, or 1 and 3, moved in their 16 bits to where a float has them in its upper half */
-            UNROLL for (int r = 0; r < FR; r++) {
+            UNROLL for (int r = 0; r < R; r++) {
                 const I v = LOADI(codes + w * BLOCK + r * L);
                 half[r][0] = SRA16(SHL(v, 8), 4), half[r][1] = SRA16(v, 4);
             }
             STREAM(codes + (w + AHEAD) * BLOCK);
             UNROLL for (int k = 0; k < 4; k++) {
                 F c[FR];
-                UNROLL for (int r = 0; r < FR; r++)
+                UNROLL for (int r = 0; r < R; r++)
                     c[r] = AS_FLOATS(AND(k < 2 ? SHL(half[r][k % 2], 16) : half[r][k % 2], SETI(0x87F00000)));
                 UNROLL for (int t = 0; t < T; t++) {
                     const F a = SET(x[t]->scaled[4 * w + k]);
-                    UNROLL for (int r = 0; r < FR; r++)
+                    UNROLL for (int r = 0; r < R; r++)
                         acc[r][t][k % LANES] = FMA(c[r], a, acc[r][t][k % LANES]);
                 }
             }
         }
-        UNROLL for (int r = 0; r < FR; r++) {
+        UNROLL for (int r = 0; r < R; r++) {
             const F s = f->bits == MXFP8 ? POW2(bytes + g * BLOCK + r * L)
                         : f->bits == FP8 ? SET(floats[g])
                                          : LOADF(floats + lane + r * L);
@@ -71,7 +72,7 @@ INLINE void NAME(fp8)(const int T, const Gemm *m, const Form *f, const uint8_t *
             }
         }
     }
-    UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++)
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T; t++)
         STOREF(out + (r * T + t) * L, MUL(total[r][t], SET(x[t]->back)));
 }
 
@@ -80,9 +81,9 @@ INLINE void NAME(fp8)(const int T, const Gemm *m, const Form *f, const uint8_t *
     CALLED void NAME(fp8_rows_##T)(const Gemm *m, const Job *job, int64_t row, int64_t end, const Prepared *const *x, \
                                    const int64_t *slot) { \
         float part[FR * TB * L]; \
-        for (int64_t at = row; at < end; at += FR * L) { \
-            NAME(fp8)(T, m, job->form, job->base, at, x, part); \
-            for (int r = 0; r < FR; r++) \
+        for (int64_t at = row; at < end; at += VECTORS(T) * L) { \
+            NAME(fp8)(VECTORS(T), T, m, job->form, job->base, at, x, part); \
+            for (int r = 0; r < VECTORS(T); r++) \
                 for (int t = 0; t < T && at + r * L < end; t++) \
                     put(m, job, slot[t], at + r * L, least(L, end - at - r * L), part + (r * T + t) * L, 1); \
         } \
@@ -94,14 +95,6 @@ FP8_ROWS(2)
 FP8_ROWS(4)
 #endif
 
-CALLED void NAME(rows_fp8)(const Gemm *m, const Job *job, int64_t row, int64_t end, const Prepared *const *x,
-                           const int64_t *slot, int64_t n) {
-    int64_t t = 0;
-#if TB >= 4
-    for (; t + 4 <= n; t += 4) NAME(fp8_rows_4)(m, job, row, end, x + t, slot + t);
-#endif
-    for (; t + 2 <= n; t += 2) NAME(fp8_rows_2)(m, job, row, end, x + t, slot + t);
-    for (; t < n; t++) NAME(fp8_rows_1)(m, job, row, end, x + t, slot + t);
-}
+BY_SLOTS(rows_fp8, fp8_rows)
 
-const Loops NAME(moepack_fp8) = {NAME(prepare_fp8), NAME(rows_fp8)};
+const Loops NAME(moepack_fp8) = {NAME(prepare_fp8), NAME(rows_fp8), 0};

@@ -12,6 +12,7 @@
 
 #define BLOCK 16 /* rows whose words are stored side by side */
 #define UNIT 64 /* rows that one step of work computes */
+#define AHEAD 48 /* cache lines that are fetched ahead of their use */
 #define ROUND (24 << 20) /* the most bytes of activations in tiles at a time */
 
 /* One matrix in one version: offsets of its parts in an extent. In BF16 (`bits` 16) `low` is the matrix, row-major. */
@@ -104,6 +105,7 @@ typedef struct {
 typedef struct {
     void (*prepare)(const Gemm *, const void *, Prepared *);
     void (*rows)(const Gemm *, const Job *, int64_t, int64_t, const Prepared *const *, const int64_t *, int64_t);
+    int tables; /* whether fixed[0] has tables: 12 bytes a column */
 } Loops;
 
 typedef void Unpacking(const Unpack *, int64_t, int64_t, uint8_t *);
@@ -171,6 +173,9 @@ void moepack_parallel(void (*work)(void *), void *argument, int threads);
 /* The loops in use (level.c). */
 extern const Loops *moepack_floats, *moepack_fixed, *moepack_fp8[2]; /* fp8: for float32 and BF16 activations */
 extern Unpacking *moepack_unpacking;
+/* Whether hints to fetch lines ahead are given where the processor follows a stream by itself. On one thread of a Sapphire
+ * Rapids BF16, 8 and 4 bits with AVX2 take 0.79, 0.73 and 0.71 times as long with hints; on a Zen 4 1.1 to 1.2 times. */
+extern int moepack_hints;
 
 /* Decode the jobs that have more than `most` slots at once. Returns 0; 1 when memory is short; -1 for a bad matrix. */
 int moepack_decode_now(const Gemm *m, Job *jobs, int64_t n, int64_t most);

@@ -5,6 +5,7 @@
 const Loops *moepack_floats = &moepack_floats_plain, *moepack_fixed = &moepack_fixed_plain;
 const Loops *moepack_fp8[2] = {&moepack_fp8_plain, &moepack_fp8_plain};
 Unpacking *moepack_unpacking = moepack_unpack_plain;
+int moepack_hints = 0;
 
 /* Use instruction sets up to `limit`, a level of isa.h; returns the level in use. */
 int moepack_affine_level(int limit) {
@@ -12,6 +13,7 @@ int moepack_affine_level(int limit) {
     moepack_floats = &moepack_floats_plain, moepack_fixed = &moepack_fixed_plain;
     moepack_fp8[0] = &moepack_fp8_plain, moepack_unpacking = moepack_unpack_plain;
 #ifdef HAVE_X86
+    moepack_hints = __builtin_cpu_is("intel") != 0;
     if (best >= ISA_AVX2) {
         moepack_floats = &moepack_floats_avx2, moepack_fixed = &moepack_fixed_avx2;
         moepack_fp8[0] = &moepack_fp8_avx2, moepack_unpacking = moepack_unpack_avx2;

@@ -19,7 +19,7 @@ from .speed import Rates, TokenBytes
 
 READ = 64 << 20  # bytes that a rate is measured on: more than a core's caches hold
 RUNS = 5
-# A layer's calls in small operations of torch, of one element: measured with `python -m benchmarks.start --speed`
+# A layer's calls beside its kernels, in small operations of torch
 CALLS = 60
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.tables.common import ROOT, TEXTS, mean_rise, results
 
+from .limited import limited
 from .style import FOURTH, GREY, INK, OURS, PAPER, THEIRS, THIRD, label_points, plain_axes
 
 IMAGES = ROOT / "docs" / "images"
@@ -310,7 +311,7 @@ def released() -> Any:
 
 
 PICTURES: dict[str, Callable[[], Any]] = {
-    f.__name__: f for f in (bundle, process, bits, budgets, peers, policies, released)
+    f.__name__: f for f in (bundle, process, bits, budgets, peers, policies, released, limited)
 }
 
 

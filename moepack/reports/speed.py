@@ -71,12 +71,13 @@ def token_bytes(bundle: Bundle, policy: Policy, table: Versions, dense: int, cho
 
     None for policies that compute elsewhere, leave out experts or decode ahead of passes: these are not predicted.
     """
-    if policy.entry.name in ("prefill", "importance", "paged"):
-        return None
     tables, names = bundle.calibration(), [name for row in table for name in row]
+    served = set(names) - {"stored", "absent"}
+    if policy.entry.name == "importance" or not served <= {v.name for v in bundle.versions} or not served:
+        return None
     on_demand = policy.is_live and policy.options.on_demand
     waits = on_demand or policy.entry.name == "lru"
-    usual = max(set(names) - {"stored", "absent"}, key=names.count)
+    usual = max(served, key=names.count)
     placements = [v.name for v in bundle.versions if v.name in names]
     fetched = placements[-1] if policy.entry.name == "hotness" else placements[0]
     likely = [chances(x.tokens.astype(np.float64) + 1, chosen) for x in tables.layers]

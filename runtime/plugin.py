@@ -124,6 +124,8 @@ class MoepackQuantizer(HfQuantizer):
         # On a CPU in a budget, files of tensors are checked as they are read (dense/mapped.py)
         later = config.options().in_budget and devices == {"cpu"}
         bundle.check(*(() if later else (name for name in bundle.files if name != LEFTOVERS)))
+        if later:
+            bundle.dense(check_digests=False)  # a damaged header, before safetensors reads it
         adapt(model)
         options = self._options = config.options(bool(bundle.manifest.dense))
         self._dense = choose_dense(options.dense, bundle, options.policy)

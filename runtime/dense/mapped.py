@@ -157,4 +157,4 @@ def _mapped() -> Iterator[_Mapping]:
             where, _, offset, _, _, *path = line.rstrip("\n").split(maxsplit=5)
             if path and path[0].startswith("/"):
                 begin, end = (int(x, 16) for x in where.split("-"))
-                yield _Mapping(begin, end, int(offset, 16), path[0])
+                yield _Mapping(begin, end, int(offset, 16), path[0].replace("\\012", "\n"))

@@ -45,6 +45,19 @@ def test_a_model_serves_the_bytes_that_were_checked(damaged: Path) -> None:
     flip(damaged / "model.safetensors", -3)
     with pytest.raises(BundleError, match=r"model.safetensors: its bytes do not match their digest"):
         moepack.load(damaged, policy="static:w4", device_memory="1GB")
+    flip(damaged / "model.safetensors", 9)
+    with pytest.raises(BundleError, match=r"model.safetensors: its header cannot be parsed"):
+        moepack.load(damaged, policy="static:w4", device_memory="1GB")
+
+
+def test_a_name_may_hold_anything(tmp_path: Path) -> None:
+    """The system writes the ends of lines in mapped files' names in another way."""
+    (folder := tmp_path / "a\nb (deleted)").mkdir()
+    save_file({"a": torch.ones(1 << 20)}, folder / "x.safetensors")
+    with safe_open(folder / "x.safetensors", "pt") as tensors:
+        model = torch.nn.ParameterDict({"a": tensors.get_slice("a")[...]}).requires_grad_(False)
+    mapped.own(model, opened(folder / "x.safetensors"))
+    assert bool((model["a"] == 1).all())
 
 
 def test_weights_are_never_held_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

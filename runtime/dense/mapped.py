@@ -94,11 +94,11 @@ def _read(bundle: Bundle, name: str, parts: dict[str, list[_Part]], count: LoadC
     try:
         wanted = sorted(parts.pop(str(Path(f"/proc/self/fd/{file}").readlink()), []), key=lambda part: part.begin)
         record, entry, now = recorded(), bundle.manifest.files[name], state(file)
-        known = record is not None and record.get((name, FILE, 0)) == now
+        known = record is not None and record.get((entry.sha256, FILE, 0)) == now
         if _digest(file, entry.size, wanted, count, known) != entry.sha256 and not known:
             raise BundleError.single(f"{bundle.path}/{name}", "digest", "its bytes do not match their digest")
         if record is not None:
-            record[name, FILE, 0] = now
+            record[entry.sha256, FILE, 0] = now
     except OSError as error:
         raise BundleError.single(f"{bundle.path}/{name}", "read", f"cannot be read: {error.strerror}") from None
     finally:

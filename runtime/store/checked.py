@@ -23,7 +23,7 @@ from moepack.pack.reader import Bundle
 from .read_ahead import Place
 
 State = tuple[int, int, int, int, int]
-FILE = -2  # the layer position in the place of a whole file, whose name stands for the version
+FILE = -2  # the layer position in the place of a whole file, whose digest stands for the version
 LARGEST = 64 << 20  # bytes of a record
 log = logging.getLogger("moepack.runtime")
 _record: contextvars.ContextVar[dict[Place, State] | None] = contextvars.ContextVar("moepack checked", default=None)
@@ -43,20 +43,23 @@ def recorded() -> dict[Place, State] | None:
 @contextlib.contextmanager
 def recording(bundle: Bundle, wanted: bool) -> Iterator[None]:
     """Read the bundle's record for loads in the context, and write it once they have succeeded."""
-    if not wanted or (foreign := _foreign(bundle)) is not None:
-        if wanted:
-            log.warning("%s: others may write it: digests are checked anew, and not recorded", foreign)
+    file = _file(bundle) if wanted else None
+    foreign = _foreign(bundle) if file is not None else None
+    if foreign is not None:
+        log.warning("%s: others may write it: digests are checked anew, and not recorded", foreign)
+    if file is None or foreign is not None:
         yield
         return
-    places = _read(file := _file(bundle))
+    places = _read(file)
     known, token = dict(places), _record.set(places)
     try:
         yield
     finally:
         _record.reset(token)
-    if places != known:
+    made = places.copy()  # threads that serve go on adding to `places`
+    if made != known:
         with contextlib.suppress(OSError):
-            _write(file, places)
+            _write(file, made)
 
 
 def _foreign(bundle: Bundle) -> Path | None:
@@ -70,8 +73,12 @@ def _foreign(bundle: Bundle) -> Path | None:
     return None
 
 
-def _file(bundle: Bundle) -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+def _file(bundle: Bundle) -> Path | None:
+    """Return the file of the bundle's record; None for a user without a home."""
+    try:
+        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        return None
     name = hashlib.sha256(os.fsencode(os.path.realpath(bundle.path))).hexdigest()
     return Path(root) / "moepack" / "checked" / f"{name}.json"
 
@@ -90,7 +97,7 @@ def _read(file: Path) -> dict[Place, State]:
             a, b, c, d, e = (int(x) for x in values)
             out |= {(str(version), int(position), int(n)): (a, b, c, d, e) for n in numbers}
         return out
-    except (OSError, ValueError, TypeError, RecursionError):
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError):
         return {}
 
 

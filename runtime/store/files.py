@@ -76,7 +76,8 @@ class Stored:
         """
         ready = self.ahead.take(self.place) if self.ahead is not None else None
         digest, kept, done = hashlib.sha256(), len(out) >= self.size, 0
-        known = self.checked is not None and self.checked.get(self.place) == state(self.file)
+        found = None if self.checked is None else state(self.file)  # before the first byte: it may change meanwhile
+        known = self.checked is not None and self.checked.get(self.place) == found
         most = REQUEST if self.direct is not None else CHUNK
         while done < self.size:
             begin = done if kept else 0
@@ -96,8 +97,8 @@ class Stored:
         if ready is None and not known:
             if digest.hexdigest() != self.sha256:
                 raise BundleError.single(self.where, "digest", "its bytes do not match their digest")
-            if self.checked is not None:
-                self.checked[self.place] = state(self.file)
+            if self.checked is not None and found is not None:
+                self.checked[self.place] = found
 
     def read_some(self, part: memoryview, begin: int, read: Callable[[memoryview, int], int] | None = None) -> int:
         """Read bytes of the extent from `begin` on, unchecked; return how many. Raises BundleError on failure."""

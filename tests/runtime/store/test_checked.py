@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support import damage, flip
 
@@ -34,6 +36,10 @@ def digests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     return seen
 
 
+def of_dense(bundle: Path) -> str:
+    return open_bundle(bundle).manifest.files["model.safetensors"].sha256
+
+
 def load(bundle: Path, **options: Any) -> None:
     moepack.load(bundle, **{"policy": "static:w4", "device_memory": "1GB", "checked": True, **options}).moepack.close()
 
@@ -46,7 +52,7 @@ def test_what_was_checked_is_not_digested_again(damaged: Path, digests: list[int
     (record,) = tmp_path.glob("cache/moepack/checked/*")
     assert record.stat().st_mode & 0o777 == 0o600
     known = checked._read(record)
-    assert len([p for p in known if p[1] >= 0]) == 64 and ("model.safetensors", checked.FILE, 0) in known
+    assert len([p for p in known if p[1] >= 0]) == 64 and (of_dense(damaged), checked.FILE, 0) in known
     before = checked._read(record)
     load(damaged)
     assert checked._read(record) == before
@@ -93,7 +99,8 @@ def test_a_record_that_is_not_ones_own_is_ignored(damaged: Path, digests: list[i
     (record,) = tmp_path.glob("cache/moepack/checked/*")
     good = record.read_bytes()
     rows = json.loads(good)
-    for bad in (b"", b"{", b"[" * 100_000, b"[[1]]", b"7", json.dumps([[*rows[0][:2], [1, 2], [0]]]).encode()):
+    infinite, short = ([[*rows[0][:2], of, [0]]] for of in ([1e999] * 5, [1, 2]))
+    for bad in (b"", b"{", b"[" * 100_000, b"[[1]]", b"7", *(json.dumps(x).encode() for x in (infinite, short))):
         record.write_bytes(bad)
         assert checked._read(record) == {}
         load(damaged)
@@ -104,3 +111,51 @@ def test_a_record_that_is_not_ones_own_is_ignored(damaged: Path, digests: list[i
     record.symlink_to(shutil.copy(damaged / "config.json", tmp_path / "other"))
     assert checked._read(record) == {}
     assert open_bundle(damaged).path == damaged
+
+
+def test_a_file_is_recorded_with_its_digest(
+    damaged: Path, digests: list[int], edit_manifest: Callable[[Path, Callable[[dict[str, Any]], None]], None]
+) -> None:
+    """Where another manifest comes to the same file, the file is digested again."""
+    load(damaged)
+    edit_manifest(damaged, lambda document: document["files"]["model.safetensors"].update(sha256="0" * 64))
+    with pytest.raises(BundleError, match=r"model\.safetensors: its bytes"):
+        load(damaged)
+
+
+def test_a_change_while_a_file_is_read_is_found_later(damaged: Path, digests: list[int]) -> None:
+    store = store_module.BackingStore(open_bundle(damaged), checks_again=False)
+    stored = store.stored("w4", 2, 5)
+    out = np.empty(stored.size, np.uint8)
+    stored.read_into(out, after=lambda begin, end: damage(damaged, "w4", 2, [5]))
+    with pytest.raises(BundleError, match="layer 2, expert 5"):
+        stored.read_into(out)
+    store.close()
+
+
+def test_what_is_served_meanwhile_does_not_disturb_the_record(
+    damaged: Path, digests: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that serve add extents while the record is written."""
+    real, opened = checked._write, open_bundle(damaged)
+
+    def write(file: Path, places: dict[Any, Any]) -> None:
+        shared = next(d for d in given if d is not None)
+        shared["w2", 0, 0] = (1, 2, 3, 4, 5)
+        assert ("w2", 0, 0) not in places
+        real(file, places)
+
+    monkeypatch.setattr(checked, "_write", write)
+    with checked.recording(opened, True):
+        given = [checked.recorded()]
+        given[0]["w4", 0, 0] = (1, 2, 3, 4, 5)
+    assert list(checked._read(checked._file(opened))) == [("w4", 0, 0)]
+
+
+def test_a_user_without_a_home_has_no_record(
+    damaged: Path, digests: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with checked.recording(open_bundle(damaged), True):
+        assert checked.recorded() is None

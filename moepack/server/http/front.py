@@ -103,12 +103,11 @@ class Front:
             self._loop.call_soon_threadsafe(after)
 
     def _open(self, server: Any) -> None:
+        if self.progress.stopping:  # `close` may have released the model
+            return
         server.start()
         self._server = server
-        if self.progress.stopping:
-            server.stop()
-        else:
-            self._ready()
+        self._ready()
 
     def stop(self) -> None:
         """Refuse new requests, and end a load that is under way."""

@@ -22,7 +22,8 @@ import moepack.server.command as command
 from moepack.pack.errors import InputError
 from moepack.runtime.planning.options import LoadOptions
 from moepack.server.command import Serve, serve
-from moepack.server.http.front import Progress, Stopped
+from moepack.server.http.front import Front, Progress, Stopped
+from moepack.server.options import Options
 
 
 def test_progress_in_bytes_and_seconds() -> None:
@@ -124,3 +125,16 @@ def test_a_signal_ends_a_load(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> 
     serve(Serve(str(bundle), port=0, grace=1), lambda where: pytest.fail("it serves"), held.shown)
     left = set(threading.enumerate()) - before
     assert not [t for t in left if t.name in ("moepack-load", "moepack-migration")]
+
+
+def test_a_model_that_is_loaded_after_the_stop_is_not_started() -> None:
+    """It is closed already: what would start it waits in the event loop behind the stop."""
+
+    class Loaded:
+        def start(self) -> None:
+            pytest.fail("it starts")
+
+    front = Front(Options("mini", "127.0.0.1"), lambda held, report: None, lambda: pytest.fail("it serves"))
+    front.stop()
+    front._open(Loaded())
+    front.close()

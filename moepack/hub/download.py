@@ -134,7 +134,7 @@ def _pull(
     api: HfApi, remote: Remote, staging: Staging, versions: Sequence[str], dense: Sequence[str], reporter: Reporter
 ) -> None:
     exports = any(v.holds for v in remote.manifest.versions if v.name in versions)
-    names = [n for n in remote.manifest.files if n != LEFTOVERS or exports]
+    names = [n for n in remote.manifest.files if n != LEFTOVERS or (exports and n in remote.sizes)]
     names += [f for v in versions for f in remote.experts(v)]
     sizes = remote.listed([*names, *(f for v in dense for f in remote.manifest.dense_files(v))])
     missing = {name: size for name, size in sizes.items() if not _has(staging.target / name, size)}

@@ -80,11 +80,11 @@ def shrink(
         allocation=table,
         provenance={**bundle.manifest.provenance, "shrunk": _history(bundle, versions or dense, fit, chosen, kept)},
     )
-    released = lossless(manifest.versions) is not None
+    export = lossless(manifest.versions) is not None and bundle.files.keys() == bundle.manifest.files.keys()
     reporter.stage("shrink", len(bundle.files) + len(names))
     with BundleWriter(target) as writer:
         for name in bundle.files:
-            if name != "README.md" and not (name in (TENSORS, LEFTOVERS) and not released):
+            if name != "README.md" and not (name in (TENSORS, LEFTOVERS) and not export):
                 reporter.step(name)
                 writer.take(name, bundle.path / name, bundle.manifest.files[name], link=name.endswith(_LINKED))
         for name in names:

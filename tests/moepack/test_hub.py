@@ -179,6 +179,8 @@ def test_a_released_checkpoint(client: Client, demo_model: Path, text: Path, tmp
     assert not any((p / LEFTOVERS).exists() for p in (tmp_path / "low", snapshot))
     with pytest.raises(InputError, match=r"released\.safetensors is not here, which export needs: pull the bundle"):
         export_checkpoint(snapshot, tmp_path / "none")
+    ok(cli("push", snapshot, "someone/without", "-q"))
+    ok(cli("pull", "someone/without", "-o", tmp_path / "without", "-q"))
     ok(client.pull(tmp_path / "low", "--versions", "nvfp4"))
     for got in (tmp_path / "low", tmp_path / "got"):
         ok(client.pull(got))

@@ -116,6 +116,10 @@ def test_matrices_that_are_decoded_are_kept_as_well(demo_model: Path, text: Path
     edit_tensors(tmp_path / "checkpoint", lambda t: t["layers.0.attn.wo_a.scale"].view(torch.uint8)[0, 0].add_(1))
     problems = [str(p) for p in verify(tmp_path / "bundle", tmp_path / "checkpoint")]
     assert any("layers.0.attn.wo_a.scale differs" in p for p in problems)
+    (tmp_path / "bundle" / "released.safetensors").unlink()
+    shrink(tmp_path / "bundle", tmp_path / "small", ["mxfp4"])
+    with pytest.raises(InputError, match="does not hold its checkpoint as it was"):
+        export_checkpoint(tmp_path / "small", tmp_path / "none")
 
 
 def test_a_tower_whose_matrices_are_cut(demo_model: Path, text: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -65,10 +64,10 @@ def disk_rate(bundle: Bundle, version: Version, in_flight: float) -> float:
     store, threads = BackingStore(bundle, direct=True), max(1, min(READERS, round(in_flight)))
     with contextlib.closing(store), ThreadPoolExecutor(threads) as pool:
         rng = np.random.default_rng(0)
-        places = [(version.name, p, int(rng.integers(x.experts))) for p, x in enumerate(bundle.layers)]
-        chosen = [store.stored(*place) for place in itertools.islice(itertools.cycle(places), 4 * len(places))]
+        drawn = [(version.name, p, int(rng.integers(x.experts))) for _ in range(4) for p, x in enumerate(bundle.layers)]
+        chosen = [store.stored(*place) for place in dict.fromkeys(drawn)]
         size = max(stored.size for stored in chosen)
-        chosen = list({stored.place: stored for stored in chosen}.values())[: max(threads, READ // size)]
+        chosen = chosen[: max(threads, READ // size)]
         rooms = CpuMemory(threads * size)
         rooms.take(0, threads * size)
         rooms.tensor.fill_(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from moepack.reports.speed import (
     speed,
 )
 from moepack.runtime.planning.options import LoadOptions
+from moepack.runtime.store.files import Stored
+from moepack.runtime.store.read_ahead import Place
 
 RATES = Rates(memory=10e9, kernels=5e9, disk=2e9, layer=1e-4)
 
@@ -103,3 +106,15 @@ def test_rates_are_measured(bundle: Path) -> None:
     version = opened.manifest.version("w4")
     assert disk_rate(opened, version, 2.0) > 1e6 and 1e-6 < call_seconds() < 1
     assert (kernel_rate(opened, version) or 1e9) > 1e6
+
+
+def test_the_disk_is_measured_on_several_experts_of_a_layer(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, read, seen = open_bundle(bundle), Stored.read_some, set[Place]()
+
+    def noted(self: Stored, *given: Any) -> int:
+        seen.add(self.place)
+        return read(self, *given)
+
+    monkeypatch.setattr(Stored, "read_some", noted)
+    disk_rate(opened, opened.manifest.version("w4"), 2.0)
+    assert 2 * len(opened.layers) < len(seen) <= 4 * len(opened.layers)

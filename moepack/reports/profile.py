@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moepack.opening import check, load_model, locate
-from moepack.pack.errors import InputError
+from moepack.pack.errors import InputError, TargetError
 from moepack.progress import Reporter, loading_bar
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 from moepack.runtime.profile import check_writable, write_profile
@@ -33,7 +33,8 @@ def make_profile(
     """Write the profile of these texts, in windows of `length` tokens, at most `samples` a file.
 
     Raises:
-        InputError: if `path` is no bundle, a text has no full window, or the profile cannot be written.
+        InputError: if `path` is no bundle, or a text has no full window.
+        TargetError: if the profile cannot be written.
     """
     from .evaluate import text_windows
 
@@ -43,27 +44,29 @@ def make_profile(
     check_writable(output)
     options = options.filled(prefill_tokens=length, all_logits=False, batch=1)
     check(source, options)
-    with reporter.hub_bars():
+    with reporter.hub_bars(), loading_bar(str(path)) as report:
         pools = text_windows(source, data, length, samples)
+        model = load_model(source, options, report)
 
-        import torch
+    import torch
 
-        from moepack.runtime.routed import RoutedCounts
+    from moepack.runtime.routed import RoutedCounts
 
-        with loading_bar(str(path)) as report:
-            model = load_model(source, options, report)
-        with model.moepack as serving, torch.inference_mode():
-            counter = RoutedCounts(serving.layers)
-            serving.count_routing(counter)
-            reporter.stage("count", len(pools))
-            for name, (pool, _) in pools:
-                reporter.step(Path(name).name)
-                reporter.inner("tokens", sum(len(window) for window in pool))
-                for window in pool:
-                    model(input_ids=window[None], use_cache=False, logits_to_keep=1)
-                    reporter.advance(len(window))
-            counts = counter.counts()
+    with model.moepack as serving, torch.inference_mode():
+        counter = RoutedCounts(serving.layers)
+        serving.count_routing(counter)
+        reporter.stage("count", len(pools))
+        for name, (pool, _) in pools:
+            reporter.step(Path(name).name)
+            reporter.inner("tokens", sum(len(window) for window in pool))
+            for window in pool:
+                model(input_ids=window[None], use_cache=False, logits_to_keep=1)
+                reporter.advance(len(window))
+        counts = counter.counts()
+        try:
             write_profile(output, serving.bundle, counts)
+        except OSError as error:
+            raise TargetError(f"{output}: cannot be written: {error.strerror}") from None
     tokens = sum(len(window) for _, (pool, _) in pools for window in pool)
     first = sum(sum(sorted(row, reverse=True)[: max(1, len(row) // 10)]) for row in counts)
     return Profiled(tokens, first / max(1, sum(map(sum, counts))))

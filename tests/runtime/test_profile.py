@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,26 @@ def test_ones_own_traffic_is_right_at_token_zero(workload: str, bundle: Path, tm
     memory = needed.least_bytes + 16 * 16_384  # half of all experts
     without, own = (waits(bundle, text, tokenizer, device_memory=memory, profile=x) for x in (None, str(file)))
     assert own < 0.97 * without, (own, without)
+
+
+def test_counting_shows_how_far_it_is(bundle: Path, tmp_path: Path, evaluation: Path) -> None:
+    """The Hub's bars stand in the place of these while texts and bundles may be fetched, and no longer."""
+    from moepack.progress import Reporter
+    from moepack.reports.profile import make_profile
+
+    class Bars(Reporter):
+        hidden, shown = False, 0
+
+        @contextlib.contextmanager
+        def hub_bars(self) -> Iterator[None]:
+            self.hidden = True
+            yield
+            self.hidden = False
+
+        def advance(self, amount: int = 1) -> None:
+            assert not self.hidden
+            self.shown += amount
+
+    bars = Bars()
+    made = make_profile(bundle, [str(evaluation)], tmp_path / "p", length=32, samples=2, reporter=bars)
+    assert made.tokens == bars.shown == 64

@@ -133,7 +133,8 @@ def test_what_a_document_says_is_typed(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(backends, "CANDIDATES", (2, 128))
     where = quick_start if document == "README.md" else clone(tmp_path / "clone")
-    if not (where / "my-bundle").exists() and not re.search(r"-o my-bundle\b", (ROOT / document).read_text()):
+    makes = any(re.search(r"-o my-bundle\b", block.text) for block in RUN[document])
+    if not (where / "my-bundle").exists() and not makes:
         (where / "my-bundle").symlink_to(quick_start / "my-bundle")
     monkeypatch.chdir(where)
     names: dict[str, object] = {"__name__": "__main__"}

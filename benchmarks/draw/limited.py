@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.tables.common import results
 
-from .style import GREY, INK, OURS, PAPER, THEIRS, label_points, plain_axes
+from .style import GREY, INK, OURS, PAPER, THEIRS, plain_axes
 
 MIXES = {"Q4_K_M": "Q4_K_M", "Q2_K": "Q2_K mix"}  # a side's mix -> its encoding in the peers' table
 DEAD = 0.01  # tokens a second at which what gave none is drawn
@@ -47,27 +47,32 @@ def drawn(rows: Sequence[Mapping[str, Any]], known: Mapping[str, float]) -> Any:
     figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")
     plain_axes(axis)
     axis.set_yscale("log")
-    points = []
-    for who, colour, mark in (("moepack", OURS, "o"), ("llama", THEIRS, "s")):
+    axis.set_yticks([0.5, 1, 2, 5], ["0.5", "1", "2", "5"], minor=False)
+    axis.set_yticks([], minor=True)
+    for who, colour, mark, up in (("moepack", OURS, "o", 11), ("llama", THEIRS, "s", -20)):
         for side in dict.fromkeys(r["side"] for r in rows if r["side"].startswith(f"{who}:")):
             mine = sorted((r for r in rows if r["side"] == side), key=lambda r: r["cage GB"])
             alive = [r for r in mine if "decode tokens/s" in r]
-            dead = [r["cage GB"] for r in mine if "decode tokens/s" not in r]
+            dead = [] if "static" in side else [r["cage GB"] for r in mine if "decode tokens/s" not in r]
             x, y = [r["cage GB"] for r in alive], [r["decode tokens/s"] for r in alive]
-            axis.plot(x, y, f"{mark}-", color=colour, linewidth=2, markersize=9)
+            name = side.replace(":", " ", 1).replace("llama", "llama.cpp").split(":dense=")[0].split(":read-ahead")[0]
+            style = f"{mark}-" if len(alive) > 1 else "D"
+            axis.plot(x, y, style, color=colour, linewidth=2, markersize=9, label=name)
             axis.plot(dead, [DEAD] * len(dead), "x", color=colour, markersize=10, markeredgewidth=2.5)
-            name = side.removeprefix("moepack:").replace("llama:", "llama.cpp ").split(":dense=")[0]
             for row in alive:
-                cost = divergence(row, known)
-                said = [name] * (row is alive[-1]) + [f"KL {cost:.2g}"] * (cost is not None)
-                points += [(row["cage GB"], row["decode tokens/s"], ", ".join(said), colour)] if said else []
-    if not all("decode tokens/s" in r for r in rows):
+                if (cost := divergence(row, known)) is not None:
+                    at = (row["cage GB"], row["decode tokens/s"])
+                    beaten = any(r["cage GB"] == at[0] and r.get("decode tokens/s", 0) > at[1] and who in r["side"]
+                                 for r in rows)  # fmt: skip
+                    axis.annotate(f"KL {cost:.2g}", at, (-34, -4) if who == "moepack" and beaten else (0, up),
+                                  textcoords="offset points", ha="center", fontsize=12, color=colour)  # fmt: skip
+    axis.legend(frameon=False, fontsize=13, loc="lower right")
+    if not all("decode tokens/s" in r or "static" in r["side"] for r in rows):
         axis.text(
             0.02, 0.03, "x: refused, killed, or no token in time", transform=axis.transAxes, fontsize=11, color=GREY
         )
     axis.margins(x=0.2, y=0.15)
     axis.set_xlabel("memory, page cache included, GB", fontsize=15, color=INK)
-    axis.set_title("Decoding a model larger than memory, tokens a second", fontsize=15, color=INK, loc="left",
+    axis.set_title("Tokens a second of a model larger than memory; KL in mnat", fontsize=14, color=INK, loc="left",
                    weight="bold")  # fmt: skip
-    label_points(figure, axis, points)
     return figure

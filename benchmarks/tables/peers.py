@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from .common import results, table
@@ -91,5 +92,7 @@ def limited_rows(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]
     out = []
     for row in rows:
         cells = [f"{v:.3g}" if isinstance(v := row.get(key, ""), float) else str(v) for key in columns.values()]
+        if (least := re.search(r"refused: .*the least that would do is (\d+)", cells[-1])) is not None:
+            cells[-1] = f"refused: needs {int(least[1]) / 1e9:.1f} GB"
         out.append([f"{row['cage GB']:g}", _own(row["side"]), *cells])
     return ["limit, GB", "side", *columns], out

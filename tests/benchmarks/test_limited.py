@@ -198,5 +198,7 @@ def test_the_picture_has_both_programs_and_their_divergences() -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    words = {t.get_text() for t in drawn(rows, known).axes[0].texts}
-    assert {"hotness:lo=stored, KL 3.5", "llama.cpp Q4_K_M, KL 5"} < words
+    axis = drawn(rows, known).axes[0]
+    words = {t.get_text() for t in axis.texts}
+    assert [t.get_text() for t in axis.get_legend().get_texts()] == ["moepack hotness:lo=stored", "llama.cpp Q4_K_M"]
+    assert {"KL 3.5", "KL 5"} < words

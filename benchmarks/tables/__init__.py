@@ -71,7 +71,7 @@ TABLES: dict[str, Callable[[], str]] = {
         formats, released, released_others, sizes, limited,
     )
 }  # fmt: skip
-_TABLE = re.compile(r"<!-- table: ([a-z_]+) -->\n.*?<!-- end of table -->", re.S)
+_TABLE = re.compile(r"<!-- table: ([a-z0-9_]+) -->\n.*?<!-- end of table -->", re.S)
 _MACHINE = re.compile(r"<!-- machine: ([a-z0-9- ]+) -->\n.*?<!-- end of machine -->", re.S)
 
 

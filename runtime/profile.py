@@ -106,19 +106,16 @@ def kept(path: str | Path, bundle: Bundle, serving: Any) -> Iterator[None]:
 
     What the file held before counts half, so that traffic of a few sessions ago fades. Without traffic it stays.
     """
-    from .routed import RoutedCounts
-
-    old = [row // 2 for row in read_profile(path, bundle)] if Path(path).exists() else None
-    counter, ended, written = RoutedCounts(serving.layers), threading.Event(), 0
-    serving.count_routing(counter)
+    before: Counts = [np.array(row, np.int64) for row in serving.routed().counts()]
+    old = read_profile(path, bundle) if Path(path).exists() else [0 * row for row in before]
+    ended, written = threading.Event(), sum(int(row.sum()) for row in before)
 
     def save() -> None:
         nonlocal written
-        new = counter.counts()
-        if (total := sum(map(sum, new))) == written:
+        counts = serving.routed().counts()
+        if (total := sum(map(sum, counts))) == written:
             return
-        if old is not None:
-            new = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(new, map(list, old), strict=True)]
+        new = [(a // 2 + b - c).tolist() for a, b, c in zip(old, counts, before, strict=True)]
         try:
             write_profile(path, bundle, new)
             written = total

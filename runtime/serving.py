@@ -22,6 +22,7 @@ from moepack.runtime.step import RoutingCounter
 
 from .forward_wrapper import ForwardWrapper
 from .process_limit import ProcessLimit
+from .routed import RoutedCounts
 
 COUNTERS: dict[str, Callable[[ResidencyManager], int]] = {
     "promotions": lambda m: m.residency.counts.promotions,
@@ -64,6 +65,7 @@ class Serving:
         self.limit: ProcessLimit | None = None  # the process's memory limit, where one was given
         self.caches: KvBudget | None = None  # keeps the KV caches inside the budget
         self._wrapper = ForwardWrapper(model, layers, manager)
+        self._routed: RoutedCounts | None = None
         weakref.finalize(model, _let_go, list(layers), manager)
 
     def watch_caches(self, model: Any, needs: MeasuredNeeds) -> None:
@@ -81,6 +83,13 @@ class Serving:
     def count_routing(self, counter: RoutingCounter) -> None:
         """Add a counter that sees every layer's routing from now on."""
         self._wrapper.watchers = (*self._wrapper.watchers, counter)
+
+    def routed(self) -> RoutedCounts:
+        """Return the counts of routers' choices since the first call; all callers share one counter."""
+        if self._routed is None:
+            self._routed = RoutedCounts(self.layers)
+            self.count_routing(self._routed)
+        return self._routed
 
     def trace(self, path: str | Path) -> None:
         """Write every step from now on into a file (trace.py)."""

@@ -27,8 +27,6 @@ from typing import Any
 
 from benchmarks.common import arguments, finish
 from benchmarks.peers.worker import PeerError
-from benchmarks.tables.common import table
-from benchmarks.tables.peers import limited_rows
 
 from .make import home, make
 from .rows import Asked, kept, measure
@@ -86,7 +84,6 @@ def main() -> None:
         rows = measured(shape, args)
     except PeerError as error:
         raise SystemExit(str(error)) from None
-    print(table(*limited_rows(rows)))
     facts = {"shape": args.shape, "prompt": args.prompt, "decode": args.decode, "threads": args.threads}
     finish(f"{shape.name} in a memory limit", COLUMNS, rows, [], args.json, facts)
 

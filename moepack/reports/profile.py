@@ -50,11 +50,8 @@ def make_profile(
 
     import torch
 
-    from moepack.runtime.routed import RoutedCounts
-
     with model.moepack as serving, torch.inference_mode():
-        counter = RoutedCounts(serving.layers)
-        serving.count_routing(counter)
+        counter = serving.routed()
         reporter.stage("count", len(pools))
         for name, (pool, _) in pools:
             reporter.step(Path(name).name)

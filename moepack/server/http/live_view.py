@@ -9,7 +9,6 @@ from dataclasses import asdict
 from typing import Any
 
 from moepack.memory import peaks
-from moepack.runtime.routed import RoutedCounts
 from moepack.server.batching.engine import Engine
 from moepack.server.batching.scheduler import Scheduler
 
@@ -21,8 +20,7 @@ class LiveView:
 
     def __init__(self, model: Any, name: str, engine: Engine, scheduler: Scheduler) -> None:
         self._serving, self._name, self._engine, self._scheduler = model.moepack, name, engine, scheduler
-        self._heat = RoutedCounts(self._serving.layers)
-        self._serving.count_routing(self._heat)
+        self._heat = self._serving.routed()
         self._began = time.monotonic()
         self._lock = threading.Lock()
         self._made: tuple[float, dict[str, Any]] = (-1.0, {})

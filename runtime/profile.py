@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ import numpy.typing as npt
 from moepack.pack.errors import InputError
 from moepack.pack.manifest import CONFIG, LEFTOVERS, TABLES
 from moepack.pack.reader import TENSORS, Bundle, variant
+from moepack.pack.user_files import write_whole
 
 FORMAT = "moepack.profile/1"
 MOST_BYTES = 64 << 20  # of a profile's file: more than any model's counts take
@@ -75,17 +75,7 @@ def write_profile(path: str | Path, bundle: Bundle, counts: Sequence[Sequence[in
     """Write a profile in one step: the file is the former one or the whole new one. Raises OSError on failure."""
     rows = [[min(int(n), MOST) for n in row] for row in counts]
     text = json.dumps({"format": FORMAT, "model": identity(bundle), "counts": rows})
-    folder = Path(path).absolute().parent
-    at, name = tempfile.mkstemp(prefix=f".{Path(path).name}.", dir=folder)
-    try:
-        with os.fdopen(at, "w") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_whole(Path(path).absolute(), text + "\n")
 
 
 def profiled(bundle: Bundle, path: str | Path | None) -> Bundle:

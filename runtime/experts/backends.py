@@ -24,6 +24,7 @@ import torch
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer, Version, encoding_of
+from moepack.pack.user_files import cache_path, write_whole
 from moepack.runtime.kernels.by_torch import bytes_beside
 from moepack.runtime.kernels.forms import compiled, compiled_names, kernel_of
 
@@ -168,8 +169,10 @@ def _measure(names: Sequence[str], threads: int) -> dict[str, int]:
 
 
 def _file() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "moepack" / "kernels.json"
+    """Return where measurements are kept. Raises OSError for a user without a home."""
+    if (file := cache_path("kernels.json")) is None:
+        raise OSError("this user has no home folder")
+    return file
 
 
 def _read() -> dict[str, dict[str, int]]:
@@ -186,9 +189,7 @@ def _write(machine: str, limits: dict[str, int]) -> None:
     tables = _read()
     tables.pop(machine, None)
     kept = dict(list(tables.items())[-TABLES:])
-    part = _file().with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps({"tables": kept | {machine: limits}}, indent=1) + "\n")
-    part.replace(_file())
+    write_whole(_file(), json.dumps({"tables": kept | {machine: limits}}, indent=1) + "\n")
 
 
 @contextlib.contextmanager
@@ -236,7 +237,10 @@ def source() -> str:
         return f"defaults: {VARIABLE}=fixed"
     if _machine(threads) in _read():
         return f"measured on this machine with {threads} threads, kept in {_file()}"
-    folder = next(p for p in _file().parents if p.exists())
+    try:
+        folder = next(p for p in _file().parents if p.exists())
+    except OSError as error:
+        return f"defaults: {error}, so nothing measured could be kept"
     if not os.access(folder, os.W_OK):
         return f"defaults: {folder} cannot be written to, so nothing measured could be kept"
     return f"none yet for {threads} threads: measured when a model is loaded"

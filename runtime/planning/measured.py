@@ -12,12 +12,12 @@ import hashlib
 import json
 import math
 import os
-import stat
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from moepack.pack.user_files import cache_path, read_own, write_whole
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ def measured(
     """
     from .fixed import measure
 
-    folder = cache_folder()
+    folder = cache_path("plans")
     if folder is None or getattr(config, "auto_map", None):
         return measure(bundle, config, dtype, device, workload)
     file = folder / f"{_key(bundle, config, dtype, device, workload)}.json"
@@ -50,16 +50,6 @@ def measured(
         found = measure(bundle, config, dtype, device, workload)
         _write(file, found)
     return found
-
-
-def cache_folder() -> Path | None:
-    """Return the cache's folder, `moepack/plans` in XDG_CACHE_HOME or ~/.cache; `None` for a user without a home."""
-    named = os.environ.get("XDG_CACHE_HOME")
-    try:
-        base = Path(named) if named and Path(named).is_absolute() else Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return base / "moepack" / "plans"
 
 
 def _key(bundle: Bundle, config: Any, dtype: torch.dtype, device: torch.device, workload: Workload) -> str:
@@ -93,12 +83,7 @@ def _read(file: Path, workload: Workload) -> tuple[MeasuredNeeds, int] | None:
     from .kv_cache import KvShape
 
     try:
-        number = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(number, "rb") as opened:
-            about = os.fstat(opened.fileno())
-            if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_size > LARGEST:
-                return None
-            kept = json.loads(opened.read(LARGEST))
+        kept = json.loads(read_own(file, LARGEST))
         parts = tuple((_size(a), _size(b), None if c is None else _size(c)) for a, b, c in kept["kv"])
         passes, lengths = ((_size(a), _size(b)) for a, b in (kept["passes"], kept["lengths"]))
         a, b, c, d = (float(_size(x, float)) for x in kept["corners"])
@@ -126,15 +111,7 @@ def _write(file: Path, found: tuple[MeasuredNeeds, int]) -> None:
     }  # fmt: skip
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        number, name = tempfile.mkstemp(dir=file.parent, suffix=".partial")
-        partial = Path(name)
-        try:
-            with os.fdopen(number, "w") as made:
-                json.dump(kept, made)
-            partial.replace(file)
-        except BaseException:
-            partial.unlink()
-            raise
+        write_whole(file, json.dumps(kept))
         by_age = sorted(file.parent.glob("*.json"), key=lambda p: p.stat().st_mtime)
         for old in by_age[:-FILES]:
             old.unlink(missing_ok=True)

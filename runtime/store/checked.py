@@ -14,11 +14,11 @@ import json
 import logging
 import os
 import stat
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from moepack.pack.reader import Bundle
+from moepack.pack.user_files import cache_path, read_own, write_whole
 
 from .read_ahead import Place
 
@@ -75,23 +75,14 @@ def _foreign(bundle: Bundle) -> Path | None:
 
 def _file(bundle: Bundle) -> Path | None:
     """Return the file of the bundle's record; None for a user without a home."""
-    try:
-        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:
-        return None
+    folder = cache_path("checked")
     name = hashlib.sha256(os.fsencode(os.path.realpath(bundle.path))).hexdigest()
-    return Path(root) / "moepack" / "checked" / f"{name}.json"
+    return None if folder is None else folder / f"{name}.json"
 
 
 def _read(file: Path) -> dict[Place, State]:
     try:
-        number = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(number, "rb") as opened:
-            about = os.fstat(opened.fileno())
-            own = about.st_uid == os.geteuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            if not own or not stat.S_ISREG(about.st_mode) or about.st_size > LARGEST:
-                return {}
-            rows = json.loads(opened.read(LARGEST))
+        rows = json.loads(read_own(file, LARGEST))
         out: dict[Place, State] = {}
         for version, position, values, numbers in rows:
             a, b, c, d, e = (int(x) for x in values)
@@ -106,12 +97,4 @@ def _write(file: Path, places: dict[Place, State]) -> None:
     for (version, position, number), values in places.items():
         rows.setdefault((version, position, values), []).append(number)
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    number, name = tempfile.mkstemp(dir=file.parent, suffix=".partial")  # of mode 0600
-    partial = Path(name)
-    try:
-        with os.fdopen(number, "w") as made:
-            json.dump([[*key, sorted(numbers)] for key, numbers in rows.items()], made)
-        partial.replace(file)
-    except BaseException:
-        partial.unlink()
-        raise
+    write_whole(file, json.dumps([[*key, sorted(numbers)] for key, numbers in rows.items()]))

@@ -1,0 +1,47 @@
+"""Files of the user alone: written whole, and read only where no other user may have written them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from moepack.pack.user_files import cache_path, read_own, write_whole
+
+
+def test_a_file_is_the_former_one_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "kept"
+    write_whole(file, "one")
+    assert file.stat().st_mode & 0o777 == 0o600 and read_own(file, 3) == b"one"
+
+    def full(number: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(file, "two")
+    assert [p.name for p in tmp_path.iterdir()] == ["kept"] and file.read_text() == "one"
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "group", "large"])
+def test_what_others_may_have_written_is_not_read(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "kept"
+    write_whole(tmp_path / "own", "text")
+    if kind == "link":
+        file.symlink_to(tmp_path / "own")
+    elif kind == "pipe":
+        os.mkfifo(file)
+    else:
+        write_whole(file, "text" if kind == "group" else "texts")
+        file.chmod(0o660 if kind == "group" else 0o600)
+    with pytest.raises((OSError, ValueError), match="kept"):
+        read_own(file, 4)
+
+
+def test_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_path("x") == tmp_path / "moepack" / "x"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_path("x") == tmp_path / "home" / ".cache" / "moepack" / "x"

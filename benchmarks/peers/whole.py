@@ -83,13 +83,20 @@ def measure(
 def _rates(
     opened: dict[str, tuple[Worker, bool]], match: Match, steps: int, seconds: float, threads: int
 ) -> list[dict[str, Any]]:
+    """Rows of the sides that are open. One that fails meanwhile is a row that says why, and leaves `opened`."""
+    rows: list[dict[str, Any]] = []
     prompt = [(37 * i + 11) % 4000 for i in range(PROMPT)]
     prefill: dict[str, list[float]] = {name: [] for name in opened}
     decode: dict[str, list[float]] = {name: [] for name in opened}
     began, turns = time.monotonic(), 0
     while turns < 3 or (time.monotonic() - began < seconds and turns < 16):
-        for name, (worker, _) in opened.items():
-            got = worker.call("run_model", key=name, prompt=prompt, steps=steps)
+        for name, (worker, _) in list(opened.items()):
+            try:
+                got = worker.call("run_model", key=name, prompt=prompt, steps=steps)
+            except PeerError as error:
+                rows.append({"rest": match.rest, "threads": threads, "side": name, "not measured": str(error)})
+                del opened[name]
+                continue
             if turns:
                 prefill[name].append(got["prefill"])
                 decode[name] += got["decode"]
@@ -101,7 +108,6 @@ def _rates(
         }
         for name in opened
     }
-    rows: list[dict[str, Any]] = []
     for name, (_, ours) in opened.items():
         rows.append({"rest": match.rest, "threads": threads, "side": name, **rates[name]})
         theirs = [rates[other] for other, (_, mine) in opened.items() if not mine]

@@ -121,3 +121,25 @@ def test_the_llama_side_imports_nothing_of_moepack() -> None:
     )
     # ties to even: 1 + 2^-8 goes down to 1, 1 + 3 * 2^-8 up to 1 + 2^-6
     assert json.loads(python("-c", code, cwd=ROOT)) == [0x3F80, 0x3F80, 0x3F82, 0xC020]
+
+
+def test_a_side_that_dies_in_a_whole_model_is_a_row(tmp_path: Path) -> None:
+    """At its second turn: its row says why, and the other side's has rates and nothing to compare with."""
+    from benchmarks.peers.whole import MATCHES, PROMPT, measure
+
+    class Side:
+        def __init__(self, turns: int) -> None:
+            self.turns = turns
+
+        def call(self, what: str, **asked: object) -> dict[str, object]:
+            self.turns -= what == "run_model"
+            if self.turns < 0:
+                raise PeerError("its process ended with status -4")
+            return {"prefill": 0.5, "decode": [0.1, 0.1]}
+
+    sides = {"moepack": Side(99), "llama.cpp": Side(1)}
+    rows = measure(sides, tmp_path, tmp_path, MATCHES[0], 2, 0.0, 1)  # type: ignore[arg-type]
+    dead, ours = sorted(rows, key=lambda row: row["side"])
+    assert dead["side"] == "llama.cpp BF16 plain" and dead["not measured"] == "its process ended with status -4"
+    assert (ours["decode tokens/s"], ours["prefill tokens/s"]) == (10.0, PROMPT / 0.5)
+    assert not any("over" in key for key in ours)

@@ -32,7 +32,7 @@ from benchmarks.common import EXAMPLES, Target, arguments, finish
 from moepack.progress import Reporter
 
 if TYPE_CHECKING:
-    from moepack.pipeline.estimate import Estimate
+    from moepack.pipeline.dryrun.estimate import Estimate
 
 T = TypeVar("T")
 
@@ -175,7 +175,7 @@ def words(path: Path, tokens: int) -> str:
 
 def _estimate(checkpoint: str, bundle: str, text: str, recipe: str) -> Estimate:
     """What the dry run says of the same build."""
-    from moepack.pipeline.estimate import estimate
+    from moepack.pipeline.dryrun.estimate import estimate
     from moepack.pipeline.recipe import parse_recipe
 
     return estimate(checkpoint, bundle, parse_recipe(recipe, "benchmark"), [text])

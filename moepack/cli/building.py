@@ -72,7 +72,7 @@ def build(
         return
 
     if dry_run:
-        from moepack.pipeline.estimate import estimate, render
+        from moepack.pipeline.dryrun.estimate import estimate, render
 
         with progress(quiet) as reporter:
             expected = estimate(

@@ -20,7 +20,7 @@ from moepack.families.mtp import mtp_patterns, mtp_tensors
 from moepack.pack.errors import InputError
 from moepack.pipeline.artifacts import save
 from moepack.pipeline.build import build
-from moepack.pipeline.estimate import estimate
+from moepack.pipeline.dryrun.estimate import estimate
 from moepack.pipeline.needs import needs_of
 from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.verify import verify

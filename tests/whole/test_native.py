@@ -35,7 +35,7 @@ from moepack.pack.reader import open_bundle
 from moepack.pack.spec import Version, encoding_of
 from moepack.pipeline.add import add
 from moepack.pipeline.build import build
-from moepack.pipeline.estimate import estimate
+from moepack.pipeline.dryrun.estimate import estimate
 from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.shrink import shrink
 from moepack.progress import Reporter

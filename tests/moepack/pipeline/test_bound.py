@@ -28,7 +28,7 @@ from moepack.pack.safetensors_file import read_header
 from moepack.pipeline import artifacts, bound, start
 from moepack.pipeline import build as pipeline
 from moepack.pipeline.bound import MAPPED, MIB, BuildNeeds, MemoryPlan, peak, place, steps
-from moepack.pipeline.estimate import estimate
+from moepack.pipeline.dryrun.estimate import estimate
 from moepack.pipeline.executors import local as local_executor
 from moepack.pipeline.needs import needs_of
 from moepack.pipeline.recipe import parse_recipe

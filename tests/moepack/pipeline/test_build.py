@@ -23,7 +23,7 @@ from moepack.calibrate.forward import CalibrationPass
 from moepack.pack.errors import InputError, MoepackError, TargetError
 from moepack.pack.reader import open_bundle
 from moepack.pipeline import build as pipeline
-from moepack.pipeline.estimate import estimate
+from moepack.pipeline.dryrun.estimate import estimate
 from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.inspect import inspect
 from moepack.reports.verify import verify

@@ -19,7 +19,7 @@ from moepack.calibrate.dense import PASSED
 from moepack.calibrate.forward import CalibrationPass
 from moepack.pack.errors import InputError
 from moepack.pipeline import build as pipeline
-from moepack.pipeline.estimate import estimate
+from moepack.pipeline.dryrun.estimate import estimate
 from moepack.pipeline.executors import local
 from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.run import LayerWalk

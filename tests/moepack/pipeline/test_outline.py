@@ -20,7 +20,7 @@ from moepack.pack.errors import InputError
 from moepack.pack.spec import Version, encoding_of
 from moepack.pipeline.build import build
 from moepack.pipeline.dryrun.ahead import sample
-from moepack.pipeline.estimate import estimate
+from moepack.pipeline.dryrun.estimate import estimate
 from moepack.pipeline.recipe import load_recipe, parse_recipe, with_native
 
 CONFIGS = ROOT / "examples" / "configs"
@@ -47,7 +47,7 @@ def extent(rows: int, cols: int, bits: float, bias: bool = False) -> float:
 def without_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rates are not what is tested, and cost a second."""
     rates = {"write_bytes_per_second": 1e9, "read_bytes_per_second": 2e9}
-    monkeypatch.setattr("moepack.pipeline.estimate.disk_rates", lambda folder: rates)
+    monkeypatch.setattr("moepack.pipeline.dryrun.estimate.disk_rates", lambda folder: rates)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -16,7 +16,7 @@ from hostile_edits import Victim, in_time, one_line
 import moepack
 from moepack.generation import generate
 from moepack.pack.errors import MoepackError
-from moepack.pipeline.estimate import estimate
+from moepack.pipeline.dryrun.estimate import estimate
 from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.evaluate import evaluate
 from moepack.reports.plan import plan

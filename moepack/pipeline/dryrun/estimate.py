@@ -19,16 +19,16 @@ from moepack.reports.doctor import disk_rates
 from moepack.runtime.devices.glibc import trim
 from moepack.runtime.load import check_device
 
-from .bound import place
-from .dryrun.ahead import OutlineRun
-from .dryrun.report import Estimate, render
-from .dryrun.walk import DryRun
-from .executors.engine import check_engine
-from .needs import needs_of
-from .recipe import Recipe, load_recipe
-from .released import announce
-from .start import calibration_text, named, window_shape
-from .work import check_work
+from ..bound import place
+from ..executors.engine import check_engine
+from ..needs import needs_of
+from ..recipe import Recipe, load_recipe
+from ..released import announce
+from ..start import calibration_text, named, window_shape
+from ..work import check_work
+from .ahead import OutlineRun
+from .report import Estimate, render
+from .walk import DryRun
 
 if TYPE_CHECKING:
     import torch

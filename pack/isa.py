@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "MOEPACK_ISA"
 ONEDNN = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")  # its names of sets without BF16
+ONEDNN_BOUND = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()  # read once a process, as oneDNN itself reads it
 LEVELS = ("plain", "avx2", "avx512", "avx512-vnni", "avx512-bf16", "amx")  # each includes those before; as in isa.h
 
 
@@ -43,8 +44,7 @@ def has_bf16(device: torch.device) -> bool:
 
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    bounded = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in ONEDNN
-    return device.type == "cpu" and not bounded and torch.cpu._is_avx512_bf16_supported()
+    return device.type == "cpu" and ONEDNN_BOUND not in ONEDNN and torch.cpu._is_avx512_bf16_supported()
 
 
 def emulated(device: torch.device, dtype: torch.dtype) -> bool:

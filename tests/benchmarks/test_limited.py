@@ -122,8 +122,9 @@ def test_a_model_is_not_begun_without_room(tmp_path: Path, monkeypatch: pytest.M
     assert list(maker.home(SHAPES["qwen3-moe"]).iterdir()) == []
 
 
-def test_a_refusal_is_a_row(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_is_a_row(bundle: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(measured, "bundle_of", lambda shape: bundle)
+    monkeypatch.setattr(measured, "home", lambda shape: tmp_path)
     row = measured.measure(measured.Asked(SIDE, 600 << 20, 32, 4, 300, 1, cold=False), TINY)
     assert row["result"].startswith("refused: ") and "least" in row["result"]
     assert row["side"] == SIDE and "decode tokens/s" not in row

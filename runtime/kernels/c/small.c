@@ -13,6 +13,32 @@
 /* How a weight is applied: after rounding to BF16, before it, or as 1 + weight in float32. */
 enum { ROUNDED, WIDE, PLUS_ONE };
 
+/* The sum of LANES parts, halves added to halves: additions of one sum would each wait for the one before. */
+SMALL float total(float *parts) {
+    for (int i = 0; i < 8; i++) parts[i] += parts[i + 8];
+    for (int i = 0; i < 4; i++) parts[i] += parts[i + 4];
+    return (parts[0] + parts[2]) + (parts[1] + parts[3]);
+}
+
+/* e^x of x <= 0, within 2 units in the last place; 0 below -87. A loop of it becomes vector code, one of expf does not.
+ * x = n ln 2 + r with |r| <= ln 2 / 2; the polynomial in r is that of the Cephes library's expf. */
+SMALL float exponential(float given) {
+    const float x = given > -87.0f ? given : -87.0f;
+    const float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* adding 1.5 * 2^23 rounds to a whole number */
+    const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float y = 1.9875691500e-4f;
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    const union {
+        int32_t bits;
+        float value;
+    } power = {.bits = (int32_t)((uint32_t)((int32_t)n + 127) << 23)};
+    return given > -87.0f ? (y * r * r + r + 1.0f) * power.value : given != given ? given : 0.0f;
+}
+
 typedef struct {
     const uint16_t *x, *weight; /* [rows][cols], [cols] */
     uint16_t *out;
@@ -25,7 +51,7 @@ SMALL void norm(const Norm *m) {
     uint16_t *out = m->out;
     const int64_t cols = m->cols;
     for (int64_t r = 0; r < m->rows; r++, x += cols, out += cols) {
-        float sums[LANES] = {0}, sum = 0.0f;
+        float sums[LANES] = {0};
         int64_t c = 0;
         for (; c + LANES <= cols; c += LANES)
             for (int i = 0; i < LANES; i++) {
@@ -33,7 +59,7 @@ SMALL void norm(const Norm *m) {
                 sums[i] += v * v;
             }
         for (; c < cols; c++) sums[c % LANES] += widen(x[c]) * widen(x[c]);
-        for (int i = 0; i < LANES; i++) sum += sums[i];
+        const float sum = total(sums);
         const float by = 1.0f / sqrtf(sum / (float)cols + m->epsilon);
         if (m->form == ROUNDED)
             for (c = 0; c < cols; c++) out[c] = narrow(widen(weight[c]) * widen(narrow(widen(x[c]) * by)));
@@ -55,44 +81,72 @@ typedef struct {
     float *room; /* attend_room() floats for each thread */
 } Attend;
 
-static int64_t attend_room(const Attend *m) { return m->heads * (m->length + m->cols + m->out_cols) + m->cols + m->out_cols + 64; }
+/* So many rows of k or v are multiplied in one step: a head's sums are loaded once for all of them. */
+#define STEP 4
+
+static int64_t attend_room(const Attend *m) {
+    const int64_t scores = (m->length + LANES) & -LANES;
+    return m->heads * (scores + m->cols + m->out_cols) + STEP * (m->cols + m->out_cols) + 64;
+}
+
+/* Rows [j, j + STEP) as float32; zeros after the last. */
+SMALL void widened(float *out, const uint16_t *from, int64_t row, int64_t j, int64_t n, int64_t cols) {
+    for (int64_t i = 0; i < STEP; i++, out += cols)
+        if (j + i < n)
+            for (int64_t c = 0; c < cols; c++) out[c] = widen(from[(j + i) * row + c]);
+        else
+            memset(out, 0, (size_t)cols * sizeof(float));
+}
+
+/* Softmax of n scores; zeros after them, up to a multiple of LANES. */
+SMALL void softmax(float *scores, int64_t n) {
+    const int64_t whole = (n + LANES - 1) & -LANES;
+    float most[LANES], sums[LANES] = {0};
+    for (int64_t j = n; j < whole; j++) scores[j] = -INFINITY;
+    memcpy(most, scores, sizeof most);
+    for (int64_t j = LANES; j < whole; j += LANES)
+        for (int i = 0; i < LANES; i++) most[i] = scores[j + i] > most[i] ? scores[j + i] : most[i];
+    for (int i = 1; i < LANES; i++) most[0] = most[i] > most[0] ? most[i] : most[0];
+    const float top = most[0];
+    for (int64_t j = 0; j < whole; j++) scores[j] = exponential(scores[j] - top);
+    for (int64_t j = 0; j < whole; j += LANES)
+        for (int i = 0; i < LANES; i++) sums[i] += scores[j + i];
+    const float by = 1.0f / total(sums);
+    for (int64_t j = 0; j < whole; j++) scores[j] *= by;
+}
 
 /* The attention of one head of k and v, with the heads of q that share it. */
 SMALL void attend(const Attend *m, int64_t b, int64_t g, float *room) {
-    const int64_t heads = m->heads, n = m->length, cols = m->cols, out_cols = m->out_cols;
-    float *scores = room, *q = scores + heads * n, *sums = q + heads * cols, *row = sums + heads * out_cols;
+    const int64_t heads = m->heads, n = m->length, cols = m->cols, out_cols = m->out_cols, stride = (n + LANES) & -LANES;
+    float *scores = room, *q = scores + heads * stride, *sums = q + heads * cols, *rows = sums + heads * out_cols;
     for (int64_t h = 0; h < heads; h++) {
         const uint16_t *from = m->q + b * m->q_batch + (g * heads + h) * m->q_head;
         for (int64_t c = 0; c < cols; c++) q[h * cols + c] = widen(from[c]) * m->scale;
     }
-    for (int64_t j = 0; j < n; j++) {
-        const uint16_t *from = m->k + b * m->k_batch + g * m->k_head + j * m->k_row;
-        for (int64_t c = 0; c < cols; c++) row[c] = widen(from[c]);
+    for (int64_t j = 0; j < n; j += STEP) {
+        widened(rows, m->k + b * m->k_batch + g * m->k_head, m->k_row, j, n, cols);
         for (int64_t h = 0; h < heads; h++) {
             const float *mine = q + h * cols;
-            float parts[LANES] = {0}, sum = 0.0f;
+            float parts[STEP][LANES] = {{0}};
             int64_t c = 0;
             for (; c + LANES <= cols; c += LANES)
-                for (int i = 0; i < LANES; i++) parts[i] += mine[c + i] * row[c + i];
-            for (int i = 0; i < LANES; i++) sum += parts[i];
-            for (; c < cols; c++) sum += mine[c] * row[c];
-            scores[h * n + j] = sum;
+                for (int r = 0; r < STEP; r++)
+                    for (int i = 0; i < LANES; i++) parts[r][i] += mine[c + i] * rows[r * cols + c + i];
+            for (; c < cols; c++)
+                for (int r = 0; r < STEP; r++) parts[r][c % LANES] += mine[c] * rows[r * cols + c];
+            for (int r = 0; r < STEP; r++) scores[h * stride + j + r] = total(parts[r]);
         }
     }
-    for (int64_t h = 0; h < heads; h++) {
-        float *mine = scores + h * n, most = mine[0], sum = 0.0f;
-        for (int64_t j = 1; j < n; j++) most = mine[j] > most ? mine[j] : most;
-        for (int64_t j = 0; j < n; j++) sum += mine[j] = expf(mine[j] - most);
-        for (int64_t j = 0; j < n; j++) mine[j] /= sum;
-    }
+    for (int64_t h = 0; h < heads; h++) softmax(scores + h * stride, n);
     memset(sums, 0, (size_t)(heads * out_cols) * sizeof(float));
-    for (int64_t j = 0; j < n; j++) {
-        const uint16_t *from = m->v + b * m->v_batch + g * m->v_head + j * m->v_row;
-        for (int64_t c = 0; c < out_cols; c++) row[c] = widen(from[c]);
+    for (int64_t j = 0; j < n; j += STEP) {
+        widened(rows, m->v + b * m->v_batch + g * m->v_head, m->v_row, j, n, out_cols);
         for (int64_t h = 0; h < heads; h++) {
-            const float by = scores[h * n + j];
+            const float *by = scores + h * stride + j;
+            const float by0 = by[0], by1 = by[1], by2 = by[2], by3 = by[3];
             float *mine = sums + h * out_cols;
-            for (int64_t c = 0; c < out_cols; c++) mine[c] += by * row[c];
+            for (int64_t c = 0; c < out_cols; c++)
+                mine[c] = mine[c] + by0 * rows[c] + by1 * rows[out_cols + c] + by2 * rows[2 * out_cols + c] + by3 * rows[3 * out_cols + c];
         }
     }
     uint16_t *out = m->out + (b * m->groups + g) * heads * out_cols;

@@ -15,6 +15,7 @@ from torch import Tensor
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import SECTION, Version, align
+from moepack.runtime.dense.file_rows import FileRows
 from moepack.runtime.dense.linears import serve as serve_dense
 from moepack.runtime.dense.mapped import own
 from moepack.runtime.devices import glibc, torch_cuda
@@ -67,7 +68,9 @@ def attach(model: Any, bundle: Bundle, options: LoadOptions, dense: Sequence[Ver
     serve_dense(model, bundle, dense, compiled, kernels, in_place)
     if (bound := options.bound) is not None:
         kv = measure(bundle, model.config, model.dtype, devices[0], workload)[0].kv if workload.kv_tokens else None
-        read = dense_read(dense_bytes(model), model.config) + (kv.bytes(workload.kv_tokens) if kv else 0)
+        in_file = any(isinstance(module, FileRows) for module in model.modules())
+        read = dense_bytes(model) if in_file else dense_read(dense_bytes(model), model.config)
+        read += kv.bytes(workload.kv_tokens) if kv else 0
         bundle = within(bundle, bound, read, top_k(model.config), partial(read_rate, devices[0]))
     policy = choose_policy(options.policy, bundle, devices, device_memory is not None)
     replaced = _replaced(model, bundle) if kernels else {}

@@ -53,7 +53,7 @@ def model_methods(kind: Any) -> dict[str, Callable[..., Any]]:
 
     def resize_token_embeddings(self: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Refuse a new size in a budget, which has counted the embeddings, and where `lm_head` is packed."""
-        now = self.get_input_embeddings().weight.shape[0]
+        now = self.get_input_embeddings().num_embeddings
         if self._moepack_wrapper.in_budget and (new_num_tokens or now) != now:
             raise InputError("embeddings of a model served in a budget keep their size: load it without one")
         if isinstance(head := self.get_output_embeddings(), PackedLinear) and (new_num_tokens or now) != now:

@@ -34,12 +34,16 @@ STEP = 16 * MIB  # a process's measure is rounded up to whole steps: it varies b
 LATER = 96 * MIB  # libraries and kernels that the first passes load and compile, and Python's objects
 THREAD = 2 * MIB  # a thread's stack and heap, and what the kernel keeps for it
 UNSEEN = 16 * MIB  # holes in the heap, and what the budget does not see (docs/memory.md)
-SHARE = 0.03 + 1 / 512  # of the budget: holes, and the page tables of small pages
+HOLES = 0.03  # of the first HOLED bytes of a budget: holes in the heap, beside caches and activations
+HOLED = (
+    2 << 30
+)  # larger budgets hold experts, in maps of their own: 0 to 40 MB of holes were measured at 4.7 to 12.3 GB
+TABLES = 1 / 512  # of the budget: the page tables of small pages
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """The bytes that a process takes beside its budget, by use; and a share of the budget, `SHARE`."""
+    """The bytes that a process takes beside its budget, by use; holes and page tables grow with the budget."""
 
     process: int  # Python, libraries with their files' pages, the model without weights
     later: int = LATER  # libraries and kernels that are loaded on first use
@@ -54,11 +58,12 @@ class Beside:
 
     def limit(self, budget: int) -> int:
         """Return the most bytes of a process with a budget."""
-        return self.total + budget + math.ceil(budget * SHARE)
+        return self.total + budget + math.ceil(min(budget, HOLED) * HOLES + budget * TABLES)
 
     def budget(self, limit: int) -> int:
         """Return the largest budget of a process that takes at most `limit` bytes; 0 if there is none."""
-        return max(0, math.floor((limit - self.total) / (1 + SHARE)))
+        room = limit - self.total
+        return max(0, math.floor(max(room / (1 + HOLES + TABLES), (room - HOLED * HOLES) / (1 + TABLES))))
 
     def described(self, budget: int, shown: Callable[[int], str] = "{} bytes".format) -> str:
         """Name every part in words, beside a budget; `shown` writes a size."""
@@ -129,7 +134,7 @@ def keep_limit(
     """
     needs, outside = measure(bundle, model.config, model.dtype, CPU, options.workload)
     limit = limit_of(options, measured())
-    outside += dense_change(bundle, dense, model.dtype.itemsize)
+    outside += dense_change(bundle, dense, model.dtype.itemsize) - needs.embedding
     fixed = Fixed(outside, needs.kv_bytes, needs.activations)
     policy = choose_policy(options.policy, bundle, [CPU] * len(bundle.layers), True)
     try:

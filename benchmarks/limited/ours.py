@@ -12,12 +12,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache
 
 import moepack
 from moepack.families.arguments import with_cache
 from moepack.runtime.experts.handles import LayerExperts
-from moepack.runtime.patches import quiet_libraries
+from moepack.runtime.patches import leave_out, quiet_libraries
 
 from .passes import Order, Side, serve
 
@@ -30,6 +29,7 @@ class Moepack(Side):
 
     def __init__(self, order: Order) -> None:
         quiet_libraries()
+        leave_out("serve")
         torch.set_num_threads(order.threads)
         policy, *others = order.options
         more: dict[str, Any] = dict(option.split("=", 1) for option in others)
@@ -49,6 +49,8 @@ class Moepack(Side):
 
     def begin(self) -> None:
         """See Side."""
+        from transformers.cache_utils import DynamicCache  # after `leave_out`
+
         self._cache = DynamicCache(config=self._model.config)
 
     def step(self, ids: list[int]) -> None:

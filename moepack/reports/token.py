@@ -130,7 +130,7 @@ def _steps(model: Any, context: int, steps: int, clock: _Clock | None = None) ->
     import torch
     from transformers import DynamicCache
 
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = model.get_input_embeddings().num_embeddings
     ids = torch.randint(0, vocabulary, (1, context), generator=torch.Generator().manual_seed(0))
     cache = DynamicCache(config=model.config)
     kept = with_cache(model, cache)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from moepack.pack.codec.bits import Buffer
 from moepack.pack.errors import BundleError
@@ -27,9 +28,12 @@ from moepack.pack.files import open_file
 from moepack.pack.manifest import LEFTOVERS
 from moepack.pack.reader import TENSORS, Bundle
 from moepack.runtime.devices.cpu import READERS, CpuMemory
+from moepack.runtime.planning.fixed import lone_embedding
 from moepack.runtime.store.checked import FILE, recorded, state
 from moepack.runtime.store.loading import LoadCount, loading
 from moepack.runtime.store.page_file import PageFile
+
+from .file_rows import FileRows
 
 PIECE = 8 << 20  # bytes of a read; READERS of them are in memory at a time
 
@@ -40,6 +44,16 @@ class _Part(NamedTuple):
     begin: int  # in the file
     end: int
     room: Buffer  # uint8 [end - begin]
+
+
+class _Rows(NamedTuple):
+    """A model's embedding that stays in its file."""
+
+    model: nn.Module
+    name: str  # of the embedding
+    module: nn.Embedding
+    path: str
+    begin: int  # in the file
 
 
 class _Mapping(NamedTuple):
@@ -54,12 +68,14 @@ class _Mapping(NamedTuple):
 def own(model: Any, bundle: Bundle, uncached: bool = False) -> None:
     """Copy a model's parameters and buffers into own memory, and check the bundle's tensor files; tied ones stay tied.
 
-    With `uncached` the files leave the page cache: what transformers maps has the system read ahead.
+    With `uncached` the files leave the page cache: what transformers maps has the system read ahead. An input embedding
+    that nothing else uses then stays in its file (file_rows.py).
 
     Raises:
         BundleError: when a file cannot be read, or does not match its digest.
     """
     mapped, copies, parts = list(_mapped()), dict[int, Any](), dict[str, list[_Part]]()
+    lone, rows = lone_embedding(model) if uncached else None, None
     for tensor in (*model.parameters(), *model.buffers()):
         storage = tensor.untyped_storage()
         if storage._cdata in copies:
@@ -70,9 +86,13 @@ def own(model: Any, bundle: Bundle, uncached: bool = False) -> None:
         if within is None or not size:
             copies[storage._cdata] = storage, storage.clone()
             continue
+        where = within.offset + begin - within.begin
+        if lone is not None and tensor is lone[1].weight:
+            rows = _Rows(model, *lone, within.path, where)
+            parts.setdefault(within.path, [])
+            continue
         copies[storage._cdata] = storage, (copied := type(storage)(size))
         room = torch.empty(0, dtype=torch.uint8).set_(copied).numpy()
-        where = within.offset + begin - within.begin
         parts.setdefault(within.path, []).append(_Part(where, where + size, room))
     for m in mapped:
         if m.path in parts:  # pages that are mapped would stay in the page cache
@@ -80,7 +100,7 @@ def own(model: Any, bundle: Bundle, uncached: bool = False) -> None:
     count, names = loading(), [n for n in bundle.manifest.files if n.endswith(TENSORS) and n != LEFTOVERS]
     count.expect(sum(bundle.manifest.files[name].size for name in names))
     for name in names:
-        _read(bundle, name, parts, count, uncached)
+        _read(bundle, name, parts, rows, count, uncached)
     if parts:
         raise BundleError.single(str(bundle.path), "read", "its tensors were mapped from files that are not its own")
     for tensor in (*model.parameters(), *model.buffers()):
@@ -88,19 +108,27 @@ def own(model: Any, bundle: Bundle, uncached: bool = False) -> None:
         tensor.data = tensor.new_empty(0).set_(copied, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def _read(bundle: Bundle, name: str, parts: dict[str, list[_Part]], count: LoadCount, uncached: bool) -> None:
-    """Read one file into the parts that are its own, which are removed from `parts`; check its digest."""
-    file = open_file(bundle.path, name)
+def _read(
+    bundle: Bundle, name: str, parts: dict[str, list[_Part]], rows: _Rows | None, count: LoadCount, uncached: bool
+) -> None:
+    """Read one file into the parts that are its own, which are removed from `parts`; check its digest.
+
+    An embedding whose `rows` are in this file stays there from now on.
+    """
+    location, file = f"{bundle.path}/{name}", open_file(bundle.path, name)
     try:
-        wanted = sorted(parts.pop(str(Path(f"/proc/self/fd/{file}").readlink()), []), key=lambda part: part.begin)
+        path = str(Path(f"/proc/self/fd/{file}").readlink())
+        wanted = sorted(parts.pop(path, []), key=lambda part: part.begin)
         record, entry, now = recorded(), bundle.manifest.files[name], state(file)
         known = record is not None and record.get((entry.sha256, FILE, 0)) == now
         if _digest(file, entry.size, wanted, count, known) != entry.sha256 and not known:
-            raise BundleError.single(f"{bundle.path}/{name}", "digest", "its bytes do not match their digest")
+            raise BundleError.single(location, "digest", "its bytes do not match their digest")
         if record is not None:
             record[entry.sha256, FILE, 0] = now
+        if rows is not None and rows.path == path:
+            rows.model.set_submodule(rows.name, FileRows(rows.module, os.dup(file), rows.begin, location))
     except OSError as error:
-        raise BundleError.single(f"{bundle.path}/{name}", "read", f"cannot be read: {error.strerror}") from None
+        raise BundleError.single(location, "read", f"cannot be read: {error.strerror}") from None
     finally:
         if uncached:
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)

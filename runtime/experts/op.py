@@ -1,7 +1,7 @@
-"""The torch operators `moepack::experts` and `moepack::dense`, which compiled models call.
+"""The torch operators `moepack::experts`, `moepack::dense` and `moepack::rows`, which compiled models call.
 
 An operator takes tensors and numbers, so each module is registered under a number while the module lives. The operators
-run `experts_forward` and `PackedLinear.forward`, so results equal those of uncompiled models to the bit. A compiled
+run `experts_forward` and the modules' own forwards, so results equal those of uncompiled models to the bit. A compiled
 pass is one step, from its first layer of experts to its last (`ForwardWrapper.compiled_layer`).
 """
 
@@ -62,3 +62,17 @@ def dense(x: Tensor, number: int, rows: int) -> Tensor:
 @dense.register_fake
 def _(x: Tensor, number: int, rows: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], rows)
+
+
+@torch.library.custom_op("moepack::rows", mutates_args=())
+def rows(ids: Tensor, number: int, cols: int, dtype: torch.dtype) -> Tensor:
+    """Read rows [..., cols] of the embedding registered under `number`. Raises InputError as `experts` does."""
+    if (module := _modules.get(number)) is None:
+        raise _gone()
+    made: Tensor = module.forward(ids)
+    return made
+
+
+@rows.register_fake
+def _(ids: Tensor, number: int, cols: int, dtype: torch.dtype) -> Tensor:
+    return ids.new_empty((*ids.shape, cols), dtype=dtype)

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
@@ -77,6 +78,7 @@ class MeasuredNeeds:
     passes: Activations  # bytes of other passes
     # The part of `activations` that kernels keep between passes or use to unpack and convert weights; not in `passes`
     kept: int = 0
+    embedding: int = 0  # bytes of an input embedding that stays in its file under a memory limit (dense/file_rows.py)
 
     @property
     def kv_bytes(self) -> int:
@@ -101,6 +103,21 @@ def dense_bytes(model: Any, layers: Sequence[ExpertLayer] = ()) -> int:
     skipped = {id(m._parameters[n]) for m in modules for n in EXPERT_PARAMETERS if m._parameters.get(n) is not None}
     held = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in skipped]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}.values())
+
+
+def lone_embedding(model: Any) -> tuple[str, nn.Embedding] | None:
+    """Return a model's input embedding and its name, if it is a plain one that nothing else in the model uses."""
+    try:
+        module = model.get_input_embeddings()
+    except (NotImplementedError, AttributeError):  # from a family without one
+        return None
+    if type(module) is not nn.Embedding or module.max_norm is not None or "forward" in module.__dict__:
+        return None
+    names = [name for name, found in model.named_modules(remove_duplicate=False) if found is module]
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    storage = module.weight.untyped_storage()._cdata
+    users = [name for name, tensor in tensors if tensor.untyped_storage()._cdata == storage]
+    return (names[0], module) if len(names) == len(users) == 1 else None
 
 
 def measure(
@@ -170,9 +187,11 @@ def _measure(
             kept = max(backends.kept_bytes(x, tokens * batch, top_k(config)) for x in layers)
             kept = max(kept, dense_arena(model, tokens * batch))
             widths = [m.cols for x in layers for m in x.matrices]
-            widths += [m.in_features for m in model.modules() if type(m) is torch.nn.Linear]
+            widths += [m.in_features for m in model.modules() if type(m) is nn.Linear]
             kept += backends.unpacked_bytes(tokens * batch, max(widths))
-    return MeasuredNeeds(workload, shape, activations + kept, passes, kept), dense_bytes(model, layers)
+    lone = lone_embedding(model)
+    table = 0 if lone is None else lone[1].weight.nbytes
+    return MeasuredNeeds(workload, shape, activations + kept, passes, kept, table), dense_bytes(model, layers)
 
 
 def top_k(config: Any) -> int:
@@ -185,7 +204,7 @@ def dense_arena(model: Any, tokens: int) -> int:
     """Return the bytes that CPU kernels keep between calls for a model's linear maps, called by shared inputs."""
     together: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for name, module in model.named_modules():
-        if type(module) is torch.nn.Linear:
+        if type(module) is nn.Linear:
             key = name.rpartition(".")[0], module.in_features
             together.setdefault(key, []).append((module.out_features, module.in_features))
     return max((backends.dense_kept_bytes(shapes, tokens) for shapes in together.values()), default=0)

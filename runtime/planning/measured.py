@@ -88,7 +88,8 @@ def _read(file: Path, workload: Workload) -> tuple[MeasuredNeeds, int] | None:
         passes, lengths = ((_size(a), _size(b)) for a, b in (kept["passes"], kept["lengths"]))
         a, b, c, d = (float(_size(x, float)) for x in kept["corners"])
         shape = Activations(passes, lengths, (a, b, c, d))
-        needs = MeasuredNeeds(workload, KvShape(parts), _size(kept["activations"]), shape, _size(kept["kept"]))
+        activations, more, table = (_size(kept[name]) for name in ("activations", "kept", "embedding"))
+        needs = MeasuredNeeds(workload, KvShape(parts), activations, shape, more, table)
         return needs, _size(kept["dense"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
@@ -107,7 +108,7 @@ def _write(file: Path, found: tuple[MeasuredNeeds, int]) -> None:
     shape = needs.passes
     kept = {
         "kv": needs.kv.parts, "activations": needs.activations, "passes": shape.passes, "lengths": shape.lengths,
-        "corners": shape.corners, "kept": needs.kept, "dense": dense,
+        "corners": shape.corners, "kept": needs.kept, "embedding": needs.embedding, "dense": dense,
     }  # fmt: skip
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

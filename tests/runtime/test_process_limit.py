@@ -22,7 +22,7 @@ from moepack.pack.errors import InputError
 from moepack.reports.plan import plan
 from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.options import LoadOptions
-from moepack.runtime.process_limit import MIB, SHARE, Beside, limit_of
+from moepack.runtime.process_limit import HOLED, HOLES, MIB, TABLES, Beside, limit_of
 from moepack.runtime.store import host_limit
 
 GIB = 1 << 30
@@ -31,7 +31,7 @@ GIB = 1 << 30
 def test_budget_and_limit_are_inverse() -> None:
     beside = Beside(100, 20, 3, 4, 5)
     assert beside.total == 132 and beside.limit(0) == 132 and beside.limit(1000) == 132 + 1000 + 32
-    for limit in (133, 5_000, 12_345_678_901):
+    for limit in (133, 5_000, 12_345_678_901, beside.limit(HOLED), beside.limit(HOLED) + 1):
         most = beside.budget(limit)
         assert beside.limit(most) <= limit < beside.limit(most + 1)
     assert beside.budget(132) == beside.budget(5) == 0
@@ -68,7 +68,7 @@ def test_what_is_refused(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"device memory of 900 bytes .* limit of 1000 bytes: at most 872 bytes do"):
         limit_of(given, beside)
     assert limit_of(LoadOptions(memory=1000, device_memory=800), beside).budget == 800
-    assert int(900 / (1 + SHARE)) == limit_of(LoadOptions(memory=1000), beside).budget == 872
+    assert int(900 / (1 + HOLES + TABLES)) == limit_of(LoadOptions(memory=1000), beside).budget == 872
     monkeypatch.setenv("MOEPACK_MEMORY", "lots")
     with pytest.raises(InputError, match="MOEPACK_MEMORY: size 'lots'"):
         moepack.load(bundle)

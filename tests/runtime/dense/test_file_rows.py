@@ -1,0 +1,97 @@
+"""An embedding that stays in its file: the same numbers, less memory, and what a changed file is answered."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import save_tiny
+from torch import nn
+
+import moepack
+from moepack.pack.errors import BundleError
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+from moepack.reports.plan import plan
+from moepack.runtime.dense.file_rows import FileRows
+from moepack.runtime.planning.fixed import lone_embedding
+from moepack.runtime.planning.options import LoadOptions
+
+RECIPE = "versions: [w4]\nquantize: {method: rtn, group_size: 32, loss_tokens: 32}\n"
+IDS = torch.tensor([[5, 9, 5, 300, 0, 17]])
+
+
+def table(tmp_path: Path, rows: int = 7, cols: int = 40) -> tuple[nn.Embedding, Path]:
+    """An embedding, and a file that holds it from byte 24 on."""
+    of = nn.Embedding(rows, cols, dtype=torch.bfloat16)
+    file = tmp_path / "rows"
+    file.write_bytes(b"x" * 24 + of.weight.detach().view(torch.uint8).numpy().tobytes() + b"y" * 9)
+    return of, file
+
+
+def test_under_a_memory_limit_rows_are_read_from_the_file(short_model: Path, text: Path, tmp_path: Path) -> None:
+    save_tiny("qwen3_moe", tmp_path / "untied", short_model, tie_word_embeddings=False)
+    bundle = tmp_path / "bundle"
+    build(tmp_path / "untied", bundle, parse_recipe(RECIPE, "tiny"), [text])
+    with torch.inference_mode():
+        plain = moepack.load(bundle, policy="static:w4", device_memory="1GB")
+        wanted, size = plain(IDS).logits, plain.get_input_embeddings().weight.nbytes
+        limited = moepack.load(bundle, policy="static:w4", memory="4GB")
+        assert torch.equal(limited(IDS).logits, wanted)
+        assert isinstance(limited.get_input_embeddings(), FileRows)
+        assert limited.moepack.fixed.dense == plain.moepack.fixed.dense - size
+        planned = [plan(bundle, LoadOptions(policy="static:w4", **{how: "4GB"})) for how in ("device_memory", "memory")]
+        assert planned[1].fixed.dense == planned[0].fixed.dense - size == limited.moepack.fixed.dense
+        compiled = torch.compile(limited.get_input_embeddings(), fullgraph=True, backend="eager")
+        assert torch.equal(compiled(IDS), plain.get_input_embeddings()(IDS))
+        file = bundle / "model.safetensors"
+        os.utime(file, ns=(1, 1))
+        with pytest.raises(BundleError, match=r"model.safetensors: has changed since it was loaded"):
+            limited(IDS)
+    plain.moepack.close()
+    limited.moepack.close()
+
+
+def test_rows_have_the_files_bits(tmp_path: Path) -> None:
+    of, file = table(tmp_path)
+    rows = FileRows(of, os.open(file, os.O_RDONLY), 24, str(file))
+    for ids in (torch.tensor([[6, 0, 3], [3, 3, 6]]), torch.tensor([2]), torch.empty(1, 0, dtype=torch.int64)):
+        assert torch.equal(rows(ids), of(ids))
+    for wrong in (7, -1):
+        with pytest.raises(IndexError, match="the embedding has 7 rows"):
+            rows(torch.tensor([wrong]))
+    before = file.stat()
+    os.truncate(file, 100)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(BundleError, match="rows: has changed since it was loaded"):
+        rows(torch.tensor([6]))
+    descriptor = rows._file
+    del rows
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_an_embedding_that_others_use_stays_in_memory() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows, self.head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.rows
+
+    model = Model()
+    assert lone_embedding(model) == ("rows", model.rows)
+    model.also = model.rows
+    assert lone_embedding(model) is None, "a second module"
+    del model.also
+    model.head.weight = model.rows.weight
+    assert lone_embedding(model) is None, "tied"
+    model.head = nn.Linear(4, 9)
+    model.rows.max_norm = 1.0
+    assert lone_embedding(model) is None, "it changes rows as it reads them"
+    model.rows = nn.Linear(4, 9)
+    assert lone_embedding(model) is None
+    assert lone_embedding(nn.Linear(2, 2)) is None

@@ -136,6 +136,8 @@ def _batch(subjects: Sequence[Subject], number: int, end: int, work: Path, found
     kind = ""
     try:
         while True:
+            if not here.poll(3 * PATIENCE):  # it is in compiled code, where no signal reaches Python
+                process.kill()
             said, at, what = here.recv()
             if said == "over":
                 return end

@@ -148,13 +148,16 @@ class Session:
         """Take the last text's KV cache, cut to the prefix shared with a prompt, and its length; or (None, 0)."""
         from transformers.cache_utils import DynamicLayer
 
+        from moepack.runtime.planning.growing_cache import GrowingLayer
+
         cache, self._cache = self._cache, None  # not kept: an interrupted pass leaves it half updated
         done = next((n for n, (a, b) in enumerate(zip(ids, self._cached, strict=False)) if a != b), len(self._cached))
         done = min(done, len(ids) - 1)
         if cache is None or not done:
             return None, 0
         if done < len(self._cached):
-            if any(type(layer) is not DynamicLayer for layer in getattr(cache, "layers", [None])):
+            plain = DynamicLayer, GrowingLayer
+            if any(type(layer) not in plain for layer in getattr(cache, "layers", [None])):
                 return None, 0  # the cache of a sliding window or a recurrent state cannot be cut
             cache.crop(done - len(self._cached))
         return cache, done

@@ -163,12 +163,20 @@ class KvBudget:
         """Return the bytes and tokens that a cache will have after a pass. A `PackedCache` knows them itself."""
         if isinstance(cache, PackedCache):
             return cache.needed()
+        from moepack.runtime.planning.growing_cache import growth  # which imports transformers
+
         kv, now = self.needs.kv, cache_bytes(cache)
         before = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
         whole = static_length(cache)
         if whole:
             return max(now, kv.bytes(whole, batch)), whole
         after = before + tokens
+        if (grows := growth(cache)) is not None:
+            with self._lock:
+                beyond = self._used(self._passes) + grows - self.needs.kv_bytes
+            if beyond > self._reserve.most:  # nothing ahead of need: the token may fit without
+                grows = growth(cache, spare=1) or 0
+            return (now + grows if tokens == 1 else max(now, kv.bytes(after, batch))), after
         return now + kv.bytes(after, batch) - kv.bytes(before, batch), after
 
     # --- growing

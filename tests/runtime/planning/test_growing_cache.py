@@ -1,0 +1,98 @@
+"""Caches that append in place: the values of transformers' own, whatever else happens to them, and their bytes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from moepack.runtime.planning.growing_cache import SPARE, GrowingLayer, grow_in_place, growth
+from moepack.runtime.planning.kv_cache import cache_bytes
+
+HEADS, COLS = 2, 8
+TOKEN = 2 * HEADS * COLS * 2  # bytes of one token's keys and values
+OPS = st.lists(
+    st.sampled_from(("one", "one", "one", "some", "crop", "reorder", "copy", "deepcopy", "reset", "swap", "mode"))
+)
+
+
+def states(number: int, tokens: int) -> tuple[Tensor, Tensor]:
+    made = torch.randn(2, 2, HEADS, tokens, COLS, generator=torch.Generator().manual_seed(number)).bfloat16()
+    return made[0], made[1]
+
+
+def filled(tokens: int, layers: int = 1) -> Any:
+    cache = DynamicCache()
+    for layer in range(layers):
+        cache.update(*states(layer, tokens), layer)
+    return cache
+
+
+@given(ops=OPS, first=st.integers(1, 2 * SPARE))
+@settings(max_examples=150, deadline=None)
+def test_it_holds_what_transformers_holds(ops: list[str], first: int) -> None:
+    """Two caches of each kind, which copies share: whatever one of them appends, the other keeps its own."""
+    plain, ours = [filled(first)] * 2, [filled(first)] * 2
+    inference = False
+    for number, op in enumerate(ops):
+        with torch.inference_mode(inference):
+            grow_in_place(ours[0], 0)
+            for pair in (plain, ours):
+                cache = pair[0]
+                if op in ("one", "some"):
+                    cache.update(*states(number, 1 if op == "one" else 3), 0)
+                elif op == "crop" and cache.get_seq_length() > 1:
+                    cache.crop(-1)
+                elif op == "reorder":
+                    cache.reorder_cache(torch.tensor([1, 0]))
+                elif op == "copy":
+                    pair[1] = copy.copy(cache)
+                    pair[1].layers = [copy.copy(layer) for layer in cache.layers]
+                elif op == "deepcopy":
+                    pair[1] = copy.deepcopy(cache)
+                elif op == "reset":
+                    cache.reset()
+                    cache.update(*states(number, 2), 0)
+                elif op == "swap":
+                    pair.reverse()
+        inference ^= op == "mode"
+        for mine, wanted in zip(ours, plain, strict=True):
+            for a, b in zip(mine.layers, wanted.layers, strict=True):
+                assert torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values), op
+
+
+def test_its_bytes_are_foreseen_and_within_the_workload() -> None:
+    cache = filled(20, layers=20)
+    grow_in_place(cache, 50)
+    moved = []
+    for tokens in range(21, 90):
+        before, more = cache_bytes(cache), growth(cache)
+        held = [layer.keys.data_ptr() for layer in cache.layers]
+        for layer in range(20):
+            cache.update(*states(tokens, 1), layer)
+        assert cache_bytes(cache) == before + more
+        moved.append(sum(a != layer.keys.data_ptr() for a, layer in zip(held, cache.layers, strict=True)))
+        most = 20 * TOKEN * 2 * (50 if tokens <= 50 else tokens + SPARE)
+        assert 20 * TOKEN * 2 * tokens <= cache_bytes(cache) <= most
+    assert max(moved[SPARE + 35 :]) <= 2, "layers copy at different tokens"
+    assert max(moved[1:29]) <= 2
+
+
+def test_what_it_leaves_alone() -> None:
+    empty, sliding = DynamicCache(), filled(3)
+    grow_in_place(empty, 0)
+    grow_in_place(None, 0)
+    sliding.layers[0].__class__ = type("Other", (type(sliding.layers[0]),), {})
+    grow_in_place(sliding, 0)
+    assert type(sliding.layers[0]).__name__ == "Other"
+    assert growth(empty) is None and growth(sliding) is None and growth(object()) is None
+    cache = filled(3)
+    grow_in_place(cache, 0)
+    keys, values = (x.requires_grad_() for x in states(5, 1))
+    cache.update(keys, values, 0)
+    assert type(cache.layers[0]) is GrowingLayer and cache.layers[0].keys.requires_grad, "gradients flow as they did"

@@ -19,11 +19,10 @@ from moepack.runtime.policies.placements import PAGED, Where
 from moepack.runtime.step import step_of
 
 from . import op  # noqa: F401  # registers the operator
-from .handles import RUN_THERE, LayerCall, LayerExperts, Snapshot
+from .handles import EVERYWHERE, RUN_THERE, LayerCall, LayerExperts, Snapshot
 from .host_tier import HostTier
 
 _HOST = frozenset({Where.HOST})
-_ALL = RUN_THERE | _HOST
 IMPLEMENTATION = "moepack"  # the name under which transformers knows `experts_forward`
 
 
@@ -67,7 +66,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
         if experts.no_gradients:
             raise InputError(experts.no_gradients)
-        index = experts.current.only(top_k_index, _ALL)
+        index = experts.current.only(top_k_index, EVERYWHERE)
         return reference_forward(LayerCall(self, experts.current, hidden_states, index, top_k_weights))
     snapshot = experts.current
     if step is not None and step.loader is not None:  # the residency manager, under a policy that blocks
@@ -106,7 +105,7 @@ def _run(call: LayerCall) -> Tensor:
         call.weights = made_up(experts, call.index, call.weights)
     tier, here = experts.of.tier, experts.of.device.type == "cpu"
     if tier is None or Where.HOST not in experts.places:
-        call.index = experts.only(call.index, _ALL if here else RUN_THERE)
+        call.index = experts.only(call.index, EVERYWHERE if here else RUN_THERE)
         return _on_device(call)
     return (beside if here else across)(call, tier)
 
@@ -116,9 +115,9 @@ def made_up(experts: Snapshot, index: Tensor, weights: Tensor) -> Tensor:
 
     The sum over a token's experts stays the same. If all of them are absent, its weights do not change.
     """
-    if experts.places <= _ALL:
+    if experts.places <= EVERYWHERE:
         return weights
-    there = experts.only(index, _ALL) < len(experts.handles)
+    there = experts.only(index, EVERYWHERE) < len(experts.handles)
     kept = (weights * there).sum(-1, keepdim=True, dtype=torch.float32)
     all_of_them = (weights * (index < len(experts.handles))).sum(-1, keepdim=True, dtype=torch.float32)
     scale = torch.where(kept > 0, all_of_them / kept, 1.0)
@@ -131,7 +130,7 @@ def beside(call: LayerCall, tier: HostTier) -> Tensor:
     The sum follows the order of slots, so the result has the same bits wherever the experts are.
     """
     experts = call.experts
-    served = replace(call, index=experts.only(call.index, _ALL))
+    served = replace(call, index=experts.only(call.index, EVERYWHERE))
     flat, top_k = experts.only(call.index, _HOST).reshape(-1), call.index.shape[-1]
     slots = (flat < experts.of.layer.experts).nonzero().squeeze(1)
     if not len(slots):

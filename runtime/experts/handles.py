@@ -54,6 +54,7 @@ class Handle:
 
 
 RUN_THERE = PAGED | {Where.DEVICE}  # places of experts that the device runs
+EVERYWHERE = RUN_THERE | {Where.HOST}  # all places of an expert that is not absent
 NOTHING = Handle(None, torch.empty(0, dtype=torch.uint8), (), (), Where.ABSENT)
 
 
@@ -135,9 +136,12 @@ class Snapshot:
 
     def only(self, index: Tensor, here: frozenset[Where]) -> Tensor:
         """The router's choice [tokens, top_k], with a number past the last expert for those at places not in `here`."""
-        if self.places <= here:
-            return index
         count = len(self.handles)
+        if here >= EVERYWHERE and index.device.type == "cpu":  # a table's word is 0 for an absent expert alone
+            if self.table[index.numpy().clip(max=count - 1)].all():
+                return index
+        elif self.places <= here:
+            return index
         if here not in self._maps:
             moved = [e if h.where in here else count for e, h in enumerate(self.handles)]
             with torch.inference_mode(False):

@@ -91,8 +91,14 @@ class MixedCache:
                 out.
         """
         out = Changes()
+        at = None if placed is None else placed.tolist()  # a list, as NumPy's numbers take ten times as long to read
+        to = None if coming is None else coming.tolist()
+        if at is not None and not self._foreseen and self._are_here(layer, wants, at) and not self._is_over(room):
+            for expert in reversed(list(wants)):  # so that the most important is the most recently used
+                self._touch((layer, expert))
+            return Changes({(layer, e): self.held[layer, e] for e in wants})
         for expert in [e for e in self._layers[layer] if e not in wants]:
-            if placed is not None and placed[expert] != self.held[layer, expert]:
+            if at is not None and at[expert] != self.held[layer, expert]:
                 out[layer, expert] = self._drop((layer, expert))
         for key in [key for key in self._foreseen if key[0] == layer]:
             del self._foreseen[key]
@@ -103,8 +109,8 @@ class MixedCache:
         for expert, asked in wants.items():
             key = layer, expert
             have = self.held.get(key)
-            if have is not None and placed is not None and coming is not None:
-                have = have if have in (placed[expert], coming[expert]) else None
+            if have is not None and at is not None and to is not None:
+                have = have if have in (at[expert], to[expert]) else None
             best = have if self._reuse and have is not None and have <= asked else asked
             out[key] = self._allowed(layer, best, used)
         for expert in reversed(list(wants)):  # so that the most important is the most recently used
@@ -124,6 +130,12 @@ class MixedCache:
                 raise InputError(f"a layer's experts take {self.bytes} bytes, which {room} do not hold")
             out[key] = self._drop(key)
         return Changes({(layer, e): out.pop((layer, e)) for e in wants} | out)
+
+    def _are_here(self, layer: int, wants: Mapping[int, int], at: Sequence[int]) -> bool:
+        """Return whether all of `wants` are in memory as they are wanted, and the layer's other experts as noted."""
+        held, asked = self.held, ((self.held.get((layer, e), self._base), v) for e, v in wants.items())
+        fits = all(have < self._base and (have == v or (self._reuse and have < v)) for have, v in asked)
+        return fits and all(at[e] == held[layer, e] for e in self._layers[layer])
 
     def foresee(self, layer: int, wants: Mapping[int, int], room: int, needed: Mapping[Key, int]) -> Changes:
         """Prefetch a layer's `wants` in order, while experts outside `needed` and `wants` can be evicted for them."""
@@ -195,6 +207,12 @@ class MixedCache:
             self._layers[key[0]][key[1]] = None
             self.bytes += self._size(key, placement)
             self._taken[self._kind(key, placement)] += 1
+
+    def _touch(self, key: Key) -> None:
+        """Mark a cached expert as used now."""
+        self._clock += 1
+        self.held.move_to_end(key)
+        self._used[key] = self._clock
 
     def _drop(self, key: Key) -> int:
         """Remove an expert from the cache; return the base placement, at which it then is."""

@@ -65,7 +65,8 @@ class OnDemandLoader:
         """Publish arrived copies; return a layer's placements, and those being copied (-1: none), int64 [experts]."""
         with self._transitions.lock:
             self._note()
-            entries = [self._residency.entries[position, e] for e in range(self._residency.experts[position])]
+            found = self._residency.entries
+            entries = [found[position, e] for e in range(self._residency.experts[position])]
             coming = [-1 if x.flying is None or x.coming is None else x.coming for x in entries]
             return np.array([x.active for x in entries], np.int64), np.array(coming, np.int64)
 

@@ -90,9 +90,9 @@ def growth(cache: Any, spare: int = SPARE) -> int | None:
 
     From now on its layers take memory for at most `spare` tokens ahead.
     """
-    layers = getattr(cache, "layers", ())
+    layers: list[Any] = getattr(cache, "layers", [])
     if not layers or any(type(layer) is not GrowingLayer for layer in layers):
         return None
     for layer in layers:
         layer.spare = spare
-    return sum(layer.grows() for layer in layers)
+    return sum(int(layer.grows()) for layer in layers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict
@@ -66,6 +67,8 @@ class Serving:
         self.caches: KvBudget | None = None  # keeps the KV caches inside the budget
         self._wrapper = ForwardWrapper(model, layers, manager)
         self._routed: RoutedCounts | None = None
+        if manager is not None:
+            _live.add(manager)
         weakref.finalize(model, _let_go, list(layers), manager)
 
     def watch_caches(self, model: Any, needs: MeasuredNeeds) -> None:
@@ -149,6 +152,16 @@ class Serving:
         if self.manager is None:
             return {"ok": True, "worker": "none", "error": None, "failed_rounds": 0, "last_round_seconds_ago": 0.0}
         return self.manager.worker.health()
+
+
+_live: weakref.WeakSet[ResidencyManager] = weakref.WeakSet()
+
+
+@atexit.register
+def _at_exit() -> None:
+    """Wait for the threads of models that were not closed: one that the interpreter ends inside torch aborts all."""
+    for manager in list(_live):
+        manager.close()
 
 
 def _let_go(layers: list[LayerExperts], manager: ResidencyManager | None) -> None:

@@ -242,3 +242,16 @@ def test_generation_is_transformers_own(bundle: Path, demo_model: Path) -> None:
     assert texts[0] == texts[1] and len(texts[0]) > 10
     sampled = {generate(bundle, "The", sampling=Sampling(1.0, seed=s), max_new_tokens=8) for s in (0, 0, 1)}
     assert len(sampled) == 2
+
+
+def test_a_process_that_does_not_close_its_model_waits_for_its_threads(bundle: Path) -> None:
+    """The interpreter ends threads that still run, and one that is inside torch then aborts the process."""
+    code = f"""
+import atexit, threading, time
+atexit.register(lambda: print([t.name for t in threading.enumerate() if t.name.startswith("moepack")]))  # the last
+import moepack
+model = moepack.load({str(bundle)!r}, policy="hotness:hi=bf16,lo=w2", device_memory="20MB", prefill_tokens=16)
+model.moepack.manager.device.stream.submit(lambda event: time.sleep(1))
+"""
+    run = python(code)
+    assert run.returncode == 0 and run.stdout.splitlines() == ["[]"], run.stderr

@@ -2,6 +2,7 @@
 
     python -m benchmarks.limited --make [--shape NAME] [--gguf MIX ...] [--disk GB]
     python -m benchmarks.limited [--cage SIZE ...] [--sides SIDE ...] [--seconds N] [--again] [--json FILE]
+    python -m benchmarks.limited --kept --json FILE
 
 `--make` generates a model of Qwen3-30B-A3B's shape (48 layers of 128 experts) under the user's cache: a bundle with w4
 and w2, dense matrices in w8 and w4, and GGUF files in llama.cpp's own mixes. Weights are random, but routing is uneven
@@ -64,6 +65,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--decode", type=int, default=DECODE, help="and one by one")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--again", action="store_true", help="run rows again that are there")
+    parser.add_argument("--kept", action="store_true", help="run nothing: print the rows that are there")
     parser.add_argument("--results", type=Path, dest="json", help="the same as --json")
     args = parser.parse_args()
     if args.quick:
@@ -91,6 +93,8 @@ def main() -> None:
 def measured(shape: Shape, args: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows that were asked for, in their order."""
     path, out = home(shape) / "rows.json", []
+    if args.kept:
+        return sorted(read_rows(path), key=lambda row: float(row["cage GB"]))
     for cage in args.cage:
         for side in args.sides:
             rows = read_rows(path)

@@ -40,6 +40,13 @@ def divergence(row: Mapping[str, Any], known: Mapping[str, float]) -> float | No
     return float(sum(share * (costs[v] or 0.0) for v, share in shares.items()) / sum(shares.values()))
 
 
+def beaten(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether another row of the same program is faster in the same limit."""
+    who = row["side"].partition(":")[0]
+    alike = [r for r in rows if r["cage GB"] == row["cage GB"] and r["side"].partition(":")[0] == who]
+    return bool(max(r.get("decode tokens/s", 0.0) for r in alike) > row["decode tokens/s"])
+
+
 def drawn(rows: Sequence[Mapping[str, Any]], known: Mapping[str, float]) -> Any:
     """The picture of rows; a side that was killed or refused stands at the bottom."""
     import matplotlib.pyplot as plt
@@ -47,7 +54,7 @@ def drawn(rows: Sequence[Mapping[str, Any]], known: Mapping[str, float]) -> Any:
     figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")
     plain_axes(axis)
     axis.set_yscale("log")
-    axis.set_yticks([0.5, 1, 2, 5], ["0.5", "1", "2", "5"], minor=False)
+    axis.set_yticks([0.5, 1, 2, 5, 10], ["0.5", "1", "2", "5", "10"], minor=False)
     axis.set_yticks([], minor=True)
     for who, colour, mark, up in (("moepack", OURS, "o", 11), ("llama", THEIRS, "s", -20)):
         for side in dict.fromkeys(r["side"] for r in rows if r["side"].startswith(f"{who}:")):
@@ -56,15 +63,13 @@ def drawn(rows: Sequence[Mapping[str, Any]], known: Mapping[str, float]) -> Any:
             dead = [] if "static" in side else [r["cage GB"] for r in mine if "decode tokens/s" not in r]
             x, y = [r["cage GB"] for r in alive], [r["decode tokens/s"] for r in alive]
             name = side.replace(":", " ", 1).replace("llama", "llama.cpp").split(":dense=")[0].split(":read-ahead")[0]
-            style = f"{mark}-" if len(alive) > 1 else "D"
+            style = "D" if len(alive) < 2 else f"{mark}--" if beaten(alive[0], rows) else f"{mark}-"
             axis.plot(x, y, style, color=colour, linewidth=2, markersize=9, label=name)
             axis.plot(dead, [DEAD] * len(dead), "x", color=colour, markersize=10, markeredgewidth=2.5)
             for row in alive:
                 if (cost := divergence(row, known)) is not None:
                     at = (row["cage GB"], row["decode tokens/s"])
-                    beaten = any(r["cage GB"] == at[0] and r.get("decode tokens/s", 0) > at[1] and who in r["side"]
-                                 for r in rows)  # fmt: skip
-                    axis.annotate(f"KL {cost:.2g}", at, (-34, -4) if who == "moepack" and beaten else (0, up),
+                    axis.annotate(f"KL {cost:.2g}", at, (0, -20 if beaten(row, rows) else up),
                                   textcoords="offset points", ha="center", fontsize=12, color=colour)  # fmt: skip
     axis.legend(frameon=False, fontsize=13, loc="lower right")
     if not all("decode tokens/s" in r or "static" in r["side"] for r in rows):

@@ -18,9 +18,9 @@ from .speed import Rates, TokenBytes
 
 READ = 64 << 20  # bytes that a rate is measured on: more than a core's caches hold
 RUNS = 5
-# A layer's time beside reading weights, in small operations of torch: a token of Qwen3-30B-A3B's 48 layers, all at
-# w4, took 150 ms on two threads of a Sapphire Rapids, 60 of them for reading.
-CALLS = 900
+# A layer's time beside reading weights, in small operations of torch: a token of Qwen3-30B-A3B's 48 layers took 86 ms
+# at w4 in memory and 94 ms at w2, on two threads of an EPYC that need 40 to 50 of them for reading (docs/limited.md).
+CALLS = 450
 
 
 def rates(bundle: Bundle, token: TokenBytes, memory: float) -> Rates:

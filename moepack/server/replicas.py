@@ -108,7 +108,7 @@ class Door:
         from .http.guard import Guard
 
         self._asked, self._name, self._options = asked, name, options_of(asked)
-        self.app = Guard(self._relay, self._options.key, asked.host)
+        self.app = Guard(self._relay, self._options.keys, asked.host)
         self._stopping = False
         self._opened: asyncio.Future[tuple[Any, int]] = asyncio.get_event_loop().create_future()
         self._closed: asyncio.Future[None] = asyncio.get_event_loop().create_future()

@@ -38,6 +38,11 @@ class Fields:
         self._left = {name: value for name, value in given.items() if value is not None}
         self._where = where
 
+    def inside(self, name: str) -> Fields | None:
+        """Take an object as fields of its own; None if it is absent."""
+        given = self.record(name)
+        return None if given is None else type(self)(given, f"{self._where}{name}.")
+
     def take(self, name: str) -> Any:
         """Take a field unchecked; None if it is absent."""
         return self._left.pop(name, None)

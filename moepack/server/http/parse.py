@@ -21,9 +21,19 @@ ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation for the model's template."""
+
+    messages: list[dict[str, Any]]  # in the shape that templates read
+    tools: list[dict[str, Any]] = field(default_factory=list)  # functions that the model may call
+    template: dict[str, Any] = field(default_factory=dict)  # further arguments of the model's template
+    special: bool = False  # whether to add the tokens that begin or end a text, beside those that the template writes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A request for completions of `prompts`, or for a completion of the chat `messages`."""
+    """A request for completions of `prompts`, or for the next message of a chat."""
 
     model: str | None  # the name of the model; None for the served model
     sampling: Sampling
@@ -33,18 +43,16 @@ class Request:
     ignores_ends: bool  # whether the answer continues after a token that ends answers
     stream: bool  # whether to stream the answer
     usage: bool  # whether a stream ends with its token counts
+    continuous: bool  # whether every chunk of it has them
     schema: dict[str, Any] | None  # the schema of a JSON answer; None allows any text
     prompts: tuple[str | list[int], ...] = ()  # texts or token ids
     echo: bool = False  # whether the answer begins with the prompt
     special: bool = True  # whether to add the tokens that begin or end a text
-    messages: list[dict[str, Any]] = field(default_factory=list)  # in the shape that templates read
-    tools: list[dict[str, Any]] = field(default_factory=list)  # functions that the model may call
-    template: dict[str, Any] = field(default_factory=dict)  # further arguments of the model's template
+    chat: Conversation | None = None  # the chat; None for completions
 
 
-def completion(given: dict[str, Any], vocabulary: int) -> Request:
+def completion(fields: Fields, vocabulary: int) -> Request:
     """Parse a request to /v1/completions. An ApiError names the field that is wrong or unsupported."""
-    fields = Fields(given)
     prompts = _prompts(fields.take("prompt"), vocabulary)
     echo, special = fields.flag("echo"), fields.flag("add_special_tokens", True)
     top, count = fields.whole("logprobs", None, 0, MOST_TOP), fields.whole("n", 1, 1, MOST_CHOICES) or 1
@@ -57,10 +65,9 @@ def completion(given: dict[str, Any], vocabulary: int) -> Request:
     return asked
 
 
-def chat(given: dict[str, Any], vocabulary: int) -> Request:
+def chat(fields: Fields, vocabulary: int) -> Request:
     """Parse a request to /v1/chat/completions. An ApiError names the field that is wrong or unsupported."""
-    fields = Fields(given)
-    messages = _messages(fields.take("messages"))
+    chat = conversation(fields)
     wanted, top = fields.flag("logprobs"), fields.whole("top_logprobs", None, 0, MOST_TOP)
     if top is not None and not wanted:
         raise bad("top_logprobs", "needs logprobs: true")
@@ -68,12 +75,8 @@ def chat(given: dict[str, Any], vocabulary: int) -> Request:
     old, new = fields.whole("max_tokens", None, 1), fields.whole("max_completion_tokens", None, 1)
     if None not in (old, new) and old != new:
         raise bad("max_completion_tokens", "differs from max_tokens")
-    tools = _tools(fields)
-    template = fields.record("chat_template_kwargs") or {}
-    if reserved := {"messages", "conversation", "tools", "tokenize", "chat_template", "documents"} & template.keys():
-        raise bad(f"chat_template_kwargs.{min(reserved)}", "must not be given there", "unsupported")
     top, limit = (top or 0) if wanted else None, new if old is None else old
-    return _request(fields, top, count, limit, vocabulary, messages=messages, tools=tools, template=template)
+    return _request(fields, top, count, limit, vocabulary, chat=chat)
 
 
 def _request(fields: Fields, top: int | None, count: int, limit: int | None, vocabulary: int, **own: Any) -> Request:
@@ -97,9 +100,11 @@ def _request(fields: Fields, top: int | None, count: int, limit: int | None, voc
         top_logprobs=top,
     )
     stream = fields.flag("stream")
+    usage, continuous = _usage(fields, stream)
     asked = Request(
-        model=model, sampling=sampling, max_tokens=limit, count=count, stream=stream, usage=_usage(fields, stream),
-        stops=_stops(fields), ignores_ends=fields.flag("ignore_eos"), schema=_schema(fields), **own,
+        model=model, sampling=sampling, max_tokens=limit, count=count, stream=stream, usage=usage,
+        continuous=continuous, stops=_stops(fields), ignores_ends=fields.flag("ignore_eos"), schema=_schema(fields),
+        **own,
     )  # fmt: skip
     fields.end()
     return asked
@@ -115,17 +120,17 @@ def _bias(fields: Fields, vocabulary: int) -> dict[int, float]:
     return out
 
 
-def _usage(fields: Fields, stream: bool) -> bool:
-    options = fields.record("stream_options")
-    if options is None:
-        return False
+def _usage(fields: Fields, stream: bool) -> tuple[bool, bool]:
+    """Parse whether a stream ends with its token counts, and whether every chunk of it has them, as vLLM says it."""
+    inner = fields.inside("stream_options")
+    if inner is None:
+        return False, False
     if not stream:
         raise bad("stream_options", "needs stream: true")
-    inner = Fields(options, "stream_options.")
-    usage = inner.flag("include_usage")
+    usage, continuous = inner.flag("include_usage"), inner.flag("continuous_usage_stats")
     inner.only("include_obfuscation", False)
     inner.end()
-    return usage
+    return usage, usage and continuous
 
 
 def _stops(fields: Fields) -> tuple[str, ...]:
@@ -140,19 +145,17 @@ def _stops(fields: Fields) -> tuple[str, ...]:
 
 def _schema(fields: Fields) -> dict[str, Any] | None:
     """Parse the answer's JSON schema: {"type": "object"} allows any object, None allows any text."""
-    given = fields.record("response_format")
-    if given is None:
+    inner = fields.inside("response_format")
+    if inner is None:
         return None
-    inner = Fields(given, "response_format.")
-    kind, outer = inner.text("type"), inner.record("json_schema")
-    if kind == "text" and outer is None:
-        return None
-    if kind == "json_object" and outer is None:
-        return {"type": "object"}
-    if kind != "json_schema" or outer is None:
-        raise bad("response_format.type", "must be text, json_object or json_schema", "unsupported")
+    kind, named = inner.text("type"), inner.inside("json_schema")
     inner.end()
-    named = Fields(outer, "response_format.json_schema.")
+    if kind == "text" and named is None:
+        return None
+    if kind == "json_object" and named is None:
+        return {"type": "object"}
+    if kind != "json_schema" or named is None:
+        raise bad("response_format.type", "must be text, json_object or json_schema", "unsupported")
     for name in ("name", "description"):
         named.text(name)
     named.flag("strict")
@@ -184,7 +187,17 @@ def _prompts(given: Any, vocabulary: int) -> tuple[str | list[int], ...]:
 
 # --- chats
 
+RESERVED = frozenset({"messages", "conversation", "tools", "tokenize", "chat_template", "documents"})
 ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def conversation(fields: Fields) -> Conversation:
+    """Parse the fields that hold a conversation and what its template reads."""
+    messages, tools = _messages(fields.take("messages")), _tools(fields)
+    template = fields.record("chat_template_kwargs") or {}
+    if reserved := RESERVED & template.keys():
+        raise bad(f"chat_template_kwargs.{min(reserved)}", "must not be given there", "unsupported")
+    return Conversation(messages, tools, template)
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:

@@ -47,6 +47,7 @@ class Reply:
 
     def __init__(self, asked: Request, prompts: Sequence[list[int]], tokens: Tokens, model: str) -> None:
         self._asked, self._tokens = asked, tokens
+        self._tools = [] if asked.chat is None else asked.chat.tools
         self._wants_scores = asked.sampling.top_logprobs is not None
         echoed = asked.prompts if asked.echo else [""] * len(prompts)
         each = zip(prompts, (p if isinstance(p, str) else tokens.decode(p) for p in echoed), strict=True)
@@ -63,14 +64,17 @@ class Reply:
 
     async def chunks(self, batches: AsyncIterator[list[tuple[int, JobEvent]]]) -> AsyncIterator[list[dict[str, Any]]]:
         """Yield a stream's chunks as events arrive, in batches."""
-        empty = (
-            {"usage": None} if self._asked.usage else {}
-        )  # a stream that ends with its usage has the field throughout
+        # a stream that ends with its usage has the field throughout
+        empty: dict[str, Any] = {"usage": None} if self._asked.usage else {}
         if begins := self._begins():
+            if self._asked.continuous:
+                empty = {"usage": self._usage()}
             yield [{**self._head, "choices": [piece], **empty} for piece in begins]
         async for batch in batches:
             pieces = [piece for index, event in batch for piece in self._pieces(index, self.choices[index], event)]
             if pieces:
+                if self._asked.continuous:
+                    empty = {"usage": self._usage()}
                 yield [{**self._head, "choices": [piece], **empty} for piece in pieces]
         if self._asked.usage:
             yield [{**self._head, "choices": [], "usage": self._usage()}]
@@ -106,7 +110,7 @@ class ChatReply(Reply):
     prefix, kinds = "chatcmpl", ("chat.completion", "chat.completion.chunk")
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        text, calls = tool_calls(choice.text) if self._asked.tools else (choice.text, [])
+        text, calls = tool_calls(choice.text) if self._tools else (choice.text, [])
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         if calls:
             message["tool_calls"] = calls
@@ -123,7 +127,7 @@ class ChatReply(Reply):
     def _pieces(self, index: int, choice: Choice, event: JobEvent) -> list[dict[str, Any]]:
         text, scored = choice.hear(event)
         finish, calls = event.finish, list[dict[str, Any]]()
-        if self._asked.tools:  # a possible tool call is sent only once it is whole
+        if self._tools:  # a possible tool call is sent only once it is whole
             text, calls = tool_calls(choice.text) if finish else ("", [])
         delta: dict[str, Any] = {"content": text} if text else {}
         if calls:

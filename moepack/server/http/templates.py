@@ -10,12 +10,12 @@ from typing import Any
 from moepack.server.batching.tokens import Tokens
 from moepack.server.errors import ApiError, bad
 
-from .parse import Request
+from .parse import Conversation
 
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)  # the form of Hermes, Qwen and others
 
 
-def render(tokens: Tokens, asked: Request) -> list[int]:
+def render(tokens: Tokens, asked: Conversation) -> list[int]:
     """Render a conversation as prompt tokens. Raises ApiError if the template is missing or refuses."""
     template = tokens.tokenizer.chat_template
     if not template:
@@ -25,12 +25,15 @@ def render(tokens: Tokens, asked: Request) -> list[int]:
         raise bad("tools", "this model's template does not say how it calls tools", "unsupported")
     try:
         text = tokens.tokenizer.apply_chat_template(
-            asked.messages, tools=asked.tools or None, tokenize=False, add_generation_prompt=True, **asked.template
+            asked.messages,
+            tools=asked.tools or None,
+            tokenize=False,
+            **{"add_generation_prompt": True, **asked.template},
         )
     except Exception as error:  # a template is a program and may raise anything
         why = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
         raise bad("messages", f"the chat template refuses them: {why}") from None
-    return tokens.encode(str(text), False, "messages")
+    return tokens.encode(str(text), asked.special, "messages")
 
 
 def tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:

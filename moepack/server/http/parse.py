@@ -22,7 +22,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class Dialogue:
     """A conversation for the model's template."""
 
     messages: list[dict[str, Any]]  # in the shape that templates read
@@ -48,7 +48,7 @@ class Request:
     prompts: tuple[str | list[int], ...] = ()  # texts or token ids
     echo: bool = False  # whether the answer begins with the prompt
     special: bool = True  # whether to add the tokens that begin or end a text
-    chat: Conversation | None = None  # the chat; None for completions
+    chat: Dialogue | None = None  # the chat; None for completions
 
 
 def completion(fields: Fields, vocabulary: int) -> Request:
@@ -191,13 +191,13 @@ RESERVED = frozenset({"messages", "conversation", "tools", "tokenize", "chat_tem
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def conversation(fields: Fields) -> Conversation:
+def conversation(fields: Fields) -> Dialogue:
     """Parse the fields that hold a conversation and what its template reads."""
     messages, tools = _messages(fields.take("messages")), _tools(fields)
     template = fields.record("chat_template_kwargs") or {}
     if reserved := RESERVED & template.keys():
         raise bad(f"chat_template_kwargs.{min(reserved)}", "must not be given there", "unsupported")
-    return Conversation(messages, tools, template)
+    return Dialogue(messages, tools, template)
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:

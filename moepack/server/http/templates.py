@@ -10,12 +10,12 @@ from typing import Any
 from moepack.server.batching.tokens import Tokens
 from moepack.server.errors import ApiError, bad
 
-from .parse import Conversation
+from .parse import Dialogue
 
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)  # the form of Hermes, Qwen and others
 
 
-def render(tokens: Tokens, asked: Conversation) -> list[int]:
+def render(tokens: Tokens, asked: Dialogue) -> list[int]:
     """Render a conversation as prompt tokens. Raises ApiError if the template is missing or refuses."""
     template = tokens.tokenizer.chat_template
     if not template:

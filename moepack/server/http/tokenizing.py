@@ -9,7 +9,7 @@ from moepack.server.batching.tokens import Tokens
 from moepack.server.errors import bad
 
 from .fields import Fields
-from .parse import Conversation, conversation
+from .parse import Dialogue, conversation
 from .templates import render
 
 
@@ -23,7 +23,7 @@ class TokenizeRequest:
         self.chat = self._chat(fields) if self.text is None else None
         fields.end()
 
-    def _chat(self, fields: Fields) -> Conversation:
+    def _chat(self, fields: Fields) -> Dialogue:
         asked, goes_on = conversation(fields), fields.flag("continue_final_message")
         begins = fields.flag("add_generation_prompt", not goes_on)
         if goes_on and begins:

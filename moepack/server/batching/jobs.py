@@ -37,6 +37,7 @@ class Job:
     ends: frozenset[int] = frozenset()  # tokens that end the answer
     # Makes the mask of allowed tokens, on the scheduler's thread; None allows all.
     grammar: Callable[[], JsonMask] | None = None
+    shows_special: bool = False  # whether the answer's text has special tokens in it
     wants_prompt: bool = False  # whether to report the prompt's own tokens
     # Whether the client has gone. Any thread may set this.
     cancelled: bool = False

@@ -7,6 +7,7 @@ gives up its cache and is read again later.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -135,7 +136,13 @@ class Scheduler:
             ApiError: if the queue is full, or the server is stopping.
         """
         arrived = [
-            _Sequence(job, list(job.prompt), Pieces(self._tokens.decode, job.prompt), Stops(job.stops)) for job in jobs
+            _Sequence(
+                job,
+                list(job.prompt),
+                Pieces(functools.partial(self._tokens.decode, special=job.shows_special), job.prompt),
+                Stops(job.stops),
+            )
+            for job in jobs
         ]
         with self._condition:
             if self._closing or not self._thread.is_alive():

@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -22,6 +22,7 @@ from moepack.server.batching.scheduler import Scheduler
 from moepack.server.batching.tokens import Tokens
 from moepack.server.errors import ApiError, failed, too_long
 from moepack.server.options import UNLIMITED, Options
+from moepack.server.tools.parts import AnswerReader, Plain
 
 from . import parse
 from .answer import Answer, Gone, Streamed
@@ -31,7 +32,7 @@ from .info import Info
 from .live_view import LiveView
 from .metrics import Metrics
 from .replies import ChatReply, CompletionReply, Reply
-from .templates import render
+from .templates import manners_of, render
 from .tokenizing import DetokenizeRequest, TokenizeRequest
 
 HELPERS = 2  # threads beside the event loop; glibc keeps an arena for each thread that ever ran
@@ -48,6 +49,7 @@ class Server:
             tokenizer.chat_template = options.template
         text = model.config.get_text_config()
         self._vocabulary = int(text.vocab_size)
+        self._manners = manners_of(self.tokens)
         self._grammars = Grammars(tokenizer, self._vocabulary, self.tokens.ends)
         context = min(options.limits.context, int(getattr(text, "max_position_embeddings", None) or UNLIMITED))
         self.engine = Engine(model, options.limits.step_tokens)
@@ -126,28 +128,32 @@ class Server:
         def answer() -> dict[str, Any]:
             asked = kind(Fields(parse_json(raw)), self._vocabulary)
             self._info.check_model(asked.model)
-            return asked.answer(self.tokens, context if context < UNLIMITED else None)
+            return asked.answer(self.tokens, self._manners, context if context < UNLIMITED else None)
 
         return JSONResponse(await self._aside(answer))
 
     async def _completions(self, request: Request) -> Response:
-        def encoded(asked: parse.Request) -> list[list[int]]:
-            return [self.tokens.encode(p, asked.special, "prompt") if isinstance(p, str) else p for p in asked.prompts]
+        def encoded(asked: parse.Request) -> _Prepared:
+            each = [self.tokens.encode(p, asked.special, "prompt") if isinstance(p, str) else p for p in asked.prompts]
+            return _Prepared(each)
 
         return await self._answered(request, parse.completion, encoded, CompletionReply)
 
     async def _chat(self, request: Request) -> Response:
-        def encoded(asked: parse.Request) -> list[list[int]]:
-            assert asked.chat is not None
-            return [render(self.tokens, asked.chat)]
+        return await self._answered(request, parse.chat, self._prepare_chat, ChatReply)
 
-        return await self._answered(request, parse.chat, encoded, ChatReply)
+    def _prepare_chat(self, asked: parse.Request) -> _Prepared:
+        assert asked.chat is not None
+        manners, tools = self._manners, asked.chat.tools
+        text, ids = render(self.tokens, manners, asked.chat)
+        grammar = manners.grammar(tools, text) if tools.binding else None
+        return _Prepared([ids], lambda: manners.reader(tools, text), grammar, manners.shows_special)
 
     async def _answered(
         self,
         request: Request,
         parsed: Callable[[Fields, int], parse.Request],
-        encoded: Callable[[parse.Request], list[list[int]]],
+        prepared: Callable[[parse.Request], _Prepared],
         kind: type[Reply],
     ) -> Response:
         raw = await body(request, self._options.body)
@@ -156,9 +162,9 @@ class Server:
         answer = Answer()
 
         def prepare() -> Reply:
-            prompts = encoded(asked)
-            self._jobs(asked, prompts, answer)
-            return kind(asked, prompts, self.tokens, self._options.name)
+            found = prepared(asked)
+            self._jobs(asked, found, answer)
+            return kind(asked, found.prompts, self.tokens, self._options.name, found.reader)
 
         reply = await self._aside(prepare)
         self.scheduler.submit(answer.jobs)
@@ -167,13 +173,15 @@ class Server:
             return Streamed(reply.chunks(batches))
         async for batch in batches:
             for index, event in batch:
-                reply.choices[index].hear(event)
+                reply.hear(index, event)
         return JSONResponse(reply.whole())
 
-    def _jobs(self, asked: parse.Request, prompts: list[list[int]], answer: Answer) -> None:
+    def _jobs(self, asked: parse.Request, prepared: _Prepared, answer: Answer) -> None:
         """Add a job for each answer to each prompt. Call it off the event loop: a grammar may take seconds."""
-        grammar = None if asked.schema is None else self._grammars.check(asked.schema)
-        for prompt in prompts:
+        grammar = None if asked.schema is None else self._grammars.of_schema(asked.schema)
+        if prepared.grammar is not None:
+            grammar = self._grammars.of_calls(prepared.grammar)
+        for prompt in prepared.prompts:
             if not prompt:
                 raise ApiError(400, "the prompt is empty", "prompt")
             room = self.scheduler.most_answer(len(prompt))
@@ -187,9 +195,19 @@ class Server:
                 sampling = asked.sampling if seed is None else replace(asked.sampling, seed=_mixed(seed, n))
                 job = Job(prompt, wanted, sampling, functools.partial(answer.hear, len(answer.jobs)), asked.stops)
                 job.ends = frozenset() if asked.ignores_ends else self.tokens.ends
-                job.grammar = grammar
+                job.grammar, job.shows_special = grammar, prepared.shows_special
                 job.wants_prompt = asked.echo and sampling.top_logprobs is not None
                 answer.jobs.append(job)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What the jobs of a request are made from."""
+
+    prompts: list[list[int]]
+    reader: Callable[[], AnswerReader] = Plain  # makes what reads an answer of a chat
+    grammar: str | None = None  # of answers that call
+    shows_special: bool = False  # whether answers are decoded with special tokens
 
 
 def _mixed(seed: int, n: int) -> int:

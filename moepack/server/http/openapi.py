@@ -15,6 +15,7 @@ from moepack.version import __version__
 from . import parse
 from .fields import Fields
 from .tokenizing import DetokenizeRequest, TokenizeRequest
+from .toolbox import MOST_TOOLS
 
 Schema = dict[str, Any]
 VOCABULARY = 1 << 20  # stands for a model's own, whose size no schema says
@@ -92,7 +93,21 @@ _TOKENS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, 
 _FUNCTION: Schema = {
     "type": "object",
     "required": ["name"],
-    "properties": {"name": _TEXT, "description": _TEXT, "parameters": {"type": "object"}},
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,128}$"},
+        "description": _TEXT,
+        "parameters": {"type": "object"},
+        "strict": {"type": "boolean"},
+    },
+    "additionalProperties": False,
+}
+_NAMED: Schema = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "required": ["name"], "properties": {"name": _TEXT}},
+    },
 }
 _MESSAGE: Schema = {
     "type": "object",
@@ -116,6 +131,7 @@ _MESSAGE: Schema = {
         "tool_calls": {"type": "array"},
         "tool_call_id": _TEXT,
         "name": _TEXT,
+        "reasoning_content": _TEXT,
     },
 }
 # Schemas of fields that parsers check by hand, by their paths.
@@ -126,13 +142,14 @@ UNCHECKED: dict[str, Schema] = {
     "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}},
     "tools": {
         "type": "array",
+        "maxItems": MOST_TOOLS,
         "items": {
             "type": "object",
             "required": ["type", "function"],
             "properties": {"type": {"const": "function"}, "function": _FUNCTION},
         },
     },
-    "tool_choice": {"enum": ["auto", "none"]},
+    "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required"]}, _NAMED]},
 }
 _SAID = [{"role": "user", "content": "Hello"}]
 _FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
@@ -140,7 +157,12 @@ _SHARED = {"stream": True, "stream_options": {"include_usage": True}, "response_
 # path -> (what it does, parser, an example that reaches every field, fields that may not be left out)
 Parser = Callable[[Fields, int], Any]
 POSTS: dict[str, tuple[str, Parser, dict[str, Any], tuple[str, ...]]] = {
-    "/v1/chat/completions": ("Answer a chat", parse.chat, {"messages": _SAID, **_SHARED}, ("messages",)),
+    "/v1/chat/completions": (
+        "Answer a chat",
+        parse.chat,
+        {"model": "x", "messages": _SAID, **_SHARED},
+        ("model", "messages"),
+    ),
     "/v1/completions": ("Continue texts", parse.completion, {"prompt": "Hello", **_SHARED}, ("prompt",)),
     "/tokenize": ("Turn a text or a chat into tokens", TokenizeRequest, {"messages": _SAID}, ()),
     "/detokenize": ("Turn tokens into a text", DetokenizeRequest, {"tokens": [1]}, ("tokens",)),

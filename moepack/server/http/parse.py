@@ -7,8 +7,10 @@ from typing import Any
 
 from moepack.server.errors import bad
 from moepack.server.options import Sampling
+from moepack.server.tools.parts import Tools
 
-from .fields import Fields, parse_json
+from .fields import Fields
+from .toolbox import Listed, earlier_calls, take_tools
 
 MOST_STOPS, MOST_CHOICES, MOST_TOP = 16, 128, 20
 # OpenAI's fields that do not change an answer here.
@@ -17,8 +19,10 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
 }
+
+
+NO_MODEL = "is missing: /v1/models has its name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,9 @@ class Dialogue:
     """A conversation for the model's template."""
 
     messages: list[dict[str, Any]]  # in the shape that templates read
-    tools: list[dict[str, Any]] = field(default_factory=list)  # functions that the model may call
+    shown: Listed = field(default_factory=list)  # functions, in the shape that templates read
+    tools: Tools = field(default_factory=Tools)  # those that the model may or must call
+    effort: str | None = None  # how much to reason, in the words of the model's template
     template: dict[str, Any] = field(default_factory=dict)  # further arguments of the model's template
     special: bool = False  # whether to add the tokens that begin or end a text, beside those that the template writes
 
@@ -35,7 +41,7 @@ class Dialogue:
 class Request:
     """A request for completions of `prompts`, or for the next message of a chat."""
 
-    model: str | None  # the name of the model; None for the served model
+    model: str | None  # the name of the model; None, in completions alone, for the served model
     sampling: Sampling
     max_tokens: int | None  # the most tokens of the answer; None allows all that fit
     count: int  # answers to each prompt
@@ -76,7 +82,10 @@ def chat(fields: Fields, vocabulary: int) -> Request:
     if None not in (old, new) and old != new:
         raise bad("max_completion_tokens", "differs from max_tokens")
     top, limit = (top or 0) if wanted else None, new if old is None else old
-    return _request(fields, top, count, limit, vocabulary, chat=chat)
+    asked = _request(fields, top, count, limit, vocabulary, chat=chat)
+    if asked.model is None:
+        raise bad("model", NO_MODEL)
+    return asked
 
 
 def _request(fields: Fields, top: int | None, count: int, limit: int | None, vocabulary: int, **own: Any) -> Request:
@@ -107,6 +116,10 @@ def _request(fields: Fields, top: int | None, count: int, limit: int | None, voc
         **own,
     )  # fmt: skip
     fields.end()
+    if asked.schema is not None and asked.chat is not None and asked.chat.tools.binding:
+        raise bad(
+            "response_format", "a schema of the answer cannot stand beside calls that keep to theirs", "unsupported"
+        )
     return asked
 
 
@@ -193,11 +206,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 def conversation(fields: Fields) -> Dialogue:
     """Parse the fields that hold a conversation and what its template reads."""
-    messages, tools = _messages(fields.take("messages")), _tools(fields)
+    messages, (shown, tools) = _messages(fields.take("messages")), take_tools(fields)
     template = fields.record("chat_template_kwargs") or {}
     if reserved := RESERVED & template.keys():
         raise bad(f"chat_template_kwargs.{min(reserved)}", "must not be given there", "unsupported")
-    return Dialogue(messages, tools, template)
+    return Dialogue(messages, shown, tools, fields.text("reasoning_effort"), template)
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:
@@ -220,17 +233,26 @@ def _message(where: str, given: Any) -> dict[str, Any]:
         raise bad(f"{where}.content", "is missing")
     out["content"] = content or ""
     if calls is not None:
-        out["tool_calls"] = _calls(f"{where}.tool_calls", calls)
+        out["tool_calls"] = earlier_calls(f"{where}.tool_calls", calls)
     if role == "tool":
         out["tool_call_id"] = fields.text("tool_call_id") or ""
     if (name := fields.text("name")) is not None:
         out["name"] = name
-    if role == "assistant":  # fields of our answers that clients send back
+    if role == "assistant":
+        reasoning = fields.text("reasoning_content") or fields.text("reasoning")
+        if reasoning is not None:
+            out |= reasoned(reasoning)
+        # fields of our answers that clients send back
         fields.only("refusal")
         fields.only("annotations", [])
         fields.only("audio")
     fields.end()
     return out
+
+
+def reasoned(text: str) -> dict[str, str]:
+    """The reasoning of an earlier answer, by the names that templates have for it: gpt-oss says thinking."""
+    return {"reasoning_content": text, "thinking": text}
 
 
 def _content(where: str, given: Any) -> str | None:
@@ -247,34 +269,3 @@ def _content(where: str, given: Any) -> str | None:
             raise bad(f"{where}[{n}].text", "must be a string")
         texts.append(part["text"])
     return "".join(texts)
-
-
-def _calls(where: str, given: Any) -> list[dict[str, Any]]:
-    """Parse the tool calls of an earlier answer; templates need the arguments of calls as objects."""
-    out = []
-    for n, call in enumerate(given if isinstance(given, list) else [None]):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise bad(f"{where}[{n}]", "must be a call of a function")
-        arguments = function.get("arguments", "{}")
-        if isinstance(arguments, str):
-            try:
-                arguments = parse_json(arguments.encode())
-            except Exception:
-                raise bad(f"{where}[{n}].function.arguments", "must be a JSON object") from None
-        made = {"name": function["name"], "arguments": arguments}
-        out.append({"id": str(call.get("id", "")), "type": "function", "function": made})
-    return out
-
-
-def _tools(fields: Fields) -> list[dict[str, Any]]:
-    tools, choice = fields.take("tools"), fields.take("tool_choice")
-    if tools is not None and not isinstance(tools, list):
-        raise bad("tools", "must be a list")
-    for n, tool in enumerate(tools or ()):
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise bad(f"tools[{n}]", 'must be {"type": "function", "function": {"name": ...}}')
-    if choice not in (None, "auto", "none"):
-        raise bad("tool_choice", 'only "auto" and "none" are supported', "unsupported")
-    return [] if choice == "none" else tools or []

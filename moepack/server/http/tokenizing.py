@@ -7,6 +7,7 @@ from typing import Any
 
 from moepack.server.batching.tokens import Tokens
 from moepack.server.errors import bad
+from moepack.server.tools.forms import Manners
 
 from .fields import Fields
 from .parse import Dialogue, conversation
@@ -31,12 +32,12 @@ class TokenizeRequest:
         more = {"add_generation_prompt": begins, "continue_final_message": goes_on}
         return replace(asked, template={**asked.template, **more}, special=self.special)
 
-    def answer(self, tokens: Tokens, context: int | None) -> dict[str, Any]:
+    def answer(self, tokens: Tokens, manners: Manners, context: int | None) -> dict[str, Any]:
         """The answer; `context` is the most tokens of a sequence, None if that is not limited."""
         if self.chat is None:
             ids = tokens.encode(self.text or "", self.special, "prompt")
         else:
-            ids = render(tokens, self.chat)
+            _, ids = render(tokens, manners, self.chat)
         names = tokens.tokenizer.convert_ids_to_tokens(ids) if self.strings else None
         return {"count": len(ids), "max_model_len": context, "tokens": ids, "token_strs": names}
 
@@ -52,6 +53,6 @@ class DetokenizeRequest:
         self.tokens: list[int] = given
         fields.end()
 
-    def answer(self, tokens: Tokens, context: int | None) -> dict[str, Any]:
+    def answer(self, tokens: Tokens, manners: Manners, context: int | None) -> dict[str, Any]:
         """The answer."""
-        return {"prompt": str(tokens.tokenizer.decode(self.tokens, skip_special_tokens=False))}
+        return {"prompt": tokens.decode(self.tokens, special=True)}

@@ -206,7 +206,7 @@ def serve(
         typer.Option("--address", help="The Ray cluster of the copies: ray://HOST:10001; by default this machine."),
     ] = None,
 ) -> None:
-    """Serve the OpenAI interface over HTTP, with a live page."""
+    """Serve the interfaces of OpenAI and Anthropic over HTTP, with a live page."""
     given = dict(locals())  # the parameters are the fields of Serve
     from moepack.server.command import Serve
 

@@ -38,7 +38,7 @@ def beginning(raw: bytes) -> str:
     with contextlib.suppress(ValueError, RecursionError):
         given = json.loads(raw)
         if isinstance(given, dict):
-            found = given.get("messages", given.get("prompt"))
+            found = given.get("messages", given.get("prompt", given.get("input")))
             found = found[0] if isinstance(found, list) and found and not isinstance(found[0], int) else found
             found = found.get("content") if isinstance(found, dict) else found
             text = found if isinstance(found, str) else json.dumps(found)

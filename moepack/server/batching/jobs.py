@@ -21,6 +21,7 @@ class JobEvent:
     # Tokens of the prompt with log probabilities, in one event alone, if the job asks for them; the first has none.
     prompt: tuple[Scored, ...] = ()
     finish: str | None = None  # "stop", "length", or None while the job runs
+    stop: str | None = None  # the stop string that ended the answer
     error: Exception | None = None  # the reason if the job ends without an answer
     generated: int = 0  # tokens generated so far, including those that a stop string cut off
 

@@ -375,4 +375,4 @@ class Scheduler:
         self._running.remove(one)
         self._remove(one)
         self.totals.finished += 1
-        self._events.append((one.job, JobEvent(text, tokens, prompt, why, None, one.made)))
+        self._events.append((one.job, JobEvent(text, tokens, prompt, why, one.stops.found, None, one.made)))

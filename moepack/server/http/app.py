@@ -23,6 +23,10 @@ from moepack.server.batching.tokens import Tokens
 from moepack.server.errors import ApiError, failed, too_long
 from moepack.server.options import UNLIMITED, Options
 from moepack.server.tools.parts import AnswerReader, Plain
+from moepack.server.translated.message_reply import MessageReply
+from moepack.server.translated.messages import counted, messages
+from moepack.server.translated.response_reply import ResponseReply
+from moepack.server.translated.responses import responses
 
 from . import parse
 from .answer import Answer, Gone, Streamed
@@ -65,6 +69,9 @@ class Server:
             Route("/detokenize", self._detokenize, methods=["POST"]),
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/responses", self._responses, methods=["POST"]),
+            Route("/v1/messages", self._messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", self._count, methods=["POST"]),
         ]
         handlers: dict[Any, Any] = {ApiError: _refusal, HTTPException: _http_error, Exception: _failure}
         inner = Starlette(routes=routes, exception_handlers=handlers)
@@ -142,6 +149,22 @@ class Server:
     async def _chat(self, request: Request) -> Response:
         return await self._answered(request, parse.chat, self._prepare_chat, ChatReply)
 
+    async def _responses(self, request: Request) -> Response:
+        return await self._answered(request, responses, self._prepare_chat, ResponseReply)
+
+    async def _messages(self, request: Request) -> Response:
+        return await self._answered(request, messages, self._prepare_chat, MessageReply)
+
+    async def _count(self, request: Request) -> Response:
+        raw = await body(request, self._options.body)
+
+        def answer() -> dict[str, int]:
+            asked = counted(Fields(parse_json(raw)), self._vocabulary)
+            self._info.check_model(asked.model)
+            return {"input_tokens": len(self._prepare_chat(asked).prompts[0])}
+
+        return JSONResponse(await self._aside(answer))
+
     def _prepare_chat(self, asked: parse.Request) -> _Prepared:
         assert asked.chat is not None
         manners, tools = self._manners, asked.chat.tools
@@ -170,7 +193,7 @@ class Server:
         self.scheduler.submit(answer.jobs)
         batches = answer.batches(request.receive)
         if asked.stream:
-            return Streamed(reply.chunks(batches))
+            return Streamed(reply, batches)
         async for batch in batches:
             for index, event in batch:
                 reply.hear(index, event)
@@ -216,7 +239,7 @@ def _mixed(seed: int, n: int) -> int:
 
 
 async def _refusal(request: Request, error: ApiError) -> Response:
-    return refusal(error)
+    return refusal(error, request.url.path)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
@@ -226,4 +249,4 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 async def _failure(request: Request, error: Exception) -> Response:
     if isinstance(error, Gone):
         return Response(status_code=499)
-    return refusal(failed("this server failed on the request"))
+    return refusal(failed("this server failed on the request"), request.url.path)

@@ -55,7 +55,7 @@ class Guard:
             await send(message)
 
         error = self._refused(scope)
-        await (self._app if error is None else refusal(error))(scope, receive, named)
+        await (self._app if error is None else refusal(error, scope["path"]))(scope, receive, named)
 
     def _refused(self, scope: Scope) -> ApiError | None:
         if len(scope["raw_path"]) + len(scope["query_string"]) > LONGEST:
@@ -69,7 +69,7 @@ class Guard:
         if not self._keys or scope["path"] in OPEN:
             return None
         kind, _, given = headers.get(b"authorization", b"").partition(b" ")
-        given = given.strip() if kind.lower() == b"bearer" else b""
+        given = given.strip() if kind.lower() == b"bearer" else headers.get(b"x-api-key", b"")  # as Anthropic's clients
         if sum(hmac.compare_digest(given, key) for key in self._keys):  # not `any`: every key takes its time
             return None
         return ApiError(
@@ -86,10 +86,11 @@ def shared(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     )
 
 
-def refusal(error: ApiError) -> JSONResponse:
-    """Make the response to a refused request."""
+def refusal(error: ApiError, path: str = "") -> JSONResponse:
+    """Make the response to a refused request, in the shape of the interface that its path belongs to."""
     headers = {"retry-after": "1"} if error.status in (429, 503) else None
-    return JSONResponse(error.body(), error.status, headers)
+    body = error.anthropic() if path.startswith("/v1/messages") else error.body()
+    return JSONResponse(body, error.status, headers)
 
 
 async def disconnected(receive: Receive) -> None:

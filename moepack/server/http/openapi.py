@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
+from moepack.server.translated.messages import counted, messages
+from moepack.server.translated.responses import responses
 from moepack.version import __version__
 
 from . import parse
@@ -28,6 +31,7 @@ class Recorder(Fields):
         super().__init__(given, where)
         self._schemas: dict[str, Schema] = {}
         self._nested: dict[str, Recorder] = {}
+        self.shapes: dict[str, Schema] = {}  # of fields that are taken unchecked
 
     def schema(self, *required: str) -> Schema:
         """The JSON schema of the object, of which these fields may not be left out; null counts as left out."""
@@ -40,8 +44,8 @@ class Recorder(Fields):
         self._schemas.setdefault(name, schema)
 
     def take(self, name: str) -> Any:
-        """Take a field unchecked; its schema stands in `UNCHECKED`."""
-        self._note(name, UNCHECKED.get(self._where + name, {}))
+        """Take a field unchecked; its schema stands in `shapes`."""
+        self._note(name, self.shapes.get(name, {}))
         return super().take(name)
 
     def inside(self, name: str) -> Fields | None:
@@ -69,7 +73,7 @@ class Recorder(Fields):
 
     def text(self, name: str) -> str | None:
         """Take a string."""
-        self._note(name, _TYPES if self._where + name == "response_format.type" else _TEXT)
+        self._note(name, _TYPES if self._where.endswith("format.") and name == "type" else _TEXT)
         return super().text(name)
 
     def record(self, name: str) -> dict[str, Any] | None:
@@ -134,7 +138,7 @@ _MESSAGE: Schema = {
         "reasoning_content": _TEXT,
     },
 }
-# Schemas of fields that parsers check by hand, by their paths.
+# Schemas of fields that several parsers check by hand.
 UNCHECKED: dict[str, Schema] = {
     "messages": {"type": "array", "minItems": 1, "items": _MESSAGE},
     "prompt": {"anyOf": [_TEXT, _TOKENS, {"type": "array", "minItems": 1, "items": {"anyOf": [_TEXT, _TOKENS]}}]},
@@ -151,22 +155,90 @@ UNCHECKED: dict[str, Schema] = {
     },
     "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required"]}, _NAMED]},
 }
+_PARTS: Schema = {"anyOf": [_TEXT, {"type": "array", "items": {"type": "object", "required": ["type"]}}]}
+_ROLE: Schema = {"enum": ["user", "assistant"]}
+_RESPONSES: dict[str, Schema] = {
+    "input": {"anyOf": [_TEXT, {"type": "array", "minItems": 1, "items": {"type": "object"}}]},
+    "tools": {
+        "type": "array",
+        "maxItems": MOST_TOOLS,
+        "items": {
+            **_FUNCTION,
+            "required": ["type", "name"],
+            "properties": {"type": {"const": "function"}, **_FUNCTION["properties"]},
+        },
+    },
+    "tool_choice": {
+        "anyOf": [
+            {"enum": ["auto", "none", "required"]},
+            {"type": "object", "required": ["type", "name"], "properties": {"type": {"const": "function"}}},
+        ]
+    },
+}
+_MESSAGES: dict[str, Schema] = {
+    "messages": {
+        "type": "array",
+        "minItems": 1,
+        "items": {
+            "type": "object",
+            "required": ["role", "content"],
+            "properties": {"role": _ROLE, "content": _PARTS},
+            "additionalProperties": False,
+        },
+    },
+    "system": _PARTS,
+    "stop_sequences": {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": parse.MOST_STOPS},
+    "tools": {
+        "type": "array",
+        "maxItems": MOST_TOOLS,
+        "items": {"type": "object", "required": ["name"], "properties": {"input_schema": {"type": "object"}}},
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """A path that takes JSON."""
+
+    summary: str
+    parser: Callable[[Fields, int], Any]
+    example: dict[str, Any]  # reaches every field
+    required: tuple[str, ...]  # fields that may not be left out
+    shapes: dict[str, Schema] = field(default_factory=dict)  # of fields that this parser checks by hand
+    streams: bool = False
+
+
 _SAID = [{"role": "user", "content": "Hello"}]
+_SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
 _FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 _SHARED = {"stream": True, "stream_options": {"include_usage": True}, "response_format": _FORMAT}
-# path -> (what it does, parser, an example that reaches every field, fields that may not be left out)
-Parser = Callable[[Fields, int], Any]
-POSTS: dict[str, tuple[str, Parser, dict[str, Any], tuple[str, ...]]] = {
-    "/v1/chat/completions": (
-        "Answer a chat",
-        parse.chat,
-        {"model": "x", "messages": _SAID, **_SHARED},
-        ("model", "messages"),
+_RESPOND = {
+    "model": "x", "input": "Hello", "text": {"format": _SCHEMA}, "reasoning": {"effort": "low"}, "stream_options": {},
+}  # fmt: skip
+_ASK = {
+    "model": "x", "messages": _SAID, "thinking": {"type": "enabled"}, "tool_choice": {"type": "auto"},
+    "output_config": {"format": _SCHEMA},
+}  # fmt: skip
+POSTS = {
+    "/v1/chat/completions": Posted(
+        "Answer a chat", parse.chat, {"model": "x", "messages": _SAID, **_SHARED}, ("model", "messages"), streams=True
     ),
-    "/v1/completions": ("Continue texts", parse.completion, {"prompt": "Hello", **_SHARED}, ("prompt",)),
-    "/tokenize": ("Turn a text or a chat into tokens", TokenizeRequest, {"messages": _SAID}, ()),
-    "/detokenize": ("Turn tokens into a text", DetokenizeRequest, {"tokens": [1]}, ("tokens",)),
-}
+    "/v1/completions": Posted(
+        "Continue texts", parse.completion, {"prompt": "Hello", **_SHARED}, ("prompt",), streams=True
+    ),
+    "/v1/responses": Posted(
+        "Answer a chat, as OpenAI's Responses", responses, _RESPOND, ("model", "input"), _RESPONSES, True
+    ),
+    "/v1/messages": Posted(
+        "Answer a chat, as Anthropic's Messages", messages, {**_ASK, "max_tokens": 1},
+        ("model", "messages", "max_tokens"), _MESSAGES, True,
+    ),
+    "/v1/messages/count_tokens": Posted(
+        "Count the tokens of such a chat", counted, _ASK, ("model", "messages"), _MESSAGES
+    ),
+    "/tokenize": Posted("Turn a text or a chat into tokens", TokenizeRequest, {"messages": _SAID}, ()),
+    "/detokenize": Posted("Turn tokens into a text", DetokenizeRequest, {"tokens": [1]}, ("tokens",)),
+}  # fmt: skip
 GETS = {
     "/": "The page",
     "/health": "Whether the server works",
@@ -178,15 +250,15 @@ GETS = {
     "/v1/models/{name}": "The served model",
 }
 OTHER = {"/": "text/html", "/metrics": "text/plain"}
-STREAMED = ("/v1/chat/completions", "/v1/completions")
 
 
 def accepted(path: str) -> Schema:
     """The JSON schema of the bodies that a path accepts."""
-    _, parser, example, required = POSTS[path]
-    recorder = Recorder(example)
-    parser(recorder, VOCABULARY)
-    return recorder.schema(*required)
+    posted = POSTS[path]
+    recorder = Recorder(posted.example)
+    recorder.shapes = {**UNCHECKED, **posted.shapes}
+    posted.parser(recorder, VOCABULARY)
+    return recorder.schema(*posted.required)
 
 
 @functools.cache
@@ -199,11 +271,11 @@ def described() -> dict[str, Any]:
     paths["/v1/models/{name}"]["get"]["parameters"] = [
         {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     ]
-    for path, (summary, *_) in POSTS.items():
+    for path, posted in POSTS.items():
         body = {"required": True, "content": {"application/json": {"schema": accepted(path)}}}
-        kinds = ("application/json", "text/event-stream") if path in STREAMED else ("application/json",)
+        kinds = ("application/json", "text/event-stream") if posted.streams else ("application/json",)
         responses = {"200": _response(*kinds), **_REFUSALS}
-        paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": responses}}
+        paths[path] = {"post": {"summary": posted.summary, "requestBody": body, "responses": responses}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "moepack", "version": __version__},

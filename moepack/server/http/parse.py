@@ -34,6 +34,7 @@ class Dialogue:
     tools: Tools = field(default_factory=Tools)  # those that the model may or must call
     effort: str | None = None  # how much to reason, in the words of the model's template
     template: dict[str, Any] = field(default_factory=dict)  # further arguments of the model's template
+    thinks: bool | None = None  # whether to reason, where the template leaves a choice; None leaves it to it
     special: bool = False  # whether to add the tokens that begin or end a text, beside those that the template writes
 
 
@@ -83,9 +84,16 @@ def chat(fields: Fields, vocabulary: int) -> Request:
         raise bad("max_completion_tokens", "differs from max_tokens")
     top, limit = (top or 0) if wanted else None, new if old is None else old
     asked = _request(fields, top, count, limit, vocabulary, chat=chat)
+    check_chat(asked, "response_format")
+    return asked
+
+
+def check_chat(asked: Request, shape: str) -> None:
+    """Refuse what a chat lacks, and what does not go together; `shape` is where the answer's schema stands."""
     if asked.model is None:
         raise bad("model", NO_MODEL)
-    return asked
+    if asked.schema is not None and asked.chat is not None and asked.chat.tools.binding:
+        raise bad(shape, "a schema of the answer cannot stand beside calls that keep to theirs", "unsupported")
 
 
 def _request(fields: Fields, top: int | None, count: int, limit: int | None, vocabulary: int, **own: Any) -> Request:
@@ -95,8 +103,21 @@ def _request(fields: Fields, top: int | None, count: int, limit: int | None, voc
         fields.text(name)
     for name, allowed in ONLY.items():
         fields.only(name, *allowed)
+    sampling, stream = take_sampling(fields, top, vocabulary), fields.flag("stream")
+    usage, continuous = _usage(fields, stream)
+    asked = Request(
+        model=model, sampling=sampling, max_tokens=limit, count=count, stream=stream, usage=usage,
+        continuous=continuous, stops=take_stops(fields), ignores_ends=fields.flag("ignore_eos"),
+        schema=_schema(fields), **own,
+    )  # fmt: skip
+    fields.end()
+    return asked
+
+
+def take_sampling(fields: Fields, top: int | None, vocabulary: int) -> Sampling:
+    """Take the fields that say how tokens are chosen; `top` alternatives are reported with each."""
     temperature = fields.number("temperature", 1.0, 0.0, 100.0)
-    sampling = Sampling(
+    return Sampling(
         temperature=0.0 if temperature < 1e-5 else temperature,
         top_p=fields.number("top_p", 1.0, 0.0, 1.0),
         top_k=max(0, fields.whole("top_k", 0, -1) or 0),
@@ -108,19 +129,6 @@ def _request(fields: Fields, top: int | None, count: int, limit: int | None, voc
         bias=_bias(fields, vocabulary),
         top_logprobs=top,
     )
-    stream = fields.flag("stream")
-    usage, continuous = _usage(fields, stream)
-    asked = Request(
-        model=model, sampling=sampling, max_tokens=limit, count=count, stream=stream, usage=usage,
-        continuous=continuous, stops=_stops(fields), ignores_ends=fields.flag("ignore_eos"), schema=_schema(fields),
-        **own,
-    )  # fmt: skip
-    fields.end()
-    if asked.schema is not None and asked.chat is not None and asked.chat.tools.binding:
-        raise bad(
-            "response_format", "a schema of the answer cannot stand beside calls that keep to theirs", "unsupported"
-        )
-    return asked
 
 
 def _bias(fields: Fields, vocabulary: int) -> dict[int, float]:
@@ -146,13 +154,14 @@ def _usage(fields: Fields, stream: bool) -> tuple[bool, bool]:
     return usage, usage and continuous
 
 
-def _stops(fields: Fields) -> tuple[str, ...]:
+def take_stops(fields: Fields, name: str = "stop") -> tuple[str, ...]:
+    """Take the strings that end an answer, which errors call `name`."""
     stop = fields.take("stop")
     stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
-        raise bad("stop", "must be a string, or a list of strings, none of them empty")
+        raise bad(name, "must be a string, or a list of strings, none of them empty")
     if len(stops) > MOST_STOPS or any(len(s) > 1000 for s in stops):
-        raise bad("stop", f"takes at most {MOST_STOPS} strings of 1000 characters each")
+        raise bad(name, f"takes at most {MOST_STOPS} strings of 1000 characters each")
     return tuple(stops)
 
 
@@ -208,9 +217,15 @@ def conversation(fields: Fields) -> Dialogue:
     """Parse the fields that hold a conversation and what its template reads."""
     messages, (shown, tools) = _messages(fields.take("messages")), take_tools(fields)
     template = fields.record("chat_template_kwargs") or {}
-    if reserved := RESERVED & template.keys():
+    made = Dialogue(messages, shown, tools, fields.text("reasoning_effort"), template)
+    check_template(made)
+    return made
+
+
+def check_template(dialogue: Dialogue) -> None:
+    """Refuse arguments of the template that requests have fields for."""
+    if reserved := RESERVED & dialogue.template.keys():
         raise bad(f"chat_template_kwargs.{min(reserved)}", "must not be given there", "unsupported")
-    return Dialogue(messages, shown, tools, fields.text("reasoning_effort"), template)
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:

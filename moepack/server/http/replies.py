@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from moepack.server.batching.jobs import JobEvent
 from moepack.server.batching.sampling import Scored
 from moepack.server.batching.tokens import Tokens
+from moepack.server.errors import ApiError
 from moepack.server.tools.parts import AnswerPart, AnswerReader
 
 from .parse import Request
@@ -43,6 +44,7 @@ class Choice:
 class Reply:
     """The answer to one request, as generated so far. Subclasses format the choices of each kind of request."""
 
+    done: ClassVar[bytes] = b"data: [DONE]\n\n"  # what ends a stream
     prefix: ClassVar[str]  # prefix of the answer's id
     kinds: ClassVar[tuple[str, str]]  # the `object` of a whole answer and of a stream's chunk
 
@@ -58,10 +60,22 @@ class Reply:
         self.choices = [Choice(prompt, echo) for prompt, echo in each for _ in range(asked.count)]
         several = asked.chat is None or asked.chat.tools.several
         self._said = [] if asked.chat is None else [Said(reader(), several) for _ in self.choices]
+        self._setup()
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(16)}", "object": self.kinds[asked.stream],
             "created": int(time.time()), "model": model,
         }  # fmt: skip
+
+    def _setup(self) -> None:
+        """Prepare what a subclass keeps."""
+
+    def event(self, value: dict[str, Any]) -> bytes:
+        """Format one event of a stream."""
+        return sse(value)
+
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """The event that ends a stream with an error."""
+        return error.body()
 
     def whole(self) -> dict[str, Any]:
         """The whole answer."""
@@ -108,10 +122,11 @@ class Reply:
         raise NotImplementedError
 
 
-def sse(value: Any) -> bytes:
-    """Format one server-sent event."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode(errors="replace")
+def sse(value: dict[str, Any], name: str | None = None) -> bytes:
+    """Format one server-sent event, with a name of its own or without."""
+    head = "" if name is None else f"event: {name}\n"
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return f"{head}data: {text}\n\n".encode(errors="replace")
 
 
 class ChatReply(Reply):

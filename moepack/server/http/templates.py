@@ -32,7 +32,7 @@ def render(tokens: Tokens, manners: Manners, asked: Dialogue) -> tuple[str, list
         raise ApiError(400, why, "messages", "no_chat_template")
     if asked.shown and manners.form is None:
         raise bad("tools", "this model's template does not say how it calls tools", "unsupported")
-    given: dict[str, Any] = {"add_generation_prompt": True, **_effort(asked.effort, source(template)), **asked.template}
+    given: dict[str, Any] = {"add_generation_prompt": True, **_thought(asked, source(template)), **asked.template}
     try:
         text = tokens.tokenizer.apply_chat_template(asked.messages, tools=asked.shown or None, tokenize=False, **given)
     except Exception as error:  # a template is a program and may raise anything
@@ -41,12 +41,14 @@ def render(tokens: Tokens, manners: Manners, asked: Dialogue) -> tuple[str, list
     return str(text), tokens.encode(str(text), asked.special, "messages")
 
 
-def _effort(wanted: str | None, template: str) -> dict[str, Any]:
-    """Return the template's own argument for how much to reason."""
-    if wanted is None:
-        return {}
+def _thought(asked: Dialogue, template: str) -> dict[str, Any]:
+    """Return the template's own arguments for whether and how much to reason."""
+    switch = "enable_thinking" if "enable_thinking" in template else "thinking"  # as Qwen and GLM, and as DeepSeek
+    found = {} if asked.thinks is None else {switch: asked.thinks}
+    if asked.effort is None:
+        return found
     if "reasoning_effort" in template:
-        return {"reasoning_effort": wanted}
-    if "enable_thinking" in template:  # as Qwen's and GLM's, which know on and off
-        return {"enable_thinking": wanted != "none"}
+        return {**found, "reasoning_effort": asked.effort}
+    if switch in template:
+        return {**found, switch: asked.effort != "none"}
     raise bad("reasoning_effort", "this model's template has no such choice", "unsupported")

@@ -93,7 +93,8 @@ def test_the_schema_has_every_route(running: Running) -> None:
 @pytest.mark.parametrize("path", openapi.POSTS)
 def test_the_schema_is_what_the_parser_takes(path: str) -> None:
     """Every field that it lists is taken, and refused by its own name where its value is wrong; no other is."""
-    schema, (_, parser, example, _) = openapi.accepted(path), openapi.POSTS[path]
+    schema, posted = openapi.accepted(path), openapi.POSTS[path]
+    parser, example = posted.parser, posted.example
     assert schema["additionalProperties"] is False and {*example} <= {*schema["properties"]}
     assert [name for name, one in schema["properties"].items() if not one] == [], "fields without a schema"
 

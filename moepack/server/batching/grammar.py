@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from moepack.server.errors import ApiError, bad
+from moepack.server.tools.parts import Functions
+
+from .schema_limits import FUEL, check_schemas
 
 COMPACT: Any = {"whitespace_flexible": False}  # otherwise a weak model may write line breaks without end
 
@@ -25,29 +28,30 @@ class Grammars:
 
     def of_schema(self, schema: dict[str, Any]) -> Callable[[], JsonMask]:
         """Turn a JSON schema into a function that makes a sequence's mask. An invalid schema is an ApiError."""
-        return self._check(
-            "response_format", lambda matcher: matcher.grammar_from_json_schema(schema, defaults=COMPACT)
-        )
+        check_schemas("response_format", [schema])
+        return self._check("response_format", lambda kind: kind.grammar_from_json_schema(schema, overrides=COMPACT))
 
-    def of_calls(self, lark: str) -> Callable[[], JsonMask]:
-        """Turn a grammar of calls into such a function. A schema in it that is invalid is an ApiError."""
-        return self._check("tools", lambda matcher: matcher.grammar_from_lark(lark))
+    def of_calls(self, functions: Functions, lark: Callable[[], str]) -> Callable[[], JsonMask]:
+        """Turn a grammar of calls of some functions into such a function. An invalid schema of one is an ApiError."""
+        check_schemas("tools", functions.values())
+        return self._check("tools", lambda kind: kind.grammar_from_lark(lark()))
 
     def _check(self, param: str, made: Callable[[Any], Any]) -> Callable[[], JsonMask]:
         try:
-            from llguidance import LLMatcher
+            from llguidance import LLMatcher, LLParserLimits
         except ImportError:
             why = "needs llguidance, which is not installed on this server: pip install 'moepack[serve]'"
             raise bad(param, why, "unsupported") from None
         tokenizer = self._made_tokenizer(param)
         try:
-            grammar = str(made(LLMatcher))
-            problem = LLMatcher.validate_grammar(grammar, tokenizer)
+            first = LLMatcher(tokenizer, str(made(LLMatcher)), limits=LLParserLimits(**FUEL), log_level=0)
+            first.compute_bitmask()  # the slowest mask, and whether the limits do: not on the scheduler's thread
+            problem = first.get_error()
         except ValueError as error:
             problem = str(error)
-        if problem and not problem.startswith("WARNING"):
-            raise bad(param, f"this schema cannot be kept to: {problem.splitlines()[0][:300]}")
-        return lambda: JsonMask(LLMatcher(tokenizer, grammar), param)
+        if problem:
+            raise _unkept(param, problem)
+        return lambda: JsonMask(first.deep_copy(), param)
 
     def _made_tokenizer(self, param: str) -> Any:
         """Return llguidance's tokenizer. The first call makes it, in a second for a large vocabulary."""
@@ -63,6 +67,10 @@ class Grammars:
             return self._made
 
 
+def _unkept(param: str, why: str) -> ApiError:
+    return bad(param, f"this schema cannot be kept to: {why.splitlines()[0][:300]}")
+
+
 class JsonMask:
     """The tokens that a grammar allows next, for one sequence."""
 
@@ -72,7 +80,7 @@ class JsonMask:
     def allowed(self, vocabulary: int) -> Tensor:
         """The allowed tokens, bool [vocabulary]."""
         if self._matcher.is_error():
-            raise ApiError(500, f"{self._param}: {self._matcher.get_error()}", self._param)
+            raise _unkept(self._param, self._matcher.get_error())
         words = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         return torch.from_numpy(np.unpackbits(words, count=vocabulary, bitorder="little").astype(bool))
 

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from moepack.server.batching.engine import Engine
-from moepack.server.batching.grammar import Grammars
+from moepack.server.batching.grammar import Grammars, JsonMask
 from moepack.server.batching.jobs import Job, JobEvent
 from moepack.server.batching.scheduler import Scheduler
 from moepack.server.batching.tokens import Tokens
@@ -142,7 +142,7 @@ class Server:
     async def _completions(self, request: Request) -> Response:
         def encoded(asked: parse.Request) -> _Prepared:
             each = [self.tokens.encode(p, asked.special, "prompt") if isinstance(p, str) else p for p in asked.prompts]
-            return _Prepared(each)
+            return _Prepared(each, grammar=self._grammar(asked))
 
         return await self._answered(request, parse.completion, encoded, CompletionReply)
 
@@ -169,8 +169,13 @@ class Server:
         assert asked.chat is not None
         manners, tools = self._manners, asked.chat.tools
         text, ids = render(self.tokens, manners, asked.chat)
-        grammar = manners.grammar(tools, text) if tools.binding else None
+        grammar = self._grammar(asked)
+        if tools.binding:
+            grammar = self._grammars.of_calls(tools.functions, lambda: manners.grammar(tools, text))
         return _Prepared([ids], lambda: manners.reader(tools, text), grammar, manners.shows_special)
+
+    def _grammar(self, asked: parse.Request) -> Callable[[], JsonMask] | None:
+        return None if asked.schema is None else self._grammars.of_schema(asked.schema)
 
     async def _answered(
         self,
@@ -201,9 +206,6 @@ class Server:
 
     def _jobs(self, asked: parse.Request, prepared: _Prepared, answer: Answer) -> None:
         """Add a job for each answer to each prompt. Call it off the event loop: a grammar may take seconds."""
-        grammar = None if asked.schema is None else self._grammars.of_schema(asked.schema)
-        if prepared.grammar is not None:
-            grammar = self._grammars.of_calls(prepared.grammar)
         for prompt in prepared.prompts:
             if not prompt:
                 raise ApiError(400, "the prompt is empty", "prompt")
@@ -218,7 +220,7 @@ class Server:
                 sampling = asked.sampling if seed is None else replace(asked.sampling, seed=_mixed(seed, n))
                 job = Job(prompt, wanted, sampling, functools.partial(answer.hear, len(answer.jobs)), asked.stops)
                 job.ends = frozenset() if asked.ignores_ends else self.tokens.ends
-                job.grammar, job.shows_special = grammar, prepared.shows_special
+                job.grammar, job.shows_special = prepared.grammar, prepared.shows_special
                 job.wants_prompt = asked.echo and sampling.top_logprobs is not None
                 answer.jobs.append(job)
 
@@ -229,7 +231,7 @@ class _Prepared:
 
     prompts: list[list[int]]
     reader: Callable[[], AnswerReader] = Plain  # makes what reads an answer of a chat
-    grammar: str | None = None  # of answers that call
+    grammar: Callable[[], JsonMask] | None = None  # makes the mask of an answer
     shows_special: bool = False  # whether answers are decoded with special tokens
 
 

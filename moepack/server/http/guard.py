@@ -19,11 +19,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moepack.server.errors import ApiError
 
+from .fields import check_values
+
 # Paths that need no key: the page itself asks for the key, health checks and balancers have none.
 OPEN = frozenset({"/", "/health", "/load"})
 HEADERS = 10.0  # seconds to receive a request's headers
 BODY = 30.0  # seconds to receive a request's body
 LONGEST, MANY, LONG = 4096, 100, 32 << 10  # bytes of a URL; number of headers; bytes of all headers
+FIRST = 128 << 10  # bytes of a body at which its values are first counted
 REQUEST_ID = b"x-request-id"
 _ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")  # what of a client may stand in headers and logs
 
@@ -116,7 +119,8 @@ async def body(request: Request, most: int) -> bytes:
     """Read a request's body.
 
     Raises:
-        ApiError: if its content type is not JSON, it is longer than `most` bytes, or it takes too long.
+        ApiError: if its content type is not JSON, it is longer than `most` bytes, it has very many values, or it takes
+            too long.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # else any web page could send forms here: browsers send them without asking
@@ -124,13 +128,17 @@ async def body(request: Request, most: int) -> bytes:
     told = request.headers.get("content-length", "0")
     if told.isdigit() and int(told[:20]) > most:
         raise ApiError(413, f"the body is longer than {most} bytes")
-    found = bytearray()
+    found, checked = bytearray(), 0
     try:
         async with asyncio.timeout(BODY):
             async for part in request.stream():
                 found += part
                 if len(found) > most:
                     raise ApiError(413, f"the body is longer than {most} bytes")
+                if len(found) > max(FIRST, 2 * checked):  # early, and each time of twice as much: 5 ms for 4 MiB
+                    check_values(found)
+                    checked = len(found)
+            check_values(found)
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {BODY:g} seconds") from None
     return bytes(found)

@@ -79,7 +79,7 @@ class Info:
         return Response(made, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _openapi(self, request: Request) -> Response:
-        return JSONResponse(await self._aside(described))
+        return JSONResponse(await self._aside(lambda: described(self._name)))
 
     def _described(self) -> dict[str, Any]:
         limits = self._scheduler.limits

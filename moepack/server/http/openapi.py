@@ -262,17 +262,19 @@ def accepted(path: str) -> Schema:
 
 
 @functools.cache
-def described() -> dict[str, Any]:
-    """The server in OpenAPI 3.1."""
+def described(model: str) -> dict[str, Any]:
+    """The server of a model in OpenAPI 3.1."""
     paths: dict[str, Any] = {}
     for path, summary in GETS.items():
         kind = OTHER.get(path, "application/json")
         paths[path] = {"get": {"summary": summary, "responses": {"200": _response(kind), **_REFUSALS}}}
     paths["/v1/models/{name}"]["get"]["parameters"] = [
-        {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        {"name": "name", "in": "path", "required": True, "schema": {"enum": [model]}}
     ]
     for path, posted in POSTS.items():
-        body = {"required": True, "content": {"application/json": {"schema": accepted(path)}}}
+        schema = accepted(path)
+        schema["properties"]["model"] = {"enum": [model]}
+        body = {"required": True, "content": {"application/json": {"schema": schema}}}
         kinds = ("application/json", "text/event-stream") if posted.streams else ("application/json",)
         responses = {"200": _response(*kinds), **_REFUSALS}
         paths[path] = {"post": {"summary": posted.summary, "requestBody": body, "responses": responses}}

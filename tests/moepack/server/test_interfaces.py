@@ -88,6 +88,8 @@ def test_the_schema_has_every_route(running: Running) -> None:
     inner = next(cell.cell_contents for cell in routes if hasattr(cell.cell_contents, "routes"))
     assert paths == {r.path: ["post" if "POST" in r.methods else "get"] for r in inner.routes}
     assert described["openapi"] == "3.1.0"
+    chat = described["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert chat["properties"]["model"] == {"enum": [NAME]} and chat["required"] == ["model", "messages"]
 
 
 @pytest.mark.parametrize("path", openapi.POSTS)

@@ -1,27 +1,36 @@
-"""How fast a running server refuses hostile requests, what an honest client feels of it, and whether calls are valid.
+"""How fast the server refuses hostile requests, what an honest client feels of it, and whether calls are valid.
 
-    python -m benchmarks.refusals http://127.0.0.1:8000 [--key KEY] [--rounds 5] [--calls 200]
+    python -m benchmarks.refusals [--url http://127.0.0.1:8000 [--key KEY]] [--rounds 5] [--calls 200]
 
 Each request is sent from a second process, as hostile clients are, while this one streams an honest answer. The table
 has the status, the least, median and longest time until the refusal in milliseconds, and the longest pause between two
-pieces of the honest answer. `--calls` then asks for that many required calls at temperature 1, and counts those whose
-arguments are JSON and keep to the function's schema.
+pieces of the honest answer. Then required calls are asked for at temperature 1, and those counted whose arguments are
+JSON and keep to the function's schema.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import http.client
 import json
 import multiprocessing
 import statistics
+import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from benchmarks.common import EXAMPLES, arguments, show
+from benchmarks.serve import built, moepack_serve
+
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+COLUMNS = ("request", "status", "least ms", "median ms", "longest ms", "honest pause ms")
+TEMPLATE = (
+    "{% if tools %}{% for t in tools %}{{ t.function.name }} {% endfor %}<tool_call></tool_call>{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+)
 SAID = [{"role": "user", "content": "Hello"}]
 FULL = 4 << 20  # bytes: the server's default of the most it reads
 CALL = {
@@ -156,37 +165,57 @@ def calls(url: str, model: str, key: str, wanted: int) -> tuple[int, int]:
     return came, good
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url")
-    parser.add_argument("--key", default="none")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--calls", type=int, default=0)
-    asked = parser.parse_args()
-    address = urlsplit(asked.url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port)
-    connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {asked.key}"})
-    model = json.loads(connection.getresponse().read())["data"][0]["id"]
-    own = multiprocessing.get_context("spawn")
-    honest = Honest(asked.url, model, asked.key)
+def measured(url: str, key: str, rounds: int) -> list[dict[str, Any]]:
+    """A row a request, while an honest answer is streamed."""
+    model = name_of(url, key)
+    own, rows = multiprocessing.get_context("spawn"), []
+    honest = Honest(url, model, key)
     honest.start()
     time.sleep(2)
-    print("| request | status | least ms | median ms | longest ms | honest pause ms |\n|---|---|---|---|---|---|")
-    print(f"| none | | | | | {1e3 * honest.longest:.0f} |", flush=True)
+    rows.append({"request": "none", "honest pause ms": round(1e3 * honest.longest)})
     for name, (path, body) in requests(model).items():
         found, honest.longest = own.SimpleQueue(), 0.0
-        process = own.Process(target=_hostile, args=(asked.url, asked.key, path, body, asked.rounds, found))
+        process = own.Process(target=_hostile, args=(url, key, path, body, rounds, found))
         process.start()
         answers = found.get()
         process.join()
         times, statuses = [1e3 * seconds for _, seconds in answers], {str(status) for status, _ in answers}
-        middle = f"{min(times):.1f} | {statistics.median(times):.1f} | {max(times):.1f}"
-        print(f"| {name} | {'/'.join(statuses)} | {middle} | {1e3 * honest.longest:.0f} |", flush=True)
+        spread = {"least ms": min(times), "median ms": statistics.median(times), "longest ms": max(times)}
+        row = {"request": name, "status": "/".join(statuses), **{k: round(v, 1) for k, v in spread.items()}}
+        rows.append({**row, "honest pause ms": round(1e3 * honest.longest)})
     honest.stopping = True
     honest.join()
-    if asked.calls:
-        came, good = calls(asked.url, model, asked.key, asked.calls)
-        print(f"calls: {good} of {came} are valid")
+    return rows
+
+
+def name_of(url: str, key: str) -> str:
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port)
+    connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {key}"})
+    return str(json.loads(connection.getresponse().read())["data"][0]["id"])
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--url", help="a running server; without it one of the model in examples/ is started")
+    parser.add_argument("--key", default="none", help="that server's key")
+    parser.add_argument("--rounds", type=int, default=5, help="times that each request is sent")
+    parser.add_argument("--calls", type=int, default=200, help="required calls to ask for")
+    asked = parser.parse_args()
+    rounds, wanted = (1, 4) if asked.quick else (asked.rounds, asked.calls)
+    with contextlib.ExitStack() as held:
+        url = asked.url
+        if url is None:
+            work = Path(held.enter_context(tempfile.TemporaryDirectory()))
+            (work / "template.jinja").write_text(TEMPLATE)
+            given = ("--policy", "static:w4", "--chat-template", str(work / "template.jinja"))
+            port, _ = held.enter_context(moepack_serve(built(work, EXAMPLES / "mini-qwen3-moe"), *given))
+            url = f"http://127.0.0.1:{port}"
+        show("Hostile requests", COLUMNS, measured(url, asked.key, rounds))
+        came, good = calls(url, name_of(url, asked.key), asked.key, wanted)
+    print(f"calls: {good} of {came} keep to the schema")
+    if good < came:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,8 @@ def check_schemas(param: str, schemas: Iterable[dict[str, Any]]) -> None:
             text += sum(map(len, one))
             if isinstance(one.get("pattern"), str):
                 _check_pattern(param, one["pattern"])
+            if not str(one.get("$ref", "#")).startswith("#"):
+                raise _too_large(param, "a $ref to elsewhere")
             parts += _length(one.get("allOf"))
             choices += _length(one.get("anyOf")) + _length(one.get("oneOf"))
             multiple = one.get("multipleOf")

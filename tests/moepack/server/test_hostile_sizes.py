@@ -78,6 +78,7 @@ LARGE = {
     "repeats": schema(a={"type": "string", "pattern": "^(a{1000}){1000}$"}),
     "a pattern": schema(a={"type": "string", "pattern": "a?" * 300}),
     "a number": schema(a={"type": "integer", "maximum": 10**300}),
+    "a reference": schema(a={"$ref": "http://127.0.0.1/"}),
     "a multiple": schema(a={"type": "integer", "multipleOf": 999_999_937}),
 }
 

@@ -53,7 +53,9 @@ def shrink(
 def export(
     bundle: Bundle,
     output: Output,
-    to: Annotated[str, typer.Option("--to", help="The form: checkpoint (docs/export.md).")] = "checkpoint",
+    to: Annotated[
+        str, typer.Option("--to", help="The form: checkpoint or compressed-tensors (docs/export.md).")
+    ] = "checkpoint",
     bits: Annotated[
         str | None, typer.Option("--bits", help="Experts at one width: 4 is w4; or a version's name, as mxfp4.")
     ] = None,

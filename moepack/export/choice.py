@@ -45,6 +45,7 @@ def choose(bundle: Bundle, target: Target, wanted: Wanted) -> Job:
     if len(given) > 1:
         raise InputError(f"{' and '.join(given)}: each says what to export: give one")
     if wanted.fit is not None:
+        _check(job, target)
         target.check(job)
         return replace(job, experts=_fitting(job, target, wanted.fit))
     if wanted.map is not None:
@@ -63,7 +64,7 @@ def _named(bundle: Bundle, target: Target, bits: str | None) -> str:
     """The version that `bits` means."""
     here = [v.name for v in bundle.versions]
     if bits is None:
-        can = [v.name for v in bundle.versions if target.refusal(v) is None]
+        can = [v.name for v in bundle.versions if target.refusal(bundle, v) is None]
         some = f"here are {', '.join(can)}" if can else f"no version here can be: here are {', '.join(here)}"
         raise InputError(f"--to {target.name}: say what to export, by --bits, --map or --fit: {some}")
     name = f"w{bits}" if bits.isdigit() else bits
@@ -74,10 +75,11 @@ def _named(bundle: Bundle, target: Target, bits: str | None) -> str:
 
 def _check(job: Job, target: Target) -> None:
     """Raise InputError for versions that the target does not hold, or that it does not hold side by side."""
-    for version in job.used:
-        if why := target.refusal(version):
-            raise InputError(f"--to {target.name}: {version.name} is not exported: {why}")
-    if target.mixes:
+    for version, dense in (*((v, False) for v in job.used), *((v, True) for v in dict.fromkeys(job.dense))):
+        if why := target.refusal(job.bundle, version, dense):
+            of = " of dense matrices" if dense else ""
+            raise InputError(f"--to {target.name}: {version.name}{of} is not exported: {why}")
+    if target.mixes or not job.experts:
         return
     for layer, row in zip(job.bundle.layers, job.experts, strict=True):
         if len(set(row)) > 1:
@@ -111,20 +113,29 @@ def _fitting(job: Job, target: Target, size: str) -> Versions:
 
     Raises InputError where nothing fits; names the least size that would do.
     """
-    budget, versions = parse_size(size), [v for v in job.bundle.versions if target.refusal(v) is None]
+    budget, versions = parse_size(size), [v for v in job.bundle.versions if target.refusal(job.bundle, v) is None]
     assert budget is not None
     if not versions:
         raise InputError(f"--to {target.name}: {job.bundle.path} has no version that it holds")
-    rest = target.other_bytes(job)
-    layers = range(len(job.bundle.layers))
+    layers, room = range(len(job.bundle.layers)), budget - target.other_bytes(job)
     sizes = [[float(target.layer_bytes(job, p, v)) for v in versions] for p in layers]
     losses = [_layer_losses(rows) for rows in _losses(job.bundle, versions)]
-    try:
-        chosen = greedy(sizes, losses, budget - rest)
-    except BudgetError as error:
-        least = int(error.least) + rest
-        raise InputError(f"--fit {size}: the smallest that is exported takes {least:,} bytes") from None
-    return tuple((versions[v].name,) * layer.experts for v, layer in zip(chosen, job.bundle.layers, strict=True))
+
+    def made(chosen: Sequence[int]) -> Job:
+        rows = zip(chosen, job.bundle.layers, strict=True)
+        return replace(job, experts=tuple((versions[v].name,) * layer.experts for v, layer in rows))
+
+    while True:
+        try:
+            found = made(greedy(sizes, losses, room))
+        except BudgetError:
+            smallest = made([min(range(len(row)), key=row.__getitem__) for row in sizes])
+            least = target.file_bytes(smallest)
+            raise InputError(f"--fit {size}: the smallest that is exported takes {least:,} bytes") from None
+        over = target.file_bytes(found) - budget
+        if over <= 0:
+            return found.experts
+        room -= over  # headers, which sizes leave out
 
 
 def _losses(bundle: Bundle, versions: Sequence[Version]) -> list[list[list[float]]]:

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moepack.pack.reader import Bundle
 from moepack.pack.spec import DenseMatrix, Version
 from moepack.progress import Reporter
 
 from .beside import copy_others, own_config
 from .layout import Entries, Piece
-from .shards import ShardedFiles, total_bytes
+from .shards import ShardedFiles, file_bytes, total_bytes
 from .targets import Job, Target
 from .values import Values
 
@@ -41,16 +42,13 @@ class SafetensorsTarget(Target):
         """What config.json says more than the model's own."""
         return {}
 
-    def refusal(self, version: Version) -> str | None:
+    def refusal(self, bundle: Bundle, version: Version, dense: bool = False) -> str | None:
         """See Target."""
         return None
 
     def check(self, job: Job) -> None:
         """See Target."""
         self.other_bytes(job)
-
-    def check_values(self, job: Job) -> None:
-        """See Target."""
 
     def exact(self, job: Job) -> bool:
         """See Target."""
@@ -88,13 +86,20 @@ class SafetensorsTarget(Target):
             out |= self.entries(job, piece, job.version(position, piece.expert or 0))
         return out
 
+    def _everything(self, job: Job) -> Entries:
+        out = self._other(job)
+        for position in range(len(job.bundle.layers)):
+            out |= self._experts(job, position)
+        return out
+
+    def file_bytes(self, job: Job) -> int:
+        """See Target."""
+        return file_bytes(self._everything(job))
+
     def write(self, job: Job, folder: Path, reporter: Reporter) -> list[str]:
         """See Target."""
-        everything = self._other(job)
-        for position in range(len(job.bundle.layers)):
-            everything |= self._experts(job, position)
+        files = ShardedFiles(folder, self._everything(job))
         reporter.stage("export", 1 + len(job.bundle.layers))
-        files = ShardedFiles(folder, everything)
         reporter.step("outside the experts")
         self._write_other(job, files)
         for position, layer in enumerate(job.bundle.layers):

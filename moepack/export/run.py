@@ -39,9 +39,10 @@ def export(
         return export_checkpoint(path, output, reporter, dry_run)
     bundle = open_for(path, target)
     job = choose(bundle, form, wanted)
-    form.check_values(job)
+    for note in form.notes(job):
+        reporter.note(note)
     if dry_run:
-        return _report(job, form, target, form.expert_bytes(job) + form.other_bytes(job), [])
+        return _report(job, form, target, form.file_bytes(job), [])
     with writing(target), appearing(target) as partial:
         files = form.write(job, partial, reporter)
         written = sum((partial / name).stat().st_size for name in files)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moepack.pack.manifest import DENSE, DENSE_INDEX
-from moepack.pack.safetensors_file import DTYPES, Header, TensorEntry
+from moepack.pack.safetensors_file import DTYPES, Header, TensorEntry, make_header
 
-from .filled import FilledFile
+from .filled import METADATA, FilledFile
 from .layout import Entries
 
 if TYPE_CHECKING:
@@ -27,6 +27,11 @@ def tensor_bytes(entry: tuple[str, tuple[int, ...]]) -> int:
 def total_bytes(entries: Entries) -> int:
     """Bytes of all tensors."""
     return sum(map(tensor_bytes, entries.values()))
+
+
+def file_bytes(entries: Entries, most: int | None = None) -> int:
+    """Bytes of the files of these tensors, with their headers."""
+    return sum(len(make_header(part, METADATA)) + total_bytes(part) for part in shards(entries, most or SHARD))
 
 
 def shards(entries: Entries, most: int) -> list[Entries]:

@@ -66,16 +66,12 @@ class Target(ABC):
     mixes: bool  # whether experts of one layer may have different versions
 
     @abstractmethod
-    def refusal(self, version: Version) -> str | None:
-        """Why experts are not exported from a version; None if they are."""
+    def refusal(self, bundle: Bundle, version: Version, dense: bool = False) -> str | None:
+        """Why experts, or dense matrices, are not exported from a version; None if they are."""
 
     @abstractmethod
     def check(self, job: Job) -> None:
         """Raise InputError, by name, for what this target cannot hold of a job. Reads no weight."""
-
-    @abstractmethod
-    def check_values(self, job: Job) -> None:
-        """Raise InputError for numbers of chosen versions that this target cannot hold."""
 
     @abstractmethod
     def exact(self, job: Job) -> bool:
@@ -89,6 +85,10 @@ class Target(ABC):
     def other_bytes(self, job: Job) -> int:
         """Bytes of everything outside the experts."""
 
+    def notes(self, job: Job) -> tuple[str, ...]:
+        """What a user should know of the programs that read it."""
+        return ()
+
     def expert_bytes(self, job: Job) -> int:
         """Bytes of the experts at the job's versions."""
         total = 0
@@ -98,6 +98,10 @@ class Target(ABC):
         return total
 
     @abstractmethod
+    def file_bytes(self, job: Job) -> int:
+        """Bytes of the files that `write` writes, headers included."""
+
+    @abstractmethod
     def write(self, job: Job, folder: Path, reporter: Reporter) -> list[str]:
         """Write the model into `folder`, ready to load; returns the names of the files with weights.
 
@@ -105,7 +109,7 @@ class Target(ABC):
         """
 
 
-TARGETS = {"checkpoint": "plain"}  # name -> the module here with its TARGET
+TARGETS = {"checkpoint": "plain", "compressed-tensors": "compressed"}  # name -> the module here with its TARGET
 
 
 def target_of(name: str) -> Target:

@@ -54,7 +54,7 @@ def export(
     bundle: Bundle,
     output: Output,
     to: Annotated[
-        str, typer.Option("--to", help="The form: checkpoint or compressed-tensors (docs/export.md).")
+        str, typer.Option("--to", help="The form: checkpoint, compressed-tensors or gptq (docs/export.md).")
     ] = "checkpoint",
     bits: Annotated[
         str | None, typer.Option("--bits", help="Experts at one width: 4 is w4; or a version's name, as mxfp4.")

@@ -77,6 +77,18 @@ class Coded(SafetensorsTarget):
             out.setdefault(version, []).append(job.layout.linear(d).name.removesuffix(".weight"))
         return out
 
+    def ignored(self, job: Job) -> Iterator[str]:
+        """The matrices that stay as they are, by an expression for all layers where no layer has codes there."""
+        coded = {job.layout.linear(d).name.removesuffix(".weight") for d, _ in self._coded(job)}
+        taken, seen = {_any_layer(name) for name in coded}, set[str]()
+        for name, (_, shape) in self._other(job).items():
+            module, _, leaf = name.rpartition(".")
+            every = _any_layer(module)
+            text = module if every in taken else every
+            if leaf == "weight" and len(shape) == 2 and module not in coded and text not in seen:
+                seen.add(text)
+                yield text
+
 
 def _unequal_groups(bundle: Bundle, version: Version, dense: bool) -> str | None:
     """Names a matrix whose columns are not whole groups of a version."""
@@ -158,22 +170,10 @@ class CompressedTensors(Coded):
                 "format": "pack-quantized",
                 "quantization_status": "compressed",
                 "config_groups": groups,
-                "ignore": sorted(self._ignored(job)),
+                "ignore": sorted(self.ignored(job)),
                 "kv_cache_scheme": None,
             }
         }
-
-    def _ignored(self, job: Job) -> Iterator[str]:
-        """The matrices that stay as they are, by an expression for all layers where no layer has codes there."""
-        coded = {job.layout.linear(d).name.removesuffix(".weight") for d, _ in self._coded(job)}
-        taken, seen = {_any_layer(name) for name in coded}, set[str]()
-        for name, (_, shape) in self._other(job).items():
-            module, _, leaf = name.rpartition(".")
-            every = _any_layer(module)
-            text = module if every in taken else every
-            if leaf == "weight" and len(shape) == 2 and module not in coded and text not in seen:
-                seen.add(text)
-                yield text
 
     def notes(self, job: Job) -> tuple[str, ...]:
         """See Target."""

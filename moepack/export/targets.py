@@ -109,7 +109,11 @@ class Target(ABC):
         """
 
 
-TARGETS = {"checkpoint": "plain", "compressed-tensors": "compressed"}  # name -> the module here with its TARGET
+TARGETS = {
+    "checkpoint": "plain",
+    "compressed-tensors": "compressed",
+    "gptq": "gptq",
+}  # name -> the module here with its TARGET
 
 
 def target_of(name: str) -> Target:

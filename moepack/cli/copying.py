@@ -54,7 +54,7 @@ def export(
     bundle: Bundle,
     output: Output,
     to: Annotated[
-        str, typer.Option("--to", help="The form: checkpoint, compressed-tensors or gptq (docs/export.md).")
+        str, typer.Option("--to", help="The form: checkpoint, compressed-tensors, gptq or gguf (docs/export.md).")
     ] = "checkpoint",
     bits: Annotated[
         str | None, typer.Option("--bits", help="Experts at one width: 4 is w4; or a version's name, as mxfp4.")
@@ -69,7 +69,9 @@ def export(
     dense: Annotated[
         str | None, typer.Option("--dense", help="The version of other matrices: w8; by default the most precise.")
     ] = None,
-    scales: Annotated[str, typer.Option("--scales", help="The dtype of scales: bf16 or fp32.")] = "bf16",
+    scales: Annotated[
+        str, typer.Option("--scales", help="The dtype of compressed-tensors' scales: bf16 or fp32.")
+    ] = "bf16",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would take and lose.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,

@@ -113,6 +113,7 @@ TARGETS = {
     "checkpoint": "plain",
     "compressed-tensors": "compressed",
     "gptq": "gptq",
+    "gguf": "gguf",
 }  # name -> the module here with its TARGET
 
 

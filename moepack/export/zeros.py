@@ -20,7 +20,12 @@ class ZeroPoints:
 
     total: int
     fractional: int  # those that are no whole code
-    symmetric: bool  # whether all are the middle code, 2**(bits-1)
+    apart: int  # those that are not the middle code, 2**(bits-1)
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether all are the middle code."""
+        return not self.apart
 
 
 @lru_cache(maxsize=32)
@@ -28,17 +33,17 @@ def zero_points(bundle: Bundle, version: Version, dense: bool) -> ZeroPoints:
     """Read all zero points of an affine version with stored ones; nothing else is read, and no digest checked."""
     total = fractional = apart = 0
     step, middle = 1 << (8 - version.bits), 128
-    for matrices, extent in _extents(bundle, version, dense):
+    for matrices, extent in extents(bundle, version, dense):
         for section in version.sections(matrices):
             if section.kind == "zero":
                 zero = from_blocks(section_array(extent, section), matrices[section.matrix].rows)
                 total += zero.size
                 fractional += int(np.count_nonzero(zero % step))
                 apart += int(np.count_nonzero(zero != middle))
-    return ZeroPoints(total, fractional, not apart)
+    return ZeroPoints(total, fractional, apart)
 
 
-def _extents(bundle: Bundle, version: Version, dense: bool) -> Iterator[tuple[Sequence[Matrix], Buffer]]:
+def extents(bundle: Bundle, version: Version, dense: bool) -> Iterator[tuple[Sequence[Matrix], Buffer]]:
     """Every extent of a version, with its matrices."""
     if dense:
         for layer in bundle.dense_layers:
@@ -66,7 +71,7 @@ def not_whole(bundle: Bundle, version: Version, dense: bool) -> str | None:
 def _cost(bundle: Bundle, version: Version, dense: bool) -> float:
     """The squared error, relative to the weights', of rounding zero points and then codes, in the first 8 extents."""
     added = power = 0.0
-    for (matrices, extent), _ in zip(_extents(bundle, version, dense), range(8), strict=False):
+    for (matrices, extent), _ in zip(extents(bundle, version, dense), range(8), strict=False):
         for value in version.decode(matrices, extent):
             one, two = _errors(value, version)
             added, power = added + one, power + two

@@ -14,7 +14,7 @@ from moepack.runtime.planning.sizes import parse_size
 from moepack.runtime.policies.contract import Versions
 from moepack.runtime.policies.static import static_map
 
-from .targets import SCALES, Job, Target
+from .targets import SCALES, ExportJob, Target
 
 if TYPE_CHECKING:
     from moepack.pack.reader import Bundle
@@ -36,11 +36,11 @@ class Wanted:
         return self.bits is self.map is self.fit is self.dense is None
 
 
-def choose(bundle: Bundle, target: Target, wanted: Wanted) -> Job:
+def choose(bundle: Bundle, target: Target, wanted: Wanted) -> ExportJob:
     """The job for what is wanted. Raises InputError for what the bundle does not have or the target does not hold."""
     if wanted.scales not in SCALES:
         raise InputError(f"--scales {wanted.scales}: there are {', '.join(SCALES)}")
-    job = Job(bundle, wanted.scales, _dense(bundle, wanted.dense))
+    job = ExportJob(bundle, wanted.scales, _dense(bundle, wanted.dense))
     given = [f"--{name}" for name in ("bits", "map", "fit") if getattr(wanted, name) is not None]
     if len(given) > 1:
         raise InputError(f"{' and '.join(given)}: each says what to export: give one")
@@ -73,7 +73,7 @@ def _named(bundle: Bundle, target: Target, bits: str | None) -> str:
     return name
 
 
-def _check(job: Job, target: Target) -> None:
+def _check(job: ExportJob, target: Target) -> None:
     """Raise InputError for versions that the target does not hold, or that it does not hold side by side."""
     for version, dense in (*((v, False) for v in job.used), *((v, True) for v in dict.fromkeys(job.dense))):
         if why := target.refusal(job.bundle, version, dense):
@@ -108,7 +108,7 @@ def _dense(bundle: Bundle, name: str | None) -> tuple[Version, ...]:
     return (here[chosen],) * len(bundle.manifest.dense)
 
 
-def _fitting(job: Job, target: Target, size: str) -> Versions:
+def _fitting(job: ExportJob, target: Target, size: str) -> Versions:
     """One version a layer, with the least loss of those that fit: `greedy` over whole layers.
 
     Raises InputError where nothing fits; names the least size that would do.
@@ -121,7 +121,7 @@ def _fitting(job: Job, target: Target, size: str) -> Versions:
     sizes = [[float(target.layer_bytes(job, p, v)) for v in versions] for p in layers]
     losses = [_layer_losses(rows) for rows in _losses(job.bundle, versions)]
 
-    def made(chosen: Sequence[int]) -> Job:
+    def made(chosen: Sequence[int]) -> ExportJob:
         rows = zip(chosen, job.bundle.layers, strict=True)
         return replace(job, experts=tuple((versions[v].name,) * layer.experts for v, layer in rows))
 
@@ -147,7 +147,7 @@ def _layer_losses(experts: Sequence[Sequence[float]]) -> list[float]:
     return [sum(column) for column in zip(*experts, strict=True)]
 
 
-def expected_loss(job: Job) -> float:
+def expected_loss(job: ExportJob) -> float:
     """The mean relative loss of all experts at their versions, by the bundle's tables."""
     tables, total, count = job.bundle.calibration(), 0.0, 0
     for layer, row in zip(tables.layers, job.experts, strict=True):

@@ -18,9 +18,9 @@ from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import Version
 
-from .layout import Entries, Piece
+from .layout import CheckpointTensor, Entries
 from .plain import SafetensorsTarget
-from .targets import Job
+from .targets import ExportJob
 from .values import Values
 from .words import words
 from .zeros import not_whole, zero_points
@@ -47,7 +47,7 @@ class Coded(SafetensorsTarget):
             return "it is not integer codes of 2 to 8 bits with zero points"
         return not_whole(bundle, version, dense) or _unequal_groups(bundle, version, dense)
 
-    def check(self, job: Job) -> None:
+    def check(self, job: ExportJob) -> None:
         """See Target: every expert must be Linears."""
         for position in range(len(job.bundle.layers)):
             for piece in job.layout.experts(position):
@@ -58,16 +58,16 @@ class Coded(SafetensorsTarget):
                     )
         super().check(job)
 
-    def symmetric(self, job: Job, version: Version) -> bool:
+    def symmetric(self, job: ExportJob, version: Version) -> bool:
         """Whether all zero points of a version are the middle code, so that none is written."""
         kinds = [dense for dense, some in ((False, job.bundle.versions), (True, job.dense)) if version in some]
         return all(zero_points(job.bundle, version, dense).symmetric for dense in kinds)
 
-    def exact(self, job: Job) -> bool:
+    def exact(self, job: ExportJob) -> bool:
         """See Target: libraries compute in the dtype of the scales."""
         return job.scales == "fp32"
 
-    def by_version(self, job: Job) -> dict[Version, list[str]]:
+    def by_version(self, job: ExportJob) -> dict[Version, list[str]]:
         """The coded modules of each version: expressions for experts, names of dense matrices."""
         out: dict[Version, list[str]] = {}
         for version in job.used:
@@ -77,7 +77,7 @@ class Coded(SafetensorsTarget):
             out.setdefault(version, []).append(job.layout.linear(d).name.removesuffix(".weight"))
         return out
 
-    def ignored(self, job: Job) -> Iterator[str]:
+    def ignored(self, job: ExportJob) -> Iterator[str]:
         """The matrices that stay as they are, by an expression for all layers where no layer has codes there."""
         coded = {job.layout.linear(d).name.removesuffix(".weight") for d, _ in self._coded(job)}
         taken, seen = {_any_layer(name) for name in coded}, set[str]()
@@ -100,7 +100,7 @@ def _unequal_groups(bundle: Bundle, version: Version, dense: bool) -> str | None
     return None
 
 
-def _experts_of(job: Job, positions: list[int]) -> list[str]:
+def _experts_of(job: ExportJob, positions: list[int]) -> list[str]:
     """Expressions for the experts of these layers."""
     numbers: dict[str, list[int]] = {}
     for position in positions:
@@ -120,7 +120,7 @@ def _experts_of(job: Job, positions: list[int]) -> list[str]:
 class CompressedTensors(Coded):
     """See the module."""
 
-    def entries(self, job: Job, piece: Piece, version: Version) -> Entries:
+    def entries(self, job: ExportJob, piece: CheckpointTensor, version: Version) -> Entries:
         """See SafetensorsTarget."""
         if piece.bias or not self.codes(version):
             return super().entries(job, piece, version)
@@ -135,7 +135,7 @@ class CompressedTensors(Coded):
             out[f"{module}.weight_zero_point"] = ("I32", (-(-rows * bits // 32), groups))
         return out
 
-    def tensors(self, job: Job, piece: Piece, version: Version, values: Values) -> dict[str, Tensor]:
+    def tensors(self, job: ExportJob, piece: CheckpointTensor, version: Version, values: Values) -> dict[str, Tensor]:
         """See SafetensorsTarget."""
         if piece.bias or not self.codes(version):
             return super().tensors(job, piece, version, values)
@@ -149,7 +149,7 @@ class CompressedTensors(Coded):
             out[f"{module}.weight_zero_point"] = words(values.zero[piece.rows].T, version.bits).T.contiguous()
         return out
 
-    def config(self, job: Job) -> dict[str, Any]:
+    def config(self, job: ExportJob) -> dict[str, Any]:
         """See SafetensorsTarget."""
         groups = {
             f"group_{i}": {
@@ -175,7 +175,7 @@ class CompressedTensors(Coded):
             }
         }
 
-    def notes(self, job: Job) -> tuple[str, ...]:
+    def notes(self, job: ExportJob) -> tuple[str, ...]:
         """See Target."""
         if len(job.used) == 1 and self.symmetric(job, job.used[0]):
             return ()

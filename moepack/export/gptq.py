@@ -15,8 +15,8 @@ from moepack.pack.reader import Bundle
 from moepack.pack.spec import Version
 
 from .compressed import Coded
-from .layout import Entries, Piece
-from .targets import Job
+from .layout import CheckpointTensor, Entries
+from .targets import ExportJob
 from .values import Values
 from .words import words
 
@@ -38,11 +38,11 @@ class Gptq(Coded):
                 return f"{where} is {m.rows} by {m.cols}, not multiples of 32"
         return None
 
-    def exact(self, job: Job) -> bool:
+    def exact(self, job: ExportJob) -> bool:
         """See Target."""
         return False
 
-    def entries(self, job: Job, piece: Piece, version: Version) -> Entries:
+    def entries(self, job: ExportJob, piece: CheckpointTensor, version: Version) -> Entries:
         """See SafetensorsTarget."""
         if piece.bias or not self.codes(version):
             return super().entries(job, piece, version)
@@ -55,7 +55,7 @@ class Gptq(Coded):
             f"{module}.g_idx": ("I32", (cols,)),
         }
 
-    def tensors(self, job: Job, piece: Piece, version: Version, values: Values) -> dict[str, Tensor]:
+    def tensors(self, job: ExportJob, piece: CheckpointTensor, version: Version, values: Values) -> dict[str, Tensor]:
         """See SafetensorsTarget."""
         if piece.bias or not self.codes(version):
             return super().tensors(job, piece, version, values)
@@ -67,7 +67,7 @@ class Gptq(Coded):
             f"{module}.g_idx": torch.arange(piece.shape[1], dtype=torch.int32) // version.group_size,
         }
 
-    def config(self, job: Job) -> dict[str, Any]:
+    def config(self, job: ExportJob) -> dict[str, Any]:
         """See SafetensorsTarget."""
         modules, first = self.by_version(job), job.used[0]
         dynamic: dict[str, dict[str, Any]] = {}
@@ -84,7 +84,7 @@ class Gptq(Coded):
             }
         }  # fmt: skip
 
-    def notes(self, job: Job) -> tuple[str, ...]:
+    def notes(self, job: ExportJob) -> tuple[str, ...]:
         """See Target."""
         return ()
 

@@ -30,7 +30,7 @@ _STORED = {getattr(torch, name): stored for stored, (_, name, _) in DTYPES.items
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CheckpointTensor:
     """A tensor of the checkpoint: rows of a matrix, or of its bias."""
 
     name: str
@@ -88,12 +88,12 @@ class Layout:
         return set(self.model.state_dict())
 
     @cached_property
-    def experts(self) -> Callable[[int], tuple[Piece, ...]]:
+    def experts(self) -> Callable[[int], tuple[CheckpointTensor, ...]]:
         """Finds the tensors that hold the experts of the layer at a position; keeps those of one layer."""
         return lru_cache(maxsize=1)(self._experts)
 
-    def _experts(self, position: int) -> tuple[Piece, ...]:
-        layer, out = self._bundle.layers[position], list[Piece]()
+    def _experts(self, position: int) -> tuple[CheckpointTensor, ...]:
+        layer, out = self._bundle.layers[position], list[CheckpointTensor]()
         module: Any = self.model.get_submodule(layer.module)
         for m, pair in enumerate(parameter_names(module).values()):
             for bias, name in enumerate(n for n in pair if n is not None):
@@ -109,7 +109,7 @@ class Layout:
             raise self._bad("transformers saves rows of its experts twice, or not at all")
         return tuple(out)
 
-    def _piece(self, name: str, tags: Tensor, matrix: int, rows: int, cols: int) -> Piece:
+    def _piece(self, name: str, tags: Tensor, matrix: int, rows: int, cols: int) -> CheckpointTensor:
         """Read where rows went. `cols` is 0 for a bias."""
         transposed = bool(cols) and tags.shape[-1] != 1
         flat = tags if not cols else tags[..., 0, :] if transposed else tags[..., 0]
@@ -121,16 +121,16 @@ class Layout:
             raise self._bad(f"{name} mixes rows of several experts")
         shape = (*flat.shape[:-1], *((cols, flat.shape[-1]) if transposed else (flat.shape[-1], cols)))
         shape = tuple(flat.shape) if not cols else shape
-        return Piece(name, shape, matrix, not cols, None if whole else int(experts[0]), first, transposed)
+        return CheckpointTensor(name, shape, matrix, not cols, None if whole else int(experts[0]), first, transposed)
 
-    def linear(self, dense: DenseMatrix) -> Piece:
+    def linear(self, dense: DenseMatrix) -> CheckpointTensor:
         """The tensor that holds a dense matrix. Raises InputError if that is not one Linear's weight of its own."""
         m = dense.matrix
         found = self.revert({f"{dense.module}.weight": torch.arange(m.rows)[:, None]})
         name, tags = next(iter(found.items()))
         if len(found) != 1 or tuple(tags.shape) != (m.rows, 1) or not name.endswith(".weight"):
             raise self._bad(f"its checkpoints do not keep {dense.module} as one matrix: leave --dense out")
-        return Piece(name, (m.rows, m.cols), 0, False, 0, tags[:, 0], False)
+        return CheckpointTensor(name, (m.rows, m.cols), 0, False, 0, tags[:, 0], False)
 
     def groups(self, coded: Sequence[DenseMatrix]) -> Iterator[list[str]]:
         """Names of the bundle's tensors outside the experts, those together that the checkpoint may have joined.

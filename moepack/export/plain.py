@@ -11,9 +11,9 @@ from moepack.pack.spec import DenseMatrix, Version
 from moepack.progress import Reporter
 
 from .beside import copy_others, own_config
-from .layout import Entries, Piece
+from .layout import CheckpointTensor, Entries
 from .shards import ShardedFiles, file_bytes, total_bytes
-from .targets import Job, Target
+from .targets import ExportJob, Target
 from .values import Values
 
 if TYPE_CHECKING:
@@ -30,15 +30,15 @@ class SafetensorsTarget(Target):
         """Whether weights of a version are written as codes; if not they are dequantised to BF16."""
         return False
 
-    def entries(self, job: Job, piece: Piece, version: Version) -> Entries:
+    def entries(self, job: ExportJob, piece: CheckpointTensor, version: Version) -> Entries:
         """The tensors that hold a piece of an expert, or of a dense matrix."""
         return {piece.name: ("BF16", piece.shape)}
 
-    def tensors(self, job: Job, piece: Piece, version: Version, values: Values) -> dict[str, Tensor]:
+    def tensors(self, job: ExportJob, piece: CheckpointTensor, version: Version, values: Values) -> dict[str, Tensor]:
         """These tensors, of one expert."""
         return {piece.name: piece.cut(values.bias if piece.bias else values.weight)}
 
-    def config(self, job: Job) -> dict[str, Any]:
+    def config(self, job: ExportJob) -> dict[str, Any]:
         """What config.json says more than the model's own."""
         return {}
 
@@ -46,15 +46,15 @@ class SafetensorsTarget(Target):
         """See Target."""
         return None
 
-    def check(self, job: Job) -> None:
+    def check(self, job: ExportJob) -> None:
         """See Target."""
         self.other_bytes(job)
 
-    def exact(self, job: Job) -> bool:
+    def exact(self, job: ExportJob) -> bool:
         """See Target."""
         return all(v.name in _HELD_BY_BF16 for v in (*job.used, *job.dense))
 
-    def layer_bytes(self, job: Job, position: int, version: Version) -> int:
+    def layer_bytes(self, job: ExportJob, position: int, version: Version) -> int:
         """See Target."""
         experts = job.bundle.layers[position].experts
         total = 0
@@ -64,10 +64,10 @@ class SafetensorsTarget(Target):
                 total += total_bytes(self.entries(job, piece, version)) * (1 if stacked else experts)
         return total
 
-    def _coded(self, job: Job) -> list[tuple[DenseMatrix, Version]]:
+    def _coded(self, job: ExportJob) -> list[tuple[DenseMatrix, Version]]:
         return [(d, v) for d, v in job.dense_pairs() if self.codes(v)]
 
-    def _other(self, job: Job) -> Entries:
+    def _other(self, job: ExportJob) -> Entries:
         """The tensors outside the experts."""
         coded, out = self._coded(job), Entries()
         for names in job.layout.groups([d for d, _ in coded]):
@@ -76,27 +76,27 @@ class SafetensorsTarget(Target):
             out |= self.entries(job, job.layout.linear(d), v)
         return out
 
-    def other_bytes(self, job: Job) -> int:
+    def other_bytes(self, job: ExportJob) -> int:
         """See Target."""
         return total_bytes(self._other(job))
 
-    def _experts(self, job: Job, position: int) -> Entries:
+    def _experts(self, job: ExportJob, position: int) -> Entries:
         out = Entries()
         for piece in job.layout.experts(position):
             out |= self.entries(job, piece, job.version(position, piece.expert or 0))
         return out
 
-    def _everything(self, job: Job) -> Entries:
+    def _everything(self, job: ExportJob) -> Entries:
         out = self._other(job)
         for position in range(len(job.bundle.layers)):
             out |= self._experts(job, position)
         return out
 
-    def file_bytes(self, job: Job) -> int:
+    def file_bytes(self, job: ExportJob) -> int:
         """See Target."""
         return file_bytes(self._everything(job))
 
-    def write(self, job: Job, folder: Path, reporter: Reporter) -> list[str]:
+    def write(self, job: ExportJob, folder: Path, reporter: Reporter) -> list[str]:
         """See Target."""
         files = ShardedFiles(folder, self._everything(job))
         reporter.stage("export", 1 + len(job.bundle.layers))
@@ -109,7 +109,7 @@ class SafetensorsTarget(Target):
         copy_others(job.bundle, folder, own_config(job.bundle) | self.config(job))
         return files.names
 
-    def _write_other(self, job: Job, files: ShardedFiles) -> None:
+    def _write_other(self, job: ExportJob, files: ShardedFiles) -> None:
         coded = self._coded(job)
         dense, versions = job.bundle.dense(), {d.module: v.name for d, v in job.dense_pairs()}
         for names in job.layout.groups([d for d, _ in coded]):
@@ -128,10 +128,10 @@ class SafetensorsTarget(Target):
             for name, tensor in self.tensors(job, job.layout.linear(d), v, values).items():
                 files.put(name, tensor)
 
-    def _write_layer(self, job: Job, position: int, files: ShardedFiles) -> None:
+    def _write_layer(self, job: ExportJob, position: int, files: ShardedFiles) -> None:
         pieces = job.layout.experts(position)
         stacked = [p for p in pieces if p.expert is None]
-        of_expert: dict[int, list[Piece]] = {}
+        of_expert: dict[int, list[CheckpointTensor]] = {}
         for piece in pieces:
             if piece.expert is not None:
                 of_expert.setdefault(piece.expert, []).append(piece)

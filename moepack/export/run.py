@@ -12,7 +12,7 @@ from .beside import open_for, writing
 from .checkpoint import export_checkpoint
 from .choice import Wanted, choose, expected_loss
 from .report import Exported
-from .targets import Job, Target, target_of
+from .targets import ExportJob, Target, target_of
 
 
 def export(
@@ -50,7 +50,7 @@ def export(
     return _report(job, form, target, written, files)
 
 
-def _report(job: Job, form: Target, target: Path, size: int, files: list[str]) -> Exported:
+def _report(job: ExportJob, form: Target, target: Path, size: int, files: list[str]) -> Exported:
     bits = 8 * form.expert_bytes(job) / job.bundle.expert_weights
     counts = dict(Counter(name for row in job.experts for name in row))
     dense = tuple(dict.fromkeys(v.name for v in job.dense))

@@ -28,7 +28,7 @@ SCALES = ("bf16", "fp32")  # dtypes of scales, for a target that has the choice
 
 
 @dataclass(frozen=True)
-class Job:
+class ExportJob:
     """What is exported: a bundle, and a version for every expert and dense matrix of it."""
 
     bundle: Bundle
@@ -70,26 +70,26 @@ class Target(ABC):
         """Why experts, or dense matrices, are not exported from a version; None if they are."""
 
     @abstractmethod
-    def check(self, job: Job) -> None:
+    def check(self, job: ExportJob) -> None:
         """Raise InputError, by name, for what this target cannot hold of a job. Reads no weight."""
 
     @abstractmethod
-    def exact(self, job: Job) -> bool:
+    def exact(self, job: ExportJob) -> bool:
         """Whether the format's own library reads every value bit for bit."""
 
     @abstractmethod
-    def layer_bytes(self, job: Job, position: int, version: Version) -> int:
+    def layer_bytes(self, job: ExportJob, position: int, version: Version) -> int:
         """Bytes of the experts of the layer at `position`, all in one version."""
 
     @abstractmethod
-    def other_bytes(self, job: Job) -> int:
+    def other_bytes(self, job: ExportJob) -> int:
         """Bytes of everything outside the experts."""
 
-    def notes(self, job: Job) -> tuple[str, ...]:
+    def notes(self, job: ExportJob) -> tuple[str, ...]:
         """What a user should know of the programs that read it."""
         return ()
 
-    def expert_bytes(self, job: Job) -> int:
+    def expert_bytes(self, job: ExportJob) -> int:
         """Bytes of the experts at the job's versions."""
         total = 0
         for position, row in enumerate(job.experts):
@@ -98,11 +98,11 @@ class Target(ABC):
         return total
 
     @abstractmethod
-    def file_bytes(self, job: Job) -> int:
+    def file_bytes(self, job: ExportJob) -> int:
         """Bytes of the files that `write` writes, headers included."""
 
     @abstractmethod
-    def write(self, job: Job, folder: Path, reporter: Reporter) -> list[str]:
+    def write(self, job: ExportJob, folder: Path, reporter: Reporter) -> list[str]:
         """Write the model into `folder`, ready to load; returns the names of the files with weights.
 
         Raises BundleError for a damaged bundle.

@@ -14,7 +14,7 @@ from moepack.pack.spec import Version
 from moepack.progress import Reporter
 
 from ..beside import own_config
-from ..targets import Job, Target
+from ..targets import ExportJob, Target
 from ..values import Values
 from . import blocks
 from .file import BF16, F32, File, Metadata, Tensor, size_of
@@ -32,7 +32,7 @@ class Gguf(Target):
         """See Target."""
         return blocks.refusal(bundle, version, dense)
 
-    def check(self, job: Job) -> None:
+    def check(self, job: ExportJob) -> None:
         """See Target."""
         settings(str(job.bundle.path), _family(job), _config(job))
         self._other(job)
@@ -40,17 +40,17 @@ class Gguf(Target):
             if any(m.bias for m in layer.matrices):
                 raise InputError(f"--to gguf: {job.bundle.path}: its experts have biases, which are not known here")
 
-    def exact(self, job: Job) -> bool:
+    def exact(self, job: ExportJob) -> bool:
         """See Target: types that would round are refused."""
         return True
 
-    def notes(self, job: Job) -> tuple[str, ...]:
+    def notes(self, job: ExportJob) -> tuple[str, ...]:
         """See Target."""
         if "tokenizer.ggml.pre" in _metadata(job):
             return ()
         return ("the file has no tokenizer: llama.cpp has no name here for how the model's cuts text",)
 
-    def _layer(self, job: Job, position: int, version: Version) -> dict[str, Tensor]:
+    def _layer(self, job: ExportJob, position: int, version: Version) -> dict[str, Tensor]:
         layer, family, out = job.bundle.layers[position], _family(job), dict[str, Tensor]()
         kind = blocks.type_of(version)
         assert kind is not None, "refused before"
@@ -60,7 +60,7 @@ class Gguf(Target):
                 out[f"blk.{layer.index}.{part}.weight"] = Tensor(kind, (layer.experts, m.rows // len(parts), m.cols))
         return out
 
-    def _other(self, job: Job) -> dict[str, tuple[str, Tensor]]:
+    def _other(self, job: ExportJob) -> dict[str, tuple[str, Tensor]]:
         """The tensors outside the experts: their names in the bundle, by those in the file."""
         family, dense, out = _family(job), job.bundle.dense(), dict[str, tuple[str, Tensor]]()
         shapes = {name: (shape, BF16) for name, shape in dense.items()}
@@ -80,25 +80,25 @@ class Gguf(Target):
             out[theirs] = name, Tensor(F32 if wide else kind, tuple(shape))
         return out
 
-    def layer_bytes(self, job: Job, position: int, version: Version) -> int:
+    def layer_bytes(self, job: ExportJob, position: int, version: Version) -> int:
         """See Target."""
         return sum(t.bytes for t in self._layer(job, position, version).values())
 
-    def other_bytes(self, job: Job) -> int:
+    def other_bytes(self, job: ExportJob) -> int:
         """See Target."""
         return sum(t.bytes for _, t in self._other(job).values())
 
-    def _tensors(self, job: Job) -> dict[str, Tensor]:
+    def _tensors(self, job: ExportJob) -> dict[str, Tensor]:
         out = {name: t for name, (_, t) in self._other(job).items()}
         for position, row in enumerate(job.experts):
             out |= self._layer(job, position, job.bundle.manifest.version(row[0]))
         return out
 
-    def file_bytes(self, job: Job) -> int:
+    def file_bytes(self, job: ExportJob) -> int:
         """See Target."""
         return size_of(_metadata(job), self._tensors(job))
 
-    def write(self, job: Job, folder: Path, reporter: Reporter) -> list[str]:
+    def write(self, job: ExportJob, folder: Path, reporter: Reporter) -> list[str]:
         """See Target: one file, with the tokenizer in it."""
         job.bundle.check()
         file = File(folder / FILE, _metadata(job), self._tensors(job))
@@ -120,7 +120,7 @@ class Gguf(Target):
         file.close()
         return [FILE]
 
-    def _write_layer(self, job: Job, position: int, file: File) -> None:
+    def _write_layer(self, job: ExportJob, position: int, file: File) -> None:
         layer, family = job.bundle.layers[position], _family(job)
         for e in range(layer.experts):
             version = job.experts[position][e]
@@ -138,15 +138,15 @@ def _bits() -> Any:
     return torch.uint8
 
 
-def _config(job: Job) -> dict[str, Any]:
+def _config(job: ExportJob) -> dict[str, Any]:
     return own_config(job.bundle)
 
 
-def _family(job: Job) -> Family:
+def _family(job: ExportJob) -> Family:
     return family_of(str(job.bundle.path), _config(job))
 
 
-def _metadata(job: Job) -> Metadata:
+def _metadata(job: ExportJob) -> Metadata:
     config = _config(job)
     keys = settings(str(job.bundle.path), _family(job), config)
     return keys | (tokenizer(job.bundle.path, config["vocab_size"]) or {"tokenizer.ggml.model": "none"})

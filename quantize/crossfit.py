@@ -21,7 +21,7 @@ from moepack.pack.spec import Version
 
 from .grid import dequantise
 from .losses import GROUPS, RowErrors
-from .methods import quantise_all
+from .methods import FREE, quantise_all
 from .moments import ExpertMoments
 
 FOLDS = 4
@@ -46,7 +46,7 @@ def sample(rows: int) -> Tensor:
 
 
 def refit(
-    method: str, weight: Tensor, moments: Sequence[ExpertMoments], versions: Sequence[Version]
+    method: str, weight: Tensor, moments: Sequence[ExpertMoments], versions: Sequence[Version], zeros: str = FREE
 ) -> dict[Version, Tensor]:
     """Fit sampled rows without each fold: their errors (value less weight), float32 [experts, folds, sampled, cols].
 
@@ -62,7 +62,7 @@ def refit(
         means = [moments[i].mean(without=f) for i, f in some]
         of_folds = torch.stack(means) if len(means) > 1 else means[0][None]
         del means
-        for version, made in quantise_all(method, repeated, of_folds, versions).items():
+        for version, made in quantise_all(method, repeated, of_folds, versions, zeros).items():
             found[version].append(dequantise(made, version) - repeated)
         del of_folds
     return {v: torch.cat(parts).unflatten(0, (-1, FOLDS)) for v, parts in found.items()}

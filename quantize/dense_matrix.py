@@ -15,7 +15,7 @@ from torch import Tensor
 from moepack.pack.spec import BLOCK_ROWS, Version
 
 from .grid import Quantised, dequantise
-from .methods import method_for, quantise_all
+from .methods import FREE, method_for, quantise_all
 
 ROW_SHARD = 1 << 26  # bytes of the rows that are quantised together, in float32
 
@@ -37,7 +37,7 @@ def row_shards(rows: int, cols: int) -> list[range]:
 
 
 def quantise_rows(
-    weight: Tensor, moments: Tensor, held: Tensor, method: str, versions: Sequence[Version]
+    weight: Tensor, moments: Tensor, held: Tensor, method: str, versions: Sequence[Version], zeros: str = FREE
 ) -> dict[Version, tuple[Quantised, DenseLoss]]:
     """Quantise a slice of a matrix, float32 [rows, cols], at every version, as a batch of one, and measure its loss.
 
@@ -47,7 +47,7 @@ def quantise_rows(
     power = _trace(weight, held)
     return {
         v: (q, DenseLoss(method_for(method, v).name, _trace(dequantise(q, v)[0] - weight, held), power))
-        for v, q in quantise_all(method, weight[None], moments[None], versions).items()
+        for v, q in quantise_all(method, weight[None], moments[None], versions, zeros).items()
     }
 
 

@@ -19,7 +19,7 @@ from moepack.pack.spec import ExpertLayer, Version, encoding_of, version_names
 from .crossfit import FOLDS, cluster_of, refit, row_errors
 from .grid import Quantised, dequantise
 from .losses import GROUPS, Correction, Measured, loss, measure
-from .methods import fallbacks, method_for, quantise, quantise_all
+from .methods import FREE, fallbacks, method_for, quantise, quantise_all
 from .moments import NEGLIGIBLE, PRIOR, ExpertMoments, FoldSums
 
 Pair = tuple[Quantised, Quantised]
@@ -45,6 +45,7 @@ class Settings:
     moments: str = "routed"
     # The most bytes of second moments and working copies in memory at once, at least one expert's.
     batch_bytes: int = 1 << 29
+    zeros: str = FREE  # which zero points, one of `methods.ZEROS`
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +163,12 @@ def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[Expe
     for m in (1, 0):  # down first, as its moments are larger; a matrix's moments are freed before it is quantised
         weight, each = batch.weights[m], moments[m]
         if some:
-            fitted[m] = refit(settings.method, weight[some], [each[i] for i in some], reading)
+            fitted[m] = refit(settings.method, weight[some], [each[i] for i in some], reading, settings.zeros)
         means = [x.mean() for x in each]
         stacked = None if not reading else torch.stack(means) if len(means) > 1 else means[0][None]
         moments[m].clear()
         del means, each
-        made[m] = quantise_all(settings.method, weight, stacked, settings.versions)
+        made[m] = quantise_all(settings.method, weight, stacked, settings.versions, settings.zeros)
         del stacked
     refitted = {
         (i, v): ((fitted[0][v][k], fitted[1][v][k]), (gains[k][0], gains[k][1]))
@@ -175,7 +176,7 @@ def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[Expe
         for v in reading
     }
     chosen = {
-        version: replace_starved(batch, settings.method, maker.name, (made[0][version], made[1][version]), version)
+        version: replace_starved(batch, settings, maker.name, (made[0][version], made[1][version]), version)
         for version, maker in makers.items()
     }
     for i, e in enumerate(batch.experts):
@@ -267,15 +268,15 @@ def _measure(
 
 
 def replace_starved(
-    batch: ExpertBatch, wanted: str, maker: str, made: Pair, version: Version
+    batch: ExpertBatch, settings: Settings, maker: str, made: Pair, version: Version
 ) -> tuple[Pair, list[str]]:
     """Replace a starved expert in `made` by a fallback method's result if that has less error on held-out tokens.
 
-    The settings name the method `wanted`; `maker` made this version. Returns the matrices, and each expert's method.
+    The settings name the wanted method; `maker` made this version. Returns the matrices, and each expert's method.
     """
     starved = [i for i, t in enumerate(batch.tokens) if t.starved]
     names = [maker] * len(batch.tokens)
-    candidates = fallbacks(wanted, version)
+    candidates = fallbacks(settings.method, version)
     if not starved or not candidates:
         return made, names
     exact = {i: batch.output(i, batch.own(i), batch.tokens[i].compare) for i in starved}
@@ -286,7 +287,8 @@ def replace_starved(
         if not tries:
             continue
         few = [matrices[tries] for matrices in batch.weights]
-        tried = quantise(candidate.name, few[0], None, version), quantise(candidate.name, few[1], None, version)
+        gate_up, down = (quantise(candidate.name, weight, None, version, settings.zeros) for weight in few)
+        tried = gate_up, down
         errors = _errors(batch, tried, {i: exact[i] for i in tries}, {i: k for k, i in enumerate(tries)}, version)
         first = first or errors
         better = {i: k for k, i in enumerate(tries) if errors[i] < best[i]}

@@ -31,6 +31,7 @@ from moepack.pack.spec import Version
 from .factor import Factored, factor
 from .grid import Quantised, fix_scale, fix_zero, join
 from .lanes import LANE, Lanes, column_sums, search, stored_scale
+from .methods import FREE
 
 SWEEPS = 2
 _SUB = 16  # columns that pass on their errors one by one; later columns get them by matrix product, 16 at a time
@@ -43,7 +44,9 @@ BATCH_BYTES = {"cpu": 1 << 25, "cuda": 1 << 32}
 LANES, NARROW = 1024, 8
 
 
-def quantise_widths(weight: Tensor, moments: Tensor, versions: Sequence[Version]) -> dict[Version, Quantised]:
+def quantise_widths(
+    weight: Tensor, moments: Tensor, versions: Sequence[Version], zeros: str = FREE
+) -> dict[Version, Quantised]:
     """Quantise a batch of experts at every width; see `methods.quantise_all`.
 
     Moments that are zero or not finite count as the identity. Versions of one group size share all the work. The result
@@ -58,7 +61,7 @@ def quantise_widths(weight: Tensor, moments: Tensor, versions: Sequence[Version]
         step = experts_at_once(own, cols, len(alike), experts, weight.device.type)
         for start in range(0, experts, step):
             wide = weight[start : start + step].repeat(1, -(-rows // own), 1)[:, :rows]
-            part = _batch(wide, moments[start : start + step], alike, size)
+            part = _batch(wide, moments[start : start + step], alike, size, zeros)
             for version, q in zip(alike, part, strict=True):
                 made[version].append(q.map(lambda tensor: tensor[:, :own]))
     return {v: join(parts) for v, parts in made.items()}
@@ -82,9 +85,11 @@ def working_bytes(rows: int, cols: int, widths: int) -> int:
     return 4 * 4 * cols * cols + (2 * 4 + widths * (4 + 1)) * rows * cols
 
 
-def _batch(weight: Tensor, moments: Tensor, versions: Sequence[Version], group_size: int) -> list[Quantised]:
+def _batch(
+    weight: Tensor, moments: Tensor, versions: Sequence[Version], group_size: int, zeros: str
+) -> list[Quantised]:
     """Quantise a batch of experts at widths of one group size."""
-    work = Work(weight, factor(moments, group_size), versions, group_size)
+    work = Work(weight, factor(moments, group_size), versions, group_size, zeros)
     work.feed_forward()
     for _ in range(SWEEPS):
         work.sweep()
@@ -94,14 +99,16 @@ def _batch(weight: Tensor, moments: Tensor, versions: Sequence[Version], group_s
 class Work:
     """A batch's state: codes uint8, errors float32 [experts, cols, lanes], grids float32 [experts, groups, lanes]."""
 
-    def __init__(self, weight: Tensor, factored: Factored, versions: Sequence[Version], group_size: int) -> None:
+    def __init__(
+        self, weight: Tensor, factored: Factored, versions: Sequence[Version], group_size: int, zeros: str = FREE
+    ) -> None:
         experts, self._rows, cols = weight.shape
         largest = weight.abs().amax((1, 2)).clamp(min=torch.finfo(torch.float32).tiny)
         self._unit = 2.0 ** torch.floor(torch.log2(largest))  # a power of two, so that scaling does not round
         self._factored, self._widths = factored, len(versions)
         turned = [(w / u)[:, o].T for w, u, o in zip(weight, self._unit, factored.order, strict=True)]
         self.weight = torch.stack(turned).contiguous()
-        self._lanes = Lanes.of(versions, self._rows, weight.device)
+        self._lanes = Lanes.of(versions, self._rows, weight.device, zeros)
         lanes = len(versions) * self._rows
         self.error = weight.new_empty(experts, cols, lanes)  # weight less value
         self.codes = torch.empty(experts, cols, lanes, dtype=torch.uint8, device=weight.device)

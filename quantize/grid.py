@@ -92,6 +92,26 @@ def round_to_grid(weight: Tensor, scale: Tensor, zero: Tensor | None, version: V
     return Quantised(codes, scale, zero)
 
 
+def with_zeros(weight: Tensor, q: Quantised, version: Version, symmetric: bool) -> Quantised:
+    """Round a batch's zero points to whole codes and its weights to that grid; `symmetric`: to the middle code.
+
+    A symmetric grid reaches the group's largest weight on either side. Otherwise scales stay, and so do codes of groups
+    whose zero point is whole. `weight` is float32 [experts, rows, cols].
+    """
+    if q.zero is None:
+        return q
+    top, middle = (1 << version.bits) - 1, 1 << (version.bits - 1)
+    if symmetric:
+        parts = grouped(weight, version.group_size)
+        low, high = parts.amin(-1).clamp_(max=0), parts.amax(-1).clamp_(min=0)
+        scale = fix_scale(torch.maximum(high / (top - middle), -low / middle))
+        return round_to_grid(weight, scale, fix_zero(torch.full_like(scale.float(), middle), version.bits), version)
+    zero = fix_zero(zero_values(q.scale, q.zero, version.bits).round().clamp(0, top), version.bits)
+    made = round_to_grid(weight, q.scale, zero, version)
+    same = (zero == q.zero).repeat_interleave(version.group_size, -1)[..., : weight.shape[-1]]
+    return Quantised(torch.where(same, q.codes, made.codes), q.scale, zero)
+
+
 def dequantise(q: Quantised, version: Version) -> Tensor:
     """The values of a batch, float32 [experts, rows, cols], exact."""
     out = torch.empty(q.codes.shape, dtype=torch.float32, device=q.codes.device)

@@ -15,6 +15,7 @@ from torch import Tensor
 from moepack.pack.spec import Version
 
 from .grid import fix_scale
+from .methods import FREE, SYMMETRIC
 
 # Shares of the group's range that a search starts from, and least-squares steps from the best of them. Measured at 2
 # bits: five starts and five steps gain 0.5 %, three starts and one step lose 3 %; a fine comb without steps loses 8 %.
@@ -32,27 +33,39 @@ class Lanes:
     """Constants of each lane."""
 
     top: Tensor  # float32 [lanes], the largest code
-    unit: Tensor  # float32 [lanes], steps of a stored zero point in one code
+    unit: Tensor  # float32 [lanes], steps of a zero point in one code
+    most: Tensor  # float32 [lanes], the largest zero point in these steps
+    middle: Tensor  # float32 [lanes], the zero point of `midpoint`
     # Bool [lanes], whether the zero point is the middle of the codes; None if no lane has that.
     midpoint: Tensor | None
 
     @staticmethod
-    def of(versions: Sequence[Version], rows: int, device: torch.device) -> Lanes:
-        """The lanes of a matrix's rows, version after version."""
-        bits = torch.tensor([v.bits for v in versions], dtype=torch.float32, device=device).repeat_interleave(rows)
-        middle = torch.tensor([not v.stores_zeros for v in versions], device=device).repeat_interleave(rows)
-        has = any(not v.stores_zeros for v in versions)
-        return Lanes(2.0**bits - 1, 2.0 ** (8 - bits), middle if has else None)
+    def of(versions: Sequence[Version], rows: int, device: torch.device, zeros: str = FREE) -> Lanes:
+        """The lanes of a matrix's rows, version after version. `zeros`: which zero points, one of `methods.ZEROS`."""
+        symmetric = zeros == SYMMETRIC
+
+        def spread(values: list[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device).repeat_interleave(rows)
+
+        bits = spread([v.bits for v in versions])
+        top, unit = 2.0**bits - 1, 2.0 ** (8 - bits)
+        middle = spread([2.0 ** (v.bits - 1) if v.stores_zeros else (2.0**v.bits - 1) / 2 for v in versions])
+        fixed = [symmetric or not v.stores_zeros for v in versions]
+        midpoint = torch.tensor(fixed, device=device).repeat_interleave(rows) if any(fixed) else None
+        if zeros == FREE:
+            return Lanes(top, unit, torch.full_like(top, 255), middle, midpoint)
+        return Lanes(top, torch.ones_like(top), top, middle, midpoint)
 
     def part(self, start: int, end: int) -> Lanes:
         """The lanes from `start` to `end`."""
         middle = None if self.midpoint is None else self.midpoint[start:end]
-        return Lanes(self.top[start:end], self.unit[start:end], middle)
+        top, unit, most, point = (t[start:end] for t in (self.top, self.unit, self.most, self.middle))
+        return Lanes(top, unit, most, point, middle)
 
     def stored_zero(self, zero: Tensor) -> Tensor:
         """Round zero points [..., lanes], in units of a code, to their nearest stored values."""
-        stored = (zero * self.unit).round_().clamp_(0, 255).div_(self.unit)
-        return stored if self.midpoint is None else torch.where(self.midpoint, self.top / 2, stored)
+        stored = (zero * self.unit).round_().clamp_(min=0).clamp_(max=self.most).div_(self.unit)
+        return stored if self.midpoint is None else torch.where(self.midpoint, self.middle, stored)
 
 
 def stored_scale(scale: Tensor, other: Tensor) -> Tensor:
@@ -108,10 +121,12 @@ class _Search:
 
     def _start(self, share: Tensor) -> tuple[Tensor, Tensor]:
         """The grid over a share [lanes] of the group's range; at one bit, from the mean magnitude instead."""
-        scale = self._range * share
+        lanes, scale = self._lanes, self._range * share
         zero = torch.nan_to_num(self._low * share / -scale)
-        if self._lanes.midpoint is not None:
-            scale = torch.where(self._lanes.midpoint, 2 * (self._share @ self._block.abs())[:, 0], scale)
+        if lanes.midpoint is not None:
+            wide = torch.maximum(self._high / (lanes.top - lanes.middle), -self._low / lanes.middle) * share
+            mean = 2 * (self._share @ self._block.abs())[:, 0]
+            scale = torch.where(lanes.midpoint, torch.where(lanes.top == 1, mean, wide), scale)
         return stored_scale(scale, self._range), self._lanes.stored_zero(zero)
 
     def _measure(self, scale: Tensor, zero: Tensor) -> tuple[Tensor, ...]:

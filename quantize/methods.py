@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
     from .grid import Quantised
 
-    Quantiser = Callable[[Tensor, Tensor | None, Sequence[Version]], dict[Version, Quantised]]
+    Quantiser = Callable[..., dict[Version, Quantised]]
+
+ASYMMETRIC = ("hqq", "gptqmodel")  # methods whose search is for a zero point: moved to the middle, little is left of it
+# Which zero points a recipe allows: any that the format stores (fractions of a code), whole codes, or the middle code
+# 2**(bits-1) alone.
+FREE, INTEGER, SYMMETRIC = ZEROS = ("fractional", "integer", "symmetric")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +50,18 @@ class Method:
     worth: float = 0.0
     named: bool = True  # whether a recipe may name it
     library: Library | None = None  # the library that it needs
+    # Whether `quantise` takes `zeros`, one of ZEROS, as a fourth argument; `grid.with_zeros` moves others' zero points.
+    takes_zeros: bool = False
 
 
 def in_file(name: str) -> Quantiser:
     """Make a function that imports a module of this folder and calls the module's `quantise_widths`."""
 
-    def quantise(weight: Tensor, moments: Tensor | None, versions: Sequence[Version]) -> dict[Version, Quantised]:
+    def quantise(
+        weight: Tensor, moments: Tensor | None, versions: Sequence[Version], *zeros: str
+    ) -> dict[Version, Quantised]:
         module = importlib.import_module(f".{name}", __package__)
-        made: dict[Version, Quantised] = module.quantise_widths(weight, moments, versions)
+        made: dict[Version, Quantised] = module.quantise_widths(weight, moments, versions, *zeros)
         return made
 
     return quantise
@@ -63,8 +72,8 @@ _FALLBACKS = ("rtn", "hqq")
 
 # The order is part of the bundles' bytes (loss tables number methods by it): new ones go to the end.
 METHODS: tuple[Method, ...] = (
-    Method("gptq", _GPTQ, needs_moments=True, one_bit="sign", fallbacks=_FALLBACKS),
-    Method("sign", _GPTQ, needs_moments=True, named=False),
+    Method("gptq", _GPTQ, needs_moments=True, one_bit="sign", fallbacks=_FALLBACKS, takes_zeros=True),
+    Method("sign", _GPTQ, needs_moments=True, named=False, takes_zeros=True),
     # hqq takes longer than all else together, and its error was never below 0.7 of rounding's: `worth` 0.6 skips it
     # where it cannot win. At one bit it equals `rtn`.
     Method("hqq", in_file("hqq"), least_bits=2, worth=0.6, library=Library("hqq", "0.2.8")),
@@ -114,25 +123,33 @@ def fallbacks(name: str, version: Version) -> tuple[Method, ...]:
 
 
 def quantise_all(
-    name: str, weight: Tensor, moments: Tensor | None, versions: Sequence[Version]
+    name: str, weight: Tensor, moments: Tensor | None, versions: Sequence[Version], zeros: str = FREE
 ) -> dict[Version, Quantised]:
     """Quantise a batch of matrices, float32 [experts, rows, cols], at several affine versions, in their order.
 
     `moments` are the inputs' mean second moments, float32 [experts, cols, cols], or None if the method needs none.
-    `gptq` shares its work among the widths of a call.
+    `gptq` shares its work among the widths of a call. `zeros` is one of ZEROS.
     """
-    wanted: dict[Quantiser, list[Version]] = {}
+    wanted: dict[tuple[Quantiser, bool], list[Version]] = {}
     for version in versions:
         entry = method_for(name, version)
         if entry.needs_moments and moments is None:
             raise ValueError(f"{name} needs second moments")
-        wanted.setdefault(entry.quantise, []).append(version)
+        wanted.setdefault((entry.quantise, entry.takes_zeros), []).append(version)
     made: dict[Version, Quantised] = {}
-    for quantise_widths, widths in wanted.items():
-        made |= quantise_widths(weight, moments, widths)
+    for (quantise_widths, takes_zeros), widths in wanted.items():
+        if zeros == FREE:
+            made |= quantise_widths(weight, moments, widths)
+        elif takes_zeros:
+            made |= quantise_widths(weight, moments, widths, zeros)
+        else:
+            from .grid import with_zeros
+
+            found = quantise_widths(weight, moments, widths)
+            made |= {v: with_zeros(weight, q, v, zeros == SYMMETRIC) for v, q in found.items()}
     return {v: made[v] for v in versions}
 
 
-def quantise(name: str, weight: Tensor, moments: Tensor | None, version: Version) -> Quantised:
+def quantise(name: str, weight: Tensor, moments: Tensor | None, version: Version, zeros: str = FREE) -> Quantised:
     """Quantise a batch of matrices at one width; see `quantise_all`."""
-    return quantise_all(name, weight, moments, (version,))[version]
+    return quantise_all(name, weight, moments, (version,), zeros)[version]

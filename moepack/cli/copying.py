@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from moepack.pack.errors import InputError
 from moepack.progress import progress
 from moepack.runtime.planning.options import LoadOptions
 
@@ -55,22 +54,45 @@ def export(
     bundle: Bundle,
     output: Output,
     to: Annotated[
-        str, typer.Option("--to", help="The form: checkpoint (the released checkpoint, byte for byte).")
+        str, typer.Option("--to", help="The form: checkpoint, compressed-tensors, gptq or gguf (docs/export.md).")
     ] = "checkpoint",
+    bits: Annotated[
+        str | None, typer.Option("--bits", help="Experts at one width: 4 is w4; or a version's name, as mxfp4.")
+    ] = None,
+    map_file: Annotated[
+        str | None,
+        typer.Option("--map", help="Experts by a map: a FILE.json as for static:FILE.json, or allocation."),
+    ] = None,
+    fit: Annotated[
+        str | None, typer.Option("--fit", help="One width a layer, the best that fits in this size: 24GiB, 800MB.")
+    ] = None,
+    dense: Annotated[
+        str | None, typer.Option("--dense", help="The version of other matrices: w8; by default the most precise.")
+    ] = None,
+    scales: Annotated[
+        str, typer.Option("--scales", help="The dtype of compressed-tensors' scales: bf16 or fp32.")
+    ] = "bf16",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would take and lose.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Write a bundle's weights in the form of another program."""
-    if to != "checkpoint":
-        raise InputError(f"--to {to}: there is checkpoint")
-    from moepack.export import export_checkpoint
+    from moepack.export import Wanted
+    from moepack.export import export as run
 
+    wanted = Wanted(bits, map_file, fit, dense, scales)
     with progress(quiet) as reporter:
-        made = export_checkpoint(bundle, output, reporter)
+        made = run(bundle, output, to, wanted, dry_run, reporter)
+    takes = f"{made.bytes:,} bytes, {made.bits:.3f} bits a weight of experts, relative loss {made.loss:.5f}"
+    if not made.tensors:
+        widths = ", ".join(f"{count:,} {name}" for name, count in made.versions.items())
+        as_is = "every value as in the bundle" if made.exact else "values rounded where they are read"
+        show(made, as_json, f"{made.path}: {made.target}: {takes}; experts: {widths}; {as_is}")
+        return
     left = f"; left out, as the bundle does not hold them as released: {', '.join(made.left_out[:5])}"
     left = left if made.left_out else ""
     left += f" and {len(made.left_out) - 5} more" if len(made.left_out) > 5 else ""
-    show(made, as_json, f"{made.path}: {made.tensors} tensors as they were released{left}")
+    show(made, as_json, f"{made.path}: {made.tensors} tensors as they were released, {made.bytes:,} bytes{left}")
 
 
 def push(

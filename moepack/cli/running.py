@@ -172,7 +172,12 @@ def serve(
     host: Annotated[str, typer.Option("--host", help="The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 for any that is free.")] = 8000,
     api_key: Annotated[
-        str | None, typer.Option("--api-key", help="Clients must send it; better given as MOEPACK_API_KEY.")
+        list[str] | None,
+        typer.Option("--api-key", help="Clients must send it, or another of several; better given as MOEPACK_API_KEY."),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option("--cors-origin", help="A web page's origin that may read answers, or *; none may by default."),
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="The model's name for clients.")] = None,
     chat_template: Template = None,
@@ -201,7 +206,7 @@ def serve(
         typer.Option("--address", help="The Ray cluster of the copies: ray://HOST:10001; by default this machine."),
     ] = None,
 ) -> None:
-    """Serve the OpenAI interface over HTTP, with a live page."""
+    """Serve the interfaces of OpenAI and Anthropic over HTTP, with a live page."""
     given = dict(locals())  # the parameters are the fields of Serve
     from moepack.server.command import Serve
 

@@ -6,26 +6,26 @@ scales, or they are kept as they were. Dropped layers for multi-token prediction
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moepack.pack.errors import InputError, TargetError
+from moepack.pack.errors import InputError
 from moepack.pack.manifest import DENSE_INDEX, LEFTOVERS, strict_json
 from moepack.pack.manifest.parser import safe_path
-from moepack.pack.reader import Bundle, open_bundle
+from moepack.pack.reader import Bundle
 from moepack.pack.safetensors_file import DTYPES, Header, TensorEntry, read_header
 from moepack.pack.spec import lossless
-from moepack.pack.writer import appearing, check_target
+from moepack.pack.writer import appearing
 from moepack.pipeline.released import TENSORS, Holding, as_it_is
 from moepack.progress import Reporter
 
+from .beside import copy_others, open_for, writing
 from .filled import FilledFile
+from .report import Exported, released_bits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,29 +39,18 @@ if TYPE_CHECKING:
 
 _FEW = 8  # experts whose codes are in memory at once
 _DIMENSIONS, _LARGEST = 8, 1 << 44  # of a described tensor: dimensions, and elements
-_NOT_COPIED = ("manifest.json", "calibration.safetensors", TENSORS, LEFTOVERS, "README.md", "config.json", DENSE_INDEX)
 
 
-@dataclass(frozen=True)
-class Exported:
-    """What was written, and which of the checkpoint's tensors the bundle does not hold."""
-
-    path: Path
-    tensors: int
-    left_out: tuple[str, ...]
-
-
-def export_checkpoint(path: str | Path, output: str | Path, reporter: Reporter | None = None) -> Exported:
+def export_checkpoint(
+    path: str | Path, output: str | Path, reporter: Reporter | None = None, dry_run: bool = False
+) -> Exported:
     """Write the checkpoint that the bundle at `path` was made from into the new directory `output`.
 
     Raises InputError for a bundle that does not hold its checkpoint as it was, TargetError if `output` is not new or
     empty, or in the bundle. Nothing is left at `output` after an error.
     """
     reporter, target = reporter or Reporter(), Path(output)
-    check_target(target)
-    bundle = open_bundle(path)
-    if target.absolute().is_relative_to(bundle.path.absolute()):
-        raise TargetError(f"{target}: lies in the bundle: name a directory outside it")
+    bundle = open_for(path, target)
     stream, config = _stream(bundle)
     held = _held(bundle, stream)
     carried = _carried(bundle, stream)
@@ -72,7 +61,16 @@ def export_checkpoint(path: str | Path, output: str | Path, reporter: Reporter |
     whole += sum(f.size for f in bundle.manifest.expert_files.values())
     if needed > 4 * whole:
         raise InputError(f"{bundle.path / TENSORS}: describes {needed:,} bytes, more than the bundle holds: damaged")
-    with _writing(target), appearing(target) as partial:
+    left_out = tuple(sorted(set(stream.checkpoint.file_of) - wanted))
+    exact, files = stream.native, dict[str, FilledFile]()
+    counts, dense = {exact.name: sum(x.experts for x in bundle.layers)}, lossless(bundle.dense_versions)
+    report = Exported(
+        "checkpoint", target, needed, released_bits(bundle, exact), (), True, 0.0, counts,
+        (dense.name,) if dense else (), len(wanted), left_out,
+    )  # fmt: skip
+    if dry_run:
+        return report
+    with writing(target), appearing(target) as partial:
         files = {name: FilledFile(partial / name, header, wanted) for name, header in headers.items()}
         reporter.stage("write the checkpoint", len(stream.layers) + 1)
         for name, at, values in _tensors(bundle, stream, carried, held.served - carried, reporter):
@@ -81,18 +79,9 @@ def export_checkpoint(path: str | Path, output: str | Path, reporter: Reporter |
             file.close()
         if len(files) > 1:
             _index(partial, headers, wanted)
-        _copy(bundle, partial, config)  # without config.json, what a killed export leaves is no checkpoint
+        copy_others(bundle, partial, config)
     reporter.step("done")
-    return Exported(target, len(wanted), tuple(sorted(set(stream.checkpoint.file_of) - wanted)))
-
-
-@contextlib.contextmanager
-def _writing(target: Path) -> Iterator[None]:
-    """Turn an OSError of the context into a TargetError."""
-    try:
-        yield
-    except OSError as error:
-        raise TargetError(f"{target}: cannot be written: {error}") from None
+    return replace(report, files=tuple(files))
 
 
 def _stream(bundle: Bundle) -> tuple[StreamedModel, dict[str, Any]]:
@@ -270,15 +259,6 @@ def _native(version: str, group: int, values: list[AffineMatrix | ReleasedMatrix
     assert codes is not None and scale is not None
     name = "fp8" if version == "fp8row" else version
     return NativeWeight(name, group, codes, scale, None if outer is None else outer[..., None], joined("zero"))
-
-
-def _copy(bundle: Bundle, target: Path, config: Mapping[str, Any]) -> None:
-    """Copy the checkpoint's other files, and write its config.json."""
-    (target / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-    for name in bundle.manifest.files:
-        if name not in _NOT_COPIED and not name.endswith(".safetensors"):
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(bundle.path / name, target / name)
 
 
 def _index(target: Path, headers: Mapping[str, Header], wanted: set[str]) -> None:

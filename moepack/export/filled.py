@@ -12,6 +12,8 @@ from moepack.pack.safetensors_file import DTYPES, Header, make_header
 if TYPE_CHECKING:
     from torch import Tensor
 
+METADATA = {"format": "pt"}  # of every file
+
 
 class FilledFile:
     """A file that has its header and its size from the start."""
@@ -19,7 +21,7 @@ class FilledFile:
     def __init__(self, path: Path, header: Header, wanted: set[str]) -> None:
         """Write the header of the tensors of `header` that are in `wanted`, and make room for them."""
         entries = {n: (e.dtype, e.shape) for n, e in header.tensors.items() if n in wanted}
-        head = make_header(entries, {"format": "pt"})
+        head = make_header(entries, METADATA)
         self._file, at = path.open("wb"), len(head)
         self._places: dict[str, tuple[int, int]] = {}  # offset and bytes
         for name, (dtype, shape) in entries.items():

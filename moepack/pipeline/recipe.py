@@ -40,6 +40,7 @@ class Quantize:
     min_tokens: int = 0
     loss_tokens: int = 4096
     moments: str = "routed"
+    zeros: str = methods.FREE
 
     def size(self, version: str) -> int:
         """The group size of a version."""
@@ -166,8 +167,10 @@ def parse_recipe(text: str, where: str) -> Recipe:
         raise InputError(f"{where}: versions: name each version once, and at least one")
     dense = _names(f"{where}: dense", top.get("dense", []))
     at = f"{where}: quantize"
-    rules = {"method": methods.named(), "min_tokens": 0, "loss_tokens": 1, "moments": MOMENTS}
+    rules = {"method": methods.named(), "min_tokens": 0, "loss_tokens": 1, "moments": MOMENTS, "zeros": methods.ZEROS}
     quantize = Quantize(**_settings(at, top.get("quantize", {}), Quantize, rules))
+    if quantize.zeros == methods.SYMMETRIC and quantize.method in methods.ASYMMETRIC:
+        raise InputError(f"{at}.zeros: {quantize.method} makes no symmetric codes: gptq and rtn do")
     size = quantize.group_size
     if isinstance(size, dict):
         _mapping(f"{at}.group_size", size, [v for v in version_names() if encoding_of(v).group_sizes])

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +50,7 @@ class Serve:
     load: LoadOptions = DEFAULTS
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    api_key: Sequence[str] | None = None
     name: str | None = None
     chat_template: Path | None = None
     max_sequences: int = 32
@@ -61,6 +61,7 @@ class Serve:
     max_body: str = "4MiB"
     grace: float = 30.0
     access_log: bool = False
+    cors_origin: Sequence[str] | None = None
     replicas: int = 1
     address: str | None = None
 
@@ -127,7 +128,8 @@ def options_of(asked: Serve) -> Options:
     most = parse_size(asked.max_body)
     assert most is not None
     name = asked.name or (path.resolve().name if path.exists() else asked.bundle)
-    return Options(name, asked.host, asked.api_key or os.environ.get(KEY) or None, most, template, limits)
+    keys = tuple(filter(None, asked.api_key or ())) or tuple(filter(None, [os.environ.get(KEY)]))
+    return Options(name, asked.host, keys, most, template, limits)
 
 
 @contextlib.contextmanager
@@ -206,7 +208,7 @@ async def run(server: Any, listener: socket.socket, asked: Serve, ready: Callabl
     """Answer on `listener` until uvicorn stops; running requests finish. `ready` receives uvicorn once it answers."""
     import uvicorn
 
-    from .http.guard import HEADERS, Patient
+    from .http.guard import HEADERS, Patient, shared
 
     class Stopping(uvicorn.Server):
         """uvicorn's server. It starts and stops `server` too, and exits with 0 after a signal."""
@@ -226,8 +228,9 @@ async def run(server: Any, listener: socket.socket, asked: Serve, ready: Callabl
             server.stop()
             await super().shutdown(sockets)
 
+    app = shared(server.app, asked.cors_origin or ())
     config = uvicorn.Config(
-        server.app, http=Patient, ws="none", lifespan="off", log_config=None, access_log=asked.access_log,
+        app, http=Patient, ws="none", lifespan="off", log_config=None, access_log=asked.access_log,
         limit_concurrency=CONNECTIONS, timeout_keep_alive=int(HEADERS), h11_max_incomplete_event_size=32 << 10,
         timeout_graceful_shutdown=max(1, int(asked.grace)), server_header=False, backlog=1024,
     )  # fmt: skip

@@ -18,6 +18,13 @@ class ApiError(Exception):
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
+    def anthropic(self) -> dict[str, Any]:
+        """The error as JSON in Anthropic's shape."""
+        kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+        kinds |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
 
 def too_long(message: str, param: str | None = None) -> ApiError:
     """Make the error for a prompt or an answer that does not fit."""

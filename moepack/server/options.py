@@ -27,7 +27,7 @@ class Options:
 
     name: str  # the model's name for clients
     host: str = "127.0.0.1"  # the host that the server listens on
-    key: str | None = None  # the API key that clients must send; None asks for no key
+    keys: tuple[str, ...] = ()  # API keys, one of which clients must send; none asks for no key
     body: int = 4 << 20  # the most bytes of a request's body
     template: str | None = None  # a chat template that replaces the tokenizer's own
     limits: Limits = field(default_factory=Limits)  # upper limits of what the server accepts

@@ -38,7 +38,7 @@ def beginning(raw: bytes) -> str:
     with contextlib.suppress(ValueError, RecursionError):
         given = json.loads(raw)
         if isinstance(given, dict):
-            found = given.get("messages", given.get("prompt"))
+            found = given.get("messages", given.get("prompt", given.get("input")))
             found = found[0] if isinstance(found, list) and found and not isinstance(found[0], int) else found
             found = found.get("content") if isinstance(found, dict) else found
             text = found if isinstance(found, str) else json.dumps(found)
@@ -108,7 +108,7 @@ class Door:
         from .http.guard import Guard
 
         self._asked, self._name, self._options = asked, name, options_of(asked)
-        self.app = Guard(self._relay, self._options.key, asked.host)
+        self.app = Guard(self._relay, self._options.keys, asked.host)
         self._stopping = False
         self._opened: asyncio.Future[tuple[Any, int]] = asyncio.get_event_loop().create_future()
         self._closed: asyncio.Future[None] = asyncio.get_event_loop().create_future()

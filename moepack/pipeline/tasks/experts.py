@@ -81,7 +81,7 @@ def batch_settings(recipe: Recipe) -> Settings:
     from moepack.quantize.expert_batch import Settings
 
     q = recipe.quantize
-    return Settings(q.method, lossy(recipe.version_specs()), q.min_tokens, q.loss_tokens, q.moments)
+    return Settings(q.method, lossy(recipe.version_specs()), q.min_tokens, q.loss_tokens, q.moments, zeros=q.zeros)
 
 
 def observation_digest(observation: Observation) -> str:

@@ -38,6 +38,7 @@ class RowShardTask:
     rows: range
     versions: tuple[Version, ...]
     method: str  # the quantiser's name
+    zeros: str  # which zero points, one of `methods.ZEROS`
     device: str  # the kind of device that computes, as torch names it
 
     count = 1  # units that the task adds to a build's progress
@@ -66,6 +67,7 @@ class RowShardTask:
             "matrix": asdict(self.matrix),
             "rows": [self.rows.start, self.rows.stop],
             "method": self.method,
+            "zeros": self.zeros,
         }
         return address(self, facts)
 
@@ -76,7 +78,7 @@ def row_shard_tasks(
     """The tasks of dense matrices at the recipe's versions, matrix by matrix and in the order of rows."""
     from moepack.quantize.dense_matrix import row_shards
 
-    versions, method = recipe.dense_specs(), recipe.quantize.method
+    versions, how = recipe.dense_specs(), recipe.quantize
     cut_up = lossy(versions)
     exact = tuple(v for v in versions if v not in cut_up)
     out = []
@@ -84,7 +86,7 @@ def row_shard_tasks(
         every, shards = range(m.matrix.rows), row_shards(m.matrix.rows, m.matrix.cols)
         whole = len(shards) == 1 or not cut_up
         cut = [(every, versions)] if whole else [(every, exact), *((rows, cut_up) for rows in shards)]
-        out += [RowShardTask(checkpoint, m, rows, wanted, method, device) for rows, wanted in cut]
+        out += [RowShardTask(checkpoint, m, rows, wanted, how.method, how.zeros, device) for rows, wanted in cut]
     return out
 
 
@@ -129,7 +131,8 @@ def make_row_shard(
             elif version not in wanted:
                 made.add(version.name, *exact_matrix(version, task.shard, rows, bits, threads))
         if wanted:
-            done = quantise_rows(rows.to(device, torch.float32), learn.to(device), held.to(device), task.method, wanted)
+            moments = learn.to(device), held.to(device)
+            done = quantise_rows(rows.to(device, torch.float32), *moments, task.method, wanted, task.zeros)
             for version, (q, loss) in done.items():
                 made.add(version.name, *version.encode(own, [q.matrix(0, bits)]))
                 column = task.versions.index(version)

@@ -1,4 +1,4 @@
-"""Constrain answers to a JSON schema with llguidance, an optional library: say which tokens may come next."""
+"""Constrain answers to JSON or to calls with llguidance, an optional library: say which tokens may come next."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from moepack.server.errors import ApiError, bad
+from moepack.server.tools.parts import Functions
 
-PARAM = "response_format"
+from .schema_limits import FUEL, check_schemas
+
 COMPACT: Any = {"whitespace_flexible": False}  # otherwise a weak model may write line breaks without end
 
 
@@ -24,24 +26,34 @@ class Grammars:
         self._made: Any = None
         self._lock = threading.Lock()
 
-    def check(self, schema: dict[str, Any]) -> Callable[[], JsonMask]:
+    def of_schema(self, schema: dict[str, Any]) -> Callable[[], JsonMask]:
         """Turn a JSON schema into a function that makes a sequence's mask. An invalid schema is an ApiError."""
+        check_schemas("response_format", [schema])
+        return self._check("response_format", lambda kind: kind.grammar_from_json_schema(schema, overrides=COMPACT))
+
+    def of_calls(self, functions: Functions, lark: Callable[[], str]) -> Callable[[], JsonMask]:
+        """Turn a grammar of calls of some functions into such a function. An invalid schema of one is an ApiError."""
+        check_schemas("tools", functions.values())
+        return self._check("tools", lambda kind: kind.grammar_from_lark(lark()))
+
+    def _check(self, param: str, made: Callable[[Any], Any]) -> Callable[[], JsonMask]:
         try:
-            from llguidance import LLMatcher
+            from llguidance import LLMatcher, LLParserLimits
         except ImportError:
             why = "needs llguidance, which is not installed on this server: pip install 'moepack[serve]'"
-            raise bad(PARAM, why, "unsupported") from None
+            raise bad(param, why, "unsupported") from None
+        tokenizer = self._made_tokenizer(param)
         try:
-            grammar = str(LLMatcher.grammar_from_json_schema(schema, defaults=COMPACT))
-            tokenizer = self._made_tokenizer()
-            problem = LLMatcher.validate_grammar(grammar, tokenizer)
+            first = LLMatcher(tokenizer, str(made(LLMatcher)), limits=LLParserLimits(**FUEL), log_level=0)
+            first.compute_bitmask()  # the slowest mask, and whether the limits do: not on the scheduler's thread
+            problem = first.get_error()
         except ValueError as error:
             problem = str(error)
-        if problem and not problem.startswith("WARNING"):
-            raise bad(PARAM, f"this schema cannot be kept to: {problem.splitlines()[0][:300]}")
-        return lambda: JsonMask(LLMatcher(tokenizer, grammar))
+        if problem:
+            raise _unkept(param, problem)
+        return lambda: JsonMask(first.deep_copy(), param)
 
-    def _made_tokenizer(self) -> Any:
+    def _made_tokenizer(self, param: str) -> Any:
         """Return llguidance's tokenizer. The first call makes it, in a second for a large vocabulary."""
         from llguidance.hf import from_tokenizer
 
@@ -51,20 +63,24 @@ class Grammars:
                 try:
                     self._made = from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=ends)
                 except ValueError as error:
-                    raise bad(PARAM, f"this model's tokenizer cannot be constrained: {error}", "unsupported") from None
+                    raise bad(param, f"this model's tokenizer cannot be constrained: {error}", "unsupported") from None
             return self._made
+
+
+def _unkept(param: str, why: str) -> ApiError:
+    return bad(param, f"this schema cannot be kept to: {why.splitlines()[0][:300]}")
 
 
 class JsonMask:
     """The tokens that a grammar allows next, for one sequence."""
 
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: Any, param: str) -> None:
+        self._matcher, self._param = matcher, param
 
     def allowed(self, vocabulary: int) -> Tensor:
         """The allowed tokens, bool [vocabulary]."""
         if self._matcher.is_error():
-            raise ApiError(500, f"{PARAM}: {self._matcher.get_error()}", PARAM)
+            raise _unkept(self._param, self._matcher.get_error())
         words = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         return torch.from_numpy(np.unpackbits(words, count=vocabulary, bitorder="little").astype(bool))
 

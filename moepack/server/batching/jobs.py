@@ -21,6 +21,7 @@ class JobEvent:
     # Tokens of the prompt with log probabilities, in one event alone, if the job asks for them; the first has none.
     prompt: tuple[Scored, ...] = ()
     finish: str | None = None  # "stop", "length", or None while the job runs
+    stop: str | None = None  # the stop string that ended the answer
     error: Exception | None = None  # the reason if the job ends without an answer
     generated: int = 0  # tokens generated so far, including those that a stop string cut off
 
@@ -37,6 +38,7 @@ class Job:
     ends: frozenset[int] = frozenset()  # tokens that end the answer
     # Makes the mask of allowed tokens, on the scheduler's thread; None allows all.
     grammar: Callable[[], JsonMask] | None = None
+    shows_special: bool = False  # whether the answer's text has special tokens in it
     wants_prompt: bool = False  # whether to report the prompt's own tokens
     # Whether the client has gone. Any thread may set this.
     cancelled: bool = False

@@ -7,6 +7,7 @@ gives up its cache and is read again later.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -104,6 +105,11 @@ class Scheduler:
         """Number of waiting sequences."""
         return len(self._waiting) + len(self._arrived)
 
+    @property
+    def cached_tokens(self) -> int:
+        """Upper bound of the tokens that running sequences' caches hold after the next step."""
+        return sum(len(s.tokens) for s in tuple(self._running))
+
     def health(self) -> dict[str, object]:
         """Return `ok`, whether the scheduler works, and `error`, why the last pass failed if it did."""
         return {"ok": self._thread.is_alive() and self._error is None, "error": self._error}
@@ -130,7 +136,13 @@ class Scheduler:
             ApiError: if the queue is full, or the server is stopping.
         """
         arrived = [
-            _Sequence(job, list(job.prompt), Pieces(self._tokens.decode, job.prompt), Stops(job.stops)) for job in jobs
+            _Sequence(
+                job,
+                list(job.prompt),
+                Pieces(functools.partial(self._tokens.decode, special=job.shows_special), job.prompt),
+                Stops(job.stops),
+            )
+            for job in jobs
         ]
         with self._condition:
             if self._closing or not self._thread.is_alive():
@@ -211,7 +223,7 @@ class Scheduler:
             one = self._waiting[0]
             need = len(one.tokens) + min(HEADROOM, one.job.max_tokens - one.made)
             if self._running and (
-                self._cached_tokens() + need > self.limits.kv_tokens or not self._engine.fits([], [*joining, need])
+                self.cached_tokens + need > self.limits.kv_tokens or not self._engine.fits([], [*joining, need])
             ):
                 return
             self._waiting.popleft()
@@ -226,15 +238,11 @@ class Scheduler:
             joining.append(need)
             self._running.append(one)
 
-    def _cached_tokens(self) -> int:
-        """Upper bound of the tokens that running sequences' caches hold after the next step."""
-        return sum(len(s.tokens) for s in self._running)
-
     def _plan(self) -> list[tuple[_Sequence, StepInput]]:
         """Choose the next inputs; preempt the youngest sequences until the rest fit the budget."""
         while True:
             planned = self._next_inputs()
-            room = self._cached_tokens() <= self.limits.kv_tokens and self._engine.fits([item for _, item in planned])
+            room = self.cached_tokens <= self.limits.kv_tokens and self._engine.fits([item for _, item in planned])
             if room or len(self._running) < 2:
                 return planned
             self._preempt()
@@ -367,4 +375,4 @@ class Scheduler:
         self._running.remove(one)
         self._remove(one)
         self.totals.finished += 1
-        self._events.append((one.job, JobEvent(text, tokens, prompt, why, None, one.made)))
+        self._events.append((one.job, JobEvent(text, tokens, prompt, why, one.stops.found, None, one.made)))

@@ -42,6 +42,7 @@ class Stops:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops, self._held = tuple(stops), ""
+        self.found: str | None = None  # the stop string that came
 
     def push(self, text: str) -> tuple[str, bool]:
         """Return the text to show, and whether a stop string came.
@@ -50,7 +51,8 @@ class Stops:
         self._held += text
         found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
-            shown, self._held = self._held[: min(found)[1]], ""
+            end, at = min(found)
+            shown, self.found, self._held = self._held[:at], self._held[at:end], ""
             return shown, True
         most = max((len(stop) for stop in self._stops), default=1) - 1
         ends = range(max(0, len(self._held) - most), len(self._held))  # where the text that is held back may begin

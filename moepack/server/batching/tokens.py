@@ -55,11 +55,11 @@ class Tokens:
         with self._lock:
             return list(self.tokenizer(text, add_special_tokens=special).input_ids)
 
-    def decode(self, tokens: list[int]) -> str:
-        """Decode tokens, without special ones."""
+    def decode(self, tokens: list[int], special: bool = False) -> str:
+        """Decode tokens, with or without special ones."""
         if self._plain:
-            return str(self._fast.decode(tokens, skip_special_tokens=True))  # type: ignore[union-attr]
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+            return str(self._fast.decode(tokens, skip_special_tokens=not special))  # type: ignore[union-attr]
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=not special))
 
     def raw(self, token: int) -> bytes:
         """The bytes of one token, special or not; empty for a token without text."""

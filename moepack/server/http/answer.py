@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -14,7 +13,7 @@ from moepack.server.batching.jobs import Job, JobEvent
 from moepack.server.errors import ApiError, failed
 
 from .guard import disconnected
-from .replies import sse
+from .replies import Reply
 
 PATIENCE = 60.0  # seconds a client may stop reading a stream
 
@@ -70,23 +69,24 @@ class Streamed(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, pieces: AsyncIterator[list[Any]]) -> None:
-        """Send each list of values in `pieces` as soon as it comes, as JSON."""
+    def __init__(self, reply: Reply, batches: AsyncIterator[list[tuple[int, JobEvent]]]) -> None:
+        """Send a reply's events as soon as they come."""
         super().__init__(None, headers={"cache-control": "no-store", "x-accel-buffering": "no"})
-        self._pieces = pieces
+        self._reply, self._batches = reply, batches
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response (ASGI)."""
         headers = [(k, v) for k, v in self.raw_headers if k != b"content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
-            async for pieces in self._pieces:
-                await _sent(send, {"type": "http.response.body", "body": b"".join(map(sse, pieces)), "more_body": True})
-            last = sse("[DONE]")
+            async for events in self._reply.chunks(self._batches):
+                body = b"".join(map(self._reply.event, events))
+                await _sent(send, {"type": "http.response.body", "body": body, "more_body": True})
+            last = self._reply.done
         except Gone:
             return
         except ApiError as error:
-            last = sse(error.body())
+            last = self._reply.event(self._reply.failure(error))
         await _sent(send, {"type": "http.response.body", "body": last, "more_body": False})
 
 

@@ -1,16 +1,12 @@
-"""The server's routes: the OpenAI interface, health, metrics, the page and its JSON."""
+"""The application: a model behind its scheduler, and the routes that have text generated or tokenised."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import concurrent.futures
 import functools
-import hashlib
-import time
 from collections.abc import Callable
-from dataclasses import replace
-from importlib.resources import files
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -20,22 +16,28 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from moepack.server.batching.engine import Engine
-from moepack.server.batching.grammar import Grammars
+from moepack.server.batching.grammar import Grammars, JsonMask
 from moepack.server.batching.jobs import Job, JobEvent
 from moepack.server.batching.scheduler import Scheduler
 from moepack.server.batching.tokens import Tokens
 from moepack.server.errors import ApiError, failed, too_long
 from moepack.server.options import UNLIMITED, Options
-from moepack.version import __version__
+from moepack.server.tools.parts import AnswerReader, Plain
+from moepack.server.translated.message_reply import MessageReply
+from moepack.server.translated.messages import counted, messages
+from moepack.server.translated.response_reply import ResponseReply
+from moepack.server.translated.responses import responses
 
 from . import parse
 from .answer import Answer, Gone, Streamed
-from .fields import parse_json
+from .fields import Fields, parse_json
 from .guard import Guard, body, refusal
+from .info import Info
 from .live_view import LiveView
 from .metrics import Metrics
 from .replies import ChatReply, CompletionReply, Reply
-from .templates import render
+from .templates import manners_of, render
+from .tokenizing import DetokenizeRequest, TokenizeRequest
 
 HELPERS = 2  # threads beside the event loop; glibc keeps an arena for each thread that ever ran
 Found = TypeVar("Found")
@@ -51,29 +53,30 @@ class Server:
             tokenizer.chat_template = options.template
         text = model.config.get_text_config()
         self._vocabulary = int(text.vocab_size)
+        self._manners = manners_of(self.tokens)
         self._grammars = Grammars(tokenizer, self._vocabulary, self.tokens.ends)
         context = min(options.limits.context, int(getattr(text, "max_position_embeddings", None) or UNLIMITED))
         self.engine = Engine(model, options.limits.step_tokens)
         self.scheduler = Scheduler(self.engine, self.tokens, replace(options.limits, context=context), self._post)
-        self.metrics = Metrics(model, self.engine, self.scheduler)
-        self._view, self._serving = LiveView(model, options.name, self.engine, self.scheduler), model.moepack
-        self._began = int(time.time())
+        self.metrics = Metrics(model, options.name, self.engine, self.scheduler)
+        view, chats = LiveView(model, options.name, self.engine, self.scheduler), bool(tokenizer.chat_template)
+        self._info = Info(options.name, model.moepack, self.scheduler, self.metrics, view, chats, self._aside)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._helpers = concurrent.futures.ThreadPoolExecutor(HELPERS, "moepack-requests")
         routes = [
-            Route("/", self._page),
-            Route("/health", self._health),
-            Route("/live", self._live),
-            Route("/metrics", self._metrics),
-            Route("/v1/models", self._models),
-            Route("/v1/models/{name:path}", self._model),
+            *self._info.routes,
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/detokenize", self._detokenize, methods=["POST"]),
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/responses", self._responses, methods=["POST"]),
+            Route("/v1/messages", self._messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", self._count, methods=["POST"]),
         ]
         handlers: dict[Any, Any] = {ApiError: _refusal, HTTPException: _http_error, Exception: _failure}
         inner = Starlette(routes=routes, exception_handlers=handlers)
         known = {route.path for route in routes}
-        self.app = Guard(self._counted(inner, known), options.key, options.host)
+        self.app = Guard(self._counted(inner, known), options.keys, options.host)
 
     def start(self) -> None:
         """Start answering. Call it on the event loop."""
@@ -102,7 +105,7 @@ class Server:
     def _tell(self, events: list[tuple[Job, JobEvent]]) -> None:
         for job, event in events:
             if event.finish is not None:
-                self.metrics.ended(job, event.generated)
+                self.metrics.ended(job, event)
             job.tell(event)
 
     def _counted(self, app: Any, known: set[str]) -> Any:
@@ -117,92 +120,93 @@ class Server:
 
         return counting
 
-    # --- other routes
-
-    async def _page(self, request: Request) -> Response:
-        page, policy = _page()
-        headers = {"content-security-policy": policy, "x-content-type-options": "nosniff"}
-        headers |= {"referrer-policy": "no-referrer", "cache-control": "no-cache"}
-        return Response(page, media_type="text/html", headers=headers)
-
-    async def _health(self, request: Request) -> Response:
-        versions, answers = self._serving.health(), self.scheduler.health()
-        good = bool(versions["ok"] and answers["ok"])
-        found = {"status": "ok" if good else "failing", "versions": versions, "answers": answers}
-        return JSONResponse(found, 200 if good else 503)
-
-    async def _live(self, request: Request) -> Response:
-        made = await self._aside(self._view)
-        chats = bool(self.tokens.tokenizer.chat_template)
-        return JSONResponse({**made, "chats": chats}, headers={"cache-control": "no-store"})
-
-    async def _metrics(self, request: Request) -> Response:
-        made = await self._aside(self.metrics.text)
-        return Response(made, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    def _described(self) -> dict[str, Any]:
-        limits = self.scheduler.limits
-        context = {"max_model_len": limits.context} if limits.context < UNLIMITED else {}
-        return {
-            "id": self._options.name, "object": "model", "created": self._began, "owned_by": f"moepack {__version__}",
-            **context,
-        }  # fmt: skip
-
-    async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described()]})
-
-    async def _model(self, request: Request) -> Response:
-        self._check_model(request.path_params["name"])
-        return JSONResponse(self._described())
-
-    def _check_model(self, name: str) -> None:
-        if name != self._options.name:
-            why = f"the model {name!r} is not here: {self._options.name!r} is"
-            raise ApiError(404, why, "model", "model_not_found")
-
     # --- generation
 
+    async def _tokenize(self, request: Request) -> Response:
+        return await self._tokens_of(request, TokenizeRequest)
+
+    async def _detokenize(self, request: Request) -> Response:
+        return await self._tokens_of(request, DetokenizeRequest)
+
+    async def _tokens_of(self, request: Request, kind: type[TokenizeRequest | DetokenizeRequest]) -> Response:
+        raw = await body(request, self._options.body)
+        context = self.scheduler.limits.context
+
+        def answer() -> dict[str, Any]:
+            asked = kind(Fields(parse_json(raw)), self._vocabulary)
+            self._info.check_model(asked.model)
+            return asked.answer(self.tokens, self._manners, context if context < UNLIMITED else None)
+
+        return JSONResponse(await self._aside(answer))
+
     async def _completions(self, request: Request) -> Response:
-        def encoded(asked: parse.Request) -> list[list[int]]:
-            return [self.tokens.encode(p, asked.special, "prompt") if isinstance(p, str) else p for p in asked.prompts]
+        def encoded(asked: parse.Request) -> _Prepared:
+            each = [self.tokens.encode(p, asked.special, "prompt") if isinstance(p, str) else p for p in asked.prompts]
+            return _Prepared(each, grammar=self._grammar(asked))
 
         return await self._answered(request, parse.completion, encoded, CompletionReply)
 
     async def _chat(self, request: Request) -> Response:
-        return await self._answered(request, parse.chat, lambda asked: [render(self.tokens, asked)], ChatReply)
+        return await self._answered(request, parse.chat, self._prepare_chat, ChatReply)
+
+    async def _responses(self, request: Request) -> Response:
+        return await self._answered(request, responses, self._prepare_chat, ResponseReply)
+
+    async def _messages(self, request: Request) -> Response:
+        return await self._answered(request, messages, self._prepare_chat, MessageReply)
+
+    async def _count(self, request: Request) -> Response:
+        raw = await body(request, self._options.body)
+
+        def answer() -> dict[str, int]:
+            asked = counted(Fields(parse_json(raw)), self._vocabulary)
+            self._info.check_model(asked.model)
+            return {"input_tokens": len(self._prepare_chat(asked).prompts[0])}
+
+        return JSONResponse(await self._aside(answer))
+
+    def _prepare_chat(self, asked: parse.Request) -> _Prepared:
+        assert asked.chat is not None
+        manners, tools = self._manners, asked.chat.tools
+        text, ids = render(self.tokens, manners, asked.chat)
+        grammar = self._grammar(asked)
+        if tools.binding:
+            grammar = self._grammars.of_calls(tools.functions, lambda: manners.grammar(tools, text))
+        return _Prepared([ids], lambda: manners.reader(tools, text), grammar, manners.shows_special)
+
+    def _grammar(self, asked: parse.Request) -> Callable[[], JsonMask] | None:
+        return None if asked.schema is None else self._grammars.of_schema(asked.schema)
 
     async def _answered(
         self,
         request: Request,
-        parsed: Callable[[dict[str, Any], int], parse.Request],
-        encoded: Callable[[parse.Request], list[list[int]]],
+        parsed: Callable[[Fields, int], parse.Request],
+        prepared: Callable[[parse.Request], _Prepared],
         kind: type[Reply],
     ) -> Response:
         raw = await body(request, self._options.body)
-        asked = await self._aside(lambda: parsed(parse_json(raw), self._vocabulary))
-        if asked.model is not None:
-            self._check_model(asked.model)
+        asked = await self._aside(lambda: parsed(Fields(parse_json(raw)), self._vocabulary))
+        self._info.check_model(asked.model)
         answer = Answer()
 
         def prepare() -> Reply:
-            prompts = encoded(asked)
-            self._jobs(asked, prompts, answer)
-            return kind(asked, prompts, self.tokens, self._options.name)
+            found = prepared(asked)
+            self._jobs(asked, found, answer)
+            return kind(asked, found.prompts, self.tokens, self._options.name, found.reader)
 
         reply = await self._aside(prepare)
         self.scheduler.submit(answer.jobs)
         batches = answer.batches(request.receive)
         if asked.stream:
-            return Streamed(reply.chunks(batches))
+            return Streamed(reply, batches)
         async for batch in batches:
             for index, event in batch:
-                reply.choices[index].hear(event)
+                reply.hear(index, event)
         return JSONResponse(reply.whole())
 
-    def _jobs(self, asked: parse.Request, prompts: list[list[int]], answer: Answer) -> None:
+    def _jobs(self, asked: parse.Request, prepared: _Prepared, answer: Answer) -> None:
         """Add a job for each answer to each prompt. Call it off the event loop: a grammar may take seconds."""
-        grammar = None if asked.schema is None else self._grammars.check(asked.schema)
-        for prompt in prompts:
+        for prompt in prepared.prompts:
             if not prompt:
                 raise ApiError(400, "the prompt is empty", "prompt")
             room = self.scheduler.most_answer(len(prompt))
@@ -216,9 +220,19 @@ class Server:
                 sampling = asked.sampling if seed is None else replace(asked.sampling, seed=_mixed(seed, n))
                 job = Job(prompt, wanted, sampling, functools.partial(answer.hear, len(answer.jobs)), asked.stops)
                 job.ends = frozenset() if asked.ignores_ends else self.tokens.ends
-                job.grammar = grammar
+                job.grammar, job.shows_special = prepared.grammar, prepared.shows_special
                 job.wants_prompt = asked.echo and sampling.top_logprobs is not None
                 answer.jobs.append(job)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What the jobs of a request are made from."""
+
+    prompts: list[list[int]]
+    reader: Callable[[], AnswerReader] = Plain  # makes what reads an answer of a chat
+    grammar: Callable[[], JsonMask] | None = None  # makes the mask of an answer
+    shows_special: bool = False  # whether answers are decoded with special tokens
 
 
 def _mixed(seed: int, n: int) -> int:
@@ -226,22 +240,8 @@ def _mixed(seed: int, n: int) -> int:
     return (seed + n * 0x9E3779B97F4A7C15) % (1 << 63)
 
 
-@functools.cache
-def _page() -> tuple[bytes, str]:
-    """The page, and a content security policy that allows its one script and one style only."""
-    page = files(__package__).joinpath("page.html").read_bytes()
-    allowed = {}
-    for tag in (b"script", b"style"):
-        inner = page.partition(b"<%b>" % tag)[2].partition(b"</%b>" % tag)[0]
-        allowed[tag.decode()] = "'sha256-" + base64.b64encode(hashlib.sha256(inner).digest()).decode() + "'"
-    return page, (
-        f"default-src 'none'; script-src {allowed['script']}; style-src {allowed['style']}; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-
-
 async def _refusal(request: Request, error: ApiError) -> Response:
-    return refusal(error)
+    return refusal(error, request.url.path)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
@@ -251,4 +251,4 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 async def _failure(request: Request, error: Exception) -> Response:
     if isinstance(error, Gone):
         return Response(status_code=499)
-    return refusal(failed("this server failed on the request"))
+    return refusal(failed("this server failed on the request"), request.url.path)

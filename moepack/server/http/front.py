@@ -70,7 +70,7 @@ class Front:
         """
         self.progress = Progress()
         self.error: BaseException | None = None  # why the load failed
-        self.app = Guard(self._answer, options.key, options.host)
+        self.app = Guard(self._answer, options.keys, options.host)
         self._load, self._ready, self._held = load, ready, contextlib.ExitStack()
         self._server: Any = None  # `Server`, once it is loaded
         self._end: Callable[[], None] = lambda: None

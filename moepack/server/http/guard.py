@@ -5,39 +5,60 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import re
+import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import h11
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moepack.server.errors import ApiError
 
-OPEN = frozenset({"/", "/health"})  # paths that need no key: the page itself asks for the key, health checks have none
+from .fields import check_values
+
+# Paths that need no key: the page itself asks for the key, health checks and balancers have none.
+OPEN = frozenset({"/", "/health", "/load"})
 HEADERS = 10.0  # seconds to receive a request's headers
 BODY = 30.0  # seconds to receive a request's body
 LONGEST, MANY, LONG = 4096, 100, 32 << 10  # bytes of a URL; number of headers; bytes of all headers
+FIRST = 128 << 10  # bytes of a body at which its values are first counted
+REQUEST_ID = b"x-request-id"
+_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")  # what of a client may stand in headers and logs
 
 
 class Guard:
-    """ASGI middleware: check the API key, in constant time, and the host name of a local server."""
+    """ASGI middleware: name each request, check its API key, in constant time, and the host name of a local server."""
 
-    def __init__(self, app: ASGIApp, key: str | None, host: str) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], host: str) -> None:
         """Set up for a server that listens on `host`.
 
         If only this machine can reach `host`, requests for other names are refused: otherwise a web page could reach
         the server through a name of the page's own that resolves here (DNS rebinding)."""
-        self._app, self._key = app, None if key is None else key.encode()
+        self._app, self._keys = app, [key.encode() for key in keys]
         self._names = frozenset({"localhost", "127.0.0.1", "[::1]", host, f"[{host}]"}) if is_local(host) else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check one request and pass it on (ASGI)."""
-        if scope["type"] == "http" and (error := self._refused(scope)) is not None:
-            await refusal(error)(scope, receive, send)
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        given = dict(scope["headers"]).get(REQUEST_ID, b"")
+        name = given if _ID.fullmatch(given) else secrets.token_hex(16).encode()
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = list(message.get("headers", ()))
+                if all(header != REQUEST_ID for header, _ in headers):  # a guard behind this one may have named it
+                    message = {**message, "headers": [*headers, (REQUEST_ID, name)]}
+            await send(message)
+
+        error = self._refused(scope)
+        await (self._app if error is None else refusal(error, scope["path"]))(scope, receive, named)
 
     def _refused(self, scope: Scope) -> ApiError | None:
         if len(scope["raw_path"]) + len(scope["query_string"]) > LONGEST:
@@ -48,20 +69,31 @@ class Guard:
         name = headers.get(b"host", b"").decode("latin-1")
         if self._names is not None and _without_port(name) not in self._names:
             return ApiError(403, "this server answers to localhost alone")
-        if self._key is None or scope["path"] in OPEN:
+        if not self._keys or scope["path"] in OPEN:
             return None
         kind, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if kind.lower() == b"bearer" and hmac.compare_digest(given.strip(), self._key):
+        given = given.strip() if kind.lower() == b"bearer" else headers.get(b"x-api-key", b"")  # as Anthropic's clients
+        if sum(hmac.compare_digest(given, key) for key in self._keys):  # not `any`: every key takes its time
             return None
         return ApiError(
             401, "the API key is missing or wrong: send it as Authorization: Bearer KEY", None, "invalid_api_key"
         )
 
 
-def refusal(error: ApiError) -> JSONResponse:
-    """Make the response to a refused request."""
+def shared(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Let pages of these origins (`https://host`, or `*` for all) read answers; without any, no page may."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=["X-Request-Id"]
+    )
+
+
+def refusal(error: ApiError, path: str = "") -> JSONResponse:
+    """Make the response to a refused request, in the shape of the interface that its path belongs to."""
     headers = {"retry-after": "1"} if error.status in (429, 503) else None
-    return JSONResponse(error.body(), error.status, headers)
+    body = error.anthropic() if path.startswith("/v1/messages") else error.body()
+    return JSONResponse(body, error.status, headers)
 
 
 async def disconnected(receive: Receive) -> None:
@@ -87,7 +119,8 @@ async def body(request: Request, most: int) -> bytes:
     """Read a request's body.
 
     Raises:
-        ApiError: if its content type is not JSON, it is longer than `most` bytes, or it takes too long.
+        ApiError: if its content type is not JSON, it is longer than `most` bytes, it has very many values, or it takes
+            too long.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # else any web page could send forms here: browsers send them without asking
@@ -95,13 +128,17 @@ async def body(request: Request, most: int) -> bytes:
     told = request.headers.get("content-length", "0")
     if told.isdigit() and int(told[:20]) > most:
         raise ApiError(413, f"the body is longer than {most} bytes")
-    found = bytearray()
+    found, checked = bytearray(), 0
     try:
         async with asyncio.timeout(BODY):
             async for part in request.stream():
                 found += part
                 if len(found) > most:
                     raise ApiError(413, f"the body is longer than {most} bytes")
+                if len(found) > max(FIRST, 2 * checked):  # early, and each time of twice as much: 5 ms for 4 MiB
+                    check_values(found)
+                    checked = len(found)
+            check_values(found)
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {BODY:g} seconds") from None
     return bytes(found)

@@ -12,8 +12,10 @@ from prometheus_client.registry import Collector
 
 from moepack.memory import peaks
 from moepack.server.batching.engine import Engine
-from moepack.server.batching.jobs import Job
+from moepack.server.batching.jobs import Job, JobEvent
 from moepack.server.batching.scheduler import Scheduler
+
+from .vllm_metrics import VllmNames
 
 FIRST = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 EACH = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
@@ -22,8 +24,9 @@ EACH = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
 class Metrics(Collector):
     """Counters that are updated as requests end, and gauges that are read on each request for /metrics."""
 
-    def __init__(self, model: Any, engine: Engine, scheduler: Scheduler) -> None:
+    def __init__(self, model: Any, name: str, engine: Engine, scheduler: Scheduler) -> None:
         self._serving, self._engine, self._scheduler = model.moepack, engine, scheduler
+        self._vllm = VllmNames(name)
         self._registry = own = CollectorRegistry()
         self.requests = Counter("moepack_requests", "Requests by path and status.", ("path", "status"), registry=own)
         self._first = Histogram(
@@ -34,8 +37,10 @@ class Metrics(Collector):
         )
         own.register(self)
 
-    def ended(self, job: Job, generated: int) -> None:
-        """Record the times of a finished sequence."""
+    def ended(self, job: Job, event: JobEvent) -> None:
+        """Record the times of a finished sequence, by its last event."""
+        generated = event.generated
+        self._vllm.ended(job, event)
         if generated:
             self._first.observe(job.first - job.submitted)
         if generated > 1:
@@ -43,7 +48,7 @@ class Metrics(Collector):
 
     def text(self) -> bytes:
         """All metrics in Prometheus's text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self._registry) + self._vllm.text(self._scheduler)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics that are read on each request for /metrics; prometheus_client calls this."""

@@ -7,8 +7,10 @@ from typing import Any
 
 from moepack.server.errors import bad
 from moepack.server.options import Sampling
+from moepack.server.tools.parts import Tools
 
-from .fields import Fields, parse_json
+from .fields import Fields
+from .toolbox import Listed, earlier_calls, take_tools
 
 MOST_STOPS, MOST_CHOICES, MOST_TOP = 16, 128, 20
 # OpenAI's fields that do not change an answer here.
@@ -17,15 +19,30 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
 }
+
+
+NO_MODEL = "is missing: /v1/models has its name"
+
+
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """A conversation for the model's template."""
+
+    messages: list[dict[str, Any]]  # in the shape that templates read
+    shown: Listed = field(default_factory=list)  # functions, in the shape that templates read
+    tools: Tools = field(default_factory=Tools)  # those that the model may or must call
+    effort: str | None = None  # how much to reason, in the words of the model's template
+    template: dict[str, Any] = field(default_factory=dict)  # further arguments of the model's template
+    thinks: bool | None = None  # whether to reason, where the template leaves a choice; None leaves it to it
+    special: bool = False  # whether to add the tokens that begin or end a text, beside those that the template writes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A request for completions of `prompts`, or for a completion of the chat `messages`."""
+    """A request for completions of `prompts`, or for the next message of a chat."""
 
-    model: str | None  # the name of the model; None for the served model
+    model: str | None  # the name of the model; None, in completions alone, for the served model
     sampling: Sampling
     max_tokens: int | None  # the most tokens of the answer; None allows all that fit
     count: int  # answers to each prompt
@@ -33,18 +50,16 @@ class Request:
     ignores_ends: bool  # whether the answer continues after a token that ends answers
     stream: bool  # whether to stream the answer
     usage: bool  # whether a stream ends with its token counts
+    continuous: bool  # whether every chunk of it has them
     schema: dict[str, Any] | None  # the schema of a JSON answer; None allows any text
     prompts: tuple[str | list[int], ...] = ()  # texts or token ids
     echo: bool = False  # whether the answer begins with the prompt
     special: bool = True  # whether to add the tokens that begin or end a text
-    messages: list[dict[str, Any]] = field(default_factory=list)  # in the shape that templates read
-    tools: list[dict[str, Any]] = field(default_factory=list)  # functions that the model may call
-    template: dict[str, Any] = field(default_factory=dict)  # further arguments of the model's template
+    chat: Dialogue | None = None  # the chat; None for completions
 
 
-def completion(given: dict[str, Any], vocabulary: int) -> Request:
+def completion(fields: Fields, vocabulary: int) -> Request:
     """Parse a request to /v1/completions. An ApiError names the field that is wrong or unsupported."""
-    fields = Fields(given)
     prompts = _prompts(fields.take("prompt"), vocabulary)
     echo, special = fields.flag("echo"), fields.flag("add_special_tokens", True)
     top, count = fields.whole("logprobs", None, 0, MOST_TOP), fields.whole("n", 1, 1, MOST_CHOICES) or 1
@@ -57,10 +72,9 @@ def completion(given: dict[str, Any], vocabulary: int) -> Request:
     return asked
 
 
-def chat(given: dict[str, Any], vocabulary: int) -> Request:
+def chat(fields: Fields, vocabulary: int) -> Request:
     """Parse a request to /v1/chat/completions. An ApiError names the field that is wrong or unsupported."""
-    fields = Fields(given)
-    messages = _messages(fields.take("messages"))
+    chat = conversation(fields)
     wanted, top = fields.flag("logprobs"), fields.whole("top_logprobs", None, 0, MOST_TOP)
     if top is not None and not wanted:
         raise bad("top_logprobs", "needs logprobs: true")
@@ -68,12 +82,18 @@ def chat(given: dict[str, Any], vocabulary: int) -> Request:
     old, new = fields.whole("max_tokens", None, 1), fields.whole("max_completion_tokens", None, 1)
     if None not in (old, new) and old != new:
         raise bad("max_completion_tokens", "differs from max_tokens")
-    tools = _tools(fields)
-    template = fields.record("chat_template_kwargs") or {}
-    if reserved := {"messages", "conversation", "tools", "tokenize", "chat_template", "documents"} & template.keys():
-        raise bad(f"chat_template_kwargs.{min(reserved)}", "must not be given there", "unsupported")
     top, limit = (top or 0) if wanted else None, new if old is None else old
-    return _request(fields, top, count, limit, vocabulary, messages=messages, tools=tools, template=template)
+    asked = _request(fields, top, count, limit, vocabulary, chat=chat)
+    check_chat(asked, "response_format")
+    return asked
+
+
+def check_chat(asked: Request, shape: str) -> None:
+    """Refuse what a chat lacks, and what does not go together; `shape` is where the answer's schema stands."""
+    if asked.model is None:
+        raise bad("model", NO_MODEL)
+    if asked.schema is not None and asked.chat is not None and asked.chat.tools.binding:
+        raise bad(shape, "a schema of the answer cannot stand beside calls that keep to theirs", "unsupported")
 
 
 def _request(fields: Fields, top: int | None, count: int, limit: int | None, vocabulary: int, **own: Any) -> Request:
@@ -83,8 +103,21 @@ def _request(fields: Fields, top: int | None, count: int, limit: int | None, voc
         fields.text(name)
     for name, allowed in ONLY.items():
         fields.only(name, *allowed)
+    sampling, stream = take_sampling(fields, top, vocabulary), fields.flag("stream")
+    usage, continuous = _usage(fields, stream)
+    asked = Request(
+        model=model, sampling=sampling, max_tokens=limit, count=count, stream=stream, usage=usage,
+        continuous=continuous, stops=take_stops(fields), ignores_ends=fields.flag("ignore_eos"),
+        schema=_schema(fields), **own,
+    )  # fmt: skip
+    fields.end()
+    return asked
+
+
+def take_sampling(fields: Fields, top: int | None, vocabulary: int) -> Sampling:
+    """Take the fields that say how tokens are chosen; `top` alternatives are reported with each."""
     temperature = fields.number("temperature", 1.0, 0.0, 100.0)
-    sampling = Sampling(
+    return Sampling(
         temperature=0.0 if temperature < 1e-5 else temperature,
         top_p=fields.number("top_p", 1.0, 0.0, 1.0),
         top_k=max(0, fields.whole("top_k", 0, -1) or 0),
@@ -96,13 +129,6 @@ def _request(fields: Fields, top: int | None, count: int, limit: int | None, voc
         bias=_bias(fields, vocabulary),
         top_logprobs=top,
     )
-    stream = fields.flag("stream")
-    asked = Request(
-        model=model, sampling=sampling, max_tokens=limit, count=count, stream=stream, usage=_usage(fields, stream),
-        stops=_stops(fields), ignores_ends=fields.flag("ignore_eos"), schema=_schema(fields), **own,
-    )  # fmt: skip
-    fields.end()
-    return asked
 
 
 def _bias(fields: Fields, vocabulary: int) -> dict[int, float]:
@@ -115,44 +141,43 @@ def _bias(fields: Fields, vocabulary: int) -> dict[int, float]:
     return out
 
 
-def _usage(fields: Fields, stream: bool) -> bool:
-    options = fields.record("stream_options")
-    if options is None:
-        return False
+def _usage(fields: Fields, stream: bool) -> tuple[bool, bool]:
+    """Parse whether a stream ends with its token counts, and whether every chunk of it has them, as vLLM says it."""
+    inner = fields.inside("stream_options")
+    if inner is None:
+        return False, False
     if not stream:
         raise bad("stream_options", "needs stream: true")
-    inner = Fields(options, "stream_options.")
-    usage = inner.flag("include_usage")
+    usage, continuous = inner.flag("include_usage"), inner.flag("continuous_usage_stats")
     inner.only("include_obfuscation", False)
     inner.end()
-    return usage
+    return usage, usage and continuous
 
 
-def _stops(fields: Fields) -> tuple[str, ...]:
+def take_stops(fields: Fields, name: str = "stop") -> tuple[str, ...]:
+    """Take the strings that end an answer, which errors call `name`."""
     stop = fields.take("stop")
     stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
-        raise bad("stop", "must be a string, or a list of strings, none of them empty")
+        raise bad(name, "must be a string, or a list of strings, none of them empty")
     if len(stops) > MOST_STOPS or any(len(s) > 1000 for s in stops):
-        raise bad("stop", f"takes at most {MOST_STOPS} strings of 1000 characters each")
+        raise bad(name, f"takes at most {MOST_STOPS} strings of 1000 characters each")
     return tuple(stops)
 
 
 def _schema(fields: Fields) -> dict[str, Any] | None:
     """Parse the answer's JSON schema: {"type": "object"} allows any object, None allows any text."""
-    given = fields.record("response_format")
-    if given is None:
+    inner = fields.inside("response_format")
+    if inner is None:
         return None
-    inner = Fields(given, "response_format.")
-    kind, outer = inner.text("type"), inner.record("json_schema")
-    if kind == "text" and outer is None:
-        return None
-    if kind == "json_object" and outer is None:
-        return {"type": "object"}
-    if kind != "json_schema" or outer is None:
-        raise bad("response_format.type", "must be text, json_object or json_schema", "unsupported")
+    kind, named = inner.text("type"), inner.inside("json_schema")
     inner.end()
-    named = Fields(outer, "response_format.json_schema.")
+    if kind == "text" and named is None:
+        return None
+    if kind == "json_object" and named is None:
+        return {"type": "object"}
+    if kind != "json_schema" or named is None:
+        raise bad("response_format.type", "must be text, json_object or json_schema", "unsupported")
     for name in ("name", "description"):
         named.text(name)
     named.flag("strict")
@@ -184,7 +209,23 @@ def _prompts(given: Any, vocabulary: int) -> tuple[str | list[int], ...]:
 
 # --- chats
 
+RESERVED = frozenset({"messages", "conversation", "tools", "tokenize", "chat_template", "documents"})
 ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def conversation(fields: Fields) -> Dialogue:
+    """Parse the fields that hold a conversation and what its template reads."""
+    messages, (shown, tools) = _messages(fields.take("messages")), take_tools(fields)
+    template = fields.record("chat_template_kwargs") or {}
+    made = Dialogue(messages, shown, tools, fields.text("reasoning_effort"), template)
+    check_template(made)
+    return made
+
+
+def check_template(dialogue: Dialogue) -> None:
+    """Refuse arguments of the template that requests have fields for."""
+    if reserved := RESERVED & dialogue.template.keys():
+        raise bad(f"chat_template_kwargs.{min(reserved)}", "must not be given there", "unsupported")
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:
@@ -207,17 +248,26 @@ def _message(where: str, given: Any) -> dict[str, Any]:
         raise bad(f"{where}.content", "is missing")
     out["content"] = content or ""
     if calls is not None:
-        out["tool_calls"] = _calls(f"{where}.tool_calls", calls)
+        out["tool_calls"] = earlier_calls(f"{where}.tool_calls", calls)
     if role == "tool":
         out["tool_call_id"] = fields.text("tool_call_id") or ""
     if (name := fields.text("name")) is not None:
         out["name"] = name
-    if role == "assistant":  # fields of our answers that clients send back
+    if role == "assistant":
+        reasoning = fields.text("reasoning_content") or fields.text("reasoning")
+        if reasoning is not None:
+            out |= reasoned(reasoning)
+        # fields of our answers that clients send back
         fields.only("refusal")
         fields.only("annotations", [])
         fields.only("audio")
     fields.end()
     return out
+
+
+def reasoned(text: str) -> dict[str, str]:
+    """The reasoning of an earlier answer, by the names that templates have for it: gpt-oss says thinking."""
+    return {"reasoning_content": text, "thinking": text}
 
 
 def _content(where: str, given: Any) -> str | None:
@@ -234,34 +284,3 @@ def _content(where: str, given: Any) -> str | None:
             raise bad(f"{where}[{n}].text", "must be a string")
         texts.append(part["text"])
     return "".join(texts)
-
-
-def _calls(where: str, given: Any) -> list[dict[str, Any]]:
-    """Parse the tool calls of an earlier answer; templates need the arguments of calls as objects."""
-    out = []
-    for n, call in enumerate(given if isinstance(given, list) else [None]):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise bad(f"{where}[{n}]", "must be a call of a function")
-        arguments = function.get("arguments", "{}")
-        if isinstance(arguments, str):
-            try:
-                arguments = parse_json(arguments.encode())
-            except Exception:
-                raise bad(f"{where}[{n}].function.arguments", "must be a JSON object") from None
-        made = {"name": function["name"], "arguments": arguments}
-        out.append({"id": str(call.get("id", "")), "type": "function", "function": made})
-    return out
-
-
-def _tools(fields: Fields) -> list[dict[str, Any]]:
-    tools, choice = fields.take("tools"), fields.take("tool_choice")
-    if tools is not None and not isinstance(tools, list):
-        raise bad("tools", "must be a list")
-    for n, tool in enumerate(tools or ()):
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise bad(f"tools[{n}]", 'must be {"type": "function", "function": {"name": ...}}')
-    if choice not in (None, "auto", "none"):
-        raise bad("tool_choice", 'only "auto" and "none" are supported', "unsupported")
-    return [] if choice == "none" else tools or []

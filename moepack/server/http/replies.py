@@ -6,16 +6,18 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from moepack.server.batching.jobs import JobEvent
 from moepack.server.batching.sampling import Scored
 from moepack.server.batching.tokens import Tokens
+from moepack.server.errors import ApiError
+from moepack.server.tools.parts import AnswerPart, AnswerReader
 
 from .parse import Request
-from .templates import tool_calls
+from .said import Said
 
 
 @dataclass(slots=True)
@@ -42,19 +44,38 @@ class Choice:
 class Reply:
     """The answer to one request, as generated so far. Subclasses format the choices of each kind of request."""
 
+    done: ClassVar[bytes] = b"data: [DONE]\n\n"  # what ends a stream
     prefix: ClassVar[str]  # prefix of the answer's id
     kinds: ClassVar[tuple[str, str]]  # the `object` of a whole answer and of a stream's chunk
 
-    def __init__(self, asked: Request, prompts: Sequence[list[int]], tokens: Tokens, model: str) -> None:
+    def __init__(
+        self, asked: Request, prompts: Sequence[list[int]], tokens: Tokens, model: str,
+        reader: Callable[[], AnswerReader],
+    ) -> None:  # fmt: skip
+        """Begin the answer; `reader` makes what reads each choice of a chat."""
         self._asked, self._tokens = asked, tokens
         self._wants_scores = asked.sampling.top_logprobs is not None
         echoed = asked.prompts if asked.echo else [""] * len(prompts)
         each = zip(prompts, (p if isinstance(p, str) else tokens.decode(p) for p in echoed), strict=True)
         self.choices = [Choice(prompt, echo) for prompt, echo in each for _ in range(asked.count)]
+        several = asked.chat is None or asked.chat.tools.several
+        self._said = [] if asked.chat is None else [Said(reader(), several) for _ in self.choices]
+        self._setup()
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(16)}", "object": self.kinds[asked.stream],
             "created": int(time.time()), "model": model,
         }  # fmt: skip
+
+    def _setup(self) -> None:
+        """Prepare what a subclass keeps."""
+
+    def event(self, value: dict[str, Any]) -> bytes:
+        """Format one event of a stream."""
+        return sse(value)
+
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """The event that ends a stream with an error."""
+        return error.body()
 
     def whole(self) -> dict[str, Any]:
         """The whole answer."""
@@ -63,19 +84,26 @@ class Reply:
 
     async def chunks(self, batches: AsyncIterator[list[tuple[int, JobEvent]]]) -> AsyncIterator[list[dict[str, Any]]]:
         """Yield a stream's chunks as events arrive, in batches."""
-        empty = (
-            {"usage": None} if self._asked.usage else {}
-        )  # a stream that ends with its usage has the field throughout
+        # a stream that ends with its usage has the field throughout
+        empty: dict[str, Any] = {"usage": None} if self._asked.usage else {}
         if begins := self._begins():
+            if self._asked.continuous:
+                empty = {"usage": self._usage()}
             yield [{**self._head, "choices": [piece], **empty} for piece in begins]
         async for batch in batches:
             pieces = [piece for index, event in batch for piece in self._pieces(index, self.choices[index], event)]
             if pieces:
+                if self._asked.continuous:
+                    empty = {"usage": self._usage()}
                 yield [{**self._head, "choices": [piece], **empty} for piece in pieces]
         if self._asked.usage:
             yield [{**self._head, "choices": [], "usage": self._usage()}]
 
-    def _usage(self) -> dict[str, int]:
+    def hear(self, index: int, event: JobEvent) -> None:
+        """Append an event of a whole answer."""
+        self._pieces(index, self.choices[index], event)
+
+    def _usage(self) -> dict[str, Any]:
         """Count the tokens read and generated; a prompt counts once for all its answers."""
         read = sum(len(choice.prompt) for choice in self.choices[:: self._asked.count])
         made = sum(choice.generated for choice in self.choices)
@@ -94,10 +122,11 @@ class Reply:
         raise NotImplementedError
 
 
-def sse(value: Any) -> bytes:
-    """Format one server-sent event."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode(errors="replace")
+def sse(value: dict[str, Any], name: str | None = None) -> bytes:
+    """Format one server-sent event, with a name of its own or without."""
+    head = "" if name is None else f"event: {name}\n"
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return f"{head}data: {text}\n\n".encode(errors="replace")
 
 
 class ChatReply(Reply):
@@ -105,32 +134,45 @@ class ChatReply(Reply):
 
     prefix, kinds = "chatcmpl", ("chat.completion", "chat.completion.chunk")
 
+    def _usage(self) -> dict[str, Any]:
+        spent = sum(said.reasoning_tokens for said in self._said)
+        return {**super()._usage(), "completion_tokens_details": {"reasoning_tokens": spent}}
+
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        text, calls = tool_calls(choice.text) if self._asked.tools else (choice.text, [])
-        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
-        if calls:
-            message["tool_calls"] = calls
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": self._logprobs(choice.scored),
-            "finish_reason": "tool_calls" if calls and choice.finish == "stop" else choice.finish,
-        }
+        said = self._said[index]
+        content = said.content or (None if said.calls else "")
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
+        if said.reasoning:
+            message["reasoning_content"] = said.reasoning
+        if said.calls:
+            message["tool_calls"] = [_whole_call(call.id, call.name, call.arguments) for call in said.calls]
+        logprobs = self._logprobs(choice.scored)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": said.finish}
 
     def _begins(self) -> list[dict[str, Any]]:
         return [_chat_piece(index, {"role": "assistant", "content": ""}) for index in range(len(self.choices))]
 
     def _pieces(self, index: int, choice: Choice, event: JobEvent) -> list[dict[str, Any]]:
-        text, scored = choice.hear(event)
-        finish, calls = event.finish, list[dict[str, Any]]()
-        if self._asked.tools:  # a possible tool call is sent only once it is whole
-            text, calls = tool_calls(choice.text) if finish else ("", [])
-        delta: dict[str, Any] = {"content": text} if text else {}
-        if calls:
-            finish = "tool_calls" if finish == "stop" else finish
-            delta["tool_calls"] = [{"index": n, **call} for n, call in enumerate(calls)]
-        out = [_chat_piece(index, delta, None, self._logprobs(scored))] if delta or scored else []
-        return [*out, _chat_piece(index, {}, finish)] if finish else out
+        _, scored = choice.hear(event)
+        said = self._said[index]
+        before = len(said.calls)
+        deltas = list(self._deltas(said, before, said.hear(event)))
+        if scored and not deltas:
+            deltas = [{}]
+        logprobs = [self._logprobs(scored), *[self._logprobs(())] * len(deltas)]
+        out = [_chat_piece(index, delta, None, p) for delta, p in zip(deltas, logprobs, strict=False)]
+        return [*out, _chat_piece(index, {}, said.finish)] if said.finish else out
+
+    def _deltas(self, said: Said, calls: int, parts: list[AnswerPart]) -> Iterator[dict[str, Any]]:
+        """Yield the changes of a message by new parts, of which the first call is the one after `calls`."""
+        for part in parts:
+            if part.kind == "call":
+                yield {"tool_calls": [{"index": calls, **_whole_call(said.calls[calls].id, part.text, "")}]}
+                calls += 1
+            elif part.kind == "arguments":
+                yield {"tool_calls": [{"index": calls - 1, "function": {"arguments": part.text}}]}
+            else:
+                yield {"content" if part.kind == "content" else "reasoning_content": part.text}
 
     def _logprobs(self, scored: Sequence[Scored]) -> dict[str, Any] | None:
         if not self._wants_scores:
@@ -142,6 +184,10 @@ class ChatReply(Reply):
 
         content = [{**one(s.token, s.logprob), "top_logprobs": [one(*pair) for pair in s.top]} for s in scored]
         return {"content": content, "refusal": None}
+
+
+def _whole_call(call: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _chat_piece(

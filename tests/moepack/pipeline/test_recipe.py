@@ -101,6 +101,8 @@ BAD = {
     "calibration: {data: [{source: b, weight: 0}]}": "0 is not a number from 0.001 to 1000",
     "calibration: {data: [{source: b, weight: true}]}": "True is not a number",
     "calibration: {data: [{source: b, weight: .nan}]}": "nan is not a number",
+    "quantize: {zeros: whole}": "'whole' is not one of fractional, integer, symmetric",
+    "quantize: {zeros: symmetric, method: hqq}": "hqq makes no symmetric codes: gptq and rtn do",
     "calibration: {most: 9}": "give until as well",
     "calibration: {until: 9, most: 9}": "most: 9 is not an integer of at least 128",
     "calibration: {until: -1}": "-1 is not an integer",

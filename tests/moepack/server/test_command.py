@@ -95,13 +95,16 @@ def test_a_stop_that_has_no_time(bundle: Path) -> None:
     assert seen[0] == 200 and time.monotonic() - seen[1] < 15
 
 
-@pytest.mark.parametrize(("given", "wanted"), ((None, "from the environment"), ("given", "given")))
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    ((None, ("from the environment",)), (["a", "b"], ("a", "b")), ([""], ("from the environment",))),
+)
 def test_the_key_from_the_environment(
-    given: str | None, wanted: str, bundle: Path, monkeypatch: pytest.MonkeyPatch
+    given: list[str] | None, wanted: tuple[str, ...], bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOEPACK_API_KEY", "from the environment")
     options = options_of(Serve(str(bundle), api_key=given))
-    assert (options.key, options.name, options.body) == (wanted, bundle.name, 4 << 20)
+    assert (options.keys, options.name, options.body) == (wanted, bundle.name, 4 << 20)
 
 
 def test_what_cannot_begin_says_why(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

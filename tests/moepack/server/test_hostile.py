@@ -114,7 +114,7 @@ def test_what_is_no_http(running: Running, raw: bytes, status: bytes) -> None:
     (
         "/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd", "/page.html", "/static/..%2f..%2fetc/passwd",
         "/v1/models/../../etc/passwd", "/v1/models/%2e%2e%2f%2e%2e%2fetc%2fpasswd", "/live/../live%00",
-        "/v1/completions/",        "/.git/config", "/\\..\\..", "/docs", "/openapi.json",
+        "/v1/completions/",        "/.git/config", "/\\..\\..", "/docs",
     ),
 )  # fmt: skip
 def test_paths(running: Running, path: str) -> None:
@@ -190,24 +190,24 @@ def test_a_client_that_does_not_read(running: Running) -> None:
 
 def test_a_key(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     app = running.server.app
-    monkeypatch.setattr(app, "_key", b"secret")
+    monkeypatch.setattr(app, "_keys", [b"other", b"secret"])
     body = json.dumps(HONEST).encode()
     for wrong in (None, "Bearer wrong", "secret", "Basic secret"):
         given = {} if wrong is None else {"Authorization": wrong}
         status, answer = answered(running, body, **given)
         assert status == 401 and answer["error"]["code"] == "invalid_api_key"
         assert [answered(running, None, path, **given)[0] for path in ("/live", "/metrics", "/v1/models")] == [401] * 3
-        assert [answered(running, None, path, **given)[0] for path in ("/", "/health")] == [200] * 2
-    assert answered(running, body, Authorization="Bearer secret")[0] == 200
+        assert [answered(running, None, path, **given)[0] for path in ("/", "/health", "/load")] == [200] * 3
+    assert [answered(running, body, Authorization=f"Bearer {key}")[0] for key in ("other", "secret")] == [200] * 2
     assert answered(running, None, "/live", Authorization="bearer secret")[0] == 200
-    monkeypatch.setattr(app, "_key", None)
+    monkeypatch.setattr(app, "_keys", [])
 
 
 def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[bytes, bytes]] = []
     real: Callable[[bytes, bytes], bool] = guard.hmac.compare_digest
     monkeypatch.setattr(guard.hmac, "compare_digest", lambda a, b: (seen.append((a, b)), real(a, b))[1])
-    asked = guard.Guard(None, "key", "0.0.0.0")  # type: ignore[arg-type]
+    asked = guard.Guard(None, ["key", "more"], "0.0.0.0")  # type: ignore[arg-type]
     headers = [(b"authorization", b"Bearer nope"), (b"host", b"any")]
     scope = {"type": "http", "path": "/live", "raw_path": b"/live", "query_string": b"", "headers": headers}
-    assert asked._refused(scope) is not None and seen == [(b"nope", b"key")]
+    assert asked._refused(scope) is not None and seen == [(b"nope", b"key"), (b"nope", b"more")]

@@ -26,7 +26,7 @@ WORDS = 50
 class Words:
     """A tokenizer: token n is "n "."""
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: list[int], special: bool = False) -> str:
         return "".join(f"{t} " for t in tokens)
 
 

@@ -1,0 +1,55 @@
+"""What every export does beside its weights: open the bundle, write config.json, copy tokenizer and other files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from moepack.pack.errors import TargetError
+from moepack.pack.manifest import DENSE_INDEX, LEFTOVERS
+from moepack.pack.reader import Bundle, open_bundle
+from moepack.pack.writer import check_target
+from moepack.pipeline.released import TENSORS
+
+_NOT_COPIED = ("manifest.json", "calibration.safetensors", TENSORS, LEFTOVERS, "README.md", "config.json", DENSE_INDEX)
+
+
+def open_for(path: str | Path, target: Path) -> Bundle:
+    """Open a bundle that is exported into `target`. Raises TargetError if that is not new or empty, or in it."""
+    check_target(target)
+    bundle = open_bundle(path)
+    if target.absolute().is_relative_to(bundle.path.absolute()):
+        raise TargetError(f"{target}: lies in the bundle: name a directory outside it")
+    return bundle
+
+
+@contextlib.contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Turn an OSError of the context into a TargetError."""
+    try:
+        yield
+    except OSError as error:
+        raise TargetError(f"{target}: cannot be written: {error}") from None
+
+
+def own_config(bundle: Bundle) -> dict[str, Any]:
+    """The model's config.json without what it says of moepack; its digest is checked."""
+    bundle.check("config.json")
+    config: dict[str, Any] = json.loads((bundle.path / "config.json").read_text())
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            part.pop("quantization_config", None)
+    return config
+
+
+def copy_others(bundle: Bundle, target: Path, config: Mapping[str, Any]) -> None:
+    """Copy the bundle's other files, and write config.json, without which a killed export leaves no model."""
+    for name in bundle.manifest.files:
+        if name not in _NOT_COPIED and not name.endswith(".safetensors"):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(bundle.path / name, target / name)
+    (target / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")

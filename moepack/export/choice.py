@@ -1,0 +1,157 @@
+"""Which version every expert and dense matrix is exported from, by a width, a map or a size to fit in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from moepack.pack.errors import InputError
+from moepack.pack.spec import Version, lossless
+from moepack.pipeline.allocate import bundle_costs, expected_losses
+from moepack.runtime.allocation.knapsack import BudgetError, greedy
+from moepack.runtime.planning.sizes import parse_size
+from moepack.runtime.policies.contract import Versions
+from moepack.runtime.policies.static import static_map
+
+from .targets import SCALES, ExportJob, Target
+
+if TYPE_CHECKING:
+    from moepack.pack.reader import Bundle
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What to export; at most one of `bits`, `map` and `fit`."""
+
+    bits: str | None = None  # a width, as "4" for w4, or a version's name
+    map: str | None = None  # a file {"versions": [[name, ...], ...]}, or "allocation": the manifest's
+    fit: str | None = None  # the most bytes of the whole export
+    dense: str | None = None  # the version of dense matrices; by default the most precise
+    scales: str = SCALES[0]
+
+    @property
+    def nothing(self) -> bool:
+        """Whether it names no version."""
+        return self.bits is self.map is self.fit is self.dense is None
+
+
+def choose(bundle: Bundle, target: Target, wanted: Wanted) -> ExportJob:
+    """The job for what is wanted. Raises InputError for what the bundle does not have or the target does not hold."""
+    if wanted.scales not in SCALES:
+        raise InputError(f"--scales {wanted.scales}: there are {', '.join(SCALES)}")
+    job = ExportJob(bundle, wanted.scales, _dense(bundle, wanted.dense))
+    given = [f"--{name}" for name in ("bits", "map", "fit") if getattr(wanted, name) is not None]
+    if len(given) > 1:
+        raise InputError(f"{' and '.join(given)}: each says what to export: give one")
+    if wanted.fit is not None:
+        _check(job, target)
+        target.check(job)
+        return replace(job, experts=_fitting(job, target, wanted.fit))
+    if wanted.map is not None:
+        if wanted.map != "allocation" and not wanted.map.endswith(".json"):
+            raise InputError(f"--map {wanted.map}: give a .json file, as for static:FILE.json, or allocation")
+        experts = static_map(bundle, wanted.map)
+    else:
+        experts = static_map(bundle, _named(bundle, target, wanted.bits))
+    job = replace(job, experts=experts)
+    _check(job, target)
+    target.check(job)
+    return job
+
+
+def _named(bundle: Bundle, target: Target, bits: str | None) -> str:
+    """The version that `bits` means."""
+    here = [v.name for v in bundle.versions]
+    if bits is None:
+        can = [v.name for v in bundle.versions if target.refusal(bundle, v) is None]
+        some = f"here are {', '.join(can)}" if can else f"no version here can be: here are {', '.join(here)}"
+        raise InputError(f"--to {target.name}: say what to export, by --bits, --map or --fit: {some}")
+    name = f"w{bits}" if bits.isdigit() else bits
+    if name not in here:
+        raise InputError(f"{bundle.path}: --bits {bits}: has no version {name!r}: here are {', '.join(here)}")
+    return name
+
+
+def _check(job: ExportJob, target: Target) -> None:
+    """Raise InputError for versions that the target does not hold, or that it does not hold side by side."""
+    for version, dense in (*((v, False) for v in job.used), *((v, True) for v in dict.fromkeys(job.dense))):
+        if why := target.refusal(job.bundle, version, dense):
+            of = " of dense matrices" if dense else ""
+            raise InputError(f"--to {target.name}: {version.name}{of} is not exported: {why}")
+    if target.mixes or not job.experts:
+        return
+    for layer, row in zip(job.bundle.layers, job.experts, strict=True):
+        if len(set(row)) > 1:
+            raise InputError(
+                f"--to {target.name} has one width for all experts of a layer, and the map gives layer {layer.index} "
+                f"{', '.join(sorted(set(row)))}: take --fit, which chooses one a layer, or --to checkpoint"
+            )
+
+
+def _dense(bundle: Bundle, name: str | None) -> tuple[Version, ...]:
+    """The version of each dense matrix."""
+    here = {v.name: v for v in bundle.dense_versions}
+    if not bundle.manifest.dense:
+        if name is not None:
+            raise InputError(f"{bundle.path}: --dense {name}: its dense matrices have no versions")
+        return ()
+    if name == "allocation":
+        table = bundle.manifest.allocation
+        if table is None or table.dense is None or not set(table.dense) <= here.keys():
+            raise InputError(f"{bundle.path}: --dense allocation: its manifest has no map of versions that are here")
+        return tuple(here[n] for n in table.dense)
+    exact = lossless(bundle.dense_versions)
+    chosen = name or (exact or bundle.dense_versions[0]).name
+    if chosen not in here:
+        raise InputError(f"{bundle.path}: has no version {chosen!r} of dense matrices: here are {', '.join(here)}")
+    return (here[chosen],) * len(bundle.manifest.dense)
+
+
+def _fitting(job: ExportJob, target: Target, size: str) -> Versions:
+    """One version a layer, with the least loss of those that fit: `greedy` over whole layers.
+
+    Raises InputError where nothing fits; names the least size that would do.
+    """
+    budget, versions = parse_size(size), [v for v in job.bundle.versions if target.refusal(job.bundle, v) is None]
+    assert budget is not None
+    if not versions:
+        raise InputError(f"--to {target.name}: {job.bundle.path} has no version that it holds")
+    layers, room = range(len(job.bundle.layers)), budget - target.other_bytes(job)
+    sizes = [[float(target.layer_bytes(job, p, v)) for v in versions] for p in layers]
+    losses = [_layer_losses(rows) for rows in _losses(job.bundle, versions)]
+
+    def made(chosen: Sequence[int]) -> ExportJob:
+        rows = zip(chosen, job.bundle.layers, strict=True)
+        return replace(job, experts=tuple((versions[v].name,) * layer.experts for v, layer in rows))
+
+    while True:
+        try:
+            found = made(greedy(sizes, losses, room))
+        except BudgetError:
+            smallest = made([min(range(len(row)), key=row.__getitem__) for row in sizes])
+            least = target.file_bytes(smallest)
+            raise InputError(f"--fit {size}: the smallest that is exported takes {least:,} bytes") from None
+        over = target.file_bytes(found) - budget
+        if over <= 0:
+            return found.experts
+        room -= over  # headers, which sizes leave out
+
+
+def _losses(bundle: Bundle, versions: Sequence[Version]) -> list[list[list[float]]]:
+    return [expected_losses(costs, "gates") for costs in bundle_costs(bundle, versions)]
+
+
+def _layer_losses(experts: Sequence[Sequence[float]]) -> list[float]:
+    """The expected loss of a layer at each version: that of all its experts."""
+    return [sum(column) for column in zip(*experts, strict=True)]
+
+
+def expected_loss(job: ExportJob) -> float:
+    """The mean relative loss of all experts at their versions, by the bundle's tables."""
+    tables, total, count = job.bundle.calibration(), 0.0, 0
+    for layer, row in zip(tables.layers, job.experts, strict=True):
+        columns = tables.columns(row)
+        total += float(layer.relative[range(len(row)), columns].sum())
+        count += len(row)
+    return total / count

@@ -1,0 +1,5 @@
+"""Files for llama.cpp."""
+
+from .target import TARGET
+
+__all__ = ["TARGET"]

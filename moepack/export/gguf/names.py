@@ -1,0 +1,99 @@
+"""What llama.cpp calls the tensors and settings of a model, by its `model_type` in config.json.
+
+A new family is a Family in FAMILIES: its architecture, its tensors' names, and what its settings are made of.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moepack.pack.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model family that llama.cpp runs."""
+
+    architecture: str
+    # A tensor's name in transformers, without its layer and ".weight", -> its name in the file.
+    layer: Mapping[str, str]
+    other: Mapping[str, str]
+    in_float32: tuple[str, ...]  # matrices that llama.cpp wants in F32; vectors always are
+    # A matrix of an expert -> the file's tensors that hold its rows, in equal parts.
+    experts: Mapping[str, tuple[str, ...]]
+    settings: Callable[[Mapping[str, Any]], dict[str, Any]]  # raises ValueError for what llama.cpp does not do
+
+    def name(self, tensor: str) -> str:
+        """The file's name of a tensor outside the experts. Raises KeyError for one that the architecture lacks."""
+        if found := re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", tensor):
+            return f"blk.{found[1]}.{self.layer[found[2]]}.weight"
+        return f"{self.other[tensor.removesuffix('.weight')]}.weight"
+
+
+def _qwen3moe(config: Mapping[str, Any]) -> dict[str, Any]:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    unlike = {
+        "attention_bias": config.get("attention_bias"),
+        "norm_topk_prob: false": not config.get("norm_topk_prob"),
+        "mlp_only_layers": config.get("mlp_only_layers"),
+        "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
+        "use_sliding_window": config.get("use_sliding_window"),
+        f"rope_type {rope.get('rope_type')}": rope.get("rope_type", "default") != "default",
+    }
+    for what, has in unlike.items():
+        if has:
+            raise ValueError(what)
+    return {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_count": config.get("num_experts") or config["num_local_experts"],
+        "expert_used_count": config["num_experts_per_tok"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": config["head_dim"],
+        "attention.value_length": config["head_dim"],
+        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "rope.freq_base": float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        "vocab_size": config["vocab_size"],
+    }
+
+
+_QWEN3_LAYER = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate": "ffn_gate_inp",
+}  # fmt: skip
+_OTHER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+FAMILIES = {
+    "qwen3_moe": Family(
+        "qwen3moe", _QWEN3_LAYER, _OTHER, ("ffn_gate_inp",),
+        {"gate_up": ("ffn_gate_exps", "ffn_up_exps"), "down": ("ffn_down_exps",)}, _qwen3moe,
+    ),
+}  # fmt: skip
+
+
+def family_of(where: str, config: Mapping[str, Any]) -> Family:
+    """The family of a config.json. Raises InputError, by name, for one whose tensors are not known here."""
+    kind = str(config.get("model_type"))
+    if kind not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise InputError(f"--to gguf: {where}: names of {kind}'s tensors are not known here: those of {known} are")
+    return FAMILIES[kind]
+
+
+def settings(where: str, family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a file for a config.json. Raises InputError for a setting that llama.cpp's architecture lacks."""
+    try:
+        own = family.settings(config)
+    except KeyError as error:
+        raise InputError(f"--to gguf: {where}: its config.json has no {error.args[0]}") from None
+    except ValueError as error:
+        raise InputError(f"--to gguf: {where}: llama.cpp's {family.architecture} has no {error}") from None
+    keys = {f"{family.architecture}.{key}": value for key, value in own.items()}
+    return {"general.architecture": family.architecture, "general.quantization_version": 2, **keys}

@@ -1,0 +1,155 @@
+"""`gguf`: one file for llama.cpp, of the types that hold a version's values exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moepack.pack.errors import InputError
+from moepack.pack.reader import Bundle
+from moepack.pack.spec import Version
+from moepack.progress import Reporter
+
+from ..beside import own_config
+from ..targets import ExportJob, Target
+from ..values import Values
+from . import blocks
+from .file import BF16, F32, File, Metadata, Tensor, size_of
+from .names import Family, family_of, settings
+from .tokens import tokenizer
+
+FILE = "model.gguf"
+
+
+@dataclass(frozen=True)
+class Gguf(Target):
+    """See the module."""
+
+    def refusal(self, bundle: Bundle, version: Version, dense: bool = False) -> str | None:
+        """See Target."""
+        return blocks.refusal(bundle, version, dense)
+
+    def check(self, job: ExportJob) -> None:
+        """See Target."""
+        settings(str(job.bundle.path), _family(job), _config(job))
+        self._other(job)
+        for layer in job.bundle.layers:
+            if any(m.bias for m in layer.matrices):
+                raise InputError(f"--to gguf: {job.bundle.path}: its experts have biases, which are not known here")
+
+    def exact(self, job: ExportJob) -> bool:
+        """See Target: types that would round are refused."""
+        return True
+
+    def notes(self, job: ExportJob) -> tuple[str, ...]:
+        """See Target."""
+        if "tokenizer.ggml.pre" in _metadata(job):
+            return ()
+        return ("the file has no tokenizer: llama.cpp has no name here for how the model's cuts text",)
+
+    def _layer(self, job: ExportJob, position: int, version: Version) -> dict[str, Tensor]:
+        layer, family, out = job.bundle.layers[position], _family(job), dict[str, Tensor]()
+        kind = blocks.type_of(version)
+        assert kind is not None, "refused before"
+        for m in layer.matrices:
+            parts = family.experts[m.name]
+            for part in parts:
+                out[f"blk.{layer.index}.{part}.weight"] = Tensor(kind, (layer.experts, m.rows // len(parts), m.cols))
+        return out
+
+    def _other(self, job: ExportJob) -> dict[str, tuple[str, Tensor]]:
+        """The tensors outside the experts: their names in the bundle, by those in the file."""
+        family, dense, out = _family(job), job.bundle.dense(), dict[str, tuple[str, Tensor]]()
+        shapes = {name: (shape, BF16) for name, shape in dense.items()}
+        for d, version in job.dense_pairs():
+            kind = blocks.type_of(version)
+            assert kind is not None, "refused before"
+            shapes[f"{d.module}.weight"] = (d.matrix.rows, d.matrix.cols), kind
+            if d.matrix.bias:
+                raise InputError(f"--to gguf: {d.module} has a bias, which {family.architecture} has not")
+        for name, (shape, kind) in shapes.items():
+            try:
+                theirs = family.name(name)
+            except KeyError:
+                raise InputError(f"--to gguf: {name} has no place in llama.cpp's {family.architecture}") from None
+            wide = len(shape) == 1 or any(part in theirs for part in family.in_float32)
+            wide = wide or (name in dense and dense.dtype(name) != "BF16")
+            out[theirs] = name, Tensor(F32 if wide else kind, tuple(shape))
+        return out
+
+    def layer_bytes(self, job: ExportJob, position: int, version: Version) -> int:
+        """See Target."""
+        return sum(t.bytes for t in self._layer(job, position, version).values())
+
+    def other_bytes(self, job: ExportJob) -> int:
+        """See Target."""
+        return sum(t.bytes for _, t in self._other(job).values())
+
+    def _tensors(self, job: ExportJob) -> dict[str, Tensor]:
+        out = {name: t for name, (_, t) in self._other(job).items()}
+        for position, row in enumerate(job.experts):
+            out |= self._layer(job, position, job.bundle.manifest.version(row[0]))
+        return out
+
+    def file_bytes(self, job: ExportJob) -> int:
+        """See Target."""
+        return size_of(_metadata(job), self._tensors(job))
+
+    def write(self, job: ExportJob, folder: Path, reporter: Reporter) -> list[str]:
+        """See Target: one file, with the tokenizer in it."""
+        job.bundle.check()
+        file = File(folder / FILE, _metadata(job), self._tensors(job))
+        reporter.stage("export", 1 + len(job.bundle.layers))
+        reporter.step("outside the experts")
+        dense, versions = job.bundle.dense(), {f"{d.module}.weight": (d, v) for d, v in job.dense_pairs()}
+        for theirs, (name, tensor) in self._other(job).items():
+            if name in versions:
+                d, version = versions[name]
+                file.put(theirs, blocks.blocks(Values.of_dense(job.bundle, version.name, d.module), slice(None)))
+            elif tensor.type is F32:
+                file.put(theirs, blocks.plain(dense.numpy(name).astype(np.float32)))
+            else:
+                own = dense.torch(name).view(-1).view(_bits()).numpy()
+                file.put(theirs, blocks.plain(own))
+        for position, layer in enumerate(job.bundle.layers):
+            reporter.step(f"layer {layer.index}")
+            self._write_layer(job, position, file)
+        file.close()
+        return [FILE]
+
+    def _write_layer(self, job: ExportJob, position: int, file: File) -> None:
+        layer, family = job.bundle.layers[position], _family(job)
+        for e in range(layer.experts):
+            version = job.experts[position][e]
+            for m, values in zip(layer.matrices, Values.of_expert(job.bundle, version, position, e), strict=True):
+                parts = family.experts[m.name]
+                step = m.rows // len(parts)
+                for i, part in enumerate(parts):
+                    data = blocks.blocks(values, slice(i * step, (i + 1) * step))
+                    file.put(f"blk.{layer.index}.{part}.weight", data, e * data.size)
+
+
+def _bits() -> Any:
+    import torch
+
+    return torch.uint8
+
+
+def _config(job: ExportJob) -> dict[str, Any]:
+    return own_config(job.bundle)
+
+
+def _family(job: ExportJob) -> Family:
+    return family_of(str(job.bundle.path), _config(job))
+
+
+def _metadata(job: ExportJob) -> Metadata:
+    config = _config(job)
+    keys = settings(str(job.bundle.path), _family(job), config)
+    return keys | (tokenizer(job.bundle.path, config["vocab_size"]) or {"tokenizer.ggml.model": "none"})
+
+
+TARGET = Gguf("gguf", mixes=False)

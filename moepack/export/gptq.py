@@ -1,0 +1,92 @@
+"""`gptq`: GPTQ checkpoints of the form `gptq_v2`, with zero points as they are (the older form stores them less one).
+
+Matrices are transposed: codes in 32-bit words along the columns, [cols * bits / 32, rows], zero points along the rows,
+[groups, rows * bits / 32], scales [groups, rows]. Libraries compute in the scales' dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moepack.pack.reader import Bundle
+from moepack.pack.spec import Version
+
+from .compressed import Coded
+from .layout import CheckpointTensor, Entries
+from .targets import ExportJob
+from .values import Values
+from .words import words
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Gptq(Coded):
+    """See the module."""
+
+    def refusal(self, bundle: Bundle, version: Version, dense: bool = False) -> str | None:
+        """See Target: rows and columns fill words."""
+        if why := super().refusal(bundle, version, dense):
+            return why
+        matrices = [(f"layer {x.index}, {m.name}", m) for x in bundle.layers for m in x.matrices]
+        for where, m in [(d.module, d.matrix) for d in bundle.manifest.dense] if dense else matrices:
+            if (m.rows | m.cols) % 32 and not version.holds:
+                return f"{where} is {m.rows} by {m.cols}, not multiples of 32"
+        return None
+
+    def exact(self, job: ExportJob) -> bool:
+        """See Target."""
+        return False
+
+    def entries(self, job: ExportJob, piece: CheckpointTensor, version: Version) -> Entries:
+        """See SafetensorsTarget."""
+        if piece.bias or not self.codes(version):
+            return super().entries(job, piece, version)
+        (rows, cols), bits, module = piece.shape, version.bits, piece.name.removesuffix(".weight")
+        groups = cols // version.group_size
+        return {
+            f"{module}.qweight": ("I32", (cols * bits // 32, rows)),
+            f"{module}.qzeros": ("I32", (groups, rows * bits // 32)),
+            f"{module}.scales": (version.scale_dtype, (groups, rows)),
+            f"{module}.g_idx": ("I32", (cols,)),
+        }
+
+    def tensors(self, job: ExportJob, piece: CheckpointTensor, version: Version, values: Values) -> dict[str, Tensor]:
+        """See SafetensorsTarget."""
+        if piece.bias or not self.codes(version):
+            return super().tensors(job, piece, version, values)
+        module, bits = piece.name.removesuffix(".weight"), version.bits
+        return {
+            f"{module}.qweight": words(values.codes[piece.rows], bits).T.contiguous(),
+            f"{module}.qzeros": words(values.zero[piece.rows].T, bits),
+            f"{module}.scales": values.scale[piece.rows].T.contiguous(),
+            f"{module}.g_idx": torch.arange(piece.shape[1], dtype=torch.int32) // version.group_size,
+        }
+
+    def config(self, job: ExportJob) -> dict[str, Any]:
+        """See SafetensorsTarget."""
+        modules, first = self.by_version(job), job.used[0]
+        dynamic: dict[str, dict[str, Any]] = {}
+        for version, names in modules.items():
+            if version != first:
+                own = {"bits": version.bits, "group_size": version.group_size, "sym": self.symmetric(job, version)}
+                dynamic |= {f"+:^{name.removeprefix('re:')}$": own for name in names}
+        dynamic |= {f"-:^{name.removeprefix('re:').removesuffix('$')}$": {} for name in sorted(self.ignored(job))}
+        return {
+            "quantization_config": {
+                "quant_method": "gptq", "checkpoint_format": "gptq_v2", "format": "gptq_v2", "bits": first.bits,
+                "group_size": first.group_size, "sym": self.symmetric(job, first), "desc_act": False, "lm_head": False,
+                "pack_dtype": "int32", "dynamic": dynamic,
+            }
+        }  # fmt: skip
+
+    def notes(self, job: ExportJob) -> tuple[str, ...]:
+        """See Target."""
+        return ()
+
+
+TARGET = Gptq("gptq", mixes=False)

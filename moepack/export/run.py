@@ -1,0 +1,57 @@
+"""Export a bundle to a target: choose the versions, check them, write beside the output, and rename."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from moepack.pack.writer import appearing
+from moepack.progress import Reporter
+
+from .beside import open_for, writing
+from .checkpoint import export_checkpoint
+from .choice import Wanted, choose, expected_loss
+from .report import Exported
+from .targets import ExportJob, Target, target_of
+
+
+def export(
+    path: str | Path,
+    output: str | Path,
+    to: str = "checkpoint",
+    wanted: Wanted | None = None,
+    dry_run: bool = False,
+    reporter: Reporter | None = None,
+) -> Exported:
+    """Write the bundle at `path` in another program's form into the new directory `output`.
+
+    Without `wanted`, "checkpoint" is the released one, byte for byte. A dry run checks all that can be refused before
+    weights are read, and writes nothing. Nothing is left at `output` after an error.
+
+    Raises:
+        InputError: for what the bundle does not have, or the target cannot hold.
+        BundleError: for a damaged bundle.
+        TargetError: if `output` is not new or empty, or in the bundle.
+    """
+    reporter, target, wanted = reporter or Reporter(), Path(output), wanted or Wanted()
+    form = target_of(to)
+    if to == "checkpoint" and wanted.nothing:
+        return export_checkpoint(path, output, reporter, dry_run)
+    bundle = open_for(path, target)
+    job = choose(bundle, form, wanted)
+    for note in form.notes(job):
+        reporter.note(note)
+    if dry_run:
+        return _report(job, form, target, form.file_bytes(job), [])
+    with writing(target), appearing(target) as partial:
+        files = form.write(job, partial, reporter)
+        written = sum((partial / name).stat().st_size for name in files)
+    reporter.step("done")
+    return _report(job, form, target, written, files)
+
+
+def _report(job: ExportJob, form: Target, target: Path, size: int, files: list[str]) -> Exported:
+    bits = 8 * form.expert_bytes(job) / job.bundle.expert_weights
+    counts = dict(Counter(name for row in job.experts for name in row))
+    dense = tuple(dict.fromkeys(v.name for v in job.dense))
+    return Exported(form.name, target, size, bits, tuple(files), form.exact(job), expected_loss(job), counts, dense)

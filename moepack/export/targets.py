@@ -1,0 +1,125 @@
+"""What a target of an export is, and which there are: a file here with TARGET, and a line in TARGETS.
+
+A target says what it can hold, what that takes in bytes, and writes it. Which versions are written is chosen in
+choice.py, for all targets alike.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moepack.pack.errors import InputError
+from moepack.pack.spec import DenseMatrix, Version
+from moepack.progress import Reporter
+from moepack.runtime.policies.contract import Versions
+
+if TYPE_CHECKING:
+    from moepack.pack.reader import Bundle
+
+    from .layout import Layout
+
+SCALES = ("bf16", "fp32")  # dtypes of scales, for a target that has the choice
+
+
+@dataclass(frozen=True)
+class ExportJob:
+    """What is exported: a bundle, and a version for every expert and dense matrix of it."""
+
+    bundle: Bundle
+    scales: str  # one of SCALES
+    dense: tuple[Version, ...]  # of each matrix in `manifest.dense`
+    experts: Versions = field(default=())  # names, [layers][experts]
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Where the model's own checkpoints keep what the bundle holds."""
+        from .layout import Layout
+
+        return Layout(self.bundle)
+
+    @cached_property
+    def used(self) -> tuple[Version, ...]:
+        """The versions that experts are exported from, from the most to the least precise."""
+        names = {name for row in self.experts for name in row}
+        return tuple(v for v in self.bundle.versions if v.name in names)
+
+    def version(self, position: int, expert: int) -> Version:
+        """The version of one expert."""
+        return self.bundle.manifest.version(self.experts[position][expert])
+
+    def dense_pairs(self) -> Iterator[tuple[DenseMatrix, Version]]:
+        """Each dense matrix that has versions, and the one it is exported from."""
+        yield from zip(self.bundle.manifest.dense, self.dense, strict=True)
+
+
+@dataclass(frozen=True)
+class Target(ABC):
+    """A form in which another program reads a model."""
+
+    name: str
+    mixes: bool  # whether experts of one layer may have different versions
+
+    @abstractmethod
+    def refusal(self, bundle: Bundle, version: Version, dense: bool = False) -> str | None:
+        """Why experts, or dense matrices, are not exported from a version; None if they are."""
+
+    @abstractmethod
+    def check(self, job: ExportJob) -> None:
+        """Raise InputError, by name, for what this target cannot hold of a job. Reads no weight."""
+
+    @abstractmethod
+    def exact(self, job: ExportJob) -> bool:
+        """Whether the format's own library reads every value bit for bit."""
+
+    @abstractmethod
+    def layer_bytes(self, job: ExportJob, position: int, version: Version) -> int:
+        """Bytes of the experts of the layer at `position`, all in one version."""
+
+    @abstractmethod
+    def other_bytes(self, job: ExportJob) -> int:
+        """Bytes of everything outside the experts."""
+
+    def notes(self, job: ExportJob) -> tuple[str, ...]:
+        """What a user should know of the programs that read it."""
+        return ()
+
+    def expert_bytes(self, job: ExportJob) -> int:
+        """Bytes of the experts at the job's versions."""
+        total = 0
+        for position, row in enumerate(job.experts):
+            sizes = {name: self.layer_bytes(job, position, job.bundle.manifest.version(name)) for name in set(row)}
+            total += sum(sizes[name] for name in row) // len(row)
+        return total
+
+    @abstractmethod
+    def file_bytes(self, job: ExportJob) -> int:
+        """Bytes of the files that `write` writes, headers included."""
+
+    @abstractmethod
+    def write(self, job: ExportJob, folder: Path, reporter: Reporter) -> list[str]:
+        """Write the model into `folder`, ready to load; returns the names of the files with weights.
+
+        Raises BundleError for a damaged bundle.
+        """
+
+
+TARGETS = {
+    "checkpoint": "plain",
+    "compressed-tensors": "compressed",
+    "gptq": "gptq",
+    "gguf": "gguf",
+}  # name -> the module here with its TARGET
+
+
+def target_of(name: str) -> Target:
+    """The target of this name. Raises InputError, which lists the known names, for an unknown name."""
+    if name not in TARGETS:
+        raise InputError(f"--to {name}: there are {', '.join(TARGETS)}")
+    found: Target = importlib.import_module(f".{TARGETS[name]}", __package__).TARGET
+    return found

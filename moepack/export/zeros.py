@@ -1,0 +1,92 @@
+"""What the zero points of a version are, for formats that have whole ones or none, and what rounding them costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from moepack.pack.codec.affine import AffineMatrix, section_array
+from moepack.pack.codec.bits import Buffer, bf16_to_float32, from_blocks
+from moepack.pack.reader import Bundle
+from moepack.pack.spec import Matrix, Version
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroPoints:
+    """The zero points of all experts, or of all dense matrices, in one version."""
+
+    total: int
+    fractional: int  # those that are no whole code
+    apart: int  # those that are not the middle code, 2**(bits-1)
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether all are the middle code."""
+        return not self.apart
+
+
+@lru_cache(maxsize=32)
+def zero_points(bundle: Bundle, version: Version, dense: bool) -> ZeroPoints:
+    """Read all zero points of an affine version with stored ones; nothing else is read, and no digest checked."""
+    total = fractional = apart = 0
+    step, middle = 1 << (8 - version.bits), 128
+    for matrices, extent in extents(bundle, version, dense):
+        for section in version.sections(matrices):
+            if section.kind == "zero":
+                zero = from_blocks(section_array(extent, section), matrices[section.matrix].rows)
+                total += zero.size
+                fractional += int(np.count_nonzero(zero % step))
+                apart += int(np.count_nonzero(zero != middle))
+    return ZeroPoints(total, fractional, apart)
+
+
+def extents(bundle: Bundle, version: Version, dense: bool) -> Iterator[tuple[Sequence[Matrix], Buffer]]:
+    """Every extent of a version, with its matrices."""
+    if dense:
+        for layer in bundle.dense_layers:
+            file = bundle.dense_file(version.name, layer)
+            for i in range(layer.extents):
+                yield layer.extent_matrices(i), file.extent(i, check_digest=False)
+        return
+    for position, described in enumerate(bundle.layers):
+        for e in range(described.experts):
+            yield described.matrices, bundle.extent(version.name, position, e, check_digest=False)
+
+
+def not_whole(bundle: Bundle, version: Version, dense: bool) -> str | None:
+    """Why not all zero points of an affine version are whole, with what rounding them would cost; None if they are."""
+    found = zero_points(bundle, version, dense)
+    if not found.fractional:
+        return None
+    return (
+        f"{found.fractional:,} of its {found.total:,} zero points are not whole codes; to round them would add "
+        f"{_cost(bundle, version, dense):.2%} squared error to the weights. Quantise with zeros: integer or "
+        "zeros: symmetric in the recipe, or take --to checkpoint"
+    )
+
+
+def _cost(bundle: Bundle, version: Version, dense: bool) -> float:
+    """The squared error, relative to the weights', of rounding zero points and then codes, in the first 8 extents."""
+    added = power = 0.0
+    for (matrices, extent), _ in zip(extents(bundle, version, dense), range(8), strict=False):
+        for value in version.decode(matrices, extent):
+            one, two = _errors(value, version)
+            added, power = added + one, power + two
+    return added / power if power else 0.0
+
+
+def _errors(value: AffineMatrix, version: Version) -> tuple[float, float]:
+    assert value.zero is not None
+    top, cols = (1 << version.bits) - 1, value.codes.shape[1]
+    group = np.arange(cols) // version.group_size
+    zero = value.zero.astype(np.float32) * np.float32(2.0 ** (version.bits - 8))
+    whole = np.clip(np.round(zero), 0, top)
+    exact = value.codes - zero[:, group]
+    rounded = np.clip(np.round(exact + whole[:, group]), 0, top) - whole[:, group]
+    half = version.scale_dtype == "F16"
+    scale = value.scale.view(np.float16).astype(np.float32) if half else bf16_to_float32(value.scale)
+    wide = scale[:, group]
+    return float(np.square((rounded - exact) * wide).sum()), float(np.square(exact * wide).sum())

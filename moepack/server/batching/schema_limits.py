@@ -1,0 +1,77 @@
+"""Refuse schemas whose grammar could take long, by their size alone and before any grammar is made.
+
+Limits are far above what functions need, and below what takes 50 ms to refuse: measured with `benchmarks.refusals`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from moepack.server.errors import ApiError, bad
+
+DEPTH, VALUES, FIELDS = 48, 4000, 500  # of all schemas of a request together: levels, values, named fields
+TEXT, PATTERN, REPEATS = 64 << 10, 500, 2000  # characters in names and values, and of a pattern; its counts multiplied
+LARGEST, MULTIPLE = 10**15, 10**5  # of a number, and of one that numbers are to be multiples of
+MERGED = 256  # parts of all `allOf` times choices of all `anyOf` and `oneOf`, which their grammar multiplies
+# What llguidance may spend on one grammar and on one mask: a fifth of its defaults, some 10 ms each.
+FUEL: dict[str, Any] = {
+    "initial_lexer_fuel": 300_000, "step_lexer_fuel": 50_000, "step_max_items": 20_000, "max_lexer_states": 20_000,
+    "max_grammar_size": 100_000, "verbose_errors": False,
+}  # fmt: skip
+_COUNT = re.compile(r"\{(\d+)?(?:,(\d+)?)?\}")
+_WORDS = ("description", "title", "$comment", "examples", "default")  # keys whose values no grammar has
+
+
+def check_schemas(param: str, schemas: Iterable[dict[str, Any]]) -> None:
+    """Refuse schemas that are together too large. Raises ApiError."""
+    values, fields, text, parts, choices = 0, 0, 0, 0, 0
+    left: list[tuple[Any, int]] = [(schema, 1) for schema in schemas]
+    while left:
+        one, depth = left.pop()
+        values += 1
+        if values > VALUES or depth > DEPTH:
+            raise _too_large(param, f"more than {VALUES:,} values or {DEPTH} levels")
+        if isinstance(one, dict):
+            inner = one.get("properties")
+            fields += len(inner) if isinstance(inner, dict) else 0
+            text += sum(map(len, one))
+            if isinstance(one.get("pattern"), str):
+                _check_pattern(param, one["pattern"])
+            if not str(one.get("$ref", "#")).startswith("#"):
+                raise _too_large(param, "a $ref to elsewhere")
+            parts += _length(one.get("allOf"))
+            choices += _length(one.get("anyOf")) + _length(one.get("oneOf"))
+            multiple = one.get("multipleOf")
+            if isinstance(multiple, int | float) and multiple > MULTIPLE:
+                raise _too_large(param, f"a multiple of more than {MULTIPLE:,}")
+            left += [(value, depth + 1) for name, value in one.items() if not _is_word(name, value)]
+        elif isinstance(one, list):
+            left += [(value, depth + 1) for value in one]
+        elif isinstance(one, str):
+            text += len(one)
+        elif isinstance(one, int | float) and not -LARGEST <= one <= LARGEST:
+            raise _too_large(param, f"a number beyond {LARGEST:.0e}")
+        if fields > FIELDS or text > TEXT or parts * choices > MERGED:
+            raise _too_large(param, f"more than {FIELDS} fields, {TEXT >> 10} KiB of text, or {MERGED} merged choices")
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, list) and len(value) > 1 else 0
+
+
+def _is_word(name: str, value: Any) -> bool:
+    """Whether a key only explains; a field may be called so too, but its schema is an object."""
+    return name in _WORDS and not isinstance(value, dict)
+
+
+def _check_pattern(param: str, pattern: str) -> None:
+    counts = [max(int(n) for n in found if n) for found in _COUNT.findall(pattern) if any(found)]
+    if len(pattern) > PATTERN or (counts and math.prod(max(1, n) for n in counts) > REPEATS):
+        raise _too_large(param, f"a pattern of more than {PATTERN} letters or {REPEATS:,} repeats")
+
+
+def _too_large(param: str, what: str) -> ApiError:
+    return bad(param, f"this schema cannot be kept to: it has {what}")

@@ -1,0 +1,142 @@
+"""Calls whose arguments stand as JSON between marks: Hermes and Qwen, DeepSeek V3 and V3.1, Kimi."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from .lark import Lark
+from .parts import MOST_CALLS, AnswerReader, Functions, JsonEnd, StateReader, Tools
+
+
+@dataclass(frozen=True, slots=True)
+class Delimited:
+    """A form of calls: `before` with the function's name in it, the arguments, and `after`.
+
+    `section` stands around all calls of an answer. `head` matches what stands between `open` and the arguments, with
+    the name as a group; models vary more than what `before` writes.
+    """
+
+    name: str
+    sign: str  # what a template holds if it has this form
+    open: str
+    close: str
+    before: str  # with NAME for the function's name
+    after: str
+    between: str  # what stands between two calls
+    head: re.Pattern[str]
+    section: tuple[str, str] | None = None
+    marks: tuple[str, ...] = ()  # tokens that answers must show though they may be special ones
+
+    def reader(self, functions: Functions) -> AnswerReader:
+        """Make a reader of one answer."""
+        return _Reader(self)
+
+    def answer(self, lark: Lark, tools: Tools) -> str:
+        """Return the body of a rule of an answer: of calls, or of a text and calls if none is required."""
+        heads = {name: self.before.replace("NAME", name).removeprefix(self.open) for name in tools.functions}
+        call = lark.one_of(
+            [
+                lark.rule(f"{lark.text(heads[name])} {lark.json(schema)} {lark.text(self.after)}")
+                for name, schema in tools.functions.items()
+            ]
+        )
+        opens, closes = self.section or ("", "")
+        more = f"({lark.text(self.between + self.open)} {call}){{0,{MOST_CALLS - 1}}}" if tools.several else ""
+        first = f"{lark.text(self.open)} " if opens else ""
+        calls = f"{first}{call} {more} {lark.text(closes)}"
+        mark = opens or self.open
+        return f"{lark.text(mark)} {calls}" if tools.required else lark.text_or(mark, calls)
+
+
+class _Reader(StateReader):
+    def __init__(self, form: Delimited) -> None:
+        super().__init__(self._content)
+        self._form, self._json = form, JsonEnd()
+
+    def _content(self) -> bool:
+        form = self._form
+        opens = (form.open,) if form.section is None else (form.section[0], form.open)
+        text, mark = self.until(*opens)
+        self.content(text, before_call=mark is not None)
+        if mark is not None:
+            self.state = self._head if mark == form.open else self._section
+        return mark is not None
+
+    def _section(self) -> bool:
+        """Between two calls of a section."""
+        assert self._form.section is not None
+        _, mark = self.until(self._form.open, self._form.section[1])
+        if mark is not None:
+            self.state = self._head if mark == self._form.open else self._content
+        return mark is not None
+
+    def _head(self) -> bool:
+        form = self._form
+        if (head := form.head.match(self.held)) is not None:
+            self.add("call", head[1])
+            self.held, self._json, self.state = self.held[head.end() :], JsonEnd(), self._arguments
+            return True
+        body, close, rest = self.held.partition(form.close)
+        if not close and not self.ended:
+            return False
+        self.held, self.state = rest, self._behind()
+        if (found := _call_of(body)) is None:
+            self.add("content", form.open + body + close)  # no call: it stays text
+        else:
+            self.add("call", found[0])
+            self.add("arguments", found[1])
+        return bool(self.held)
+
+    def _arguments(self) -> bool:
+        at = self._json.find(self.held)
+        self.add("arguments", self.held[:at])
+        self.held = "" if at is None else self.held[at:]
+        if at is not None:
+            self.state = self._tail
+        return at is not None
+
+    def _tail(self) -> bool:
+        """Behind the arguments; some models leave the closing mark out before the next call."""
+        form = self._form
+        _, mark = self.until(form.close, form.open, *(() if form.section is None else (form.section[1],)))
+        if mark is not None:
+            self.state = {form.close: self._behind(), form.open: self._head}.get(mark, self._content)
+        return mark is not None
+
+    def _behind(self) -> Any:
+        return self._content if self._form.section is None else self._section
+
+
+def _call_of(body: str) -> tuple[str, str] | None:
+    """Read a call with fields in another order, or without arguments; None if it is no call."""
+    try:
+        given = json.loads(body)
+        name, arguments = given["name"], given.get("arguments", given.get("parameters")) or {}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return name, json.dumps(arguments, ensure_ascii=False)
+
+
+HERMES = Delimited(
+    "hermes", "<tool_call>", "<tool_call>", "</tool_call>",
+    '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "\n",
+    re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'),
+    marks=("<tool_call>", "</tool_call>"),
+)  # fmt: skip
+_OPEN, _CLOSE, _SEP, *_BOTH = (
+    f"<\uff5ctool▁{name}\uff5c>" for name in ("call▁begin", "call▁end", "sep", "calls▁begin", "calls▁end")
+)
+_ALL = (_BOTH[0], _BOTH[1])
+DEEPSEEK_V3 = Delimited(
+    "deepseek-v3", "```json", _OPEN, _CLOSE, f"{_OPEN}function{_SEP}NAME\n```json\n", f"\n```{_CLOSE}", "\n",
+    re.compile(rf"\w*{_SEP}\s*(\S+)\s*```json\s*(?=\{{)"), _ALL, (*_ALL, _OPEN, _CLOSE, _SEP),
+)  # fmt: skip
+DEEPSEEK = Delimited(
+    "deepseek-v3.1", _OPEN, _OPEN, _CLOSE, f"{_OPEN}NAME{_SEP}", _CLOSE, "",
+    re.compile(rf"\s*(\S+?)\s*{_SEP}\s*(?=\{{)"), _ALL, (*_ALL, _OPEN, _CLOSE, _SEP),
+)  # fmt: skip

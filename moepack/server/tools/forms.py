@@ -1,0 +1,86 @@
+"""Which form a model writes its calls in, by its chat template, and what an answer in it is read and held to by."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+from . import thinking
+from .delimited import DEEPSEEK, DEEPSEEK_V3, HERMES
+from .harmony import HARMONY
+from .lark import BREAK, Lark
+from .parts import AnswerReader, Functions, Plain, Tools
+from .tagged import GLM, QWEN_CODER
+from .thinking import Thinking
+
+
+class CallForm(Protocol):
+    """A form of calls: how they are read from an answer, and what grammar holds an answer to them."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def sign(self) -> str:
+        """What a template holds if its model writes this form."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Texts that are tokens of their own, perhaps special ones."""
+
+    def reader(self, functions: Functions) -> AnswerReader:
+        """Make a reader of one answer."""
+
+    def answer(self, lark: Lark, tools: Tools) -> str:
+        """Return the body of a rule of an answer: of calls, or of a text and calls if none is required."""
+
+
+# A new form is one line here. The first whose sign a template holds is the model's: GLM's and Qwen3-Coder's templates
+# have Hermes's mark too, and DeepSeek V3's has that of V3.1.
+FORMS: tuple[CallForm, ...] = (HARMONY, DEEPSEEK_V3, DEEPSEEK, GLM, QWEN_CODER, HERMES)
+
+
+class Manners:
+    """How one model writes: its form of calls, and whether it thinks first."""
+
+    def __init__(self, template: str, added: Mapping[str, int], special: Collection[str]) -> None:
+        """Read the model's template.
+
+        Args:
+            template: the source of the chat template; "" without one.
+            added: the tokens that were added to the tokenizer's vocabulary, by name.
+            special: those of them that decoding leaves out.
+        """
+        self.form = next((form for form in FORMS if form.sign in template and _has_marks(form, template)), None)
+        self._thinks = self.form is not HARMONY and thinking.CLOSE in template
+        marks = (*(() if self.form is None else self.form.marks), thinking.OPEN, thinking.CLOSE)
+        self._tokens = {mark: added[mark] for mark in marks if mark in added}
+        self.shows_special = any(mark in special for mark in marks)  # whether decoding must leave special tokens in
+
+    def reader(self, tools: Tools, prompt: str) -> AnswerReader:
+        """Make a reader of one answer to a rendered prompt."""
+        calls = self.form is not None and (bool(tools.functions) or self.form is HARMONY)
+        inner = self.form.reader(tools.functions) if self.form is not None and calls else Plain()
+        return Thinking(inner, _opened(prompt)) if self._thinks else inner
+
+    def grammar(self, tools: Tools, prompt: str) -> str:
+        """Write the grammar of an answer whose calls keep to their schemas, after it has thought if the model does."""
+        assert self.form is not None
+        lark = Lark(self._tokens)
+        answer = self.form.answer(lark, tools)
+        if not self._thinks:
+            return lark.grammar(answer)
+        thought = lark.through(thinking.CLOSE)
+        first = thought if _opened(prompt) else f"({lark.text(thinking.OPEN)} {thought})?"
+        breaks = lark.rule(f"/{BREAK}{{0,2}}/", "T")
+        return lark.grammar(f"{first} {breaks} {answer}")
+
+
+def _has_marks(form: CallForm, template: str) -> bool:
+    """Whether a template with a form's sign has its first mark: DeepSeek V3's sign is no more than a fence."""
+    return form.marks[0] in template
+
+
+def _opened(prompt: str) -> bool:
+    return prompt.rstrip().endswith(thinking.OPEN)

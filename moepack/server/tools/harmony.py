@@ -1,0 +1,75 @@
+"""The answers of gpt-oss: messages in channels, of which one is reasoning, one the answer, and one calls functions."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from .lark import BREAK, Lark
+from .parts import AnswerReader, Functions, StateReader, Tools
+
+CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_TO = re.compile(r"to=functions\.([^\s<]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Harmony:
+    """The form of every answer, with calls or without, and of reasoning."""
+
+    name: str = "gpt-oss"
+    sign: str = CHANNEL
+    marks: tuple[str, ...] = (CHANNEL, MESSAGE, START, CONSTRAIN, *ENDS)
+
+    def reader(self, functions: Functions) -> AnswerReader:
+        """Make a reader of one answer."""
+        return _Reader()
+
+    def answer(self, lark: Lark, tools: Tools) -> str:
+        """Return the body of a rule of an answer, after reasoning or not; it has one call at most."""
+        each = []
+        for name, schema in tools.functions.items():
+            head = f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}"
+            each.append(lark.rule(f"{lark.text(head)} {lark.json(schema)} {lark.text('<|call|>')}"))
+        thought = lark.rule(
+            f"{lark.text(CHANNEL + 'analysis' + MESSAGE)} {lark.through('<|end|>')} {lark.text(START + 'assistant')}"
+        )
+        if not tools.required:
+            each.append(lark.rule(f"{lark.text(CHANNEL + 'final' + MESSAGE)} {lark.rule(f'/(.|{BREAK})*/', 'T')}"))
+        return f"{thought}? {lark.one_of(each)}"
+
+
+HARMONY = Harmony()
+
+
+class _Reader(StateReader):
+    def __init__(self) -> None:
+        super().__init__(self._header)
+        self._kind = "content"
+
+    def _header(self) -> bool:
+        """Before a message: its channel, and the function that it is for."""
+        head, mark, rest = self.held.partition(MESSAGE)
+        if not mark:
+            if self.ended and not self._looks_like_header(head):
+                self.add("content", head)  # no channel at all: an answer of another form
+            return False
+        self.held, self.state = rest, self._message
+        channel = _CHANNEL.search(head)
+        if (to := _TO.search(head)) is not None:
+            self._kind = "arguments"
+            self.add("call", to[1])
+        else:
+            self._kind = "reasoning" if channel is not None and channel[1] == "analysis" else "content"
+        return True
+
+    def _looks_like_header(self, head: str) -> bool:
+        return CHANNEL in head or START in head
+
+    def _message(self) -> bool:
+        text, mark = self.until(*ENDS, START)
+        self.add(self._kind, text)
+        if mark is not None:
+            self.state = self._header
+        return mark is not None

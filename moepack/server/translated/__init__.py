@@ -1,0 +1,1 @@
+"""Interfaces that are translated to chats and back: OpenAI's Responses and Anthropic's Messages."""

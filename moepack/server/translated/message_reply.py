@@ -1,0 +1,82 @@
+"""Answers of the Messages interface: the message, and the events of a stream in their published order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from moepack.server.errors import ApiError
+
+from .items import Item, ItemReply
+
+REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessageReply(ItemReply):
+    """The answer to one request."""
+
+    prefix = "msg"
+
+    def whole(self) -> dict[str, Any]:
+        """The message."""
+        return self._message([self._block(item, item.text) for item in self._items], self._reason())
+
+    def _message(self, content: list[dict[str, Any]], reason: str | None) -> dict[str, Any]:
+        return {
+            "id": self._id, "type": "message", "role": "assistant", "model": self._head["model"], "content": content,
+            "stop_reason": reason, "stop_sequence": self._stop, "stop_details": None, "container": None,
+            "usage": {**self._spent(), "cache_creation": None, "inference_geo": None, "service_tier": "standard"},
+        }  # fmt: skip
+
+    def _reason(self) -> str | None:
+        finish = self._said[0].finish
+        if finish is None:
+            return None
+        return REASONS.get(finish, "end_turn" if self._stop is None else "stop_sequence")
+
+    def _spent(self) -> dict[str, Any]:
+        thought = self._said[0].reasoning_tokens
+        return {
+            "input_tokens": self._read, "output_tokens": self._made,
+            "output_tokens_details": {"thinking_tokens": thought} if thought else None,
+            "cache_creation_input_tokens": None, "cache_read_input_tokens": None, "server_tool_use": None,
+        }  # fmt: skip
+
+    def _block(self, item: Item, text: str) -> dict[str, Any]:
+        if item.kind == "reasoning":
+            return {"type": "thinking", "thinking": text, "signature": ""}
+        if item.kind == "content":
+            return {"type": "text", "text": text, "citations": None}
+        try:
+            given = json.loads(text or "{}")
+        except ValueError:  # cut off, or of a model that no grammar held
+            given = {}
+        caller = {"type": "direct"}
+        return {"type": "tool_use", "id": item.call, "name": item.name, "input": given, "caller": caller}
+
+    # --- a stream
+
+    def _first(self) -> Iterator[dict[str, Any]]:
+        yield {"type": "message_start", "message": self._message([], None)}
+        yield {"type": "ping"}
+
+    def _begin(self, item: Item) -> Iterator[dict[str, Any]]:
+        yield {"type": "content_block_start", "index": item.index, "content_block": self._block(item, "")}
+
+    def _more(self, item: Item, text: str) -> dict[str, Any]:
+        kinds = {"reasoning": ("thinking_delta", "thinking"), "content": ("text_delta", "text")}
+        kind, name = kinds.get(item.kind, ("input_json_delta", "partial_json"))
+        return {"type": "content_block_delta", "index": item.index, "delta": {"type": kind, name: text}}
+
+    def _end(self, item: Item) -> Iterator[dict[str, Any]]:
+        yield {"type": "content_block_stop", "index": item.index}
+
+    def _last(self) -> Iterator[dict[str, Any]]:
+        reason = {"stop_reason": self._reason(), "stop_sequence": self._stop, "stop_details": None, "container": None}
+        yield {"type": "message_delta", "delta": reason, "usage": self._spent()}
+        yield {"type": "message_stop"}
+
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """The event that ends a stream with an error."""
+        return error.anthropic()

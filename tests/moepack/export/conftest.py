@@ -1,0 +1,29 @@
+"""Bundles of the short model by each rule for zero points, made once a run. Read only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+
+RECIPE = """
+versions: [bf16, w8, w4, w3, w2, w1]
+dense: [w8, w4]
+quantize: {{method: gptq, group_size: 32, loss_tokens: 64, zeros: {}}}
+calibration: {{samples: 4, length: 64, batch_size: 2}}
+"""
+
+
+@pytest.fixture(scope="session")
+def of_zeros(short_model: Path, text: Path, made_once: Callable[..., Path]) -> Callable[[str], Path]:
+    """The bundle whose recipe says `zeros:` so."""
+
+    def made(zeros: str) -> Path:
+        recipe = parse_recipe(RECIPE.format(zeros), "test")
+        return made_once(f"zeros-{zeros}", lambda path: build(short_model, path, recipe, [text]))
+
+    return made

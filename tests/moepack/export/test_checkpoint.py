@@ -1,0 +1,112 @@
+"""`export --to checkpoint` at a width: the model's own tensors, dequantised; and what every target refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from safetensors.torch import load_file
+from support import cli, ok, refused
+from transformers import AutoModelForCausalLM
+
+from moepack.export import Wanted, export
+from moepack.export import shards as sharding
+from moepack.export.targets import TARGETS
+from moepack.pack.errors import TargetError
+from moepack.pack.reader import open_bundle
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+
+RECIPE = """
+versions: [native, w2]
+quantize: {method: rtn, group_size: 32, loss_tokens: 64}
+calibration: {samples: 2, length: 64, batch_size: 2}
+"""
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in path.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "granitemoe", "mixtral", "deepseek_v2"])
+def test_every_layout(family: str, demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """One tensor an expert, all of a layer in one, transposed, with biases; in the order and names of the original."""
+    checkpoint = tiny_models.save_tiny(family, tmp_path / "checkpoint", demo_model)
+    build(checkpoint, tmp_path / "bundle", parse_recipe(RECIPE, "test"), [text])
+    made = export(tmp_path / "bundle", tmp_path / "plain", wanted=Wanted(bits="bf16"))
+    before, after = stored(checkpoint), stored(tmp_path / "plain")
+    assert before.keys() == after.keys() and made.exact and made.loss == 0
+    assert all(torch.equal(before[n], after[n]) and before[n].dtype == after[n].dtype for n in before)
+    assert made.bits == (16 if family != "gpt_oss" else 16 + 16 / 72)  # a bias of 3 numbers for 216 weights
+    was, now = (json.loads((p / "config.json").read_text()) for p in (checkpoint, tmp_path / "plain"))
+    assert was == now
+    export(tmp_path / "bundle", tmp_path / "w2", wanted=Wanted(bits="2"))
+    bundle = open_bundle(tmp_path / "bundle")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "w2", dtype=torch.bfloat16)
+    for layer in bundle.layers:
+        module = model.get_submodule(layer.module)
+        for e in range(layer.experts):
+            for name, values in bundle.expert("w2", layer.index, e).torch().items():
+                matrix, _, bias = name.partition(".")
+                own = getattr(module, f"{matrix}_proj{'_bias' if bias else ''}")[e]
+                own = own.mT if module.is_transposed and not bias else own
+                assert torch.equal(own, values.to(torch.bfloat16)), (layer.index, e, name)
+
+
+def test_a_map_and_shards(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version an expert, and files of at most so many bytes, with an index that transformers reads."""
+    opened = open_bundle(bundle)
+    rows = [[("bf16", "w4", "w2")[(i + e) % 3] for e in range(x.experts)] for i, x in enumerate(opened.layers)]
+    (tmp_path / "map.json").write_text(json.dumps({"versions": rows}))
+    monkeypatch.setattr(sharding, "SHARD", 1_000_000)
+    made = export(bundle, tmp_path / "out", wanted=Wanted(map=str(tmp_path / "map.json")))
+    sizes = [(tmp_path / "out" / name).stat().st_size for name in made.files]
+    assert len(sizes) > 3 and sum(sizes) == made.bytes
+    assert all(sum(t.nbytes for t in load_file(tmp_path / "out" / n).values()) <= 1_048_576 for n in made.files)
+    assert made.versions == {n: sum(r.count(n) for r in rows) for n in ("bf16", "w4", "w2")}
+    tables = opened.calibration()
+    losses = [
+        float(x.relative[e, tables.versions.index(n)])
+        for x, r in zip(tables.layers, rows, strict=True)
+        for e, n in enumerate(r)
+    ]
+    assert made.loss == pytest.approx(sum(losses) / len(losses))
+    got = AutoModelForCausalLM.from_pretrained(tmp_path / "out").get_submodule(opened.layers[1].module)
+    for e, name in enumerate(rows[1]):
+        own = opened.expert(name, opened.layers[1].index, e).torch()["down"]
+        assert torch.equal(got.down_proj[e].to(torch.bfloat16), own.to(torch.bfloat16))
+
+
+def test_a_dry_run_writes_nothing(bundle: Path, tmp_path: Path) -> None:
+    """And says what the export then takes."""
+    command = "export", bundle, "-o", tmp_path / "out", "--bits", "3", "--json", "-q"
+    dry = json.loads(ok(cli(*command, "--dry-run")))
+    assert not (tmp_path / "out").exists()
+    made = json.loads(ok(cli(*command)))
+    assert made.pop("files") == ["model.safetensors"] and dry.pop("files") == [] and made == dry
+    assert made["bytes"] == (tmp_path / "out" / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--to", "onnx"), f"--to onnx: there are {', '.join(TARGETS)}"),
+        (("--bits", "7"), "--bits 7: has no version 'w7': here are"),
+        (("--bits", "4", "--fit", "1GB"), "--bits and --fit: each says what to export: give one"),
+        (("--map", "widths"), "--map widths: give a .json file"),
+        (("--bits", "4", "--scales", "fp64"), "--scales fp64: there are bf16, fp32"),
+        (("--bits", "4", "--dense", "w8"), "--dense w8: its dense matrices have no versions"),
+        (("--fit", "1MB"), "--fit 1MB: the smallest that is exported takes"),
+    ],
+)
+def test_what_cannot_be_is_refused(words: tuple[str, ...], said: str, bundle: Path, tmp_path: Path) -> None:
+    refused(cli("export", bundle, "-o", tmp_path / "out", "-q", *words), said)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_is_not_written_into_its_bundle(bundle: Path) -> None:
+    with pytest.raises(TargetError, match="lies in the bundle"):
+        export(bundle, bundle / "out", wanted=Wanted(bits="4"))

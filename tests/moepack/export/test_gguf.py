@@ -1,0 +1,139 @@
+"""`export --to gguf`, read by a reader of our own, by the gguf package and by transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from gguf_reading import Reading
+from native_checkpoints import released, small
+from support import Notes, cli, refused
+
+import moepack
+from moepack.export import Wanted, export
+from moepack.export.gguf.tokens import tokenizer
+from moepack.pack.reader import Bundle, open_bundle
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+
+Made = Callable[[str], Path]
+NATIVE = (
+    "quantize: {method: rtn, group_size: 32, loss_tokens: 64}\ncalibration: {samples: 2, length: 64, batch_size: 2}\n"
+)
+BF16, Q8_0, Q4_0, MXFP4 = 30, 8, 2, 39
+
+
+def same_experts(read: Callable[[str], np.ndarray], bundle: Bundle, version: str) -> bool:
+    """Whether every expert has the bundle's values, bit for bit."""
+    for layer in bundle.layers:
+        gate, up, down = (read(f"blk.{layer.index}.ffn_{n}_exps.weight") for n in ("gate", "up", "down"))
+        for e in range(layer.experts):
+            own = bundle.expert(version, layer.index, e).numpy()
+            if not np.array_equal(np.concatenate([gate[e], up[e]]), own["gate_up"]):
+                return False
+            if not np.array_equal(down[e], own["down"]):
+                return False
+    return True
+
+
+@pytest.mark.parametrize(("version", "kind"), [("bf16", BF16), ("w8", Q8_0), ("w4", Q4_0)])
+def test_every_value_is_the_bundles(version: str, kind: int, of_zeros: Made, tmp_path: Path) -> None:
+    """Experts, dense matrices in w8, and everything else; the dry run knows the bytes."""
+    bundle = open_bundle(of_zeros("symmetric"))
+    wanted = Wanted(bits=version, dense="w8")
+    dry, made = (export(bundle.path, tmp_path / "out", "gguf", wanted, only) for only in (True, False))
+    file = Reading(tmp_path / "out" / "model.gguf")
+    assert made.bytes == dry.bytes == (tmp_path / "out" / "model.gguf").stat().st_size and made.exact
+    assert same_experts(file.tensor, bundle, version)
+    kinds, dense = file.names(), bundle.dense()
+    assert {kinds[n] for n in kinds if "_exps" in n} == {kind}
+    for d in bundle.manifest.dense:
+        layer, name = d.module.split(".")[2], d.module.rpartition(".")[2]
+        theirs = f"blk.{layer}.attn_{'output' if name == 'o_proj' else name[0]}.weight"
+        own = bundle.dense_matrix("w8", d.module).numpy()["weight"]
+        assert kinds[theirs] == Q8_0 and np.array_equal(file.tensor(theirs), own)
+    assert np.array_equal(file.tensor("token_embd.weight"), dense.numpy("model.embed_tokens.weight"))
+    assert np.array_equal(file.tensor("blk.1.ffn_gate_inp.weight"), dense.numpy("model.layers.1.mlp.gate.weight"))
+    assert len(kinds) == 3 * 2 + len(dense) + len(bundle.manifest.dense)
+    assert kinds["blk.1.ffn_gate_inp.weight"] == kinds["output_norm.weight"] == 0
+    assert file.keys["general.architecture"] == "qwen3moe" and file.keys["qwen3moe.expert_used_count"] == 2
+
+
+def test_mxfp4_is_passed_through(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    small(demo_model, tmp_path / "plain")
+    released(tmp_path / "plain", tmp_path / "checkpoint", "ct mxfp4")
+    recipe = parse_recipe("versions: [native, w2]\n" + NATIVE, "test")
+    build(tmp_path / "checkpoint", tmp_path / "bundle", recipe, [text])
+    export(tmp_path / "bundle", tmp_path / "out", "gguf", Wanted(bits="mxfp4"))
+    file = Reading(tmp_path / "out" / "model.gguf")
+    assert {n: k for n, k in file.names().items() if k == MXFP4}.keys() == {n for n in file.names() if "_exps" in n}
+    assert same_experts(file.tensor, open_bundle(tmp_path / "bundle"), "mxfp4")
+
+
+def test_libraries_read_it(of_zeros: Made, tmp_path: Path) -> None:
+    """The gguf package gives our values; transformers' logits are `static:w4`'s but for the order of sums, its tokens
+    ours."""
+    gguf = pytest.importorskip("gguf")
+    from gguf.quants import dequantize
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    bundle, out = open_bundle(of_zeros("symmetric")), tmp_path / "out"
+    export(bundle.path, out, "gguf", Wanted(bits="4"))
+    found = {t.name: t for t in gguf.GGUFReader(out / "model.gguf").tensors}
+    assert same_experts(lambda name: dequantize(found[name].data, found[name].tensor_type), bundle, "w4")
+    config = AutoConfig.from_pretrained(bundle.path)  # transformers 5.24 reads no expert's size from the file
+    del config.quantization_config
+    theirs = AutoModelForCausalLM.from_pretrained(out, gguf_file="model.gguf", config=config, dtype=torch.float32)
+    ours = moepack.load(bundle.path, policy="static:w4", dtype="float32")
+    ids = torch.arange(48)[None] * 83 % 4096
+    with torch.no_grad():
+        got, want = theirs(ids).logits, ours(ids).logits
+    ours.moepack.close()
+    assert (got - want).norm() / want.norm() < 1e-5
+    own, read = AutoTokenizer.from_pretrained(bundle.path), AutoTokenizer.from_pretrained(out, gguf_file="model.gguf")
+    words = "Hello, it's 42 worlds\n\n  def f(x): return x<|endoftext|>"
+    assert own(words)["input_ids"] == read(words)["input_ids"]
+
+
+def test_tokenizers_that_are_not_known(of_zeros: Made, tmp_path: Path) -> None:
+    """Qwen's way to cut text has a name; another leaves the file without a tokenizer, and a note says so."""
+    bundle = open_bundle(of_zeros("symmetric")).path
+    document = json.loads((bundle / "tokenizer.json").read_text())
+    for regex, name in ((QWEN, "qwen2"), ("[a-z]+", None)):
+        split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, level]}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+        (tmp_path / "tokenizer_config.json").write_bytes((bundle / "tokenizer_config.json").read_bytes())
+        keys = tokenizer(tmp_path, 4100)
+        assert (None if keys is None else keys["tokenizer.ggml.pre"]) == name
+        assert keys is None or keys["tokenizer.ggml.tokens"][-1] == "[PAD4099]"
+
+
+QWEN = (  # of Qwen3's tokenizer.json
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def test_what_gguf_does_not_hold(of_zeros: Made, demo_model: Path, text: Path, tmp_path: Path) -> None:
+    def asked(bundle: Path, *words: str) -> tuple[int, str, str]:
+        return cli("export", bundle, "-o", tmp_path / "out", "--to", "gguf", "-q", *words)
+
+    said = "zero points are not the middle code, the only one of Q4_0: quantise with zeros: symmetric"
+    refused(asked(of_zeros("integer"), "--bits", "4"), "w4 is not exported: ", said)
+    refused(asked(of_zeros("symmetric"), "--bits", "3"), "w3 is not exported: no type of GGUF holds its values")
+    refused(asked(of_zeros("integer"), "--bits", "bf16", "--dense", "w4"), "w4 of dense matrices is not exported")
+    tiny_models.save_tiny("mixtral", tmp_path / "mixtral", demo_model)
+    build(tmp_path / "mixtral", tmp_path / "other", parse_recipe("versions: [bf16]\n" + NATIVE, "test"), [text])
+    refused(asked(tmp_path / "other", "--bits", "bf16"), "names of mixtral's tensors are not known here")
+    small(demo_model, tmp_path / "plain", attention_bias=True)
+    build(tmp_path / "plain", tmp_path / "biased", parse_recipe("versions: [bf16]\n" + NATIVE, "test"), [text])
+    refused(asked(tmp_path / "biased", "--bits", "bf16"), "llama.cpp's qwen3moe has no attention_bias")
+    notes = Notes()
+    export(of_zeros("symmetric"), tmp_path / "out", "gguf", Wanted(fit="4MB"), True, notes)
+    assert notes.notes == [] and not (tmp_path / "out").exists()

@@ -1,0 +1,115 @@
+"""Very many values, schemas that grow, many tools: refused before the costly step, which is counted here."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from server_fixtures import NAME, Running
+
+from benchmarks.refusals import nested, schema
+from moepack.server.batching import grammar, schema_limits
+from moepack.server.batching.grammar import Grammars
+from moepack.server.batching.schema_limits import check_schemas
+from moepack.server.errors import ApiError
+from moepack.server.http import app, fields, toolbox
+from moepack.server.http.fields import COMMAS, NESTED, Fields, check_values
+from moepack.server.http.parse import chat
+
+openai = pytest.importorskip("openai")
+SAID = [{"role": "user", "content": "?"}]
+
+
+def refused(raw: bytes) -> bool:
+    try:
+        check_values(raw)
+    except ApiError as error:
+        assert error.status == 400 and "the body has more than" in error.message
+        return True
+    return False
+
+
+def test_bodies_of_many_values() -> None:
+    """Exactly at the limits, whatever stands in texts; a text may be cut off or end in a backslash."""
+    assert not refused(b"[" + b"0," * COMMAS + b"0]") and refused(b"[" + b"0," * (COMMAS + 1) + b"0]")
+    assert not refused(b"[" * NESTED) and refused(b"[" * (NESTED + 1))
+    assert not refused(b'{"a":' * NESTED) and refused(b'{"a":' * (NESTED + 1))
+    text = json.dumps({"prompt": 'f(a, b)[{"\\' * 300_000}).encode()
+    assert not refused(text) and not refused(text[:-2]) and not refused(text[: len(text) // 2])
+    assert refused(b'{"a": "' + b'\\"' * 400_000 + b'"' + b",[" * COMMAS)
+    assert refused(b'"a",' * (COMMAS + 1))
+
+
+def test_such_a_body_is_not_read_as_json(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    monkeypatch.setattr(fields, "COMMAS", 1000)
+    monkeypatch.setattr(app, "parse_json", lambda raw: read.append(len(raw)))
+    with pytest.raises(openai.BadRequestError, match=r"the body has more than 1,000 values"):
+        running.client().completions.create(model=NAME, prompt=[[5] * 2000])
+    assert read == []
+
+
+def test_many_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is looked at."""
+    seen: list[Any] = []
+    monkeypatch.setattr(toolbox, "take_function", lambda *given: seen.append(given))
+    with pytest.raises(ApiError, match="takes at most 128 tools, not 100,000"):
+        chat(Fields({"model": NAME, "messages": SAID, "tools": [{}] * 100_000}), 10)
+    assert seen == []
+
+
+def doubling(levels: int) -> dict[str, Any]:
+    defs = {
+        f"d{n}": {"allOf": [{"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}, schema(**{f"k{n}{j}": {}})]} for j in range(3)]}
+        for n in range(levels)
+    }
+    return {**schema(a={"$ref": "#/$defs/d0"}), "$defs": {**defs, f"d{levels}": {"type": "integer"}}}
+
+
+LARGE = {
+    "levels": nested(60),
+    "levels beyond Python's own": nested(3000),
+    "fields": schema(**{f"p{n}": {"type": "string"} for n in range(schema_limits.FIELDS + 1)}),
+    "values": schema(a={"enum": [*range(schema_limits.VALUES + 1)]}),
+    "text": schema(a={"const": "x" * (64 << 10)}),
+    "choices": schema(a={"allOf": [{"anyOf": [schema(**{f"k{i}{j}": {}}) for j in range(3)]} for i in range(12)]}),
+    "doubling": doubling(12),
+    "repeats": schema(a={"type": "string", "pattern": "^(a{1000}){1000}$"}),
+    "a pattern": schema(a={"type": "string", "pattern": "a?" * 300}),
+    "a number": schema(a={"type": "integer", "maximum": 10**300}),
+    "a reference": schema(a={"$ref": "http://127.0.0.1/"}),
+    "a multiple": schema(a={"type": "integer", "multipleOf": 999_999_937}),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_schemas_reach_no_grammar(name: str, running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(Grammars, "_check", lambda *given: made.append("grammar"))
+    grammars = running.server._grammars
+    for call in (grammars.of_schema, lambda given: grammars.of_calls({"f": given}, lambda: "start: x")):
+        with pytest.raises(ApiError, match="this schema cannot be kept to: it has") as caught:
+            call(LARGE[name])
+        assert caught.value.status == 400 and len(caught.value.message) < 200
+    assert made == []
+    assert check_schemas("tools", [nested(20), doubling(2), schema(description={"type": "string"})]) is None
+    half = {f"p{n}": {"type": "string"} for n in range(schema_limits.FIELDS // 2 + 1)}
+    with pytest.raises(ApiError):
+        check_schemas("tools", [schema(**half), schema(**half)])  # together
+
+
+def test_what_is_left_has_limits(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schema within these sizes is refused where llguidance's own limits stop its grammar; others are answered."""
+    pytest.importorskip("llguidance")
+
+    def ask() -> Any:
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema(a={"enum": ["x"]})}}
+        more = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 100}
+        return running.client().chat.completions.create(model=NAME, messages=SAID, **more)
+
+    assert ask().choices[0].message.tool_calls[0].function.arguments == '{"a": "x"}'
+    monkeypatch.setattr(grammar, "FUEL", {**schema_limits.FUEL, "max_grammar_size": 5})
+    with pytest.raises(openai.BadRequestError, match=r"tools: this schema cannot be kept to: .*too"):
+        ask()
+    assert running.client().completions.create(model=NAME, prompt="The", max_tokens=2).choices

@@ -1,0 +1,167 @@
+"""What other programs ask: tokens, load, the schema, request ids, origins, usage in every chunk, vLLM's metrics."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+from server_fixtures import NAME, Running, post
+
+from moepack.server.errors import ApiError
+from moepack.server.http import guard, openapi
+from moepack.server.http.fields import Fields
+
+SAID = [{"role": "user", "content": "Tell me a story"}]
+
+
+def asked(running: Running, path: str, body: dict[str, Any] | None = None, **headers: str) -> Any:
+    return json.loads(post(running.url + path, body, **headers))
+
+
+def refusal(running: Running, path: str, body: dict[str, Any]) -> str:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post(running.url + path, body)
+    assert caught.value.code == 400
+    return str(json.load(caught.value)["error"]["param"])
+
+
+def events(running: Running, path: str, body: dict[str, Any]) -> list[Any]:
+    """The JSON of a stream's events, without [DONE]."""
+    lines = post(running.url + path, {**body, "stream": True}).decode().split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    (
+        ("/v1/completions", {"prompt": "The history of", "max_tokens": 6}),
+        ("/v1/chat/completions", {"messages": SAID, "max_completion_tokens": 6, "stop": None}),
+    ),
+)
+def test_usage_in_every_chunk(running: Running, path: str, body: dict[str, Any]) -> None:
+    """As guidellm asks. vLLM, too, has it only beside include_usage."""
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    given = {**body, "model": NAME, "temperature": 0, "ignore_eos": True}
+    found = [c["usage"] for c in events(running, path, {**given, "stream_options": both})]
+    counts = [usage["completion_tokens"] for usage in found]
+    assert counts == sorted(counts) and counts[-1] == 6 and len(set(counts)) > 3
+    assert all(u["total_tokens"] == u["prompt_tokens"] + u["completion_tokens"] for u in found)
+    assert len({u["prompt_tokens"] for u in found}) == 1
+    one = events(running, path, {**given, "stream_options": {"include_usage": True}})
+    assert [c["usage"] for c in one[:-1]] == [None] * (len(one) - 1) and one[-1]["usage"] == found[-1]
+    assert all(
+        "usage" not in c for c in events(running, path, {**given, "stream_options": {**both, "include_usage": False}})
+    )
+
+
+def test_tokens_and_back(running: Running, tokenizer: Any) -> None:
+    found = asked(running, "/tokenize", {"model": NAME, "prompt": "The history of", "return_token_strs": True})
+    ids = tokenizer("The history of").input_ids
+    assert found["tokens"] == ids and found["count"] == 3 and found["token_strs"] == ["The", "Ġhistory", "Ġof"]
+    assert found["max_model_len"] == running.server.scheduler.limits.context
+    assert asked(running, "/detokenize", {"tokens": ids}) == {"prompt": "The history of"}
+    assert asked(running, "/detokenize", {"tokens": [0, ids[0]]})["prompt"] == "<|endoftext|>The"
+    chat = asked(running, "/tokenize", {"messages": SAID})
+    assert tokenizer.decode(chat["tokens"]) == "user: Tell me a story\nassistant:" and chat["token_strs"] is None
+    part = asked(running, "/tokenize", {"messages": SAID, "add_generation_prompt": False})
+    assert tokenizer.decode(part["tokens"]) == "user: Tell me a story\n"
+    assert refusal(running, "/tokenize", {"messages": SAID, "prompt": "x"}) == "messages"
+    assert refusal(running, "/tokenize", {}) == "messages"
+    assert refusal(running, "/detokenize", {"tokens": [1 << 30]}) == "tokens"
+
+
+def test_load(running: Running) -> None:
+    running.idle()
+    found = asked(running, "/load")
+    assert found == {"server_load": 0, "running": 0, "waiting": 0, "max_sequences": 8, "max_waiting": 300}
+
+
+def test_the_schema_has_every_route(running: Running) -> None:
+    described = asked(running, "/openapi.json")
+    paths = {path.replace("{name}", "{name:path}"): [*methods] for path, methods in described["paths"].items()}
+    routes = running.server.app._app.__closure__  # the application behind the count of requests
+    inner = next(cell.cell_contents for cell in routes if hasattr(cell.cell_contents, "routes"))
+    assert paths == {r.path: ["post" if "POST" in r.methods else "get"] for r in inner.routes}
+    assert described["openapi"] == "3.1.0"
+    chat = described["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert chat["properties"]["model"] == {"enum": [NAME]} and chat["required"] == ["model", "messages"]
+
+
+@pytest.mark.parametrize("path", openapi.POSTS)
+def test_the_schema_is_what_the_parser_takes(path: str) -> None:
+    """Every field that it lists is taken, and refused by its own name where its value is wrong; no other is."""
+    schema, posted = openapi.accepted(path), openapi.POSTS[path]
+    parser, example = posted.parser, posted.example
+    assert schema["additionalProperties"] is False and {*example} <= {*schema["properties"]}
+    assert [name for name, one in schema["properties"].items() if not one] == [], "fields without a schema"
+
+    def complaint(given: dict[str, Any]) -> str | None:
+        try:
+            parser(Fields(given), openapi.VOCABULARY)
+        except ApiError as error:
+            return error.param
+        return None
+
+    assert complaint(example) is None
+    for name in schema["properties"]:
+        wrong = complaint({**example, name: [[["wrong"]]]})
+        assert wrong is not None and wrong.startswith((name, "prompt", "messages")), name
+        if path != "/tokenize":  # which takes either of two
+            assert (complaint({**example, name: None}) == name) is (name in schema.get("required", ())), name
+    assert complaint({**example, "beam_width": 4}) == "beam_width"
+
+
+def test_request_ids(running: Running) -> None:
+    def named(path: str, given: str | None) -> str:
+        request = urllib.request.Request(running.url + path, headers={"X-Request-Id": given} if given else {})
+        try:
+            with urllib.request.urlopen(request) as answer:
+                found = answer.headers.get_all("x-request-id")
+        except urllib.error.HTTPError as error:
+            found = error.headers.get_all("x-request-id")
+        assert len(found) == 1
+        return str(found[0])
+
+    assert named("/health", "job-7:a.b") == named("/nowhere", "job-7:a.b") == "job-7:a.b"
+    for given in (None, "x" * 129, "two words", '"><script>'):
+        assert re.fullmatch("[0-9a-f]{32}", named("/health", given))
+    assert named("/health", None) != named("/health", None)
+
+
+def test_origins(running: Running) -> None:
+    """None is permitted by default (test_hostile.py); one that is named may read answers and send JSON."""
+    from starlette.testclient import TestClient
+
+    with TestClient(guard.shared(running.server.app, ["https://a.example"]), "http://localhost") as pages:
+        ask = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type, authorization"}
+        found = pages.options("/v1/completions", headers={"Origin": "https://a.example", **ask})
+        assert found.status_code == 200 and found.headers["access-control-allow-origin"] == "https://a.example"
+        read = pages.get("/health", headers={"Origin": "https://a.example"})
+        assert read.headers["access-control-allow-origin"] == "https://a.example"
+        other = pages.get("/health", headers={"Origin": "https://b.example"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+def test_metrics_by_vllms_names(running: Running) -> None:
+    def numbers() -> dict[str, float]:
+        text = post(running.url + "/metrics", None).decode()
+        return {k: float(v) for k, v in re.findall(r"^vllm:(\w+)\{[^}]*\} (\S+)$", text, re.M)}
+
+    running.idle()
+    before = numbers()
+    asked(running, "/v1/completions", {"prompt": "The history of", "max_tokens": 5, "ignore_eos": True})
+    running.idle()
+    after = numbers()
+    more = {name: after[name] - before.get(name, 0) for name in after}
+    assert more["prompt_tokens_total"] == 3 and more["generation_tokens_total"] == 5
+    assert after["num_requests_running"] == after["num_requests_waiting"] == more["num_preemptions_total"] == 0
+    for name in ("time_to_first_token", "request_time_per_output_token", "e2e_request_latency"):
+        assert more[f"{name}_seconds_count"] == 1
+    assert more["request_prompt_tokens_sum"] == 3 and more["request_generation_tokens_sum"] == 5
+    text = post(running.url + "/metrics", None).decode()
+    assert f'vllm:request_success_total{{engine="0",finished_reason="length",model_name="{NAME}"}}' in text

@@ -1,0 +1,201 @@
+"""The Messages interface: messages, the order of a stream's events, tools, errors; also by Anthropic's client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from server_fixtures import NAME, Running, post
+
+from moepack.server.batching.jobs import JobEvent
+from moepack.server.errors import ApiError
+from moepack.server.http.fields import Fields
+from moepack.server.tools.delimited import HERMES
+from moepack.server.tools.thinking import Thinking
+from moepack.server.translated.message_reply import MessageReply
+from moepack.server.translated.messages import messages
+
+SAID = [{"role": "user", "content": "Tell me a story"}]
+SCHEMA = {"type": "object", "properties": {"zone": {"enum": ["utc"]}}, "required": ["zone"]}
+TIME = {"name": "time", "description": "It.", "input_schema": SCHEMA}
+ASKED: dict[str, Any] = {"model": NAME, "max_tokens": 8, "messages": SAID, "temperature": 0.0}
+
+
+def ask(running: Running, **given: Any) -> dict[str, Any]:
+    return dict(json.loads(post(f"{running.url}/v1/messages", {**ASKED, **given})))
+
+
+def events(running: Running, **given: Any) -> list[dict[str, Any]]:
+    """The events of a stream, whose names stand inside as well."""
+    raw = post(f"{running.url}/v1/messages", {**ASKED, "stream": True, **given}).decode()
+    assert raw.endswith("\n\n") and "[DONE]" not in raw
+    pairs = [block.split("\n") for block in raw.strip().split("\n\n")]
+    out = [json.loads(data.removeprefix("data: ")) for _, data in pairs]
+    assert [name.removeprefix("event: ") for name, _ in pairs] == [one["type"] for one in out]
+    return out
+
+
+def test_a_message_is_what_a_chat_says(exact: Running) -> None:
+    said = [{"role": "system", "content": "Be brief"}, *SAID]
+    chat = exact.client().chat.completions.create(model=NAME, messages=said, temperature=0, max_tokens=8)
+    out = ask(exact, system=[{"type": "text", "text": "Be brief", "cache_control": {"type": "ephemeral"}}])
+    assert out["content"] == [{"type": "text", "text": chat.choices[0].message.content, "citations": None}]
+    assert (out["type"], out["role"], out["stop_reason"], out["stop_sequence"]) == (
+        "message",
+        "assistant",
+        "max_tokens",
+        None,
+    )
+    assert (out["usage"]["input_tokens"], out["usage"]["output_tokens"]) == (chat.usage.prompt_tokens, 8)
+    assert out["id"].startswith("msg_")
+    counted = post(f"{exact.url}/v1/messages/count_tokens", {"model": NAME, "messages": SAID, "system": "Be brief"})
+    assert json.loads(counted) == {"input_tokens": chat.usage.prompt_tokens}
+    text = out["content"][0]["text"]
+    stopped = ask(exact, system="Be brief", stop_sequences=["never there", text[3:6]])
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", text[3:6])
+    assert stopped["content"][0]["text"] == text[: text.index(text[3:6])]
+
+
+def test_a_stream_has_the_published_order(exact: Running) -> None:
+    whole, found = ask(exact), events(exact)
+    kinds = [one["type"] for one in found]
+    more = kinds.count("content_block_delta")
+    assert kinds == [
+        "message_start", "ping", "content_block_start", *["content_block_delta"] * more, "content_block_stop",
+        "message_delta", "message_stop",
+    ]  # fmt: skip
+    assert more > 2 and found[0]["message"]["content"] == [] and found[0]["message"]["usage"]["input_tokens"] > 0
+    assert (
+        "".join(one["delta"]["text"] for one in found if "index" in one and "delta" in one)
+        == whole["content"][0]["text"]
+    )
+    assert found[-2]["delta"]["stop_reason"] == "max_tokens" and found[-2]["usage"]["output_tokens"] == 8
+
+
+def test_tools(exact: Running) -> None:
+    pytest.importorskip("llguidance")
+    one = {"type": "any", "disable_parallel_tool_use": True}
+    out = ask(exact, tools=[TIME], tool_choice=one, max_tokens=200)
+    (call,) = out["content"]
+    assert out["stop_reason"] == "tool_use" and call["type"] == "tool_use" and call["input"] == {"zone": "utc"}
+    named = ask(exact, tools=[TIME], tool_choice={"type": "tool", "name": "time"}, max_tokens=200)
+    assert [block["name"] for block in named["content"]] == ["time"]
+    found = events(exact, tools=[TIME], tool_choice=one, max_tokens=200)
+    assert found[2]["content_block"] | {"id": ""} == {**call, "id": "", "input": {}}
+    parts = [e["delta"]["partial_json"] for e in found if e["type"] == "content_block_delta"]
+    assert len(parts) > 2 and json.loads("".join(parts)) == {"zone": "utc"}
+    assert found[-2]["delta"]["stop_reason"] == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "noon"}]}
+    turn = [
+        *SAID,
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result, {"type": "text", "text": "?"}]},
+    ]
+    assert ask(exact, messages=turn, tools=[TIME])["content"]
+
+
+def test_blocks_become_messages() -> None:
+    content = [
+        {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+        {"type": "text", "text": "So."},
+        {"type": "tool_use", "id": "1", "name": "time", "input": {"zone": "utc"}},
+    ]
+    failed = {"type": "tool_result", "tool_use_id": "1", "content": "late", "is_error": True}
+    said = [*SAID, {"role": "assistant", "content": content}, {"role": "user", "content": [failed]}]
+    asked = messages(Fields({**ASKED, "messages": said, "thinking": {"type": "disabled"}}), 10)
+    assert asked.chat is not None and asked.chat.thinks is False
+    user, answer, result = asked.chat.messages
+    assert user == SAID[0] and result == {"role": "tool", "content": "Error: late", "tool_call_id": "1"}
+    assert (answer["content"], answer["reasoning_content"]) == ("So.", "Hm.")
+    assert answer["tool_calls"][0]["function"] == {"name": "time", "arguments": {"zone": "utc"}}
+
+
+EVENTS = [
+    JobEvent("Let me see.</think>I ask.\n", generated=6),
+    JobEvent('<tool_call>{"name": "time", "arguments": {"zone"', generated=12),
+    JobEvent(': "utc"}}</tool_call>', finish="stop", generated=18),
+]
+
+
+class Tokenless:
+    def decode(self, tokens: list[int]) -> str:
+        return ""
+
+
+async def _batches() -> AsyncIterator[list[tuple[int, JobEvent]]]:
+    yield [(0, event) for event in EVENTS]
+
+
+def test_thinking_text_and_call_are_three_blocks() -> None:
+    asked = messages(Fields({**ASKED, "stream": True}), 10)
+    made = MessageReply(asked, [[1, 2]], Tokenless(), NAME, lambda: Thinking(HERMES.reader({}), True))  # type: ignore[arg-type]
+
+    async def collect() -> list[dict[str, Any]]:
+        return [event async for events in made.chunks(_batches()) for event in events]
+
+    found = asyncio.run(collect())
+    starts = [one["content_block"]["type"] for one in found if one["type"] == "content_block_start"]
+    deltas = [one["delta"]["type"] for one in found if one["type"] == "content_block_delta"]
+    assert starts == ["thinking", "text", "tool_use"]
+    assert deltas == ["thinking_delta", "text_delta", "input_json_delta", "input_json_delta"]
+    assert [one["index"] for one in found if one["type"] == "content_block_stop"] == [0, 1, 2]
+    thinking, text, call = made.whole()["content"]
+    assert (thinking["thinking"], text["text"], call["input"]) == ("Let me see.", "I ask.", {"zone": "utc"})
+    assert made.failure(ApiError(500, "it broke")) == {
+        "type": "error", "error": {"type": "api_error", "message": "it broke"},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    (
+        ({"max_tokens": None}, "max_tokens: is missing"),
+        ({"model": None}, "model: is missing"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
+        ({"tools": [{"type": "web_search_20250305", "name": "x"}]}, "tools[0].type"),
+        ({"tools": [{"name": "x", "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice: needs tools"),
+        ({"thinking": {"type": "often"}}, "thinking.type"),
+        ({"temperature": 1.5}, "temperature"),
+        ({"n": 2}, "n: is not supported"),
+        ({"output_config": {"effort": "low"}}, "reasoning_effort"),
+    ),
+)
+def test_what_is_refused(running: Running, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        ask(running, **given)
+    body = json.load(caught.value)
+    assert caught.value.code == 400 and body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
+    assert body["error"]["message"].startswith(words)
+
+
+def test_a_key_as_anthropics_clients_send_it(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running.server.app, "_keys", [b"secret"])
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post(f"{running.url}/v1/messages", ASKED, x_api_key="wrong")
+    assert caught.value.code == 401 and json.load(caught.value)["error"]["type"] == "authentication_error"
+    assert post(f"{running.url}/v1/messages", ASKED, x_api_key="secret")
+
+
+def test_the_client(exact: Running) -> None:
+    anthropic = pytest.importorskip("anthropic", reason="Anthropic's client is not installed")
+    client = anthropic.Anthropic(base_url=exact.url, api_key="none", max_retries=0)
+    asked = {**ASKED, "extra_body": {"temperature": 0.0}}
+    del asked["temperature"]  # which newer clients have no name for
+    out = client.messages.create(**asked)
+    assert out.content[0].text == ask(exact)["content"][0]["text"] and out.usage.output_tokens == 8
+    with client.messages.stream(**asked) as stream:
+        assert "".join(stream.text_stream) == out.content[0].text
+        assert stream.get_final_message().stop_reason == "max_tokens"
+    choice = {"type": "tool", "name": "time"}
+    with client.messages.stream(**{**asked, "max_tokens": 200}, tools=[TIME], tool_choice=choice) as stream:
+        assert stream.get_final_message().content[0].input == {"zone": "utc"}
+    assert client.messages.count_tokens(model=NAME, messages=SAID).input_tokens == out.usage.input_tokens
+    with pytest.raises(anthropic.BadRequestError, match="temperature"):
+        client.messages.create(**{**asked, "extra_body": {"temperature": 3}})

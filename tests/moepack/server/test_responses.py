@@ -1,0 +1,195 @@
+"""The Responses interface: answers, the order of a stream's events, calls, earlier turns; by OpenAI's client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from server_fixtures import NAME, Running
+
+from moepack.server.batching.jobs import JobEvent
+from moepack.server.errors import ApiError
+from moepack.server.http.fields import Fields
+from moepack.server.tools.delimited import HERMES
+from moepack.server.tools.thinking import Thinking
+from moepack.server.translated.response_reply import ResponseReply
+from moepack.server.translated.responses import responses
+
+openai = pytest.importorskip("openai")
+TIME = {
+    "type": "function", "name": "time",
+    "parameters": {"type": "object", "properties": {"zone": {"enum": ["utc"]}}, "required": ["zone"]},
+}  # fmt: skip
+EVENTS = [
+    JobEvent("Let me ", generated=2),
+    JobEvent("see.</think>\n\nI ask.\n", generated=6),
+    JobEvent('<tool_call>{"name": "time", "arguments": {"zone"', generated=12),
+    JobEvent(': "utc"}}</tool_call>', finish="stop", generated=18),
+]
+
+
+def respond(client: Any, **given: Any) -> Any:
+    more = {"model": NAME, "input": "Tell me a story", "temperature": 0, "max_output_tokens": 8, **given}
+    return client.responses.create(**more)
+
+
+def test_a_response_is_what_a_chat_says(client: Any) -> None:
+    said = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Tell me a story"}]
+    chat = client.chat.completions.create(model=NAME, messages=said, temperature=0, max_tokens=8)
+    out = respond(client, instructions="Be brief", metadata={"a": "b"})
+    assert out.output_text == chat.choices[0].message.content
+    assert out.id.startswith("resp_") and out.object == "response" and out.metadata == {"a": "b"}
+    assert out.status == "incomplete" and out.incomplete_details.reason == "max_output_tokens"
+    assert (out.usage.input_tokens, out.usage.output_tokens) == (chat.usage.prompt_tokens, 8)
+    assert [(o.type, o.role, o.status) for o in out.output] == [("message", "assistant", "incomplete")]
+    parts = [
+        {"role": "developer", "content": "Be brief"},
+        {"role": "user", "content": [{"type": "input_text", "text": "Tell me a story"}]},
+    ]
+    assert respond(client, input=parts).output_text == out.output_text
+
+
+def test_a_stream_has_the_published_order(client: Any) -> None:
+    whole = respond(client)
+    events = list(respond(client, stream=True))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    more = kinds.count("output_text.delta")
+    assert kinds == [
+        "created", "in_progress", "output_item.added", "content_part.added", *["output_text.delta"] * more,
+        "output_text.done", "content_part.done", "output_item.done", "incomplete",
+    ]  # fmt: skip
+    assert more > 2 and [event.sequence_number for event in events] == [*range(len(events))]
+    assert "".join(event.delta for event in events if event.type.endswith("delta")) == whole.output_text
+    assert events[-1].response.output_text == whole.output_text and events[-1].response.usage == whole.usage
+    assert events[0].response.status == "in_progress" and events[0].response.output == []
+
+
+def test_functions(client: Any) -> None:
+    pytest.importorskip("llguidance")
+    given = {"tools": [TIME], "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 200}
+    (call,) = respond(client, **given).output
+    assert call.type == "function_call" and json.loads(call.arguments) == {"zone": "utc"} and call.name == "time"
+    events = list(respond(client, **given, stream=True))
+    assert "".join(e.delta for e in events if e.type == "response.function_call_arguments.delta") == call.arguments
+    done = next(e for e in events if e.type == "response.function_call_arguments.done")
+    assert done.arguments == call.arguments and events[-1].response.output[0].name == "time"
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "noon"}
+    turn = [{"role": "user", "content": "?"}, call.model_dump(), result]
+    assert respond(client, input=turn, tools=[TIME]).output_text
+    with client.responses.stream(model=NAME, input="Hi", **given) as stream:  # the client follows every event
+        assert stream.get_final_response().output[0].name == "time"
+    named = respond(client, **{**given, "tool_choice": {"type": "function", "name": "time"}})
+    assert [one.name for one in named.output] == ["time"]
+
+
+def test_an_earlier_answer_is_one_message() -> None:
+    """Reasoning, a text and two calls in a row are one turn of the model; results follow it."""
+    items = [
+        {"role": "user", "content": "?"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {
+            "type": "message",
+            "role": "assistant",
+            "phase": "commentary",
+            "content": [{"type": "output_text", "text": "So."}],
+        },
+        {
+            "type": "function_call",
+            "call_id": "1",
+            "name": "time",
+            "arguments": '{"zone": "utc"}',
+            "status": "completed",
+        },
+        {"type": "function_call", "call_id": "2", "name": "time", "arguments": ""},
+        {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "noon"}]},
+    ]
+    asked = responses(Fields({"model": NAME, "input": items}), 10)
+    assert asked.chat is not None
+    user, answer, result = asked.chat.messages
+    assert user == {"role": "user", "content": "?"} and result["content"] == "noon" and result["tool_call_id"] == "1"
+    assert (answer["content"], answer["reasoning_content"]) == ("So.", "Hm.")
+    calls = [(call["id"], call["function"]["arguments"]) for call in answer["tool_calls"]]
+    assert calls == [("1", {"zone": "utc"}), ("2", {})]
+
+
+def reply(**given: Any) -> ResponseReply:
+    asked = responses(Fields({"model": NAME, "input": "?", **given}), 10)
+    return ResponseReply(asked, [[1, 2]], Tokenless(), NAME, lambda: Thinking(HERMES.reader({}), True))  # type: ignore[arg-type]
+
+
+class Tokenless:
+    def decode(self, tokens: list[int]) -> str:
+        return ""
+
+
+async def _batches() -> AsyncIterator[list[tuple[int, JobEvent]]]:
+    for event in EVENTS:
+        yield [(0, event)]
+
+
+def test_reasoning_text_and_call_are_three_items() -> None:
+    made = reply(stream=True)
+
+    async def collect() -> list[dict[str, Any]]:
+        return [event async for events in made.chunks(_batches()) for event in events]
+
+    events = asyncio.run(collect())
+    assert [event["type"].removeprefix("response.") for event in events] == [
+        "created", "in_progress",
+        "output_item.added", "content_part.added", *["reasoning_text.delta"] * 2, "reasoning_text.done",
+        "content_part.done", "output_item.done",
+        "output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done",
+        "output_item.done",
+        "output_item.added", *["function_call_arguments.delta"] * 2, "function_call_arguments.done",
+        "output_item.done",
+        "completed",
+    ]  # fmt: skip
+    reasoning, message, call = events[-1]["response"]["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "Let me see."}] and reasoning["summary"] == []
+    assert message["content"][0]["text"] == "I ask."
+    assert (call["name"], call["arguments"], call["status"]) == ("time", '{"zone": "utc"}', "completed")
+    ends = [event for event in events if event["type"] == "response.output_item.done"]
+    assert [event["item"] for event in ends] == [reasoning, message, call]
+    assert [event["output_index"] for event in ends] == [0, 1, 2]
+    assert events[-1]["response"]["usage"]["output_tokens_details"] == {"reasoning_tokens": 2}
+    assert made.event(events[0]).startswith(b"event: response.created\ndata: {")
+    failed = made.failure(ApiError(500, "the model failed"))
+    assert failed["type"] == "response.failed" and failed["response"]["error"]["message"] == "the model failed"
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    (
+        ({"model": None}, "model"),
+        ({"input": None}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0].type",
+        ),
+        ({"input": [{"type": "function_call", "name": "x"}]}, "input[0]"),
+        ({"store": True}, "store"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"reasoning": {"effort": "low"}}, "reasoning_effort"),
+        ({"max_tokens": 4}, "max_tokens"),
+        ({"messages": []}, "messages"),
+    ),
+)
+def test_what_is_refused(running: Running, given: dict[str, Any], field: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        running.client().responses.create(extra_body={"model": NAME, "input": "?", "max_output_tokens": 2, **given})
+    assert caught.value.param == field
+
+
+def test_a_schema_for_the_text(client: Any) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["n"]}
+    shape = {"format": {"type": "json_schema", "name": "n", "schema": {**schema, "additionalProperties": False}}}
+    assert json.loads(respond(client, text=shape, max_output_tokens=40).output_text)["n"] in range(10)

@@ -1,0 +1,173 @@
+"""Every form of calls: what is read from an answer, however its pieces come, is what its grammar holds an answer to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moepack.server.batching.tokens import Tokens
+from moepack.server.http.templates import manners_of
+from moepack.server.tools import forms
+from moepack.server.tools.delimited import HERMES
+from moepack.server.tools.forms import CallForm, Manners
+from moepack.server.tools.parts import AnswerPart, JsonEnd, Tools
+from moepack.server.tools.tagged import GLM
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 8},
+        "days": {"type": "integer"},
+        "kind": {"enum": ["sun", "rain"]},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+}
+FUNCTIONS = {"weather": WEATHER, "time": {"type": "object", "properties": {}, "additionalProperties": False}}
+GIVEN = '{"city": "Köln", "days": 3}'
+DS = "<\uff5ctool▁{}\uff5c>".format
+OPENS, CLOSES = DS("calls▁begin") + DS("call▁begin"), DS("call▁end") + DS("calls▁end")
+# A text, then two calls, as the models' own templates write earlier answers; gpt-oss has one call, after reasoning.
+ANSWERS = {
+    "hermes": f'Sure.\n<tool_call>\n{{"name": "weather", "arguments": {GIVEN}}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>',
+    "deepseek-v3": f"Sure.{OPENS}function{DS('sep')}weather\n```json\n{GIVEN}\n```{DS('call▁end')}\n"
+    f"{DS('call▁begin')}function{DS('sep')}time\n```json\n{{}}\n```{CLOSES}",
+    "deepseek-v3.1": f"Sure.{OPENS}weather{DS('sep')}{GIVEN}{DS('call▁end')}"
+    f"{DS('call▁begin')}time{DS('sep')}{{}}{CLOSES}",
+    "glm": "Sure.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Köln</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>3</arg_value>\n</tool_call>\n<tool_call>time\n</tool_call>",
+    "qwen3-coder": "Sure.\n<tool_call>\n<function=weather>\n<parameter=city>\nKöln\n</parameter>\n<parameter=days>\n3\n"
+    "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=time>\n</function>\n</tool_call>",
+    "gpt-oss": "<|channel|>analysis<|message|>Sure.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
+    f"<|constrain|>json<|message|>{GIVEN}<|call|>",
+}
+
+
+def named(form: CallForm) -> str:
+    return form.name
+
+
+def manners(form: CallForm) -> Manners:
+    return Manners(f"{form.sign} {' '.join(form.marks)}", {}, ())
+
+
+def read(reader: Any, text: str, size: int = 1) -> list[tuple[str, str]]:
+    """Kinds and texts of an answer's parts, each kind together, from pieces of `size` characters."""
+    pieces = [text[n : n + size] for n in range(0, len(text), size)]
+    parts: list[AnswerPart] = [part for piece in pieces for part in reader.push(piece)] + reader.end()
+    out: list[tuple[str, str]] = []
+    for part in parts:
+        assert part.text
+        joins = out and out[-1][0] == part.kind != "call"
+        out[-1:] = [(part.kind, out[-1][1] + part.text)] if joins else [*out[-1:], (part.kind, part.text)]
+    return out
+
+
+def test_every_form_has_an_answer() -> None:
+    assert {form.name for form in forms.FORMS} == {*ANSWERS}
+
+
+@pytest.mark.parametrize("form", forms.FORMS, ids=named)
+def test_reading(form: CallForm) -> None:
+    mine, text = manners(form), ANSWERS[form.name]
+    assert mine.form is form
+    first, *calls = read(mine.reader(Tools(FUNCTIONS), ""), text)
+    assert first == ("reasoning" if form.name == "gpt-oss" else "content", "Sure.")
+    assert calls[:2] == [("call", "weather"), ("arguments", GIVEN)]
+    assert calls[2:] == ([] if form.name == "gpt-oss" else [("call", "time"), ("arguments", "{}")])
+    for size in (2, 7, len(text)):
+        assert read(mine.reader(Tools(FUNCTIONS), ""), text, size) == [first, *calls]
+    for at in range(len(text)):  # a cut answer has the calls that it began
+        cut = [part for part in read(mine.reader(Tools(FUNCTIONS), ""), text[:at], 5) if part[0] == "call"]
+        assert cut == [part for part in calls if part[0] == "call"][: len(cut)]
+
+
+@pytest.mark.parametrize("added", ("none", "added", "special"))
+@pytest.mark.parametrize("form", forms.FORMS, ids=named)
+def test_grammars(form: CallForm, added: str, demo_model: Path) -> None:
+    """Whether marks are texts, added tokens or special ones: calls pass, and another name, type or key does not."""
+    llguidance = pytest.importorskip("llguidance")
+    from llguidance.hf import from_tokenizer
+    from tokenizers import AddedToken
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    if added != "none":
+        tokenizer.add_tokens([AddedToken(mark, special=added == "special") for mark in form.marks])
+    tokenizer.chat_template = f"{form.sign} {' '.join(form.marks)}"
+    mine = manners_of(Tokens(tokenizer))
+    assert mine.shows_special is (added == "special")
+    made = from_tokenizer(tokenizer, n_vocab=len(tokenizer), eos_token=[0])
+
+    def passes(tools: Tools, text: str) -> bool:
+        matcher = llguidance.LLMatcher(made, mine.grammar(tools, ""), log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+    whole = ANSWERS[form.name]
+    calls = whole.removeprefix("Sure.").lstrip()
+    must, strict = Tools(FUNCTIONS, required=True), Tools(FUNCTIONS, strict=True)
+    assert passes(must, calls) and passes(strict, whole)
+    for old, new in (("weather", "whether"), ("3", "three"), ("days", "hours"), ("Köln", "Kölnisches")):
+        assert not passes(must, calls.replace(old, new)) and not passes(strict, whole.replace(old, new)), new
+    said = "<|channel|>final<|message|>Hello" if form.name == "gpt-oss" else "Hello"
+    assert not passes(must, said) and passes(strict, said)
+    if form.name != "gpt-oss":
+        assert not passes(Tools(FUNCTIONS, required=True, several=False), calls)
+        assert not passes(must, whole)
+
+
+def test_thinking() -> None:
+    template = '<tool_call> {"enable_thinking"} </think>'
+    mine = Manners(template, {}, ())
+    call = ANSWERS["hermes"].removeprefix("Sure.\n")
+    wanted = [("reasoning", "Hm, <tool"), ("content", "Sure."), ("call", "weather"), ("arguments", GIVEN)]
+    for prompt, text in (("<think>\n", "\nHm, <tool\n</think>\n\nSure.\n"), ("", "<think>Hm, <tool</think>Sure.")):
+        for size in (1, 3, 500):
+            assert read(mine.reader(Tools(FUNCTIONS), prompt), text + call, size)[:4] == wanted
+    assert read(mine.reader(Tools(), "<think>"), "Hm, it goes on") == [("reasoning", "Hm, it goes on")]
+    assert read(mine.reader(Tools(), ""), " <thin") == [("content", " <thin")]
+    assert read(mine.reader(Tools(), ""), "a </think> b") == [("content", "a </think> b")]
+    assert "lazy" in mine.grammar(Tools(FUNCTIONS, required=True), "<think>")
+
+
+def test_what_is_no_call_stays_text() -> None:
+    for text in (
+        "<tool_call>\nno JSON\n</tool_call> and more",
+        '<tool_call>{"name": 3}</tool_call>',
+        "<tool_call>",
+        "a <too",
+    ):
+        assert read(HERMES.reader(FUNCTIONS), text) == [("content", text)]
+    other = '<tool_call>{"arguments": {"city": "x"}, "name": "weather"}</tool_call>'
+    assert read(HERMES.reader(FUNCTIONS), other) == [("call", "weather"), ("arguments", '{"city": "x"}')]
+    without = '<tool_call>{"name": "time"}</tool_call>'
+    assert read(HERMES.reader(FUNCTIONS), without) == [("call", "time"), ("arguments", "{}")]
+    assert read(forms.HARMONY.reader({}), "no channel") == [("content", "no channel")]
+    assert read(manners(HERMES).reader(Tools(), ""), "<tool_call>x") == [("content", "<tool_call>x")]
+
+
+def test_values_by_their_schema() -> None:
+    """A string that looks like a number stays one; without a schema a value is JSON if it can be."""
+    schema = {"properties": {"zip": {"type": "string"}, "n": {"type": "number"}, "list": {"type": "array"}}}
+    given = {"zip": "00123", "n": "1.5", "list": '["a", {"b": 1}]', "free": "true", "text": '<b>&\n"', "odd": "NaN"}
+    pairs = "".join(f"<arg_key>{k}</arg_key><arg_value>{v}</arg_value>" for k, v in given.items())
+    twice = pairs + "<arg_key>zip</arg_key><arg_value>9</arg_value>"
+    out = dict(read(GLM.reader({"f": schema}), f"<tool_call>f{twice}</tool_call>"))
+    wanted = {"zip": "00123", "n": 1.5, "list": ["a", {"b": 1}], "free": True, "text": '<b>&\n"', "odd": "NaN"}
+    assert json.loads(out["arguments"]) == wanted
+
+
+def test_the_end_of_json() -> None:
+    text = '{"a": "}\\"]{", "b": [{"c": "\\\\"}]}'
+    for size in range(1, 6):
+        scan = JsonEnd()
+        pieces = [text[n : n + size] for n in range(0, len(text), size)]
+        found = [scan.find(piece) for piece in pieces]
+        assert found[:-1] == [None] * (len(pieces) - 1) and found[-1] == len(pieces[-1])
+    assert JsonEnd().find(text + "} more") == len(text)

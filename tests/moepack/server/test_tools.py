@@ -1,0 +1,188 @@
+"""Tools over HTTP, as OpenAI's client sees them: calls are required, named, several, streamed, and keep to a schema."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from server_fixtures import NAME, Running, post
+
+from moepack.server.batching.jobs import JobEvent
+from moepack.server.http import parse
+from moepack.server.http.fields import Fields
+from moepack.server.http.replies import ChatReply
+from moepack.server.tools.delimited import HERMES
+from moepack.server.tools.parts import MOST_CALLS, Functions
+from moepack.server.tools.thinking import Thinking
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("llguidance")
+
+SAID = [{"role": "user", "content": "What is the weather?"}]
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "description": "It.", "parameters": schema}}
+
+
+WEATHER = tool(
+    "weather", city={"type": "string", "maxLength": 12}, days={"type": "integer", "minimum": 1, "maximum": 9}
+)
+TIME = tool("time", zone={"enum": ["utc", "local"]})
+
+
+def ask(client: Any, choice: Any, **given: Any) -> Any:
+    more = {"max_tokens": 200, "temperature": 1.0, "seed": 1, "tools": [WEATHER, TIME], **given}
+    return client.chat.completions.create(model=NAME, messages=SAID, tool_choice=choice, **more)
+
+
+def check(name: str, arguments: str) -> None:
+    given = json.loads(arguments)
+    if name == "weather":
+        assert {*given} == {"city", "days"} and len(given["city"]) <= 12 and 1 <= given["days"] <= 9
+    else:
+        assert name == "time" and given in ({"zone": "utc"}, {"zone": "local"})
+
+
+def test_required_calls_are_valid(client: Any) -> None:
+    out = ask(client, "required", n=24, parallel_tool_calls=False)
+    for choice in out.choices:
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        (call,) = choice.message.tool_calls
+        assert call.type == "function" and call.id.startswith("call_")
+        check(call.function.name, call.function.arguments)
+    assert {c.message.tool_calls[0].function.name for c in out.choices} == {"weather", "time"}
+    assert len({c.message.tool_calls[0].id for c in out.choices}) == 24
+
+
+def test_a_named_function_is_called(client: Any) -> None:
+    for name in ("time", "weather"):
+        out = ask(client, {"type": "function", "function": {"name": name}}, n=3).choices
+        assert [[c.function.name for c in o.message.tool_calls] for o in out] == [[name]] * 3
+
+
+def test_several_calls_and_their_stream(client: Any) -> None:
+    """A stream has the same calls; each begins with its name, and its arguments come in pieces."""
+    whole = ask(client, "required", tools=[TIME], max_tokens=600).choices[0]
+    assert 1 < len(whole.message.tool_calls) <= MOST_CALLS
+    pieces = [p.choices[0] for p in ask(client, "required", tools=[TIME], max_tokens=600, stream=True)]
+    deltas = [call for piece in pieces for call in piece.delta.tool_calls or ()]
+    names, arguments = list[str](), dict[int, str]()
+    for delta in deltas:
+        if delta.id is not None:
+            assert delta.index == len(names) and delta.type == "function" and delta.function.arguments == ""
+            names.append(delta.function.name)
+        else:
+            assert delta.index == len(names) - 1 and delta.function.name is None
+            arguments[delta.index] = arguments.get(delta.index, "") + delta.function.arguments
+    wanted = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls]
+    assert [*zip(names, arguments.values(), strict=True)] == wanted and len(deltas) > 3 * len(names)
+    assert [p.finish_reason for p in pieces][-1] == "tool_calls" == whole.finish_reason
+    assert not any(p.delta.content for p in pieces)
+
+
+def test_strict_functions_leave_text_free(client: Any) -> None:
+    strict = [{**one, "function": {**one["function"], "strict": True}} for one in (WEATHER, TIME)]
+    free = ask(client, "auto", tools=strict, max_tokens=12).choices[0]
+    assert free.message.content and free.finish_reason == "length"
+
+
+def test_the_same_tools_without_a_choice(client: Any) -> None:
+    """`auto` is the default, and the answer of a model that calls nothing is its text."""
+    auto, default = (ask(client, choice, max_tokens=8, temperature=0) for choice in ("auto", openai.omit))
+    assert auto.choices[0].message.content == default.choices[0].message.content
+    assert auto.choices[0].message.tool_calls is None and auto.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    (
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "time"}}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tools": [WEATHER, WEATHER]}, "tools"),
+        ({"tools": [tool("two words")]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "x", "mood": 1}}]}, "tools[0].function.mood"),
+        ({"tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": "array"}}}]},
+         "tools[0].function.parameters"),
+        ({"tools": [tool("x", a={"type": "nothing"})], "tool_choice": "required"}, "tools"),
+        ({"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}},
+         "response_format"),
+        ({"parallel_tool_calls": 3}, "parallel_tool_calls"),
+    ),
+)  # fmt: skip
+def test_what_is_refused(running: Running, given: dict[str, Any], field: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        running.client().chat.completions.create(model=NAME, messages=SAID, max_tokens=4, extra_body=given)
+    assert caught.value.param == field
+
+
+class Tokenless:
+    """Stands for the tokenizer of an answer without log probabilities."""
+
+    def decode(self, tokens: list[int]) -> str:
+        return ""
+
+
+def reply(functions: Functions, **given: Any) -> ChatReply:
+    asked = parse.chat(Fields({"model": NAME, "messages": SAID, **given}), 10)
+    return ChatReply(asked, [[1, 2]], Tokenless(), NAME, lambda: Thinking(HERMES.reader(functions), True))  # type: ignore[arg-type]
+
+
+EVENTS = [
+    JobEvent("Let me ", generated=2),
+    JobEvent("see.</think>\n\nI ask.\n", generated=6),
+    JobEvent('<tool_call>{"name": "time", "arguments": {"zone"', generated=12),
+    JobEvent(': "utc"}}</tool_call><tool_call>{"name": "time", "argum', generated=18),
+    JobEvent('ents": {}}</tool_call>', finish="stop", generated=24),
+]
+
+
+def test_reasoning_and_calls_in_a_whole_answer() -> None:
+    made = reply({})
+    for event in EVENTS:
+        made.hear(0, event)
+    out = made.whole()
+    message = out["choices"][0]["message"]
+    assert message["reasoning_content"] == "Let me see." and message["content"] == "I ask."
+    assert [c["function"] for c in message["tool_calls"]] == [
+        {"name": "time", "arguments": '{"zone": "utc"}'},
+        {"name": "time", "arguments": "{}"},
+    ]
+    assert out["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
+    assert out["choices"][0]["finish_reason"] == "tool_calls"
+    only = reply({}, parallel_tool_calls=False)
+    for event in EVENTS:
+        only.hear(0, event)
+    assert [c["function"]["arguments"] for c in only.whole()["choices"][0]["message"]["tool_calls"]] == [
+        '{"zone": "utc"}'
+    ]
+
+
+def test_reasoning_and_calls_in_a_stream() -> None:
+    made = reply({}, stream=True)
+    pieces = [piece for event in EVENTS for piece in made._pieces(0, made.choices[0], event)]
+    deltas = [p["delta"] for p in pieces]
+    assert [d for d in deltas if "tool_calls" not in d] == [
+        {"reasoning_content": "Let me"}, {"reasoning_content": " see."}, {"content": "I ask."}, {},
+    ]  # fmt: skip
+    calls = [d["tool_calls"][0] for d in deltas if "tool_calls" in d]
+    assert [(c["index"], c["function"].get("name"), c["function"]["arguments"]) for c in calls] == [
+        (0, "time", ""), (0, None, '{"zone"'), (0, None, ': "utc"}'), (1, "time", ""), (1, None, "{}"),
+    ]  # fmt: skip
+    assert pieces[-1]["finish_reason"] == "tool_calls"
+
+
+def test_reasoning_goes_back_into_the_template(running: Running) -> None:
+    said = [
+        *SAID,
+        {"role": "assistant", "content": "Sun.", "reasoning_content": "Hm."},
+        {"role": "user", "content": "?"},
+    ]
+    found = json.loads(post(f"{running.url}/tokenize", {"messages": said}))
+    assert found["count"] > 0
+    asked = parse.conversation(Fields({"messages": said}))
+    assert asked.messages[1]["reasoning_content"] == asked.messages[1]["thinking"] == "Hm."

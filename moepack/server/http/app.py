@@ -142,7 +142,8 @@ class Server:
     async def _completions(self, request: Request) -> Response:
         def encoded(asked: parse.Request) -> _Prepared:
             each = [self.tokens.encode(p, asked.special, "prompt") if isinstance(p, str) else p for p in asked.prompts]
-            return _Prepared(each, grammar=self._grammar(asked))
+            schema = asked.schema
+            return _Prepared(each, grammar=None if schema is None else self._grammars.of_schema(schema))
 
         return await self._answered(request, parse.completion, encoded, CompletionReply)
 
@@ -170,13 +171,12 @@ class Server:
         assert asked.chat is not None
         manners, tools = self._manners, asked.chat.tools
         text, ids = render(self.tokens, manners, asked.chat)
-        grammar = self._grammar(asked)
+        grammar = None
         if tools.binding:
             grammar = self._grammars.of_calls(tools.functions, lambda: manners.grammar(tools, text))
+        elif asked.schema is not None:
+            grammar = self._grammars.of_schema(asked.schema, lambda schema: manners.json_grammar(schema, text))
         return _Prepared([ids], lambda: manners.reader(tools, text), grammar, manners.shows_special)
-
-    def _grammar(self, asked: parse.Request) -> Callable[[], JsonMask] | None:
-        return None if asked.schema is None else self._grammars.of_schema(asked.schema)
 
     async def _answered(
         self,

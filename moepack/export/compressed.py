@@ -188,4 +188,4 @@ def _any_layer(module: str) -> str:
     return module if text == re.escape(module) else f"re:.*{text.partition(chr(92) + '.')[2]}$"
 
 
-TARGET = CompressedTensors("compressed-tensors", mixes=False)
+TARGET = CompressedTensors("compressed-tensors", mixes=False, takes_scales=True)

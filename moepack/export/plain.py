@@ -98,6 +98,7 @@ class SafetensorsTarget(Target):
 
     def write(self, job: ExportJob, folder: Path, reporter: Reporter) -> list[str]:
         """See Target."""
+        job.bundle.check()
         files = ShardedFiles(folder, self._everything(job))
         reporter.stage("export", 1 + len(job.bundle.layers))
         reporter.step("outside the experts")

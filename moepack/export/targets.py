@@ -64,6 +64,7 @@ class Target(ABC):
 
     name: str
     mixes: bool  # whether experts of one layer may have different versions
+    takes_scales: bool = False  # whether its scales have one of the dtypes in SCALES
 
     @abstractmethod
     def refusal(self, bundle: Bundle, version: Version, dense: bool = False) -> str | None:

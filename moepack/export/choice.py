@@ -43,6 +43,7 @@ def choose(bundle: Bundle, target: Target, wanted: Wanted) -> ExportJob:
     if wanted.scales != SCALES[0] and not target.takes_scales:
         raise InputError(f"--scales {wanted.scales}: --to {target.name} has no choice of scales: leave --scales out")
     job = ExportJob(bundle, wanted.scales, _dense(bundle, wanted.dense))
+    target.check_model(job)
     given = [f"--{name}" for name in ("bits", "map", "fit") if getattr(wanted, name) is not None]
     if len(given) > 1:
         raise InputError(f"{' and '.join(given)}: each says what to export: give one")

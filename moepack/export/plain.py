@@ -46,6 +46,9 @@ class SafetensorsTarget(Target):
         """See Target."""
         return None
 
+    def check_model(self, job: ExportJob) -> None:
+        """See Target."""
+
     def check(self, job: ExportJob) -> None:
         """See Target."""
         self.other_bytes(job)

@@ -71,6 +71,10 @@ class Target(ABC):
         """Why experts, or dense matrices, are not exported from a version; None if they are."""
 
     @abstractmethod
+    def check_model(self, job: ExportJob) -> None:
+        """Raise InputError for a model that this target holds in no version. Comes first, and reads no weight."""
+
+    @abstractmethod
     def check(self, job: ExportJob) -> None:
         """Raise InputError, by name, for what this target cannot hold of a job. Reads no weight."""
 

@@ -148,8 +148,8 @@ class SafetensorsTarget(Target):
 
 
 @dataclass(frozen=True)
-class Plain(SafetensorsTarget):
+class PlainTarget(SafetensorsTarget):
     """See the module."""
 
 
-TARGET = Plain("checkpoint", mixes=True)
+TARGET = PlainTarget("checkpoint", mixes=True)

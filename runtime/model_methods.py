@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moepack.pack.errors import InputError
+from moepack.runtime.dense.file_rows import FileRows
 from moepack.runtime.dense.packed import PackedLinear
 from moepack.runtime.experts.forward import IMPLEMENTATION
 from moepack.runtime.residency.kv_reserve import UNCOUNTED
@@ -30,6 +31,8 @@ def model_methods(kind: Any) -> dict[str, Callable[..., Any]]:
         own = kind.num_parameters(self, only_trainable, exclude_embeddings)
         packed = (m.matrix for m in self.modules() if isinstance(m, PackedLinear))
         held = sum(x.weights + x.rows * x.bias for x in packed) + self._moepack_wrapper.expert_parameters()
+        if not exclude_embeddings:
+            held += sum(m.weight.numel() for m in self.modules() if isinstance(m, FileRows))
         return int(own + (0 if only_trainable else held))
 
     def refuse_copies(self: Any, *_: Any) -> Any:

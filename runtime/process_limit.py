@@ -15,13 +15,14 @@ import torch
 
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
+from moepack.pack.safetensors_file import DTYPES
 from moepack.pack.spec import Version, align
 from moepack.runtime.dense.choice import dense_change
 from moepack.runtime.dense.linears import linears
 from moepack.runtime.devices import glibc
 from moepack.runtime.planning.choice import choose_policy
 from moepack.runtime.planning.exceeded import TooSmallError
-from moepack.runtime.planning.fixed import Fixed, measure
+from moepack.runtime.planning.fixed import Fixed, MeasuredNeeds, lone_embedding, measure
 from moepack.runtime.planning.options import AUTO, LoadOptions
 from moepack.runtime.planning.plan import make_plan, unchanging
 from moepack.runtime.planning.sizes import parse_size
@@ -35,9 +36,8 @@ LATER = 96 * MIB  # libraries and kernels that the first passes load and compile
 THREAD = 2 * MIB  # a thread's stack and heap, and what the kernel keeps for it
 UNSEEN = 16 * MIB  # holes in the heap, and what the budget does not see (docs/memory.md)
 HOLES = 0.03  # of the first HOLED bytes of a budget: holes in the heap, beside caches and activations
-HOLED = (
-    2 << 30
-)  # larger budgets hold experts, in maps of their own: 0 to 40 MB of holes were measured at 4.7 to 12.3 GB
+# Larger budgets hold experts, in maps of their own: 0 to 40 MB of holes were measured at 4.7 to 12.3 GB.
+HOLED = 2 << 30
 TABLES = 1 / 512  # of the budget: the page tables of small pages
 
 
@@ -134,7 +134,7 @@ def keep_limit(
     """
     needs, outside = measure(bundle, model.config, model.dtype, CPU, options.workload)
     limit = limit_of(options, measured())
-    outside += dense_change(bundle, dense, model.dtype.itemsize) - needs.embedding
+    outside += dense_change(bundle, dense, model.dtype.itemsize) - _in_file(needs, model, bundle)
     fixed = Fixed(outside, needs.kv_bytes, needs.activations)
     policy = choose_policy(options.policy, bundle, [CPU] * len(bundle.layers), True)
     try:
@@ -147,6 +147,15 @@ def keep_limit(
     except TooSmallError as error:
         raise limit.too_small(bundle, error) from None
     return replace(options, device_memory=limit.budget), limit
+
+
+def _in_file(needs: MeasuredNeeds, model: Any, bundle: Bundle) -> int:
+    """Return the bytes of an embedding that stays in its file: none where transformers converts it to another dtype."""
+    if not needs.embedding or (lone := lone_embedding(model)) is None:  # its weights are not tied yet
+        return 0
+    name, stored = f"{lone[0]}.weight", bundle.dense(check_digests=False)
+    own = str(lone[1].weight.dtype).removeprefix("torch.")
+    return needs.embedding if name not in stored or DTYPES[stored.dtype(name)][1] == own else 0
 
 
 def _twice(model: Any, bundle: Bundle, dense: Sequence[Version]) -> int:

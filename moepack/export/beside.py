@@ -22,7 +22,7 @@ def open_for(path: str | Path, target: Path) -> Bundle:
     """Open a bundle that is exported into `target`. Raises TargetError if that is not new or empty, or in it."""
     check_target(target)
     bundle = open_bundle(path)
-    if target.absolute().is_relative_to(bundle.path.absolute()):
+    if target.resolve().is_relative_to(bundle.path.resolve()):
         raise TargetError(f"{target}: lies in the bundle: name a directory outside it")
     return bundle
 

@@ -32,15 +32,18 @@ class Wanted:
 
     @property
     def nothing(self) -> bool:
-        """Whether it names no version."""
-        return self.bits is self.map is self.fit is self.dense is None
+        """Whether it says nothing."""
+        return self.bits is self.map is self.fit is self.dense is None and self.scales == SCALES[0]
 
 
 def choose(bundle: Bundle, target: Target, wanted: Wanted) -> ExportJob:
     """The job for what is wanted. Raises InputError for what the bundle does not have or the target does not hold."""
     if wanted.scales not in SCALES:
         raise InputError(f"--scales {wanted.scales}: there are {', '.join(SCALES)}")
+    if wanted.scales != SCALES[0] and not target.takes_scales:
+        raise InputError(f"--scales {wanted.scales}: --to {target.name} has no choice of scales: leave --scales out")
     job = ExportJob(bundle, wanted.scales, _dense(bundle, wanted.dense))
+    target.check_model(job)
     given = [f"--{name}" for name in ("bits", "map", "fit") if getattr(wanted, name) is not None]
     if len(given) > 1:
         raise InputError(f"{' and '.join(given)}: each says what to export: give one")

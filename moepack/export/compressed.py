@@ -47,7 +47,7 @@ class Coded(SafetensorsTarget):
             return "it is not integer codes of 2 to 8 bits with zero points"
         return not_whole(bundle, version, dense) or _unequal_groups(bundle, version, dense)
 
-    def check(self, job: ExportJob) -> None:
+    def check_model(self, job: ExportJob) -> None:
         """See Target: every expert must be Linears."""
         for position in range(len(job.bundle.layers)):
             for piece in job.layout.experts(position):
@@ -56,7 +56,6 @@ class Coded(SafetensorsTarget):
                         f"--to {self.name}: {job.bundle.path}: {piece.name} holds all experts of a layer, or is "
                         "turned, and the format has codes of single Linears: take --to checkpoint"
                     )
-        super().check(job)
 
     def symmetric(self, job: ExportJob, version: Version) -> bool:
         """Whether all zero points of a version are the middle code, so that none is written."""
@@ -188,4 +187,4 @@ def _any_layer(module: str) -> str:
     return module if text == re.escape(module) else f"re:.*{text.partition(chr(92) + '.')[2]}$"
 
 
-TARGET = CompressedTensors("compressed-tensors", mixes=False)
+TARGET = CompressedTensors("compressed-tensors", mixes=False, takes_scales=True)

@@ -46,6 +46,9 @@ class SafetensorsTarget(Target):
         """See Target."""
         return None
 
+    def check_model(self, job: ExportJob) -> None:
+        """See Target."""
+
     def check(self, job: ExportJob) -> None:
         """See Target."""
         self.other_bytes(job)
@@ -98,6 +101,7 @@ class SafetensorsTarget(Target):
 
     def write(self, job: ExportJob, folder: Path, reporter: Reporter) -> list[str]:
         """See Target."""
+        job.bundle.check()
         files = ShardedFiles(folder, self._everything(job))
         reporter.stage("export", 1 + len(job.bundle.layers))
         reporter.step("outside the experts")
@@ -144,8 +148,8 @@ class SafetensorsTarget(Target):
 
 
 @dataclass(frozen=True)
-class Plain(SafetensorsTarget):
+class PlainTarget(SafetensorsTarget):
     """See the module."""
 
 
-TARGET = Plain("checkpoint", mixes=True)
+TARGET = PlainTarget("checkpoint", mixes=True)

@@ -64,10 +64,15 @@ class Target(ABC):
 
     name: str
     mixes: bool  # whether experts of one layer may have different versions
+    takes_scales: bool = False  # whether its scales have one of the dtypes in SCALES
 
     @abstractmethod
     def refusal(self, bundle: Bundle, version: Version, dense: bool = False) -> str | None:
         """Why experts, or dense matrices, are not exported from a version; None if they are."""
+
+    @abstractmethod
+    def check_model(self, job: ExportJob) -> None:
+        """Raise InputError for a model that this target holds in no version. Comes first, and reads no weight."""
 
     @abstractmethod
     def check(self, job: ExportJob) -> None:

@@ -1,4 +1,4 @@
-"""Errors that clients see, in OpenAI's shape."""
+"""Errors that clients see, in the shapes of OpenAI and Anthropic."""
 
 from __future__ import annotations
 

@@ -188,12 +188,12 @@ class Door:
                 gone.cancel()
                 pieces.cancel()
         except ApiError as error:
-            await refusal(error)(scope, receive, send)
+            await refusal(error, scope["path"])(scope, receive, send)
         except Exception as error:
             if begun:
                 raise
             why = f"no replica answers: {type(error).__name__}"
-            await refusal(ApiError(503, why, None, "unavailable"))(scope, receive, send)
+            await refusal(ApiError(503, why, None, "unavailable"), scope["path"])(scope, receive, send)
 
 
 def serve(asked: Serve, say: Callable[[str], None]) -> None:

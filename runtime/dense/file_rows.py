@@ -17,12 +17,12 @@ from moepack.runtime.experts.op import enter
 
 
 class FileRows(nn.Module):
-    """An embedding [rows, cols] in a file. It replaces an `nn.Embedding`, whose `weight` it does not have."""
+    """An embedding [rows, cols] in a file. It replaces an `nn.Embedding`; its `weight` lacks the values alone."""
 
     def __init__(self, of: nn.Embedding, file: int, at: int, location: str) -> None:
         """Take the sizes of `of`; its rows begin at byte `at` of a descriptor `file`, which is closed with this module.
 
-        `location` names the file in errors.
+        From now on a change of the file is found. `location` names the file in errors.
         """
         super().__init__()
         self.num_embeddings, self.embedding_dim, self.padding_idx = of.num_embeddings, of.embedding_dim, of.padding_idx
@@ -57,6 +57,11 @@ class FileRows(nn.Module):
         if changed or got != rows.nbytes:
             raise BundleError.single(self._location, "read", "has changed since it was loaded: load the bundle again")
         return rows[where]
+
+    @property
+    def weight(self) -> Tensor:
+        """What model code asks of a weight: its shape, dtype and device. Its values are NaN, and take no memory."""
+        return torch.full((1, 1), torch.nan, dtype=self._dtype).expand(self.num_embeddings, self.embedding_dim)
 
     def extra_repr(self) -> str:
         """Add the sizes to torch's own text."""

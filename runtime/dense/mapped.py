@@ -121,12 +121,15 @@ def _read(
         wanted = sorted(parts.pop(path, []), key=lambda part: part.begin)
         record, entry, now = recorded(), bundle.manifest.files[name], state(file)
         known = record is not None and record.get((entry.sha256, FILE, 0)) == now
+        here = None if rows is None or rows.path != path else rows
+        # Before the digest is made: a change meanwhile would be served unchecked.
+        stays = None if here is None else FileRows(here.module, os.dup(file), here.begin, location)
         if _digest(file, entry.size, wanted, count, known) != entry.sha256 and not known:
             raise BundleError.single(location, "digest", "its bytes do not match their digest")
         if record is not None:
             record[entry.sha256, FILE, 0] = now
-        if rows is not None and rows.path == path:
-            rows.model.set_submodule(rows.name, FileRows(rows.module, os.dup(file), rows.begin, location))
+        if here is not None and stays is not None:
+            here.model.set_submodule(here.name, stays)
     except OSError as error:
         raise BundleError.single(location, "read", f"cannot be read: {error.strerror}") from None
     finally:

@@ -7,6 +7,7 @@ SPARE tokens more, and copies once that is full: each layer at another token, so
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -14,10 +15,15 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 SPARE = 16
+_claiming = threading.Lock()  # copies of a layer may append in several threads
 
 
 class _Room:
-    """Memory with more tokens than it holds. A copied layer shares it: the first of them that appends goes on in it."""
+    """Memory with more tokens than it holds. Copied layers share it: the first of them that appends goes on in it.
+
+    It is an attribute of the tensor of all tokens in it, and dies with that: whatever replaces a layer's tensors
+    (another order of beams, a longer pass) frees it.
+    """
 
     def __init__(self, tensor: Tensor, filled: int) -> None:
         self.tensor, self.filled = tensor, filled  # [..., capacity, cols], and how many tokens have been written
@@ -30,35 +36,29 @@ class GrowingLayer(DynamicLayer):
     spare = SPARE  # the most tokens for which it takes memory ahead; 1 takes none
     keys: Any
     values: Any
-    _keys_room: _Room | None = None
-    _values_room: _Room | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values, [batch, heads, tokens, cols] each; return all of them."""
-        plain = torch.compiler.is_compiling() or (torch.is_grad_enabled() and key_states.requires_grad)
-        if plain or not self.get_seq_length() or key_states.shape[-2] != 1:
+        plain = torch.compiler.is_compiling() or not self.get_seq_length()
+        if plain or not (_is_next(self.keys, key_states) and _is_next(self.values, value_states)):
             made: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
             return made
-        self.keys, self._keys_room = self._appended(self.keys, key_states, self._keys_room)
-        self.values, self._values_room = self._appended(self.values, value_states, self._values_room)
+        self.keys, self.values = self._appended(self.keys, key_states), self._appended(self.values, value_states)
         return self.keys, self.values
 
-    def _appended(self, held: Tensor, new: Tensor, room: _Room | None) -> tuple[Tensor, _Room]:
-        n = held.shape[-2]
-        if room is None or not self._goes_on(held, new, room):
-            shape = (*new.shape[:-2], self._capacity(n + 1), new.shape[-1])
-            room = _Room(new.new_empty(shape), n)
+    def _appended(self, held: Tensor, new: Tensor) -> Tensor:
+        n, room = held.shape[-2], _room_of(held)
+        with _claiming:
+            claimed = room is not None and _has_place(room, n)
+            if room is not None and claimed:
+                room.filled = n + 1
+        if room is None or not claimed:
+            room = _Room(new.new_empty((*new.shape[:-2], self._capacity(n + 1), new.shape[-1])), n + 1)
             room.tensor.narrow(-2, 0, n).copy_(held)
         room.tensor.narrow(-2, n, 1).copy_(new)
-        room.filled = n + 1
-        return room.tensor.narrow(-2, 0, n + 1), room
-
-    def _goes_on(self, held: Tensor, new: Tensor, room: _Room) -> bool:
-        """Whether the room holds just what the layer holds, has place for a token, and may be written."""
-        whole = room.tensor
-        alike = held.data_ptr() == whole.data_ptr() and held.stride() == whole.stride() and new.dtype == whole.dtype
-        place = room.filled == held.shape[-2] < whole.shape[-2] and held.shape[:-2] == whole.shape[:-2]
-        return alike and place and (not whole.is_inference() or torch.is_inference_mode_enabled())
+        made: Any = room.tensor.narrow(-2, 0, n + 1)
+        made.moepack_room = room
+        return made  # type: ignore[no-any-return]
 
     def _capacity(self, tokens: int) -> int:
         """The tokens for which a layer that must hold so many takes memory; no more than the workload if that does."""
@@ -70,11 +70,35 @@ class GrowingLayer(DynamicLayer):
         if not self.get_seq_length():
             return 0
         out = 0
-        for held, room in ((self.keys, self._keys_room), (self.values, self._values_room)):
-            if room is None or not self._goes_on(held, held, room):
-                rows = self._capacity(held.shape[-2] + 1) - (held if room is None else room.tensor).shape[-2]
-                out += rows * held.numel() // held.shape[-2] * held.element_size()
+        for held in (self.keys, self.values):
+            n, room = held.shape[-2], _room_of(held)
+            if room is None or not _has_place(room, n):
+                token = held.numel() // n * held.element_size()
+                out += self._capacity(n + 1) * token - held.untyped_storage().nbytes()
         return max(0, out)
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of a token's keys and values."""
+        held = (self.keys, self.values) if self.get_seq_length() else ()
+        return sum(t.numel() // t.shape[-2] * t.element_size() for t in held)
+
+
+def _is_next(held: Tensor, new: Tensor) -> bool:
+    """Whether `new` is one token that goes behind `held` as it is, without gradients; others are transformers' own."""
+    alike = new.shape[-2] == 1 and new.shape[:-2] == held.shape[:-2] and new.shape[-1] == held.shape[-1]
+    tracked = torch.is_grad_enabled() and (new.requires_grad or held.requires_grad)
+    return alike and new.dtype == held.dtype and new.device == held.device and not tracked
+
+
+def _room_of(held: Tensor) -> _Room | None:
+    return getattr(held, "moepack_room", None)
+
+
+def _has_place(room: _Room, tokens: int) -> bool:
+    """Whether the room holds just so many tokens, has place for one more, and may be written."""
+    place = room.filled == tokens < room.tensor.shape[-2]
+    return place and (not room.tensor.is_inference() or torch.is_inference_mode_enabled())
 
 
 def grow_in_place(cache: Any, most: int) -> None:
@@ -85,14 +109,17 @@ def grow_in_place(cache: Any, most: int) -> None:
             vars(layer).update(number=number, most=most)
 
 
-def growth(cache: Any, spare: int = SPARE) -> int | None:
-    """The bytes that one more token adds to a cache; None for a cache with other layers.
+def growth(cache: Any, spare: int = SPARE) -> tuple[int, int, bool]:
+    """What one more token adds to a cache's layers that append in place.
 
-    From now on its layers take memory for at most `spare` tokens ahead.
+    From now on these take memory for at most `spare` tokens ahead.
+
+    Returns:
+        The bytes added, the bytes of the token in these layers, and whether the cache has no other layers.
     """
     layers: list[Any] = getattr(cache, "layers", [])
-    if not layers or any(type(layer) is not GrowingLayer for layer in layers):
-        return None
-    for layer in layers:
+    growing = [layer for layer in layers if type(layer) is GrowingLayer]
+    for layer in growing:
         layer.spare = spare
-    return sum(int(layer.grows()) for layer in layers)
+    added, token = sum(layer.grows() for layer in growing), sum(layer.token_bytes for layer in growing)
+    return added, token, bool(growing) and len(growing) == len(layers)

@@ -90,13 +90,10 @@ class MixedCache:
             all_of_them: whether InputError is raised unless every expert fits; otherwise the least important are left
                 out.
         """
-        out = Changes()
-        at = None if placed is None else placed.tolist()  # a list, as NumPy's numbers take ten times as long to read
-        to = None if coming is None else coming.tolist()
+        # Lists, as NumPy's numbers take ten times as long to read.
+        out, (at, to) = Changes(), (None if x is None else x.tolist() for x in (placed, coming))
         if at is not None and not self._foreseen and self._are_here(layer, wants, at) and not self._is_over(room):
-            for expert in reversed(list(wants)):  # so that the most important is the most recently used
-                self._touch((layer, expert))
-            return Changes({(layer, e): self.held[layer, e] for e in wants})
+            return self._touched(layer, wants)
         for expert in [e for e in self._layers[layer] if e not in wants]:
             if at is not None and at[expert] != self.held[layer, expert]:
                 out[layer, expert] = self._drop((layer, expert))
@@ -208,11 +205,13 @@ class MixedCache:
             self.bytes += self._size(key, placement)
             self._taken[self._kind(key, placement)] += 1
 
-    def _touch(self, key: Key) -> None:
-        """Mark a cached expert as used now."""
-        self._clock += 1
-        self.held.move_to_end(key)
-        self._used[key] = self._clock
+    def _touched(self, layer: int, wants: Mapping[int, int]) -> Changes:
+        """Mark cached experts as used now, and return their placements."""
+        for expert in reversed(list(wants)):  # so that the most important is the most recently used
+            self._clock += 1
+            self.held.move_to_end((layer, expert))
+            self._used[layer, expert] = self._clock
+        return Changes({(layer, e): self.held[layer, e] for e in wants})
 
     def _drop(self, key: Key) -> int:
         """Remove an expert from the cache; return the base placement, at which it then is."""

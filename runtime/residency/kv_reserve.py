@@ -171,13 +171,15 @@ class KvBudget:
         if whole:
             return max(now, kv.bytes(whole, batch)), whole
         after = before + tokens
-        if (grows := growth(cache)) is not None:
-            with self._lock:
-                beyond = self._used(self._passes) + grows - self.needs.kv_bytes
-            if beyond > self._reserve.most:  # nothing ahead of need: the token may fit without
-                grows = growth(cache, spare=1) or 0
-            return (now + grows if tokens == 1 else max(now, kv.bytes(after, batch))), after
-        return now + kv.bytes(after, batch) - kv.bytes(before, batch), after
+        grows, (added, token, alone) = kv.bytes(after, batch) - kv.bytes(before, batch), growth(cache)
+        if tokens != 1:
+            return (max(now, kv.bytes(after, batch)) if alone else now + grows), after
+        others = 0 if alone else grows - token  # of layers that do not append in place
+        with self._lock:
+            beyond = self._used(self._passes) + others + added - self.needs.kv_bytes
+        if beyond > self._reserve.most:  # nothing ahead of need: the token may fit without
+            added = growth(cache, spare=1)[0]
+        return now + max(0, others + added), after
 
     # --- growing
 

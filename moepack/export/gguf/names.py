@@ -42,6 +42,8 @@ def _qwen3moe(config: Mapping[str, Any]) -> dict[str, Any]:
         "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
         "use_sliding_window": config.get("use_sliding_window"),
         f"rope_type {rope.get('rope_type')}": rope.get("rope_type", "default") != "default",
+        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) != 1.0,
+        f"hidden_act {config.get('hidden_act')}": config.get("hidden_act", "silu") != "silu",
     }
     for what, has in unlike.items():
         if has:

@@ -34,8 +34,11 @@ class Gguf(Target):
 
     def check(self, job: ExportJob) -> None:
         """See Target."""
-        settings(str(job.bundle.path), _family(job), _config(job))
         self._other(job)
+
+    def check_model(self, job: ExportJob) -> None:
+        """See Target."""
+        settings(str(job.bundle.path), _family(job), _config(job))
         for layer in job.bundle.layers:
             if any(m.bias for m in layer.matrices):
                 raise InputError(f"--to gguf: {job.bundle.path}: its experts have biases, which are not known here")

@@ -20,17 +20,25 @@ def tokenizer(path: Path, vocabulary: int) -> dict[str, Any] | None:
     try:
         document = json.loads((path / "tokenizer.json").read_text())
         settings = json.loads((path / "tokenizer_config.json").read_text())
-        model, cut = document["model"], _cut(document["pre_tokenizer"])
-    except (OSError, ValueError, KeyError, TypeError):
+        template = path / "chat_template.jinja"
+        chat = template.read_text() if template.exists() else settings.get("chat_template")
+        return _keys(document, settings, chat, vocabulary)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    if model.get("type") != "BPE" or cut not in _CUTS:
+
+
+def _keys(document: dict[str, Any], settings: dict[str, Any], chat: Any, vocabulary: int) -> dict[str, Any] | None:
+    model, cut = document["model"], _cut(document["pre_tokenizer"])
+    odd = any(model.get(part) for part in ("continuing_subword_prefix", "end_of_word_suffix", "ignore_merges"))
+    normal = document.get("normalizer") or {"type": "NFC"}  # llama.cpp takes text as it is given
+    if model.get("type") != "BPE" or odd or cut not in _CUTS or normal["type"] != "NFC":
         return None
     words = {number: (word, _NORMAL) for word, number in model["vocab"].items()}
     for token in document.get("added_tokens", ()):
         words[token["id"]] = token["content"], _CONTROL if token.get("special") else _USER
     unused = [words.get(i, (f"[PAD{i}]", _UNUSED)) for i in range(vocabulary)]
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
-    numbers = {word: number for number, (word, _) in words.items()}
+    numbers = {word: number for number, (word, _) in words.items() if number < vocabulary}
     out: dict[str, Any] = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": _CUTS[cut],
@@ -44,16 +52,17 @@ def tokenizer(path: Path, vocabulary: int) -> dict[str, Any] | None:
         if found in numbers:
             out[f"tokenizer.ggml.{key}_token_id"] = numbers[found]
     out["tokenizer.ggml.add_bos_token"] = bool(settings.get("add_bos_token", False))
-    template = path / "chat_template.jinja"
-    chat = template.read_text() if template.exists() else settings.get("chat_template")
     return out | ({"tokenizer.chat_template": chat} if isinstance(chat, str) else {})
 
 
 def _cut(pre: dict[str, Any]) -> Any:
     """The expression of a pre-tokenizer; None of ByteLevel's own; False of another kind."""
-    if pre["type"] == "ByteLevel":
-        return None if pre.get("use_regex", True) else False
-    parts = pre.get("pretokenizers", ())
-    if pre["type"] == "Sequence" and [p["type"] for p in parts] == ["Split", "ByteLevel"]:
-        return parts[0]["pattern"].get("Regex", False)
-    return False
+    first, *others = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
+    level = others[0] if others else first
+    whole = level["type"] == "ByteLevel" and not level.get("add_prefix_space", True)
+    if not whole or len(others) > 1 or level.get("use_regex", True) is bool(others):
+        return False
+    if not others:
+        return None
+    same = first["type"] == "Split" and first["behavior"] == "Isolated" and not first["invert"]
+    return first["pattern"].get("Regex", False) if same else False

@@ -18,6 +18,9 @@ from .schema_limits import FUEL, check_schemas
 COMPACT: Any = {"whitespace_flexible": False}  # otherwise a weak model may write line breaks without end
 
 
+Lark = Callable[[dict[str, Any]], str | None]
+
+
 class Grammars:
     """Make masks of allowed tokens for one tokenizer. Any thread may call any method."""
 
@@ -26,9 +29,14 @@ class Grammars:
         self._made: Any = None
         self._lock = threading.Lock()
 
-    def of_schema(self, schema: dict[str, Any]) -> Callable[[], JsonMask]:
-        """Turn a JSON schema into a function that makes a sequence's mask. An invalid schema is an ApiError."""
+    def of_schema(self, schema: dict[str, Any], lark: Lark = lambda schema: None) -> Callable[[], JsonMask]:
+        """Turn a JSON schema into a function that makes a sequence's mask. An invalid schema is an ApiError.
+
+        `lark` writes the grammar of an answer with more than JSON, such as reasoning before it; None if there is none.
+        """
         check_schemas("response_format", [schema])
+        if (whole := lark(schema)) is not None:
+            return self._check("response_format", lambda kind: kind.grammar_from_lark(whole))
         return self._check("response_format", lambda kind: kind.grammar_from_json_schema(schema, overrides=COMPACT))
 
     def of_calls(self, functions: Functions, lark: Callable[[], str]) -> Callable[[], JsonMask]:
@@ -79,9 +87,8 @@ class JsonMask:
 
     def allowed(self, vocabulary: int) -> Tensor:
         """The allowed tokens, bool [vocabulary]."""
-        if self._matcher.is_error():
-            raise _unkept(self._param, self._matcher.get_error())
         words = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()
         return torch.from_numpy(np.unpackbits(words, count=vocabulary, bitorder="little").astype(bool))
 
     def take(self, token: int) -> None:
@@ -91,4 +98,10 @@ class JsonMask:
     @property
     def is_done(self) -> bool:
         """Whether only a token that ends the answer may follow."""
+        self._check()
         return bool(self._matcher.is_stopped())
+
+    def _check(self) -> None:
+        """Raise where a limit stopped the grammar: llguidance then allows the end, and half an answer looked whole."""
+        if self._matcher.is_error():
+            raise _unkept(self._param, self._matcher.get_error())

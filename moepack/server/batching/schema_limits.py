@@ -5,7 +5,6 @@ Limits are far above what functions need, and below what takes 50 ms to refuse: 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -13,15 +12,16 @@ from typing import Any
 from moepack.server.errors import ApiError, bad
 
 DEPTH, VALUES, FIELDS = 48, 4000, 500  # of all schemas of a request together: levels, values, named fields
-TEXT, PATTERN, REPEATS = 64 << 10, 500, 2000  # characters in names and values, and of a pattern; its counts multiplied
-LARGEST, MULTIPLE = 10**15, 10**5  # of a number, and of one that numbers are to be multiples of
+TEXT = 64 << 10  # characters in names and values
+PATTERN, WRITTEN = 500, 2000  # characters of a pattern, and with its counts written out
+LARGEST, MULTIPLE = 10**19, 10**5  # of a number, which 64 bits hold, and of one that numbers are to be multiples of
 MERGED = 256  # parts of all `allOf` times choices of all `anyOf` and `oneOf`, which their grammar multiplies
 # What llguidance may spend on one grammar and on one mask: a fifth of its defaults, some 10 ms each.
 FUEL: dict[str, Any] = {
     "initial_lexer_fuel": 300_000, "step_lexer_fuel": 50_000, "step_max_items": 20_000, "max_lexer_states": 20_000,
     "max_grammar_size": 100_000, "verbose_errors": False,
 }  # fmt: skip
-_COUNT = re.compile(r"\{(\d+)?(?:,(\d+)?)?\}")
+_PIECE = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d*),?(\d*)\}|.", re.DOTALL)
 _WORDS = ("description", "title", "$comment", "examples", "default")  # keys whose values no grammar has
 
 
@@ -38,8 +38,10 @@ def check_schemas(param: str, schemas: Iterable[dict[str, Any]]) -> None:
             inner = one.get("properties")
             fields += len(inner) if isinstance(inner, dict) else 0
             text += sum(map(len, one))
-            if isinstance(one.get("pattern"), str):
-                _check_pattern(param, one["pattern"])
+            named = one.get("patternProperties")
+            for pattern in (one.get("pattern"), *(named if isinstance(named, dict) else ())):
+                if isinstance(pattern, str) and (len(pattern) > PATTERN or _written(pattern) > WRITTEN):
+                    raise _too_large(param, f"a pattern of more than {PATTERN} letters, or {WRITTEN:,} with its counts")
             if not str(one.get("$ref", "#")).startswith("#"):
                 raise _too_large(param, "a $ref to elsewhere")
             parts += _length(one.get("allOf"))
@@ -67,10 +69,23 @@ def _is_word(name: str, value: Any) -> bool:
     return name in _WORDS and not isinstance(value, dict)
 
 
-def _check_pattern(param: str, pattern: str) -> None:
-    counts = [max(int(n) for n in found if n) for found in _COUNT.findall(pattern) if any(found)]
-    if len(pattern) > PATTERN or (counts and math.prod(max(1, n) for n in counts) > REPEATS):
-        raise _too_large(param, f"a pattern of more than {PATTERN} letters or {REPEATS:,} repeats")
+def _written(pattern: str) -> int:
+    """Count a pattern's letters as if its counts were written out: (ab{3}){2} has 8."""
+    sums, last = [0], 0  # of the open groups, and of what a count would repeat
+    for piece in _PIECE.finditer(pattern):
+        if piece[0] == "(":
+            sums.append(0)
+        elif piece[0] == ")" and len(sums) > 1:
+            last = sums.pop()
+            sums[-1] += last
+        elif piece[1] is not None:
+            times = max(1, *(int(n or 0) for n in piece.groups()))
+            sums[-1] += last * (times - 1)
+            last *= times
+        elif piece[0] not in "?*+":
+            last = 1
+            sums[-1] += 1
+    return sum(sums)
 
 
 def _too_large(param: str, what: str) -> ApiError:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from moepack.server.batching.engine import Engine
@@ -31,7 +31,7 @@ from moepack.server.translated.responses import responses
 from . import parse
 from .answer import Answer, Gone, Streamed
 from .fields import Fields, parse_json
-from .guard import Guard, body, refusal
+from .guard import Guard, Json, body, refusal
 from .info import Info
 from .live_view import LiveView
 from .metrics import Metrics
@@ -137,12 +137,13 @@ class Server:
             self._info.check_model(asked.model)
             return asked.answer(self.tokens, self._manners, context if context < UNLIMITED else None)
 
-        return JSONResponse(await self._aside(answer))
+        return Json(await self._aside(answer))
 
     async def _completions(self, request: Request) -> Response:
         def encoded(asked: parse.Request) -> _Prepared:
             each = [self.tokens.encode(p, asked.special, "prompt") if isinstance(p, str) else p for p in asked.prompts]
-            return _Prepared(each, grammar=self._grammar(asked))
+            schema = asked.schema
+            return _Prepared(each, grammar=None if schema is None else self._grammars.of_schema(schema))
 
         return await self._answered(request, parse.completion, encoded, CompletionReply)
 
@@ -161,21 +162,21 @@ class Server:
         def answer() -> dict[str, int]:
             asked = counted(Fields(parse_json(raw)), self._vocabulary)
             self._info.check_model(asked.model)
-            return {"input_tokens": len(self._prepare_chat(asked).prompts[0])}
+            assert asked.chat is not None
+            return {"input_tokens": len(render(self.tokens, self._manners, asked.chat)[1])}
 
-        return JSONResponse(await self._aside(answer))
+        return Json(await self._aside(answer))
 
     def _prepare_chat(self, asked: parse.Request) -> _Prepared:
         assert asked.chat is not None
         manners, tools = self._manners, asked.chat.tools
         text, ids = render(self.tokens, manners, asked.chat)
-        grammar = self._grammar(asked)
+        grammar = None
         if tools.binding:
             grammar = self._grammars.of_calls(tools.functions, lambda: manners.grammar(tools, text))
+        elif asked.schema is not None:
+            grammar = self._grammars.of_schema(asked.schema, lambda schema: manners.json_grammar(schema, text))
         return _Prepared([ids], lambda: manners.reader(tools, text), grammar, manners.shows_special)
-
-    def _grammar(self, asked: parse.Request) -> Callable[[], JsonMask] | None:
-        return None if asked.schema is None else self._grammars.of_schema(asked.schema)
 
     async def _answered(
         self,
@@ -202,7 +203,7 @@ class Server:
         async for batch in batches:
             for index, event in batch:
                 reply.hear(index, event)
-        return JSONResponse(reply.whole())
+        return Json(reply.whole())
 
     def _jobs(self, asked: parse.Request, prepared: _Prepared, answer: Answer) -> None:
         """Add a job for each answer to each prompt. Call it off the event loop: a grammar may take seconds."""
@@ -241,14 +242,14 @@ def _mixed(seed: int, n: int) -> int:
 
 
 async def _refusal(request: Request, error: ApiError) -> Response:
-    return refusal(error, request.url.path)
+    return refusal(error, request.scope["path"])
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    return JSONResponse(ApiError(error.status_code, str(error.detail)).body(), error.status_code, error.headers)
+    return refusal(ApiError(error.status_code, str(error.detail)), request.scope["path"], error.headers)
 
 
 async def _failure(request: Request, error: Exception) -> Response:
     if isinstance(error, Gone):
         return Response(status_code=499)
-    return refusal(failed("this server failed on the request"), request.url.path)
+    return refusal(failed("this server failed on the request"), request.scope["path"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from typing import Any, NoReturn, TypeVar
@@ -28,7 +29,7 @@ def check_values(raw: bytes | bytearray) -> None:
 def parse_json(raw: bytes) -> dict[str, Any]:
     """Parse a body as a JSON object. Any other body is an ApiError."""
     try:
-        value = json.loads(raw.decode(), parse_constant=_no_constant)
+        value = json.loads(raw.decode(), parse_constant=_no_constant, parse_float=_finite)
     except UnicodeDecodeError:
         raise ApiError(400, "the body is not UTF-8") from None
     except RecursionError:
@@ -46,6 +47,11 @@ def _is_large(raw: bytes | bytearray) -> bool:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _no_constant(text[:32])
 
 
 class Fields:

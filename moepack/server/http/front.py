@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from moepack.server.errors import ApiError
 from moepack.server.options import Options
 
-from .guard import Guard
+from .guard import Guard, refusal
 
 LONGEST = 60  # the most seconds after which a refused client is asked to come back
 Report = Callable[[int, int], None]
@@ -134,4 +134,4 @@ class Front:
                 return
             share = f"{now['bytes'] / now['total_bytes']:.0%} of its bytes are read" if now["total_bytes"] else "wait"
             refused = ApiError(503, f"the model is loading: {share}", None, "loading")
-            await JSONResponse(refused.body(), 503, after)(scope, receive, send)
+            await refusal(refused, scope["path"], after)(scope, receive, send)

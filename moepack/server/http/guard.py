@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import h11
@@ -89,11 +90,20 @@ def shared(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     )
 
 
-def refusal(error: ApiError, path: str = "") -> JSONResponse:
+class Json(JSONResponse):
+    """A JSON answer. Half a surrogate pair, which clients and models may escape in JSON, is sent as `?`."""
+
+    def render(self, content: Any) -> bytes:
+        """Write the answer."""
+        return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="replace")
+
+
+def refusal(error: ApiError, path: str, headers: Mapping[str, str] | None = None) -> Json:
     """Make the response to a refused request, in the shape of the interface that its path belongs to."""
-    headers = {"retry-after": "1"} if error.status in (429, 503) else None
+    if headers is None and error.status in (429, 503):
+        headers = {"retry-after": "1"}
     body = error.anthropic() if path.startswith("/v1/messages") else error.body()
-    return JSONResponse(body, error.status, headers)
+    return Json(body, error.status, headers)
 
 
 async def disconnected(receive: Receive) -> None:

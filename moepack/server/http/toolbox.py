@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from moepack.server.errors import bad
+from moepack.server.errors import ApiError, bad
 from moepack.server.tools.parts import Tools
 
-from .fields import Fields, parse_json
+from .fields import Fields, check_values, parse_json
 
 MOST_TOOLS = 128
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -56,9 +56,15 @@ def take_function(fields: Fields, where: str, parameters: str) -> tuple[dict[str
     fields.end()
     if name is None or not _NAME.fullmatch(name):
         raise bad(f"{where}.name", "must have 1 to 128 letters, digits, dots, dashes and underscores")
-    schema = NO_ARGUMENTS if schema is None else {"type": "object", **schema}
+    given = NO_ARGUMENTS if schema is None else {key: one for key, one in schema.items() if one is not None}
+    schema = {"type": "object", **given}
     if schema["type"] != "object":
         raise bad(f"{where}.{parameters}", "must be the schema of an object")
+    inner, needed = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(inner, dict) or not all(isinstance(one, dict | bool) for one in inner.values()):
+        raise bad(f"{where}.{parameters}.properties", "must be an object of schemas")
+    if not isinstance(needed, list) or not all(isinstance(one, str) for one in needed):
+        raise bad(f"{where}.{parameters}.required", "must be a list of names")
     made = {"name": name, **({} if description is None else {"description": description}), "parameters": schema}
     return {"type": "function", "function": made}, strict
 
@@ -100,9 +106,11 @@ def earlier_calls(where: str, calls: Any) -> list[dict[str, Any]]:
 def as_object(where: str, arguments: Any) -> dict[str, Any]:
     """Read a call's arguments, which clients send as JSON or as an object."""
     if isinstance(arguments, str):
+        raw = (arguments or "{}").encode(errors="replace")
+        check_values(raw)  # which were not counted inside a text of the body
         try:
-            arguments = parse_json((arguments or "{}").encode(errors="replace"))
-        except Exception:
+            arguments = parse_json(raw)
+        except ApiError:
             raise bad(where, "must be a JSON object") from None
     if not isinstance(arguments, dict):
         raise bad(where, "must be a JSON object")

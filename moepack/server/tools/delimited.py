@@ -1,4 +1,4 @@
-"""Calls whose arguments stand as JSON between marks: Hermes and Qwen, DeepSeek V3 and V3.1, Kimi."""
+"""Calls whose arguments stand as JSON between marks: Hermes and Qwen, DeepSeek V3 and V3.1."""
 
 from __future__ import annotations
 
@@ -115,11 +115,12 @@ def _call_of(body: str) -> tuple[str, str] | None:
     try:
         given = json.loads(body)
         name, arguments = given["name"], given.get("arguments", given.get("parameters")) or {}
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
-    return name, json.dumps(arguments, ensure_ascii=False)
+    return name, written
 
 
 HERMES = Delimited(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from . import thinking
 from .delimited import DEEPSEEK, DEEPSEEK_V3, HERMES
@@ -69,8 +69,16 @@ class Manners:
         assert self.form is not None
         lark = Lark(self._tokens)
         answer = self.form.answer(lark, tools)
-        if not self._thinks:
-            return lark.grammar(answer)
+        return self._behind_thought(lark, answer, prompt) if self._thinks else lark.grammar(answer)
+
+    def json_grammar(self, schema: dict[str, Any], prompt: str) -> str | None:
+        """Write the grammar of an answer in JSON by a schema, behind what the model writes first; None if nothing."""
+        lark = Lark(self._tokens)
+        if self.form is HARMONY:
+            return lark.grammar(HARMONY.final(lark, lark.json(schema)))
+        return self._behind_thought(lark, lark.json(schema), prompt) if self._thinks else None
+
+    def _behind_thought(self, lark: Lark, answer: str, prompt: str) -> str:
         thought = lark.through(thinking.CLOSE)
         first = thought if _opened(prompt) else f"({lark.text(thinking.OPEN)} {thought})?"
         breaks = lark.rule(f"/{BREAK}{{0,2}}/", "T")

@@ -9,6 +9,7 @@ from .lark import BREAK, Lark
 from .parts import AnswerReader, Functions, StateReader, Tools
 
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
+FINAL = f"{CHANNEL}final{MESSAGE}"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _TO = re.compile(r"to=functions\.([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -32,12 +33,18 @@ class Harmony:
         for name, schema in tools.functions.items():
             head = f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}"
             each.append(lark.rule(f"{lark.text(head)} {lark.json(schema)} {lark.text('<|call|>')}"))
-        thought = lark.rule(
-            f"{lark.text(CHANNEL + 'analysis' + MESSAGE)} {lark.through('<|end|>')} {lark.text(START + 'assistant')}"
-        )
         if not tools.required:
-            each.append(lark.rule(f"{lark.text(CHANNEL + 'final' + MESSAGE)} {lark.rule(f'/(.|{BREAK})*/', 'T')}"))
-        return f"{thought}? {lark.one_of(each)}"
+            each.append(lark.rule(f"{lark.text(FINAL)} {lark.rule(f'/(.|{BREAK})*/', 'T')}"))
+        return f"{_thought(lark)} {lark.one_of(each)}"
+
+    def final(self, lark: Lark, text: str) -> str:
+        """Return the body of a rule of an answer of this text, after reasoning or not."""
+        return f"{_thought(lark)} {lark.text(FINAL)} {text}"
+
+
+def _thought(lark: Lark) -> str:
+    begins, goes_on = lark.text(CHANNEL + "analysis" + MESSAGE), lark.text(START + "assistant")
+    return lark.rule(f"{begins} {lark.through('<|end|>')} {goes_on}") + "?"
 
 
 HARMONY = Harmony()

@@ -14,6 +14,7 @@ from .lark import Lark
 from .parts import MOST_CALLS, AnswerReader, Functions, StateReader, Tools
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+MOST_LETTERS = 1 << 16  # of a string's own bounds: a grammar counts up to them
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,8 @@ class Tagged:
         body = [lark.text(self.before.replace("NAME", name).removeprefix(OPEN))]
         for key, one in schema.get("properties", {}).items():
             opens, closes = self.argument
-            value = self._value(
-                lark, closes, {**one, **{k: schema[k] for k in ("$defs", "definitions") if k in schema}}
-            )
+            shared: dict[str, Any] = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
+            value = self._value(lark, closes, {**(one if isinstance(one, dict) else {}), **shared})
             rule = lark.rule(f"{lark.text(opens.replace('KEY', key))} {value}")
             body.append(rule if key in needed else f"{rule}?")
         return lark.rule(" ".join([*body, lark.text(self.after)]))
@@ -57,18 +57,27 @@ class Tagged:
         """Return what matches a value and the tag behind it."""
         if not is_text(schema):
             return f"{lark.json(schema)} {lark.text(closes)}"
-        if "enum" in schema or "const" in schema:
-            texts = [str(v) for v in schema.get("enum", [schema.get("const")])]
-            return f"{lark.one_of([lark.text(v) for v in texts])} {lark.text(closes)}"
-        return lark.through(closes, schema.get("minLength", 0), schema.get("maxLength"))
+        if (values := _values(schema)) is not None:
+            return f"{lark.one_of([lark.text(v) for v in values])} {lark.text(closes)}"
+        least, most = schema.get("minLength", 0), schema.get("maxLength", MOST_LETTERS)
+        if not all(type(n) is int and 0 <= n <= MOST_LETTERS for n in (least, most)):
+            raise ValueError(f"minLength and maxLength of an argument must be from 0 to {MOST_LETTERS}")
+        return lark.through(closes, least, schema.get("maxLength"))
 
 
-def is_text(schema: dict[str, Any]) -> bool:
+def is_text(schema: Any) -> bool:
     """Whether a value by this schema is a string and nothing else."""
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if values is not None:
+    if not isinstance(schema, dict):
+        return False
+    if (values := _values(schema)) is not None:
         return bool(values) and all(isinstance(v, str) and v for v in values)
     return schema.get("type") == "string"
+
+
+def _values(schema: dict[str, Any]) -> list[Any] | None:
+    """The only values that a schema allows; None if it names none."""
+    found = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return found if isinstance(found, list) else None
 
 
 class _Reader(StateReader):
@@ -102,7 +111,9 @@ class _Reader(StateReader):
     def _argument(self) -> bool:
         """Read an argument, or the end of the call. What a call is cut off in is left out."""
         before, mark, _ = self.held.partition(CLOSE)
-        pair = self._form.pair.match(self.held)
+        # a long argument comes in many pieces: the pattern would read all of it at each
+        ends = self._form.argument[1].strip() in self.held
+        pair = self._form.pair.match(self.held) if ends else None
         if pair is not None and (not mark or pair.end() <= len(before)):
             self.held = self.held[pair.end() :]
             if pair[1] not in self._seen:  # JSON has each key once
@@ -122,19 +133,33 @@ class _Reader(StateReader):
         return False
 
 
-def _read(text: str, schema: dict[str, Any]) -> str:
-    """Return an argument's text as JSON: itself if it is JSON and may be other than a string, else a string."""
+def _read(text: str, schema: Any) -> str:
+    """Return an argument's text as JSON: itself if it is JSON of a type that the schema allows, else a string."""
     if not is_text(schema):
         try:
-            value = json.loads(text, parse_constant=_no_constant)
-            return json.dumps(value, ensure_ascii=False)
+            value, types = json.loads(text), _types(schema)
+            if "string" not in types or types & _NAMES[type(value)]:
+                return json.dumps(value, ensure_ascii=False, allow_nan=False)
         except (ValueError, RecursionError):
             pass
     return json.dumps(text, ensure_ascii=False)
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(name)
+def _types(schema: Any) -> set[str]:
+    """The types that a schema allows, also as choices; none if it does not say."""
+    if not isinstance(schema, dict):
+        return set()
+    if isinstance(choices := schema.get("anyOf"), list):
+        each = [_types(one) for one in choices]
+        return set().union(*each) if all(each) else set()
+    given = schema.get("type")
+    return {one for one in (given if isinstance(given, list) else [given]) if isinstance(one, str)}
+
+
+_NAMES = {
+    bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, type(None): {"null"}, str: {"string"},
+    list: {"array"}, dict: {"object"},
+}  # fmt: skip
 
 
 GLM = Tagged(

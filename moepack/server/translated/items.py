@@ -32,6 +32,7 @@ class ItemReply(Reply):
     def _setup(self) -> None:
         self._items: list[Item] = []
         self._open = False  # whether the last item goes on
+        self._ended = False  # whether no item follows the last
         self._id = f"{self.prefix}_{secrets.token_hex(16)}"
         self._stop: str | None = None  # the stop string that ended the answer
 
@@ -71,6 +72,7 @@ class ItemReply(Reply):
         if event.finish is not None:
             if not self._items:  # an answer has an item, if an empty one
                 yield from self._take(AnswerPart("content", ""))
+            self._ended = True
             yield from self._close()
 
     def _take(self, part: AnswerPart) -> Iterator[dict[str, Any]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 from moepack.server.errors import ApiError
+from moepack.server.http.toolbox import as_object
 
 from .items import Item, ItemReply
 
@@ -49,8 +49,8 @@ class MessageReply(ItemReply):
         if item.kind == "content":
             return {"type": "text", "text": text, "citations": None}
         try:
-            given = json.loads(text or "{}")
-        except ValueError:  # cut off, or of a model that no grammar held
+            given = as_object("input", text)
+        except ApiError:  # cut off, or of a model that no grammar held
             given = {}
         caller = {"type": "direct"}
         return {"type": "tool_use", "id": item.call, "name": item.name, "input": given, "caller": caller}

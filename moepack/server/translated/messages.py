@@ -135,7 +135,7 @@ def _message(where: str, given: Any) -> list[dict[str, Any]]:
     role, content = fields.text("role"), fields.take("content")
     fields.end()
     if role not in ("user", "assistant", "system"):
-        raise bad(f"{where}.role", "must be user or assistant")
+        raise bad(f"{where}.role", "must be one of user, assistant, system")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list) or not content:

@@ -44,7 +44,7 @@ class ResponseReply(ItemReply):
     def _item(self, item: Item) -> dict[str, Any]:
         """Format an item; one that is open has no text yet."""
         finish, is_open = self._said[0].finish, self._open and item is self._items[-1]
-        cut = finish == "length" and item is self._items[-1]
+        cut = finish == "length" and self._ended and item is self._items[-1]
         status = "in_progress" if is_open else "incomplete" if cut else "completed"
         text = "" if is_open else item.text
         head = {"id": f"{_IDS[item.kind]}_{item.id}", "status": status}

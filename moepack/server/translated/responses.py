@@ -29,7 +29,7 @@ TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesRequest(Request):
-    """A request for a response; `echo` has what the answer repeats of it."""
+    """A request for a response; `repeated` has what the answer repeats of it."""
 
     repeated: dict[str, Any] = field(default_factory=dict)
 

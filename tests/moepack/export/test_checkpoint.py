@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,8 @@ def test_a_dry_run_writes_nothing(bundle: Path, tmp_path: Path) -> None:
         (("--bits", "4", "--fit", "1GB"), "--bits and --fit: each says what to export: give one"),
         (("--map", "widths"), "--map widths: give a .json file"),
         (("--bits", "4", "--scales", "fp64"), "--scales fp64: there are bf16, fp32"),
+        (("--bits", "4", "--scales", "fp32"), "--scales fp32: --to checkpoint has no choice of scales: leave"),
+        (("--scales", "fp32"), "--scales fp32: --to checkpoint has no choice of scales: leave"),
         (("--bits", "4", "--dense", "w8"), "--dense w8: its dense matrices have no versions"),
         (("--fit", "1MB"), "--fit 1MB: the smallest that is exported takes"),
     ],
@@ -107,6 +110,18 @@ def test_what_cannot_be_is_refused(words: tuple[str, ...], said: str, bundle: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_is_not_written_into_its_bundle(bundle: Path) -> None:
-    with pytest.raises(TargetError, match="lies in the bundle"):
-        export(bundle, bundle / "out", wanted=Wanted(bits="4"))
+def test_it_is_not_written_into_its_bundle(bundle: Path, tmp_path: Path) -> None:
+    """By whatever name."""
+    (tmp_path / "link").symlink_to(bundle)
+    for name in (bundle, tmp_path / "link", bundle.parent / "x" / ".." / bundle.name):
+        with pytest.raises(TargetError, match="lies in the bundle"):
+            export(bundle, name / "out", wanted=Wanted(bits="4"))
+
+
+def test_a_damaged_tokenizer_is_not_copied(bundle: Path, tmp_path: Path) -> None:
+    shutil.copytree(bundle, tmp_path / "bundle")
+    file = tmp_path / "bundle" / "tokenizer.json"
+    file.chmod(0o644)
+    file.write_bytes(file.read_bytes()[::-1])
+    refused(cli("export", tmp_path / "bundle", "-o", tmp_path / "out", "--bits", "4", "-q"), "tokenizer.json")
+    assert not (tmp_path / "out").exists()

@@ -155,7 +155,7 @@ def test_fractional_zero_points_are_refused(of_zeros: Made, tmp_path: Path) -> N
 
 def test_experts_in_one_tensor_are_refused(demo_model: Path, text: Path, tmp_path: Path) -> None:
     checkpoint = tiny_models.save_tiny("gpt_oss", tmp_path / "checkpoint", demo_model, intermediate_size=64)
-    recipe = "versions: [w4]\nquantize: {method: rtn, group_size: 32, loss_tokens: 64}\n"
+    recipe = "versions: [w4]\nquantize: {method: gptq, group_size: 32, loss_tokens: 64}\n"
     recipe += "calibration: {samples: 2, length: 64, batch_size: 2}"
     build(checkpoint, tmp_path / "bundle", parse_recipe(recipe, "test"), [text])
     words = ("export", tmp_path / "bundle", "-o", tmp_path / "out", "--to", "compressed-tensors", "--bits", "4", "-q")

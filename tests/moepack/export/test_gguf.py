@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,13 +104,21 @@ def test_libraries_read_it(of_zeros: Made, tmp_path: Path) -> None:
 def test_tokenizers_that_are_not_known(of_zeros: Made, tmp_path: Path) -> None:
     """Qwen's way to cut text has a name; another leaves the file without a tokenizer, and a note says so."""
     bundle = open_bundle(of_zeros("symmetric")).path
-    document = json.loads((bundle / "tokenizer.json").read_text())
-    for regex, name in ((QWEN, "qwen2"), ("[a-z]+", None)):
+    (tmp_path / "tokenizer_config.json").write_bytes((bundle / "tokenizer_config.json").read_bytes())
+    cases: list[tuple[str, dict[str, Any], str | None]] = [
+        (QWEN, {}, "qwen2"), ("[a-z]+", {}, None), (QWEN, {"behavior": "Removed"}, None),
+        (QWEN, {"invert": True}, None), (QWEN, {"use_regex": True}, None), (QWEN, {"add_prefix_space": True}, None),
+        (QWEN, {"normalizer": {"type": "Lowercase"}}, None), (QWEN, {"model": {"type": "BPE"}}, None),
+        (QWEN, {"ignore_merges": True}, None), ("", {}, "gpt-2"), ("", {"add_prefix_space": True}, None),
+    ]  # fmt: skip
+    for regex, changed, name in cases:
+        document = json.loads((bundle / "tokenizer.json").read_text())
         split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-        document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, level]}
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": not regex}
+        for part in (split, level, document, document["model"]):
+            part |= {key: value for key, value in changed.items() if key in part}
+        document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, level]} if regex else level
         (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-        (tmp_path / "tokenizer_config.json").write_bytes((bundle / "tokenizer_config.json").read_bytes())
         keys = tokenizer(tmp_path, 4100)
         assert (None if keys is None else keys["tokenizer.ggml.pre"]) == name
         assert keys is None or keys["tokenizer.ggml.tokens"][-1] == "[PAD4099]"
@@ -129,8 +138,8 @@ def test_what_gguf_does_not_hold(of_zeros: Made, demo_model: Path, text: Path, t
     refused(asked(of_zeros("symmetric"), "--bits", "3"), "w3 is not exported: no type of GGUF holds its values")
     refused(asked(of_zeros("integer"), "--bits", "bf16", "--dense", "w4"), "w4 of dense matrices is not exported")
     tiny_models.save_tiny("mixtral", tmp_path / "mixtral", demo_model)
-    build(tmp_path / "mixtral", tmp_path / "other", parse_recipe("versions: [bf16]\n" + NATIVE, "test"), [text])
-    refused(asked(tmp_path / "other", "--bits", "bf16"), "names of mixtral's tensors are not known here")
+    build(tmp_path / "mixtral", tmp_path / "other", parse_recipe("versions: [w4]\n" + NATIVE, "test"), [text])
+    refused(asked(tmp_path / "other", "--bits", "4"), "names of mixtral's tensors are not known here")
     small(demo_model, tmp_path / "plain", attention_bias=True)
     build(tmp_path / "plain", tmp_path / "biased", parse_recipe("versions: [bf16]\n" + NATIVE, "test"), [text])
     refused(asked(tmp_path / "biased", "--bits", "bf16"), "llama.cpp's qwen3moe has no attention_bias")

@@ -59,6 +59,8 @@ BODIES = {
     "Infinity": json.dumps({**HONEST, "top_p": float("inf")}).encode(),
     "1e999": json.dumps({**HONEST, "temperature": 1}).replace(': 1}', ': 1e999}').encode(),
     "half a surrogate pair": json.dumps({**HONEST, "prompt": "\ud800"}).encode(),
+    "half a surrogate pair in a name": b'{"\\ud800": 1}',
+    "1e999 in what changes nothing": b'{"model": "mini", "prompt": "x", "user": 1e999}',
     "a key of 50,000 letters": json.dumps({**HONEST, "x" * 50_000: 1}).encode(),
     "many prompts": json.dumps({**HONEST, "prompt": ["a"] * 10_000}).encode(),
     "a huge bias": json.dumps({**HONEST, "logit_bias": {"1" * 5000: 1}}).encode(),

@@ -76,6 +76,8 @@ LARGE = {
     "choices": schema(a={"allOf": [{"anyOf": [schema(**{f"k{i}{j}": {}}) for j in range(3)]} for i in range(12)]}),
     "doubling": doubling(12),
     "repeats": schema(a={"type": "string", "pattern": "^(a{1000}){1000}$"}),
+    "a count of 5,000 digits": schema(a={"type": "string", "pattern": "a{" + "1" * 5000 + "}"}),
+    "repeats in a name": {"type": "object", "patternProperties": {"^(a{1000}){1000}$": {}}},
     "a pattern": schema(a={"type": "string", "pattern": "a?" * 300}),
     "a number": schema(a={"type": "integer", "maximum": 10**300}),
     "a reference": schema(a={"$ref": "http://127.0.0.1/"}),
@@ -97,6 +99,41 @@ def test_large_schemas_reach_no_grammar(name: str, running: Running, monkeypatch
     half = {f"p{n}": {"type": "string"} for n in range(schema_limits.FIELDS // 2 + 1)}
     with pytest.raises(ApiError):
         check_schemas("tools", [schema(**half), schema(**half)])  # together
+
+
+UUID = "^([0-9a-f]{8}-[0-9a-f]{4}-[1-8][0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}|0{8}-0{4}-0{4}-0{4}-0{12})$"
+
+
+def test_what_schemas_of_libraries_hold_is_kept_to(running: Running) -> None:
+    """Zod writes bounds of whole numbers and patterns of identifiers; only counts inside counts multiply."""
+    pytest.importorskip("llguidance")
+    whole = {"type": "integer", "minimum": -(2**53) + 1, "maximum": 2**53 - 1}
+    given = schema(**{f"id{n}": {"type": "string", "pattern": UUID} for n in range(8)}, n=whole)
+    assert running.server._grammars.of_schema(given)().allowed(4096).any()
+    assert [schema_limits._written(one) for one in ("(ab{3}){2}", "a{2,}b{,3}", r"\{9\}[{9}]", "(a{9}){9}")] == [
+        8,
+        5,
+        4,
+        81,
+    ]
+
+
+def test_a_grammar_that_fails_ends_no_answer(running: Running) -> None:
+    """Where a limit stops it within an answer, half of the JSON is not taken for all of it."""
+    pytest.importorskip("llguidance")
+    mask = running.server._grammars.of_schema(schema(a={"enum": ["x"]}))()
+    assert not mask.is_done
+    mask.take(int(mask.allowed(64).logical_not().nonzero()[-1]))  # as if a limit had: the grammar is in error
+    for ask in (lambda: mask.is_done, lambda: mask.allowed(64)):
+        with pytest.raises(ApiError, match="cannot be kept to"):
+            ask()
+
+
+def test_values_inside_a_text() -> None:
+    """Arguments of an earlier call are JSON in a text, where the body's values were not counted."""
+    with pytest.raises(ApiError, match="the body has more than"):
+        toolbox.as_object("x", '{"a": [' + "[]," * NESTED + "0]}")
+    assert toolbox.as_object("x", '{"a": [[]]}') == {"a": [[]]}
 
 
 def test_what_is_left_has_limits(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:

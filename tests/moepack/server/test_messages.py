@@ -14,6 +14,9 @@ from server_fixtures import NAME, Running, post
 from moepack.server.batching.jobs import JobEvent
 from moepack.server.errors import ApiError
 from moepack.server.http.fields import Fields
+from moepack.server.http.front import Front
+from moepack.server.http.guard import Json
+from moepack.server.options import Options
 from moepack.server.tools.delimited import HERMES
 from moepack.server.tools.thinking import Thinking
 from moepack.server.translated.message_reply import MessageReply
@@ -148,6 +151,33 @@ def test_thinking_text_and_call_are_three_blocks() -> None:
     assert made.failure(ApiError(500, "it broke")) == {
         "type": "error", "error": {"type": "api_error", "message": "it broke"},
     }  # fmt: skip
+
+
+def test_input_that_is_no_json_is_left_out() -> None:
+    """Numbers beyond every number made the whole answer fail; half a surrogate pair is sent as in streams."""
+    for written, wanted in (('{"n": 1e999}', {}), ('{"n": NaN}', {}), ('{"n": "\\ud800"}', {"n": "?"})):
+        made = MessageReply(messages(Fields(ASKED), 10), [[1]], Tokenless(), NAME, lambda: HERMES.reader({}))  # type: ignore[arg-type]
+        text = f'<tool_call>{{"name": "time", "arguments": {written}}}</tool_call>'
+        made.hear(0, JobEvent(text, finish="stop", generated=9))
+        (call,) = json.loads(bytes(Json(made.whole()).body))["content"]
+        assert (call["name"], call["input"]) == ("time", wanted)
+
+
+def test_counting_makes_no_grammar(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running.server, "_grammars", None)
+    given = {"model": NAME, "messages": SAID, "tools": [TIME], "tool_choice": {"type": "any"}}
+    assert json.loads(post(f"{running.url}/v1/messages/count_tokens", given))["input_tokens"] > 0
+
+
+def test_every_refusal_has_the_shape(running: Running) -> None:
+    """Also of a method, and while the model loads."""
+    from starlette.testclient import TestClient
+
+    loading = Front(Options(NAME), lambda *given: None, lambda: None)
+    for app, method, status in ((running.server.app, "GET", 405), (loading.app, "POST", 503)):
+        found = TestClient(app, "http://localhost").request(method, "/v1/messages")  # type: ignore[arg-type]
+        assert (found.status_code, found.json()["type"]) == (status, "error")
+    assert found.headers["retry-after"] == "1"
 
 
 @pytest.mark.parametrize(

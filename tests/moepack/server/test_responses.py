@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from server_fixtures import NAME, Running
+from server_fixtures import NAME, Running, post
 
 from moepack.server.batching.jobs import JobEvent
 from moepack.server.errors import ApiError
@@ -158,6 +158,19 @@ def test_reasoning_text_and_call_are_three_items() -> None:
     assert made.event(events[0]).startswith(b"event: response.created\ndata: {")
     failed = made.failure(ApiError(500, "the model failed"))
     assert failed["type"] == "response.failed" and failed["response"]["error"]["message"] == "the model failed"
+
+
+def test_only_the_last_item_is_cut_off() -> None:
+    """Also where one event ends reasoning and the whole answer; the end of an item says what the response does."""
+    made = reply(stream=True)
+    events = [*made._events(JobEvent("Hm.</think>I a", finish="length", generated=8)), *made._last()]
+    ends = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert [item["status"] for item in ends] == ["completed", "incomplete"] and ends == events[-1]["response"]["output"]
+
+
+def test_what_is_repeated_may_be_half_a_pair(running: Running) -> None:
+    raw = json.dumps({"model": NAME, "input": "?", "max_output_tokens": 1, "metadata": {"a": "\ud800"}}).encode()
+    assert json.loads(post(f"{running.url}/v1/responses", raw))["metadata"] == {"a": "?"}
 
 
 @pytest.mark.parametrize(

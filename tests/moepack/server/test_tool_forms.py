@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from server_fixtures import NAME, Running
 
 from moepack.server.batching.tokens import Tokens
+from moepack.server.errors import ApiError
+from moepack.server.http import parse
+from moepack.server.http.fields import Fields
 from moepack.server.http.templates import manners_of
 from moepack.server.tools import forms
 from moepack.server.tools.delimited import HERMES
 from moepack.server.tools.forms import CallForm, Manners
 from moepack.server.tools.parts import AnswerPart, JsonEnd, Tools
-from moepack.server.tools.tagged import GLM
+from moepack.server.tools.tagged import GLM, QWEN_CODER
 
 WEATHER = {
     "type": "object",
@@ -86,6 +91,21 @@ def test_reading(form: CallForm) -> None:
         assert cut == [part for part in calls if part[0] == "call"][: len(cut)]
 
 
+def test_odd_schemas_of_arguments(running: Running) -> None:
+    """Any value is allowed by `true`; what is no schema is refused, and does not end in the grammar's own text."""
+    pytest.importorskip("llguidance")
+    mine = manners(QWEN_CODER)
+
+    def made(given: Any) -> Any:
+        functions = {"f": {"type": "object", "properties": {"a": given}}}
+        return running.server._grammars.of_calls(functions, lambda: mine.grammar(Tools(functions, required=True), ""))
+
+    assert made(True)().allowed(64).any() and made({"type": "string", "enum": None})().allowed(64).any()
+    for wrong in ({"enum": 5}, {"type": "string", "minLength": "0}x"}, {"type": "string", "maxLength": 10**12}):
+        with pytest.raises(ApiError, match="cannot be kept to"):
+            made(wrong)
+
+
 @pytest.mark.parametrize("added", ("none", "added", "special"))
 @pytest.mark.parametrize("form", forms.FORMS, ids=named)
 def test_grammars(form: CallForm, added: str, demo_model: Path) -> None:
@@ -140,6 +160,7 @@ def test_what_is_no_call_stays_text() -> None:
     for text in (
         "<tool_call>\nno JSON\n</tool_call> and more",
         '<tool_call>{"name": 3}</tool_call>',
+        '<tool_call>{"arguments": {"n": 1e999}, "name": "weather"}</tool_call>',
         "<tool_call>",
         "a <too",
     ):
@@ -154,13 +175,54 @@ def test_what_is_no_call_stays_text() -> None:
 
 def test_values_by_their_schema() -> None:
     """A string that looks like a number stays one; without a schema a value is JSON if it can be."""
-    schema = {"properties": {"zip": {"type": "string"}, "n": {"type": "number"}, "list": {"type": "array"}}}
+    or_null = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    schema = {
+        "properties": {
+            "zip": {"type": "string"}, "n": {"type": "number"}, "list": {"type": "array"}, "any": True,
+            "plz": or_null, "none": or_null, "either": {"type": ["string", "integer"]},
+        }
+    }  # fmt: skip
     given = {"zip": "00123", "n": "1.5", "list": '["a", {"b": 1}]', "free": "true", "text": '<b>&\n"', "odd": "NaN"}
+    given |= {"any": "1", "plz": "50667", "none": "null", "either": "3", "far": "1e999"}
     pairs = "".join(f"<arg_key>{k}</arg_key><arg_value>{v}</arg_value>" for k, v in given.items())
     twice = pairs + "<arg_key>zip</arg_key><arg_value>9</arg_value>"
     out = dict(read(GLM.reader({"f": schema}), f"<tool_call>f{twice}</tool_call>"))
     wanted = {"zip": "00123", "n": 1.5, "list": ["a", {"b": 1}], "free": True, "text": '<b>&\n"', "odd": "NaN"}
+    wanted |= {"any": 1, "plz": "50667", "none": None, "either": 3, "far": "1e999"}
     assert json.loads(out["arguments"]) == wanted
+
+
+def test_a_long_argument_is_read_once() -> None:
+    """Not again with every piece: 40,000 letters in pieces of two took 12 seconds."""
+    reader, body = QWEN_CODER.reader({"f": {"properties": {"text": {"type": "string"}}}}), "a\n" * 20_000
+    began = time.process_time()
+    text = f"<tool_call>\n<function=f>\n<parameter=text>\n{body}z\n</parameter>\n</function>\n</tool_call>"
+    assert json.loads(dict(read(reader, text, 2))["arguments"]) == {"text": body + "z"}
+    assert time.process_time() - began < 5
+
+
+def test_json_behind_reasoning(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schema of the answer leaves reasoning free, and is not taken for it where the prompt has opened it."""
+    pytest.importorskip("llguidance")
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "enum": [{"n": 1}]}}}
+    given = {"model": NAME, "messages": [{"role": "user", "content": "?"}], "response_format": shape}
+    ids = running.server.tokens.encode
+    monkeypatch.setattr(forms, "_opened", lambda prompt: True)
+    harmony = manners(forms.HARMONY)
+    for mine, text, wanted in (
+        (Manners("</think>", {}, ()), 'Hm, {"n": 2}.</think>\n\n{"n": 1}', [("reasoning", 'Hm, {"n": 2}.')]),
+        (harmony, '<|channel|>final<|message|>{"n": 1}', []),
+        (harmony, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>"
+         '{"n": 1}', [("reasoning", "Hm.")]),
+    ):  # fmt: skip
+        monkeypatch.setattr(running.server, "_manners", mine)
+        made = running.server._prepare_chat(parse.chat(Fields(given), 10))
+        assert made.grammar is not None
+        mask = made.grammar()
+        for token in ids(text, False, ""):
+            assert not mask.is_done and mask.allowed(token + 1)[token]
+            mask.take(token)
+        assert mask.is_done and read(made.reader(), text, 3) == [*wanted, ("content", '{"n": 1}')]
 
 
 def test_the_end_of_json() -> None:

@@ -33,6 +33,10 @@ WEATHER = tool(
 TIME = tool("time", zone={"enum": ["utc", "local"]})
 
 
+def function(**given: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "x", **given}}
+
+
 def ask(client: Any, choice: Any, **given: Any) -> Any:
     more = {"max_tokens": 200, "temperature": 1.0, "seed": 1, "tools": [WEATHER, TIME], **given}
     return client.chat.completions.create(model=NAME, messages=SAID, tool_choice=choice, **more)
@@ -111,6 +115,9 @@ def test_the_same_tools_without_a_choice(client: Any) -> None:
         ({"tools": [tool("x", a={"type": "nothing"})], "tool_choice": "required"}, "tools"),
         ({"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}},
          "response_format"),
+        ({"tools": [function(parameters={"properties": []})]}, "tools[0].function.parameters.properties"),
+        ({"tools": [function(parameters={"properties": {"a": 1}})]}, "tools[0].function.parameters.properties"),
+        ({"tools": [function(parameters={"required": [{}]})]}, "tools[0].function.parameters.required"),
         ({"parallel_tool_calls": 3}, "parallel_tool_calls"),
     ),
 )  # fmt: skip

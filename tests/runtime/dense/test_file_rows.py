@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny_models import save_tiny
 from torch import nn
+from transformers import AutoConfig
 
 import moepack
 from moepack.pack.errors import BundleError
+from moepack.pack.reader import open_bundle
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.plan import plan
+from moepack.runtime import process_limit
+from moepack.runtime.dense import mapped
 from moepack.runtime.dense.file_rows import FileRows
-from moepack.runtime.planning.fixed import lone_embedding
-from moepack.runtime.planning.options import LoadOptions
+from moepack.runtime.planning.fixed import lone_embedding, measure
+from moepack.runtime.planning.options import LoadOptions, Workload
+from moepack.runtime.planning.skeleton import skeleton
 
 RECIPE = "versions: [w4]\nquantize: {method: rtn, group_size: 32, loss_tokens: 32}\n"
 IDS = torch.tensor([[5, 9, 5, 300, 0, 17]])
@@ -39,11 +45,14 @@ def test_under_a_memory_limit_rows_are_read_from_the_file(short_model: Path, tex
         plain = moepack.load(bundle, policy="static:w4", device_memory="1GB")
         wanted, size = plain(IDS).logits, plain.get_input_embeddings().weight.nbytes
         limited = moepack.load(bundle, policy="static:w4", memory="4GB")
-        assert torch.equal(limited(IDS).logits, wanted)
+        assert torch.equal(limited(IDS).logits, wanted) and torch.equal(limited(IDS.int()).logits, wanted)
         assert isinstance(limited.get_input_embeddings(), FileRows)
         assert limited.moepack.fixed.dense == plain.moepack.fixed.dense - size
         planned = [plan(bundle, LoadOptions(policy="static:w4", **{how: "4GB"})) for how in ("device_memory", "memory")]
         assert planned[1].fixed.dense == planned[0].fixed.dense - size == limited.moepack.fixed.dense
+        for known in (False, True):
+            assert limited.num_parameters(False, known) == plain.num_parameters(False, known)
+        assert limited.resize_token_embeddings(4096) is limited.get_input_embeddings(), "nothing to do"
         compiled = torch.compile(limited.get_input_embeddings(), fullgraph=True, backend="eager")
         assert torch.equal(compiled(IDS), plain.get_input_embeddings()(IDS))
         file = bundle / "model.safetensors"
@@ -54,11 +63,65 @@ def test_under_a_memory_limit_rows_are_read_from_the_file(short_model: Path, tex
     limited.moepack.close()
 
 
+def test_a_change_while_its_file_is_checked_is_found(
+    short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny("qwen3_moe", tmp_path / "untied", short_model, tie_word_embeddings=False)
+    build(tmp_path / "untied", tmp_path / "bundle", parse_recipe(RECIPE, "tiny"), [text])
+    digest = mapped._digest
+
+    def changed(file: int, *others: Any) -> str:
+        found = digest(file, *others)
+        os.utime(file, ns=(1, 1))  # a writer that comes behind the reader
+        return found
+
+    monkeypatch.setattr(mapped, "_digest", changed)
+    model = moepack.load(tmp_path / "bundle", policy="static:w4", memory="4GB")
+    with torch.inference_mode(), pytest.raises(BundleError, match="has changed since it was loaded"):
+        model(IDS)
+    model.moepack.close()
+
+
+def test_llama4_asks_for_its_weights_device(short_model: Path, text: Path, tmp_path: Path) -> None:
+    extra = {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 96,
+        "tie_word_embeddings": False,
+    }
+    save_tiny("llama4_text", tmp_path / "llama4", short_model, **extra)
+    build(tmp_path / "llama4", tmp_path / "bundle", parse_recipe(RECIPE, "tiny"), [text])
+    plain = moepack.load(tmp_path / "bundle", policy="static:w4", device_memory="1GB")
+    limited = moepack.load(tmp_path / "bundle", policy="static:w4", memory="4GB")
+    with torch.inference_mode():
+        assert isinstance(limited.get_input_embeddings(), FileRows)
+        assert torch.equal(limited(IDS).logits, plain(IDS).logits)
+    plain.moepack.close()
+    limited.moepack.close()
+
+
+def test_a_converted_embedding_is_in_memory(short_model: Path, text: Path, tmp_path: Path) -> None:
+    """A limit counts it: transformers makes a float32 table of a file in BF16."""
+    save_tiny("qwen3_moe", tmp_path / "untied", short_model, tie_word_embeddings=False)
+    build(tmp_path / "untied", tmp_path / "bundle", parse_recipe(RECIPE, "tiny"), [text])
+    bundle = open_bundle(tmp_path / "bundle")
+    config, workload, sizes = AutoConfig.from_pretrained(bundle.path), Workload(), []
+    for dtype in (torch.bfloat16, torch.float32):
+        needs, _ = measure(bundle, config, dtype, torch.device("cpu"), workload)
+        sizes.append(process_limit._in_file(needs, skeleton(config, dtype)[0], bundle))
+    assert sizes == [4096 * 64 * 2, 0]
+    model = moepack.load(bundle.path, policy="static:w4", memory="4GB", dtype="float32")
+    assert type(model.get_input_embeddings()) is nn.Embedding
+    model.moepack.close()
+
+
 def test_rows_have_the_files_bits(tmp_path: Path) -> None:
     of, file = table(tmp_path)
     rows = FileRows(of, os.open(file, os.O_RDONLY), 24, str(file))
     for ids in (torch.tensor([[6, 0, 3], [3, 3, 6]]), torch.tensor([2]), torch.empty(1, 0, dtype=torch.int64)):
         assert torch.equal(rows(ids), of(ids))
+    like = of.weight.shape, of.weight.dtype, of.weight.device
+    assert (rows.weight.shape, rows.weight.dtype, rows.weight.device) == like and rows.weight.isnan().all()
     for wrong in (7, -1):
         with pytest.raises(IndexError, match="the embedding has 7 rows"):
             rows(torch.tensor([wrong]))

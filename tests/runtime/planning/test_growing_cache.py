@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import Gemma3TextConfig
 from transformers.cache_utils import DynamicCache
 
 from moepack.runtime.planning.growing_cache import SPARE, GrowingLayer, grow_in_place, growth
@@ -71,7 +75,8 @@ def test_its_bytes_are_foreseen_and_within_the_workload() -> None:
     grow_in_place(cache, 50)
     moved = []
     for tokens in range(21, 90):
-        before, more = cache_bytes(cache), growth(cache)
+        before, (more, token, alone) = cache_bytes(cache), growth(cache)
+        assert token == 20 * TOKEN * 2 and alone
         held = [layer.keys.data_ptr() for layer in cache.layers]
         for layer in range(20):
             cache.update(*states(tokens, 1), layer)
@@ -83,6 +88,68 @@ def test_its_bytes_are_foreseen_and_within_the_workload() -> None:
     assert max(moved[1:29]) <= 2
 
 
+def test_replaced_tensors_free_their_room() -> None:
+    """Beam search, a longer pass or a reset leave no memory behind: the budget has counted what is held alone."""
+    for replace in ("reorder_cache", "update", "batch_select_indices", "reset"):
+        cache = filled(20)
+        grow_in_place(cache, 0)
+        cache.update(*states(1, 1), 0)
+        assert cache_bytes(cache) > 21 * TOKEN * 2
+        if replace == "update":
+            cache.update(*states(2, 4), 0)
+        elif replace == "reset":
+            cache.reset()
+        else:
+            getattr(cache, replace)(torch.tensor([1, 0]))
+        assert cache_bytes(cache) == {"update": 25, "reset": 0}.get(replace, 21) * TOKEN * 2, replace
+
+
+def test_layers_of_other_kinds_beside() -> None:
+    """A cache with a sliding window: the layers that append in place say what they take ahead."""
+    config = Gemma3TextConfig(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    cache = DynamicCache(config=config)
+    for layer in range(2):
+        cache.update(*states(layer, 20), layer)
+    grow_in_place(cache, 0)
+    before, (added, token, alone) = cache_bytes(cache), growth(cache)
+    for layer in range(2):
+        cache.update(*states(layer, 1), layer)
+    assert token == 2 * TOKEN and not alone and added > token
+    assert cache_bytes(cache) == before + added + token  # the sliding layer's token is as large
+
+
+def test_copies_append_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two copies share a room with one place. Each thread stops before it writes, so both have looked for place."""
+    cache = filled(3)
+    grow_in_place(cache, 0)
+    cache.update(*states(1, 1), 0)
+    other = copy.copy(cache.layers[0])
+    both, narrow = threading.Barrier(2), Tensor.narrow
+
+    def late(self: Tensor, *where: Any) -> Tensor:
+        if threading.current_thread() is not threading.main_thread() and where[-1] == 1:
+            both.wait(10)
+        return narrow(self, *where)
+
+    monkeypatch.setattr(Tensor, "narrow", late)
+    new = [states(n, 1) for n in (7, 8)]
+    with ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(lambda layer, x: layer.update(*x), (cache.layers[0], other), new))
+    for (keys, values), (key, value) in zip(made, new, strict=True):
+        assert torch.equal(keys[..., -1:, :], key) and torch.equal(values[..., -1:, :], value)
+
+
+def test_what_does_not_fit_is_transformers_own() -> None:
+    """Another batch is refused, as in a `DynamicLayer`, and a wider dtype makes all wide."""
+    cache = filled(3)
+    grow_in_place(cache, 0)
+    cache.update(*states(1, 1), 0)
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        cache.update(*(x[:1] for x in states(2, 1)), 0)
+    cache.layers[0].update(*(x.float() for x in states(2, 1)))
+    assert cache.layers[0].keys.dtype == torch.float32 and cache.layers[0].keys.shape[-2] == 5
+
+
 def test_what_it_leaves_alone() -> None:
     empty, sliding = DynamicCache(), filled(3)
     grow_in_place(empty, 0)
@@ -90,9 +157,11 @@ def test_what_it_leaves_alone() -> None:
     sliding.layers[0].__class__ = type("Other", (type(sliding.layers[0]),), {})
     grow_in_place(sliding, 0)
     assert type(sliding.layers[0]).__name__ == "Other"
-    assert growth(empty) is None and growth(sliding) is None and growth(object()) is None
+    assert growth(empty) == growth(sliding) == growth(object()) == (0, 0, False)
     cache = filled(3)
     grow_in_place(cache, 0)
     keys, values = (x.requires_grad_() for x in states(5, 1))
     cache.update(keys, values, 0)
-    assert type(cache.layers[0]) is GrowingLayer and cache.layers[0].keys.requires_grad, "gradients flow as they did"
+    cache.update(*states(6, 1), 0)
+    cache.layers[0].keys.square().sum().backward()
+    assert type(cache.layers[0]) is GrowingLayer and keys.grad is not None, "gradients flow as they did"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
@@ -385,3 +385,36 @@ class Blocks(RuleBasedStateMachine):
 
 def test_no_placement_has_more_experts_than_blocks() -> None:
     run_state_machine_as_test(Blocks, settings=QUICK)
+
+
+class Unhurried(MixedCache):
+    """Without the answer at once for what is in memory already."""
+
+    def _are_here(self, *_: object) -> bool:
+        return False
+
+
+@given(st.randoms(use_true_random=False))
+@settings(max_examples=200, deadline=None)
+def test_what_is_here_already_is_answered_the_same(rng: Any) -> None:
+    """The same placements, the same order of leaving; placements in memory follow the answers, but for some."""
+    count, places = rng.randint(1, 6), rng.randint(2, 4)
+    sizes = [[*sorted((rng.randint(1, 9) for _ in range(places - 1)), reverse=True), 0]] * 2
+    most = rng.choice([None, [[rng.randint(1, 4)] * (places - 1) + [99]] * 2])
+    reuse = rng.random() < 0.5
+    caches = [kind(sizes, reuse, most) for kind in (MixedCache, Unhurried)]
+    placed, room = np.full((2, count), places - 1), rng.randint(3, 40)
+    for _ in range(25):
+        layer, some = rng.randrange(2), rng.sample(range(count), rng.randint(1, count))
+        wants = {e: rng.randrange(places) for e in some}
+        coming = np.array([rng.choice([-1, rng.randrange(places)]) for _ in range(count)])
+        if rng.random() < 0.1:
+            placed[rng.randrange(2), rng.randrange(count)] = rng.randrange(places)
+        said = [c.serve(layer, wants, room, placed[layer], coming, all_of_them=False) for c in caches]
+        if rng.random() < 0.2:
+            ahead = {e: rng.randrange(places - 1) for e in wants}
+            said = [a | c.foresee(1 - layer, ahead, room, {}) for a, c in zip(said, caches, strict=True)]
+        assert said[0] == said[1] and list(caches[0].held.items()) == list(caches[1].held.items())
+        assert all(caches[0].last_used(key) == caches[1].last_used(key) for key in caches[0].held)
+        for key, placement in said[0].items():
+            placed[key] = placement

@@ -22,7 +22,7 @@ from moepack.server.batching.scheduler import Scheduler
 from moepack.server.batching.tokens import Tokens
 from moepack.server.errors import ApiError, failed, too_long
 from moepack.server.options import UNLIMITED, Options
-from moepack.server.tools.parts import AnswerReader, Plain
+from moepack.server.tools.parts import AnswerReader, PlainReader
 from moepack.server.translated.message_reply import MessageReply
 from moepack.server.translated.messages import counted, messages
 from moepack.server.translated.response_reply import ResponseReply
@@ -231,7 +231,7 @@ class _Prepared:
     """What the jobs of a request are made from."""
 
     prompts: list[list[int]]
-    reader: Callable[[], AnswerReader] = Plain  # makes what reads an answer of a chat
+    reader: Callable[[], AnswerReader] = PlainReader  # makes what reads an answer of a chat
     grammar: Callable[[], JsonMask] | None = None  # makes the mask of an answer
     shows_special: bool = False  # whether answers are decoded with special tokens
 

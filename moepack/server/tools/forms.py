@@ -9,7 +9,7 @@ from . import thinking
 from .delimited import DEEPSEEK, DEEPSEEK_V3, HERMES
 from .harmony import HARMONY
 from .lark import BREAK, Lark
-from .parts import AnswerReader, Functions, Plain, Tools
+from .parts import AnswerReader, Functions, PlainReader, Tools
 from .tagged import GLM, QWEN_CODER
 from .thinking import Thinking
 
@@ -61,7 +61,7 @@ class Manners:
     def reader(self, tools: Tools, prompt: str) -> AnswerReader:
         """Make a reader of one answer to a rendered prompt."""
         calls = self.form is not None and (bool(tools.functions) or self.form is HARMONY)
-        inner = self.form.reader(tools.functions) if self.form is not None and calls else Plain()
+        inner = self.form.reader(tools.functions) if self.form is not None and calls else PlainReader()
         return Thinking(inner, _opened(prompt)) if self._thinks else inner
 
     def grammar(self, tools: Tools, prompt: str) -> str:

@@ -96,7 +96,7 @@ class StateReader:
             self.held = text[len(shown) :] + self.held
 
 
-class Plain:
+class PlainReader:
     """A reader of answers that are content alone."""
 
     def push(self, text: str) -> list[AnswerPart]:

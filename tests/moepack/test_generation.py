@@ -113,7 +113,7 @@ def test_a_chat_with_a_server(bundle: Path) -> None:
     from moepack.server.options import Options
 
     model = moepack.load(bundle, policy="static:bf16", dtype=torch.float32)
-    with serving(model, load_tokenizer(bundle), Options("mini", key="secret", template=TEMPLATE)) as running:
+    with serving(model, load_tokenizer(bundle), Options("mini", keys=("secret",), template=TEMPLATE)) as running:
         how = Sampling(temperature=0.9, top_k=20, min_p=0.05, repetition=1.2, seed=3)
         lines, there, here = ["one and two", "three"], list[str](), list[str]()
         talk(server(f"{running.url}/v1/", "secret", 8, how, ("\n",)), "Be short.", lines, there.append)

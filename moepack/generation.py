@@ -148,7 +148,7 @@ class Session:
         """Take the last text's KV cache, cut to the prefix shared with a prompt, and its length; or (None, 0)."""
         from transformers.cache_utils import DynamicLayer
 
-        from moepack.runtime.planning.growing_cache import GrowingLayer
+        from moepack.runtime.kv.growing import GrowingLayer
 
         cache, self._cache = self._cache, None  # not kept: an interrupted pass leaves it half updated
         done = next((n for n, (a, b) in enumerate(zip(ids, self._cached, strict=False)) if a != b), len(self._cached))

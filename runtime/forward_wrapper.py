@@ -133,7 +133,7 @@ class ForwardWrapper:
             if manager is not None:
                 stack.enter_context(manager.pass_lock())
             if (cache := cache_of(given)) is not None:
-                from moepack.runtime.planning.growing_cache import grow_in_place  # which imports transformers
+                from moepack.runtime.kv.growing import grow_in_place  # which imports transformers
 
                 grow_in_place(cache, 0 if self.caches is None else self.caches.needs.workload.kv_tokens)
             if self.caches is not None:

@@ -87,7 +87,7 @@ NUMERIC = (
     "moepack/reports/test_evaluate", "moepack/reports/test_plan", "moepack/server/test_policies",
     "moepack/server/test_packed_cache", "moepack/test_generation", "pack/test_exponent", "quantize",
     "runtime/dense", "runtime/downstream",
-    "runtime/experts", "runtime/kernels", "runtime/paging/test_paging.py", "runtime/planning",
+    "runtime/experts", "runtime/kernels", "runtime/kv", "runtime/paging/test_paging.py", "runtime/planning",
     "runtime/policies/test_every_policy",
     "runtime/residency/test_manager", "runtime/residency/test_under", "runtime/test_", "whole/test_combinations",
     "whole/test_encodings", "whole/test_families",

@@ -19,10 +19,10 @@ from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import ExpertLayer
 from moepack.runtime.experts import backends
+from moepack.runtime.kv.sizes import KvShape
 from moepack.runtime.planning.options import Workload
 
 from .config import TOP_K
-from .kv_cache import KvShape
 
 log = logging.getLogger("moepack.runtime")
 FAR = 4096  # the longest context measured has at least this many tokens: activations grow with the cache

@@ -79,8 +79,9 @@ def _sources() -> list[tuple[str, int, int]]:
 
 def _read(file: Path, workload: Workload) -> tuple[MeasuredNeeds, int] | None:
     """Read a file's measurement; return `None` unless it is a regular file of this user with valid numbers."""
+    from moepack.runtime.kv.sizes import KvShape
+
     from .fixed import Activations, MeasuredNeeds
-    from .kv_cache import KvShape
 
     try:
         kept = json.loads(read_own(file, LARGEST))

@@ -26,8 +26,7 @@ from moepack.families.arguments import cache_in, with_cache
 from moepack.families.model_class import model_of
 from moepack.pack.spec import ExpertLayer, Matrix
 from moepack.runtime.experts import backends
-
-from .kv_cache import KvShape, cache_bytes, sliding_window, storages
+from moepack.runtime.kv.sizes import KvShape, cache_bytes, sliding_window, storages
 
 IMPLEMENTATION = "moepack-probe"
 EXPERT_PARAMETERS = (

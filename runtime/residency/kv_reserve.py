@@ -20,9 +20,9 @@ from typing import Any
 
 from moepack.families.arguments import cache_of, caches_in, inputs, uses_cache
 from moepack.pack.errors import InputError
+from moepack.runtime.kv.sizes import cache_bytes, static_length
 from moepack.runtime.planning.exceeded import BudgetExceeded
 from moepack.runtime.planning.fixed import MeasuredNeeds
-from moepack.runtime.planning.kv_cache import cache_bytes, static_length
 from moepack.runtime.planning.outputs import Outputs
 from moepack.runtime.step import PackedCache
 
@@ -163,7 +163,7 @@ class KvBudget:
         """Return the bytes and tokens that a cache will have after a pass. A `PackedCache` knows them itself."""
         if isinstance(cache, PackedCache):
             return cache.needed()
-        from moepack.runtime.planning.growing_cache import growth  # which imports transformers
+        from moepack.runtime.kv.growing import growth  # which imports transformers
 
         kv, now = self.needs.kv, cache_bytes(cache)
         before = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0

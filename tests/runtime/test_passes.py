@@ -20,7 +20,7 @@ from transformers import StaticCache
 
 import moepack
 from moepack.pack.errors import InputError
-from moepack.runtime.planning.kv_cache import cache_bytes
+from moepack.runtime.kv.sizes import cache_bytes
 from moepack.runtime.planning.skeleton import LiveBytes
 
 

@@ -29,6 +29,7 @@ FLOORS = (
     "runtime.devices",
     "runtime.store",
     "runtime.planning",
+    "runtime.kv",
     "runtime.experts",
     "runtime.step",  # the step context: data and protocols that every room above reads
     "runtime.policies",

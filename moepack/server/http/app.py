@@ -15,6 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from moepack.server.about.info import Info
+from moepack.server.about.live_view import LiveView
+from moepack.server.about.metrics import Metrics
 from moepack.server.batching.engine import Engine
 from moepack.server.batching.grammar import Grammars, JsonMask
 from moepack.server.batching.jobs import Job, JobEvent
@@ -32,9 +35,6 @@ from . import parse
 from .answer import Answer, Gone, Streamed
 from .fields import Fields, parse_json
 from .guard import Guard, Json, body, refusal
-from .info import Info
-from .live_view import LiveView
-from .metrics import Metrics
 from .replies import ChatReply, CompletionReply, Reply
 from .templates import manners_of, render
 from .tokenizing import DetokenizeRequest, TokenizeRequest

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny_models import save_tiny
 
-from moepack.runtime.planning.kv_cache import KvShape, storages
+from moepack.runtime.kv.sizes import KvShape, storages
 from moepack.server.batching import packed_cache as rows_module
 from moepack.server.batching.engine import CacheSlot, Engine, StepInput
 from moepack.server.batching.packed_cache import CacheShape, NotPackable, PackedKvCache, windows_of

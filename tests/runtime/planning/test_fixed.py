@@ -21,10 +21,10 @@ from moepack.pack.errors import InputError
 from moepack.pack.spec import Matrix
 from moepack.reports.evaluate import evaluate
 from moepack.runtime.experts import backends
+from moepack.runtime.kv.growing import SPARE
+from moepack.runtime.kv.sizes import KvShape, cache_bytes
 from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.fixed import Activations, Fixed, Workload, dense_arena, dense_bytes
-from moepack.runtime.planning.growing_cache import SPARE
-from moepack.runtime.planning.kv_cache import KvShape, cache_bytes
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.skeleton import LiveBytes, Probe, skeleton
 

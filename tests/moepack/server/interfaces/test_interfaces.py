@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from server_fixtures import NAME, Running, post
 
+from moepack.server.about import openapi
 from moepack.server.errors import ApiError
-from moepack.server.http import guard, openapi
+from moepack.server.http import guard
 from moepack.server.http.fields import Fields
 
 SAID = [{"role": "user", "content": "Tell me a story"}]

@@ -17,7 +17,7 @@ from support import at_once
 
 openai = pytest.importorskip("openai")
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 PROMPT = "The history of"
 GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0}
 WORDS = ["The", "history", "of", "the", "world", "is", "long", "and", "has", "many", "people", "in", "it"]

@@ -11,14 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from moepack.server.http import parse
+from moepack.server.http.fields import Fields
+from moepack.server.http.tokenizing import DetokenizeRequest, TokenizeRequest
+from moepack.server.http.toolbox import MOST_TOOLS
 from moepack.server.translated.messages import counted, messages
 from moepack.server.translated.responses import responses
 from moepack.version import __version__
-
-from . import parse
-from .fields import Fields
-from .tokenizing import DetokenizeRequest, TokenizeRequest
-from .toolbox import MOST_TOOLS
 
 Schema = dict[str, Any]
 VOCABULARY = 1 << 20  # stands for a model's own, whose size no schema says

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import Gemma3TextConfig
 from transformers.cache_utils import DynamicCache
 
-from moepack.runtime.planning.growing_cache import SPARE, GrowingLayer, grow_in_place, growth
-from moepack.runtime.planning.kv_cache import cache_bytes
+from moepack.runtime.kv.growing import SPARE, GrowingLayer, grow_in_place, growth
+from moepack.runtime.kv.sizes import cache_bytes
 
 HEADS, COLS = 2, 8
 TOKEN = 2 * HEADS * COLS * 2  # bytes of one token's keys and values

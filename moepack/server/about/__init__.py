@@ -1,0 +1,1 @@
+"""What the server says of itself: models, health, load, metrics, its schema, and the page."""

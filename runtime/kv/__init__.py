@@ -1,0 +1,1 @@
+"""KV caches: their bytes, and layers that append in place."""

@@ -135,7 +135,8 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
     outside += dense_change(bundle, choose_dense(options.dense, bundle, options.policy), dtype.itemsize)
     read = dense_read(outside, config) + needs.kv.bytes(workload.kv_tokens)
     bundle = within(bundle, options.bound, read, top_k(config), lambda: read_rate(where))
-    outside -= 0 if limit is None else needs.embedding
+    if limit is not None:
+        outside -= needs.embedding
     parsed = choose_policy(options.policy, bundle, [where], True)
     fixed = Fixed(outside, needs.kv_bytes, needs.activations)
     least = _decide(bundle, parsed, fixed, 0, where).least

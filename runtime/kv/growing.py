@@ -1,8 +1,9 @@
 """KV cache layers that append a token in place, in transformers' own cache object.
 
-transformers' `DynamicLayer` copies all keys and values for every new token. At 48 layers of 4 heads and 640 tokens that
-took 30 ms of a decoding step of 165 ms, most of it in page faults of the new copies. Here a layer has memory for up to
-SPARE tokens more, and copies once that is full: each layer at another token, so that no token waits for all.
+transformers' `DynamicLayer` copies all keys and values for every new token. In the 6 GB row of `benchmarks.limited` (48
+layers, 640 tokens) a profile gave that 30 ms of a decoding step of 165 ms, most of it page faults of new copies. Here a
+layer has memory for up to SPARE tokens more, and copies once that is full: each layer at another token, so that no
+token waits for all.
 """
 
 from __future__ import annotations

@@ -124,8 +124,8 @@ class LayerReached(Event):
     # `Needs.prediction`, and at the last layer
     predicted: Ints | None = None
     predicted_gates: Floats | None = None
-    placed: Ints | None = None  # the present placement of each of the layer's experts
-    coming: Ints | None = None  # the placement to which each expert is being copied; -1 if it is not
+    placed: Sequence[int] | None = None  # the present placement of each of the layer's experts
+    coming: Sequence[int] | None = None  # the placement to which each expert is being copied; -1 if it is not
 
 
 @dataclass(frozen=True, slots=True)

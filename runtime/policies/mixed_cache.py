@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from moepack.pack.errors import InputError
 
-from .contract import Changes, Ints, Key
+from .contract import Changes, Key
 
 _Kind = tuple[int, int]  # a placement and the bytes of an expert there: experts of one kind share blocks
 
@@ -72,8 +72,8 @@ class MixedCache:
         layer: int,
         wants: Mapping[int, int],
         room: int,
-        placed: Ints | None = None,
-        coming: Ints | None = None,
+        placed: Sequence[int] | None = None,
+        coming: Sequence[int] | None = None,
         all_of_them: bool = True,
     ) -> Changes:
         """Request a layer's experts; return their placements, and the experts that are evicted for them.
@@ -90,12 +90,12 @@ class MixedCache:
             all_of_them: whether InputError is raised unless every expert fits; otherwise the least important are left
                 out.
         """
-        # Lists, as NumPy's numbers take ten times as long to read.
-        out, (at, to) = Changes(), (None if x is None else x.tolist() for x in (placed, coming))
-        if at is not None and not self._foreseen and self._are_here(layer, wants, at) and not self._is_over(room):
+        settled = placed is not None and not self._foreseen and self._are_here(layer, wants, placed)
+        if settled and not self._is_over(room):
             return self._touched(layer, wants)
+        out = Changes()
         for expert in [e for e in self._layers[layer] if e not in wants]:
-            if at is not None and at[expert] != self.held[layer, expert]:
+            if placed is not None and placed[expert] != self.held[layer, expert]:
                 out[layer, expert] = self._drop((layer, expert))
         for key in [key for key in self._foreseen if key[0] == layer]:
             del self._foreseen[key]
@@ -106,8 +106,8 @@ class MixedCache:
         for expert, asked in wants.items():
             key = layer, expert
             have = self.held.get(key)
-            if have is not None and at is not None and to is not None:
-                have = have if have in (at[expert], to[expert]) else None
+            if have is not None and placed is not None and coming is not None:
+                have = have if have in (placed[expert], coming[expert]) else None
             best = have if self._reuse and have is not None and have <= asked else asked
             out[key] = self._allowed(layer, best, used)
         for expert in reversed(list(wants)):  # so that the most important is the most recently used
@@ -128,11 +128,12 @@ class MixedCache:
             out[key] = self._drop(key)
         return Changes({(layer, e): out.pop((layer, e)) for e in wants} | out)
 
-    def _are_here(self, layer: int, wants: Mapping[int, int], at: Sequence[int]) -> bool:
+    def _are_here(self, layer: int, wants: Mapping[int, int], placed: Sequence[int]) -> bool:
         """Return whether all of `wants` are in memory as they are wanted, and the layer's other experts as noted."""
-        held, asked = self.held, ((self.held.get((layer, e), self._base), v) for e, v in wants.items())
-        fits = all(have < self._base and (have == v or (self._reuse and have < v)) for have, v in asked)
-        return fits and all(at[e] == held[layer, e] for e in self._layers[layer])
+        held = self.held
+        pairs = ((held.get((layer, e), self._base), v) for e, v in wants.items())
+        fits = all(have < self._base and (have == v or (self._reuse and have < v)) for have, v in pairs)
+        return fits and all(placed[e] == held[layer, e] for e in self._layers[layer])
 
     def foresee(self, layer: int, wants: Mapping[int, int], room: int, needed: Mapping[Key, int]) -> Changes:
         """Prefetch a layer's `wants` in order, while experts outside `needed` and `wants` can be evicted for them."""

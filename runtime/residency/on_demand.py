@@ -10,11 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from moepack.pack.errors import BundleError, InputError, MoepackError
 from moepack.runtime.devices.contract import Completion
-from moepack.runtime.policies.contract import Changes, Ints, Key, Wanted
+from moepack.runtime.policies.contract import Changes, Key, Wanted
 
 from .entries import Outcome
 from .transitions import Transitions
@@ -61,14 +59,14 @@ class OnDemandLoader:
         self._given_up: list[_Prefetch] = []
         self._waiting: set[Key] = set()
 
-    def where(self, position: int) -> tuple[Ints, Ints]:
-        """Publish arrived copies; return a layer's placements, and those being copied (-1: none), int64 [experts]."""
+    def where(self, position: int) -> tuple[list[int], list[int]]:
+        """Publish arrived copies; return a layer's placements, and those being copied (-1: none), [experts] each."""
         with self._transitions.lock:
             self._note()
             found = self._residency.entries
             entries = [found[position, e] for e in range(self._residency.experts[position])]
             coming = [-1 if x.flying is None or x.coming is None else x.coming for x in entries]
-            return np.array([x.active for x in entries], np.int64), np.array(coming, np.int64)
+            return [x.active for x in entries], coming
 
     def reach(self, position: int, wanted: Wanted) -> None:
         """Carry out `wanted`: evictions, then copies for this layer, then prefetches. Wait for this layer's copies.

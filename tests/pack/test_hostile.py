@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def test_some_checkpoints() -> None:
 
 
 def test_a_case_that_does_something_else_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception, a process that ends, a case that takes too long, and bytes written elsewhere."""
+    """An exception, a process that ends, a case that takes too long or lets no signal in, and bytes written elsewhere."""
 
     def attempt(root: Path, out: Path, writes: bool) -> str:
         number = next(turns)
@@ -45,7 +46,9 @@ def test_a_case_that_does_something_else_is_seen(monkeypatch: pytest.MonkeyPatch
             os._exit(7)
         if number == 3:
             (root.parent / "outside" / "file").write_text("changed")
-        if number == 4:
+        if number == 5:  # as compiled code is
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+        if number in (4, 5):
             while True:
                 pass
         return bundles.attempt(root, out, writes)
@@ -59,6 +62,9 @@ def test_a_case_that_does_something_else_is_seen(monkeypatch: pytest.MonkeyPatch
     turns = iter([0, 0, 3, 4, 0])
     wrong = session.hostile(subjects, 4).wrong
     assert len(wrong) == 2 and "more than 1 s" in wrong[0] and "outside was changed" in wrong[1]
+    turns = iter([0, 5])
+    (silent,) = session.hostile(subjects, 1).wrong
+    assert "ended with -9" in silent
 
 
 def test_a_name_that_stands_twice_among_many_is_found_at_once() -> None:

@@ -86,10 +86,10 @@ def test_a_layer_waits_for_its_own_and_not_for_what_is_ahead() -> None:
     sim.demand.reach(0, Changes({(0, 0): HIGH, (0, 1): LOW, (1, 0): HIGH}))
     assert sim.at() == {(0, 0): HIGH, (0, 1): LOW} and sim.demand.waits == 2 and moved(sim) == [300, 0, 0, 0, 0]
     placed, coming = sim.demand.where(1)
-    assert placed.tolist() == [NONE] * 3 and coming.tolist() == [HIGH, -1, -1]
+    assert placed == [NONE] * 3 and coming == [HIGH, -1, -1]
     sim.arrive()
     placed, coming = sim.demand.where(1)
-    assert placed.tolist() == [HIGH, NONE, NONE] and coming.tolist() == [-1] * 3
+    assert placed == [HIGH, NONE, NONE] and coming == [-1] * 3
     sim.demand.reach(1, Changes({(1, 0): HIGH}))
     assert sim.demand.waits == 2 and moved(sim) == [300, 200, 200, 0, 0], "it was there in time"
     sim.check()

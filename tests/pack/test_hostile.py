@@ -36,7 +36,7 @@ def test_some_checkpoints() -> None:
 
 
 def test_a_case_that_does_something_else_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception, a process that ends, a case that takes too long or lets no signal in, and bytes written elsewhere."""
+    """An exception, a process that ends, one that takes too long or lets no signal in, and bytes written elsewhere."""
 
     def attempt(root: Path, out: Path, writes: bool) -> str:
         number = next(turns)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import InputError
-from moepack.pack.manifest import DENSE_INDEX, LEFTOVERS, strict_json
+from moepack.pack.manifest import LEFTOVERS, strict_json
 from moepack.pack.manifest.parser import safe_path
 from moepack.pack.reader import Bundle
 from moepack.pack.safetensors_file import DTYPES, Header, TensorEntry, read_header
@@ -26,6 +26,7 @@ from moepack.progress import Reporter
 from .beside import copy_others, open_for, writing
 from .filled import FilledFile
 from .report import Exported, released_bits
+from .shards import write_index
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +79,7 @@ def export_checkpoint(
         for file in files.values():
             file.close()
         if len(files) > 1:
-            _index(partial, headers, wanted)
+            write_index(partial, needed, {n: file for file, h in headers.items() for n in h.tensors if n in wanted})
         copy_others(bundle, partial, config)
     reporter.step("done")
     return replace(report, files=tuple(files))
@@ -259,11 +260,3 @@ def _native(version: str, group: int, values: list[AffineMatrix | ReleasedMatrix
     assert codes is not None and scale is not None
     name = "fp8" if version == "fp8row" else version
     return NativeWeight(name, group, codes, scale, None if outer is None else outer[..., None], joined("zero"))
-
-
-def _index(target: Path, headers: Mapping[str, Header], wanted: set[str]) -> None:
-    """Write the index of a checkpoint in several files."""
-    places = {n: file for file, h in headers.items() for n in h.tensors if n in wanted}
-    total = sum(e.end for h in headers.values() for n, e in h.tensors.items() if n in wanted)
-    document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-    (target / DENSE_INDEX).write_text(json.dumps(document, indent=2) + "\n")

@@ -16,7 +16,7 @@ import torch
 from moepack.pack.encodings.affine import Affine
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
-from moepack.pack.spec import Version
+from moepack.pack.spec import Matrix, Version
 
 from .layout import CheckpointTensor, Entries
 from .plain import SafetensorsTarget
@@ -89,11 +89,16 @@ class Coded(SafetensorsTarget):
                 yield text
 
 
+def matrices_of(bundle: Bundle, dense: bool) -> list[tuple[str, Matrix]]:
+    """The matrices of experts, or the dense ones, with the words that name each in errors."""
+    if dense:
+        return [(d.module, d.matrix) for d in bundle.manifest.dense]
+    return [(f"layer {x.index}, {m.name}", m) for x in bundle.layers for m in x.matrices]
+
+
 def _unequal_groups(bundle: Bundle, version: Version, dense: bool) -> str | None:
     """Names a matrix whose columns are not whole groups of a version."""
-    matrices = [(f"layer {x.index}, {m.name}", m) for x in bundle.layers for m in x.matrices]
-    matrices = [(d.module, d.matrix) for d in bundle.manifest.dense] if dense else matrices
-    for where, m in matrices:
+    for where, m in matrices_of(bundle, dense):
         if m.cols % version.group_size:
             return f"{where} has {m.cols} columns, not whole groups of {version.group_size}"
     return None

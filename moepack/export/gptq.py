@@ -14,7 +14,7 @@ import torch
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import Version
 
-from .compressed import Coded
+from .compressed import Coded, matrices_of
 from .layout import CheckpointTensor, Entries
 from .targets import ExportJob
 from .values import Values
@@ -32,8 +32,7 @@ class Gptq(Coded):
         """See Target: rows and columns fill words."""
         if why := super().refusal(bundle, version, dense):
             return why
-        matrices = [(f"layer {x.index}, {m.name}", m) for x in bundle.layers for m in x.matrices]
-        for where, m in [(d.module, d.matrix) for d in bundle.manifest.dense] if dense else matrices:
+        for where, m in matrices_of(bundle, dense):
             if (m.rows | m.cols) % 32 and not version.holds:
                 return f"{where} is {m.rows} by {m.cols}, not multiples of 32"
         return None

@@ -147,9 +147,4 @@ class SafetensorsTarget(Target):
                     files.put(name, tensor, e if piece.expert is None else 0)
 
 
-@dataclass(frozen=True)
-class PlainTarget(SafetensorsTarget):
-    """See the module."""
-
-
-TARGET = PlainTarget("checkpoint", mixes=True)
+TARGET = SafetensorsTarget("checkpoint", mixes=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,12 @@ def shards(entries: Entries, most: int) -> list[Entries]:
     return out
 
 
+def write_index(folder: Path, total: int, file_of: Mapping[str, str]) -> None:
+    """Write the index of a checkpoint in several files: the file of each tensor, and the bytes of all tensors."""
+    document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+    (folder / DENSE_INDEX).write_text(json.dumps(document, indent=2) + "\n")
+
+
 class ShardedFiles:
     """The files of a checkpoint in a directory, at their full size from the start."""
 
@@ -68,8 +75,7 @@ class ShardedFiles:
         for file in self._files.values():
             file.close()
         if len(self._files) > 1:
-            document = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(self._file_of.items()))}
-            (self._folder / DENSE_INDEX).write_text(json.dumps(document, indent=2) + "\n")
+            write_index(self._folder, self._total, self._file_of)
 
 
 def _filled(path: Path, entries: Entries) -> FilledFile:

@@ -192,6 +192,14 @@ def serve(
         int | None,
         typer.Option("--max-kv-tokens", min=2, help="The most tokens of all KV caches; experts use the rest."),
     ] = None,
+    prefix_cache: Annotated[
+        str | None,
+        typer.Option(
+            "--prefix-cache",
+            metavar="SIZE|off",
+            help="The most bytes of prompts kept for later ones that begin alike: an eighth of the budget, up to 1GiB.",
+        ),
+    ] = None,
     max_prompt_tokens: Annotated[
         int | None, typer.Option("--max-prompt-tokens", min=1, help="The most tokens of a prompt.")
     ] = None,

@@ -57,6 +57,7 @@ class Serve:
     max_waiting: int = 256
     step_tokens: int = 256
     max_kv_tokens: int | None = None
+    prefix_cache: str | None = None
     max_prompt_tokens: int | None = None
     max_body: str = "4MiB"
     grace: float = 30.0
@@ -124,6 +125,7 @@ def options_of(asked: Serve) -> Options:
     limits = Limits(
         asked.max_sequences, asked.max_waiting, asked.step_tokens,
         prompt=asked.max_prompt_tokens or UNLIMITED, kv_tokens=asked.max_kv_tokens or UNLIMITED,
+        kept_bytes=0 if asked.prefix_cache == "off" else parse_size(asked.prefix_cache),
     )  # fmt: skip
     most = parse_size(asked.max_body)
     assert most is not None

@@ -19,6 +19,7 @@ class Limits:
     prompt: int = UNLIMITED  # tokens of a prompt
     # Tokens of all KV caches. Without a limit, experts are evicted as the caches grow.
     kv_tokens: int = UNLIMITED
+    kept_bytes: int | None = None  # bytes of kept chunks of prompts; 0 keeps none, None takes the default
 
 
 @dataclass(frozen=True, slots=True)

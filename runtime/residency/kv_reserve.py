@@ -90,6 +90,13 @@ class KvBudget:
                 self._reserve.shrink(total - keep)
             self._queue.wake()
 
+    def recount(self, cache: Any) -> None:
+        """Count a live cache again, whose bytes became fewer outside a pass, and give back what is not needed."""
+        with self._lock:
+            if id(cache) in self._caches:
+                self._follow(id(cache), cache)
+            self.settle()
+
     def _bury(self) -> None:
         while self._dead:
             key = self._dead.popleft()

@@ -53,6 +53,11 @@ class LiveView:
             "running": scheduler.running,
             "waiting": scheduler.waiting,
             "totals": asdict(scheduler.totals),
+            "prefixes": {
+                "bytes": self._engine.kept_bytes,
+                "most": self._engine.most_kept,
+                "why_off": self._engine.why_not_kept,
+            },
         }
 
     def _budget(self) -> dict[str, Any]:

@@ -63,6 +63,7 @@ class Metrics(Collector):
             "running": ("Running sequences.", scheduler.running),
             "waiting": ("Waiting sequences.", scheduler.waiting),
             "kv_bytes": ("Bytes of live KV caches.", self._engine.cache_bytes),
+            "prefix_bytes": ("Bytes of kept prompts; in a budget a part of kv_bytes.", self._engine.kept_bytes),
             "resident_bytes": ("Bytes reserved on the device.", serving.resident_bytes()),
             "resident_bytes_peak": ("The most bytes reserved so far.", serving.resident_bytes_peak),
             "budget_bytes": ("The most bytes allowed; 0 without a budget.", serving.budget_bytes or 0),
@@ -86,4 +87,6 @@ _WHAT = {
     "sequences_cancelled": "Sequences whose client left.",
     "sequences_failed": "Sequences that could not be answered.",
     "sequences_preempted": "Times a sequence gave up its cache for others.",
+    "prefix_queries": "Tokens of prompts looked for among kept ones.",
+    "prefix_hits": "Tokens of prompts taken from kept ones.",
 }

@@ -78,9 +78,14 @@ class _Now(Collector):
             gauge.add_metric(self._values, value)
             yield gauge
         counts = {
-            "prompt_tokens": ("Prompt tokens read.", totals.prompt_tokens),
+            "prompt_tokens": (
+                "Prompt tokens read, or taken from kept prompts.",
+                totals.prompt_tokens + totals.prefix_hits,
+            ),
             "generation_tokens": ("Tokens generated.", totals.generated_tokens),
             "num_preemptions": ("Times a sequence gave up its cache.", totals.preempted),
+            "prefix_cache_queries": ("Tokens of prompts looked for among kept ones.", totals.prefix_queries),
+            "prefix_cache_hits": ("Tokens of prompts taken from kept ones.", totals.prefix_hits),
         }
         for name, (what, count) in counts.items():
             counter = CounterMetricFamily(f"vllm:{name}", what, labels=LABELS)

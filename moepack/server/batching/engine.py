@@ -22,11 +22,14 @@ from moepack.families.arguments import with_cache
 from moepack.runtime.devices import glibc
 from moepack.runtime.residency.kv_reserve import KvBudget
 
-from .packed_cache import NAME, CacheShape, NotPackable, PackedKvCache, SequenceCache, windows_of
+from .packed_cache import NAME, CacheShape, NotPackable, PackedKvCache, RowInput, SequenceCache, windows_of
+from .prefixes import CHUNK
 
 log = logging.getLogger("moepack.server")
 # Passes of many lengths on one thread fragment the heap: 800 passes of up to 256 tokens left 200 MB of free holes.
 TRIM = 5.0  # seconds between two returns of free heap memory to the system
+KEPT = 1 << 30  # the most bytes of kept chunks where nothing else is asked for, and
+SHARE = 8  # the part of a budget that they may be: an eighth
 
 
 @dataclass(slots=True, eq=False)
@@ -45,13 +48,23 @@ class StepInput:
     tokens: Sequence[int]  # the sequence's next token ids
     wanted: int = 1  # how many of the last tokens need logits; 0 for none
     is_prompt: bool = False  # whether the tokens belong to a prompt
+    taken: int = 0  # tokens before them that are copied from kept chunks (`kept_ahead`)
+    keeps: int = 0  # the most chunks that are kept of those of the prompt that the step completes
+
+    @property
+    def start(self) -> int:
+        """Tokens of the sequence before these."""
+        return self.slot.length + self.taken
 
 
 class Engine:
     """Run a model's forward passes. One thread at a time may call it."""
 
-    def __init__(self, model: Any, step_tokens: int) -> None:
-        """Prepare for passes of at most `step_tokens` tokens."""
+    def __init__(self, model: Any, step_tokens: int, most_kept: int | None = 0) -> None:
+        """Prepare for passes of at most `step_tokens` tokens.
+
+        `most_kept` is the most bytes of kept chunks of prompts: 0 keeps none, None takes the default.
+        """
         self._model, self._step = model, step_tokens
         self.device: torch.device = model.device  # device of the logits
         self._native = model.config._attn_implementation
@@ -70,6 +83,10 @@ class Engine:
             model.config._attn_implementation = NAME
         except NotPackable as error:
             self._give_up(error)
+        budget = None if serving is None else serving.budget_bytes
+        self._most_kept = min(KEPT, budget // SHARE if budget else KEPT) if most_kept is None else most_kept
+        if self._most_kept and (why := self.why_not_kept) is not None:
+            log.warning("no prompt is kept, each is read in full: %s", why)
 
     def _give_up(self, error: NotPackable) -> None:
         """Run each sequence in passes of its own from now on."""
@@ -84,21 +101,71 @@ class Engine:
 
     # --- sequences
 
-    def add(self, wanted: int) -> CacheSlot:
-        """Add a sequence whose cache will soon hold `wanted` tokens."""
+    def add(self, wanted: int, keys: tuple[bytes, ...] = ()) -> CacheSlot:
+        """Add a sequence whose cache will soon hold `wanted` tokens; `keys` are its prompt's `chunk_keys`."""
         if not self.is_packed:
             return CacheSlot()
         if self._rows is None:
-            self._rows = PackedKvCache(self._windows, self._shape(), self._step)
-        return CacheSlot(self._rows.add(wanted))
+            self._rows = PackedKvCache(self._windows, self._shape(), self._step, self.most_kept)
+        return CacheSlot(self._rows.add(wanted, keys))
 
     def remove(self, slot: CacheSlot) -> None:
         """Remove a sequence and free its cache."""
         if slot.cache is not None and self._rows is not None:
             self._rows.remove(slot.cache)
-            if not self._rows.rows:  # without the object, the budget ends what it reserved for the rows
-                self._rows = None
+            self._recount()
         slot.cache, slot.length = None, 0
+
+    def _recount(self) -> None:
+        """Tell the budget that the rows or the kept chunks became fewer."""
+        assert self._rows is not None
+        if not self._rows.rows and not len(self._rows.prefixes):
+            self._rows = None  # without the object, the budget ends what it reserved for it
+        elif self._watch is not None:
+            self._watch.recount(self._rows)
+
+    # --- kept chunks of prompts
+
+    @property
+    def why_not_kept(self) -> str | None:
+        """Why no prompt is kept; None if prompts are."""
+        if self.why_not_packed is not None:
+            return self.why_not_packed
+        if any(window is not None for window in self._windows):
+            return "it has layers with an attention window"
+        return None if self._most_kept else "it is switched off"
+
+    @property
+    def most_kept(self) -> int:
+        """The most bytes of kept chunks."""
+        return self._most_kept if self.why_not_kept is None else 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of kept chunks."""
+        rows = self._rows  # read once: the engine's thread may replace it
+        return 0 if rows is None else rows.prefixes.bytes
+
+    def kept_ahead(self, slot: CacheSlot) -> int:
+        """Return the tokens at the beginning of a sequence's prompt that kept chunks hold beyond its own cache."""
+        if self._rows is None or slot.cache is None or not slot.cache.keys:
+            return 0
+        return max(0, CHUNK * len(self._rows.prefixes.find(slot.cache.keys)) - slot.length)
+
+    def kept_tokens(self, items: Sequence[StepInput] = ()) -> int:
+        """Tokens of all kept chunks, after a step of these inputs."""
+        rows = self._rows
+        return 0 if rows is None else CHUNK * (len(rows.prefixes) + sum(map(rows.new_chunks, _row_inputs(items))))
+
+    def evict(self, spared: Sequence[bytes] = ()) -> bool:
+        """Remove the least recently used chunk, unless it begins a prompt with the chunk keys `spared`.
+
+        Returns whether there was one.
+        """
+        if self._rows is None or not self._rows.prefixes.evict(self._rows.prefixes.find(spared)):
+            return False
+        self._recount()
+        return True
 
     def _shape(self) -> CacheShape | None:
         if self._watch is None:
@@ -115,14 +182,17 @@ class Engine:
         """Bytes of all sequences' caches; 0 without a budget."""
         return self._watch.used if self._watch is not None else 0
 
-    def fits(self, items: Sequence[StepInput], joining: Sequence[int] = ()) -> bool:
-        """Whether the budget holds a step of these inputs, and new caches of `joining` tokens beside it."""
+    def fits(self, items: Sequence[StepInput], joining: Sequence[int] = (), kept: bool = True) -> bool:
+        """Whether the budget holds a step of these inputs, and new caches of `joining` tokens beside it.
+
+        Without `kept`, whether it would if no chunk were kept.
+        """
         if self._watch is None:
             return True
         shape, tokens = self._watch.shape, sum(len(i.tokens) for i in items)
-        longest = max((i.slot.length + len(i.tokens) for i in items), default=0)
+        longest = max((i.start + len(i.tokens) for i in items), default=0)
         if self._rows is not None:
-            size = self._rows.after([(i.slot.cache, len(i.tokens)) for i in items])
+            size = self._rows.after(_row_inputs(items), kept)
         else:
             size = self._watch.used
             size += sum(shape.bytes(i.slot.length + len(i.tokens)) - shape.bytes(i.slot.length) for i in items)
@@ -177,11 +247,11 @@ class Engine:
         rows = self._rows
         assert rows is not None
         tokens = [token for item in items for token in item.tokens]
-        positions = [p for i in items for p in range(i.slot.length, i.slot.length + len(i.tokens))]
+        positions = [p for i in items for p in range(i.start, i.start + len(i.tokens))]
         ends = itertools.accumulate(len(item.tokens) for item in items)
         kept = [at for item, end in zip(items, ends, strict=True) for at in range(end - item.wanted, end)]
         try:
-            with rows.passing([(item.slot.cache, len(item.tokens), item.is_prompt) for item in items]):
+            with rows.passing(_row_inputs(items)):
                 logits = self._pass(tokens, positions, rows, kept or [len(tokens) - 1])
         except BaseException:
             if rows.began:
@@ -189,7 +259,7 @@ class Engine:
                     self.remove(item.slot)
             raise
         for item in items:
-            item.slot.length += len(item.tokens)
+            item.slot.length += item.taken + len(item.tokens)
         parts = iter(logits.split([item.wanted for item in items if item.wanted] or 1))
         return [next(parts) if item.wanted else None for item in items]
 
@@ -210,3 +280,7 @@ class Engine:
         out = self._model(input_ids=ids, position_ids=at, use_cache=True, **with_cache(self._model, cache), **wanted)
         logits: Tensor = out.logits[0]
         return logits if self._only_last else logits[kept]
+
+
+def _row_inputs(items: Sequence[StepInput]) -> list[RowInput]:
+    return [RowInput(i.slot.cache, len(i.tokens), i.is_prompt, i.taken, i.keeps) for i in items]

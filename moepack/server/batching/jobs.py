@@ -24,6 +24,7 @@ class JobEvent:
     stop: str | None = None  # the stop string that ended the answer
     error: Exception | None = None  # the reason if the job ends without an answer
     generated: int = 0  # tokens generated so far, including those that a stop string cut off
+    cached: int = 0  # tokens of the prompt that were not read, because an earlier request's were kept
 
 
 @dataclass(eq=False, slots=True)

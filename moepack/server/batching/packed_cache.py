@@ -21,6 +21,8 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from moepack.runtime.step import PackedCache, Step, current, opened
 
+from .prefixes import CHUNK, Chunk, Prefixes
+
 NAME = "moepack_rows"  # packed attention's name in transformers' registry
 GRAIN = 32  # a row has room (allocated memory) for a multiple of this many tokens
 AHEAD = 64  # when a row grows: the least tokens of room beyond the need
@@ -51,6 +53,7 @@ class SequenceCache:
 
     layers: list[_LayerCache]  # keys and values by layer
     wanted: int = 0  # the least room, in tokens, that the row's first pass allocates
+    keys: tuple[bytes, ...] = ()  # the prompt's `chunk_keys`
     length: int = 0  # cached tokens
     room: int = 0  # tokens for which the layers without a window have memory
 
@@ -80,14 +83,39 @@ class CacheShape:
 
 
 @dataclass(frozen=True, slots=True)
-class PassPart:
-    """A row's tokens in a pass."""
+class RowInput:
+    """What a pass does to one row."""
 
     row: SequenceCache
-    span: slice  # where these tokens are in the pass
-    count: int
+    count: int  # tokens that it reads
+    is_prompt: bool = False  # whether these are a prompt's
+    taken: int = 0  # tokens before them that are copied from kept chunks
+    keeps: int = 0  # the most chunks that are kept of those that it completes
+
+    @property
+    def start(self) -> int:
+        """Tokens of the row before those that the pass reads."""
+        return self.row.length + self.taken
+
+    @property
+    def end(self) -> int:
+        """Tokens of the row after the pass."""
+        return self.start + self.count
+
+    @property
+    def room(self) -> int:
+        """The row's room after the pass."""
+        return self.row.room_for(self.end)
+
+
+@dataclass(frozen=True, slots=True)
+class _PassPart:
+    """A row's part of the running pass."""
+
+    of: RowInput
+    span: slice  # where its tokens are in the pass
     room: int  # the row's room after the pass
-    is_prompt: bool
+    chunks: list[Chunk]  # the kept chunks at its prompt's beginning, if it takes some
 
 
 class PackedKvCache(Cache, PackedCache):
@@ -96,21 +124,25 @@ class PackedKvCache(Cache, PackedCache):
     The KV budget (runtime/residency/kv_reserve.py) reads `held_bytes` and `needed`; policies read `sequences`.
     """
 
-    def __init__(self, windows: Sequence[int | None], shape: CacheShape | None, step: int) -> None:
-        """Start empty. `windows`: attention windows by layer, tokens, None for full; `step`: the most tokens a pass."""
+    def __init__(self, windows: Sequence[int | None], shape: CacheShape | None, step: int, most_kept: int = 0) -> None:
+        """Start empty. `windows`: attention windows by layer, tokens, None for full; `step`: the most tokens a pass.
+
+        `most_kept` is the most bytes of kept chunks; 0 unless every layer is full.
+        """
         layers: list[Any] = [_Layer(self, n) for n in range(len(windows))]
         super().__init__(layers=layers)
         self.windows, self.shape, self.step = tuple(windows), shape, step
         self.rows: list[SequenceCache] = []
+        self.prefixes = Prefixes(most_kept)
         self.began = False  # whether the last pass has written into rows
-        self._parts: list[PassPart] = []
+        self._parts: list[_PassPart] = []
         self._passed: list[tuple[Tensor, Tensor] | None] = [None] * len(windows)
 
     # --- rows
 
-    def add(self, wanted: int) -> SequenceCache:
-        """Add an empty sequence; its first pass makes room for `wanted` tokens."""
-        row = SequenceCache([_LayerCache() for _ in self.windows], wanted)
+    def add(self, wanted: int, keys: tuple[bytes, ...] = ()) -> SequenceCache:
+        """Add an empty sequence; its first pass makes room for `wanted` tokens. `keys` are its prompt's chunk keys."""
+        row = SequenceCache([_LayerCache() for _ in self.windows], wanted, keys)
         self.rows.append(row)
         return row
 
@@ -121,46 +153,69 @@ class PackedKvCache(Cache, PackedCache):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all rows."""
-        return sum(self._bytes(row.room) for row in self.rows)
+        """Bytes of all rows and kept chunks; during a pass, what they may reach in it."""
+        return self.after([part.of for part in self._parts])
 
-    def after(self, parts: Sequence[tuple[SequenceCache, int]]) -> int:
-        """Return the peak bytes of all rows during a pass that reads these numbers of tokens, given by row."""
-        grown = [(row.room, row.room_for(row.length + count)) for row, count in parts]
-        more = sum(self._bytes(room) - self._bytes(before) for before, room in grown)
+    def after(self, inputs: Sequence[RowInput], kept: bool = True) -> int:
+        """Return the peak bytes of all rows, and of kept chunks if these are `kept`, in a pass with these inputs."""
+        grown = [(one.row.room, one.room) for one in inputs]
+        size = sum(self._bytes(row.room) for row in self.rows)
+        size += sum(self._bytes(room) - self._bytes(before) for before, room in grown)
         copied = max((self._bytes(before) for before, room in grown if room > before), default=0)
-        return self.held_bytes + more + copied // max(1, len(self.windows))
+        size += copied // max(1, len(self.windows))
+        if kept:
+            new = self._bytes(CHUNK * sum(map(self.new_chunks, inputs)))
+            size += min(self.prefixes.bytes + new, max(self.prefixes.bytes, self.prefixes.most))
+        return size
 
     def _bytes(self, room: int) -> int:
         return self.shape.bytes(room, self.step) if self.shape else 0
 
+    def new_chunks(self, one: RowInput) -> int:
+        """Return how many of the chunks that a pass completes are to be kept, beside those that are."""
+        if not one.keeps:
+            return 0
+        have, whole = len(self.prefixes.find(one.row.keys)), min(len(one.row.keys), one.end // CHUNK)
+        return min(whole - have, one.keeps) if one.start // CHUNK <= have < whole else 0
+
     def needed(self) -> tuple[int, int]:
-        """Return the peak bytes of all rows in this pass, and the final length of the longest row that it reads."""
-        parts = [(part.row, part.count) for part in self._parts]
-        return self.after(parts), max((row.length + count for row, count in parts), default=0)
+        """Return the peak bytes of rows and kept chunks in this pass, and the final length of its longest row."""
+        return self.held_bytes, max((part.of.end for part in self._parts), default=0)
 
     def sequences(self) -> list[tuple[SequenceCache, int, bool]]:
-        """The rows of this pass, each with its number of tokens and whether they are a prompt's."""
-        return [(part.row, part.count, part.is_prompt) for part in self._parts]
+        """The rows of this pass, each with the number of tokens read and whether they are a prompt's."""
+        return [(part.of.row, part.of.count, part.of.is_prompt) for part in self._parts]
 
     @contextmanager
-    def passing(self, parts: Sequence[tuple[SequenceCache, int, bool]]) -> Iterator[None]:
-        """Enclose a pass over these parts in order: each is a row, its number of tokens, whether they are a prompt's.
+    def passing(self, inputs: Sequence[RowInput]) -> Iterator[None]:
+        """Enclose a pass with these inputs in order.
 
         If the pass fails once `began` is set, its rows are invalid.
         """
         start, self.began = 0, False
-        for row, count, is_prompt in parts:
-            span, start = slice(start, start + count), start + count
-            self._parts.append(PassPart(row, span, count, row.room_for(row.length + count), is_prompt))
+        for one in inputs:
+            span, start = slice(start, start + one.count), start + one.count
+            chunks = self.prefixes.find(one.row.keys) if one.taken else []
+            assert not one.taken or one.start <= CHUNK * len(chunks), "a chunk left after the pass was planned"
+            self._parts.append(_PassPart(one, span, one.room, chunks))
         try:
             with opened(Step(packed=self)):
                 yield
             for part in self._parts:
-                part.row.length += part.count
-                part.row.room = part.room
+                self._keep(part.of)
+                part.of.row.length, part.of.row.room = part.of.end, part.room
         finally:
             self._parts, self._passed = [], [None] * len(self.windows)
+
+    def _keep(self, one: RowInput) -> None:
+        """Keep copies of the chunks that a pass has completed."""
+        if new := self.new_chunks(one):
+            row, found = one.row, self.prefixes.find(one.row.keys)
+            for n in range(len(found), len(found) + new):
+                at = slice(n * CHUNK, (n + 1) * CHUNK)
+                layers = [(_given(held.keys)[:, :, at], _given(held.values)[:, :, at]) for held in row.layers]
+                if not self.prefixes.add(found, row.keys[n], layers):
+                    return
 
     # --- what models call
 
@@ -168,17 +223,23 @@ class PackedKvCache(Cache, PackedCache):
         """Append a layer's new keys and values [1, heads, tokens, dim] to the rows, and return both unchanged."""
         self.began = True
         for part in self._parts:
-            window, held = self.windows[layer], part.row.layers[layer]
-            end = held.end + part.count
+            one, window = part.of, self.windows[layer]
+            held = one.row.layers[layer]
+            end = held.end + one.taken + one.count
             if held.keys is None or end > held.keys.shape[2]:
                 size = part.room if window is None else min(part.room, window - 1 + self.step)
                 keep = held.end if window is None else min(held.end, window - 1)
                 held.keys = _moved(held.keys, held.end, keep, size, keys)
                 held.values = _moved(held.values, held.end, keep, size, values)
-                end = keep + part.count
+                end = keep + one.taken + one.count
             assert held.values is not None
-            held.keys[:, :, end - part.count : end] = keys[:, :, part.span]
-            held.values[:, :, end - part.count : end] = values[:, :, part.span]
+            for n in range(one.row.length // CHUNK, -(-one.start // CHUNK) if one.taken else 0):
+                kept, first = part.chunks[n].layers[layer], n * CHUNK
+                low, high = max(one.row.length, first), min(one.start, first + CHUNK)
+                held.keys[:, :, low:high] = kept[0][:, :, low - first : high - first]
+                held.values[:, :, low:high] = kept[1][:, :, low - first : high - first]
+            held.keys[:, :, end - one.count : end] = keys[:, :, part.span]
+            held.values[:, :, end - one.count : end] = values[:, :, part.span]
             held.end = end
         self._passed[layer] = keys, values
         return keys, values
@@ -191,9 +252,8 @@ class PackedKvCache(Cache, PackedCache):
             raise NotPackable(f"{type(module).__name__} changes what its cache returns")
         out = []
         for part in self._parts:
-            held = part.row.layers[layer]
-            assert held.keys is not None and held.values is not None
-            k, v = held.keys[:, :, : held.end], held.values[:, :, : held.end]
+            held = part.of.row.layers[layer]
+            k, v = _given(held.keys)[:, :, : held.end], _given(held.values)[:, :, : held.end]
             if expand is not None:
                 k, v = expand(k, v)
             out.append(_attend(query[:, :, part.span], k, v, scaling, self.windows[layer], sinks))
@@ -225,6 +285,11 @@ class _Layer:
     def get_seq_length(self) -> int:
         """Tokens of the longest row."""
         return int(self._rows.get_seq_length())
+
+
+def _given(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
 
 
 def _moved(old: Tensor | None, end: int, keep: int, size: int, like: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Continuous batching: one thread owns the model, and sequences join and leave between steps.
 
 Each step reads one token of every decoding sequence, then prompt tokens until it has `step_tokens`, so that a long
-prompt does not delay other sequences. If the budget has no room for all caches, the youngest sequence is preempted: it
-gives up its cache and is read again later.
+prompt does not delay other sequences. A sequence takes what the engine keeps of its prompt, and waits while another one
+reads the same chunk. If the budget has no room, kept chunks leave, then the youngest sequence is preempted: it gives up
+its cache and is read again later.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from moepack.server.options import Limits
 from .engine import CacheSlot, Engine, StepInput
 from .jobs import Job, JobEvent
 from .packed_cache import NotPackable
+from .prefixes import CHUNK, chunk_keys
 from .sampling import Sampler, Scored, scored
 from .text import Pieces, Stops
 from .tokens import Tokens
@@ -44,6 +46,8 @@ class Totals:
     cancelled: int = 0
     failed: int = 0
     preempted: int = 0
+    prefix_queries: int = 0  # tokens of prompts that were looked for among kept chunks
+    prefix_hits: int = 0  # those of them that were found
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +60,8 @@ class _Sequence:
     stops: Stops
     sampler: Sampler | None = None  # made when the sequence first runs
     slot: CacheSlot | None = None  # the sequence's cache; None while the sequence waits
+    keys: tuple[bytes, ...] = ()  # the prompt's `chunk_keys`; none if all of it must be read
+    cached: int = 0  # tokens of the prompt that were taken from kept chunks
     made: int = 0  # tokens generated
     shown: int = 0  # characters of the answer that were posted
     decoded: int = 0  # characters of the answer so far
@@ -86,6 +92,7 @@ class Scheduler:
         self._closing = self._dropping = False
         self._token_limit = limits.step_tokens  # tokens of the next pass; fewer after the budget refused one
         self._crowded = False  # a sequence was preempted: none joins until a pass succeeds
+        self._refusing = False  # the budget refused a pass: no chunk is kept until one succeeds
         self._error: str | None = None
         self._thread = threading.Thread(target=self._run, name="moepack-scheduler", daemon=True)
 
@@ -141,6 +148,7 @@ class Scheduler:
                 list(job.prompt),
                 Pieces(functools.partial(self._tokens.decode, special=job.shows_special), job.prompt),
                 Stops(job.stops),
+                keys=() if job.wants_prompt else chunk_keys(job.prompt),
             )
             for job in jobs
         ]
@@ -198,7 +206,7 @@ class Scheduler:
         for one in sequences:
             self._remove(one)
             self.totals.failed += 1
-            self._events.append((one.job, JobEvent(error=error, generated=one.made)))
+            self._events.append((one.job, JobEvent(error=error, generated=one.made, cached=one.cached)))
         sequences.clear()
 
     def _remove(self, one: _Sequence) -> None:
@@ -222,50 +230,76 @@ class Scheduler:
         while self._waiting and len(self._running) < self.limits.sequences:
             one = self._waiting[0]
             need = len(one.tokens) + min(HEADROOM, one.job.max_tokens - one.made)
-            if self._running and (
-                self.cached_tokens + need > self.limits.kv_tokens or not self._engine.fits([], [*joining, need])
-            ):
-                return
+            while self._running and not self._has_room([], [*joining, need], need):
+                if not self._has_room([], [*joining, need], need, kept=False) or not self._engine.evict(one.keys):
+                    return
             self._waiting.popleft()
             try:
                 if one.sampler is None:
                     mask = one.job.grammar() if one.job.grammar is not None else None
                     one.sampler = Sampler(one.job.sampling, one.job.prompt, self._engine.device, mask)
-                one.slot = self._engine.add(need)
+                one.slot = self._engine.add(need, one.keys)
             except Exception as error:
                 self._drop([one], error)
                 continue
             joining.append(need)
             self._running.append(one)
 
+    def _has_room(
+        self, items: Sequence[StepInput], joining: Sequence[int] = (), more: int = 0, kept: bool = True
+    ) -> bool:
+        """Whether budget and limits hold a step, `joining` caches, and `more` tokens; if not `kept`, without chunks."""
+        tokens = self.cached_tokens + more + (self._engine.kept_tokens(items) if kept else 0)
+        return tokens <= self.limits.kv_tokens and self._engine.fits(items, joining, kept)
+
     def _plan(self) -> list[tuple[_Sequence, StepInput]]:
-        """Choose the next inputs; preempt the youngest sequences until the rest fit the budget."""
+        """Choose the next inputs.
+
+        Until they fit, evict kept chunks, then keep fewer of theirs, then preempt the youngest sequences. If evicting
+        all chunks would not help, none is evicted.
+        """
+        # The most chunks of a sequence that are kept
+        keeps = self.limits.step_tokens // CHUNK + 1 if self._engine.most_kept and not self._refusing else 0
         while True:
-            planned = self._next_inputs()
-            room = self.cached_tokens <= self.limits.kv_tokens and self._engine.fits([item for _, item in planned])
-            if room or len(self._running) < 2:
+            planned = self._next_inputs(keeps)
+            items = [item for _, item in planned]
+            if self._has_room(items):
                 return planned
-            self._preempt()
+            if self._has_room(items, kept=False):
+                keeps -= not self._engine.evict()
+            elif len(self._running) < 2:
+                return planned
+            else:
+                self._preempt()
 
     def _preempt(self) -> None:
         one = self._running.pop()
         self._remove(one)
-        if self._scores(one):
+        if not one.made:  # all of the prompt is read again
+            one.cached = 0
             one.prompt.clear()
         self._waiting.appendleft(one)
         self._crowded = True
         self.totals.preempted += 1
 
-    def _next_inputs(self) -> list[tuple[_Sequence, StepInput]]:
+    def _next_inputs(self, keeps: int) -> list[tuple[_Sequence, StepInput]]:
         planned, room = [], self._token_limit
+        being_read: set[tuple[bytes, ...]] = set()  # chunks that the step reads and keeps, by all keys up to theirs
         for one in sorted(self._running, key=lambda one: one.left > 1):  # decoding sequences first
-            if room and (slot := one.slot) is not None:
-                count = min(one.left, room, SCORED if self._scores(one) else room)
-                end = slot.length + count
-                wanted = count if self._scores(one) else int(end == len(one.tokens))
-                tokens, is_prompt = one.tokens[slot.length : end], end <= len(one.job.prompt)
-                planned.append((one, StepInput(slot, tokens, wanted, is_prompt)))
-                room -= count
+            if not room or (slot := one.slot) is None:
+                continue
+            taken = min(self._engine.kept_ahead(slot), one.left - 1) if one.left > 1 else 0
+            start = slot.length + taken
+            if start // CHUNK < len(one.keys) and one.keys[: start // CHUNK + 1] in being_read:
+                continue
+            count = min(len(one.tokens) - start, room, SCORED if self._scores(one) else room)
+            end = start + count
+            wanted = count if self._scores(one) else int(end == len(one.tokens))
+            tokens, is_prompt = one.tokens[start:end], end <= len(one.job.prompt)
+            planned.append((one, StepInput(slot, tokens, wanted, is_prompt, taken, keeps * is_prompt)))
+            room -= count
+            if keeps:
+                being_read |= {one.keys[: n + 1] for n in range(start // CHUNK, min(len(one.keys), -(-end // CHUNK)))}
         return planned
 
     def _scores(self, one: _Sequence) -> bool:
@@ -290,11 +324,16 @@ class Scheduler:
             self._running = [one for one in self._running if one not in lost]
             self._drop(lost, failed("the model failed on this request"))
             return
-        self._token_limit, self._error, self._crowded = self.limits.step_tokens, None, False
+        self._token_limit, self._error = self.limits.step_tokens, None
+        self._crowded = self._refusing = False
         self.totals.steps += 1
         for (one, item), logits in zip(planned, out, strict=True):
             if item.is_prompt and not one.made:
                 self.totals.prompt_tokens += len(item.tokens)
+                one.cached += item.taken
+                if self._engine.most_kept and not one.left and not one.job.wants_prompt:
+                    self.totals.prefix_queries += len(one.job.prompt)
+                    self.totals.prefix_hits += one.cached
             try:
                 self._read_logits(one, item, logits)
             except Exception as error:
@@ -305,8 +344,16 @@ class Scheduler:
                 self._drop([one], error)
 
     def _refused(self, planned: list[tuple[_Sequence, StepInput]], error: BudgetExceeded) -> None:
-        """Handle a pass that the budget refused: halve the tokens of the next, else preempt, else drop the sequence."""
-        read = sum(len(item.tokens) for _, item in planned)
+        """Handle a pass that the budget refused.
+
+        Evict all kept chunks, else halve the tokens of the next pass, else preempt, else drop the sequence.
+        """
+        read, evicted = sum(len(item.tokens) for _, item in planned), False
+        self._refusing = True
+        while self._engine.evict():
+            evicted = True
+        if evicted:
+            return
         if read > len(planned):
             self._token_limit = max(len(planned), read // 2)
         elif len(self._running) > 1:
@@ -358,7 +405,9 @@ class Scheduler:
         elif one.made >= job.max_tokens:
             self._finish(one, "length", prompt, text)
         elif text or prompt:
-            self._events.append((job, JobEvent(text, self._released(one, one.shown), prompt, generated=one.made)))
+            self._events.append(
+                (job, JobEvent(text, self._released(one, one.shown), prompt, generated=one.made, cached=one.cached))
+            )
 
     def _released(self, one: _Sequence, until: int) -> tuple[Scored, ...]:
         """Remove and return unposted scored tokens whose text begins before character `until` of the answer."""
@@ -375,4 +424,4 @@ class Scheduler:
         self._running.remove(one)
         self._remove(one)
         self.totals.finished += 1
-        self._events.append((one.job, JobEvent(text, tokens, prompt, why, one.stops.found, None, one.made)))
+        self._events.append((one.job, JobEvent(text, tokens, prompt, why, one.stops.found, None, one.made, one.cached)))

@@ -56,7 +56,7 @@ class Server:
         self._manners = manners_of(self.tokens)
         self._grammars = Grammars(tokenizer, self._vocabulary, self.tokens.ends)
         context = min(options.limits.context, int(getattr(text, "max_position_embeddings", None) or UNLIMITED))
-        self.engine = Engine(model, options.limits.step_tokens)
+        self.engine = Engine(model, options.limits.step_tokens, options.limits.kept_bytes)
         self.scheduler = Scheduler(self.engine, self.tokens, replace(options.limits, context=context), self._post)
         self.metrics = Metrics(model, options.name, self.engine, self.scheduler)
         view, chats = LiveView(model, options.name, self.engine, self.scheduler), bool(tokenizer.chat_template)

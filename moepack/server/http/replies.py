@@ -30,6 +30,7 @@ class Choice:
     scored: list[Scored] = field(default_factory=list)
     finish: str | None = None
     generated: int = 0
+    cached: int = 0  # tokens of the prompt that were taken from kept chunks
 
     def hear(self, event: JobEvent) -> tuple[str, list[Scored]]:
         """Append an event, and return the new text and the newly scored tokens."""
@@ -37,7 +38,7 @@ class Choice:
         new = [*event.prompt, *event.scored]
         self.text += text
         self.scored += new
-        self.finish, self.generated = event.finish, event.generated
+        self.finish, self.generated, self.cached = event.finish, event.generated, event.cached
         return text, new
 
 
@@ -106,8 +107,12 @@ class Reply:
     def _usage(self) -> dict[str, Any]:
         """Count the tokens read and generated; a prompt counts once for all its answers."""
         read = sum(len(choice.prompt) for choice in self.choices[:: self._asked.count])
+        cached = sum(choice.cached for choice in self.choices[:: self._asked.count])
         made = sum(choice.generated for choice in self.choices)
-        return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+        return {
+            "prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }  # fmt: skip
 
     def _begins(self) -> list[dict[str, Any]]:
         """The choices of a stream's first chunks, before any event."""

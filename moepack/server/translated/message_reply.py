@@ -36,11 +36,11 @@ class MessageReply(ItemReply):
         return REASONS.get(finish, "end_turn" if self._stop is None else "stop_sequence")
 
     def _spent(self) -> dict[str, Any]:
-        thought = self._said[0].reasoning_tokens
-        return {
-            "input_tokens": self._read, "output_tokens": self._made,
+        thought, cached = self._said[0].reasoning_tokens, self.choices[0].cached
+        return {  # as Anthropic counts, input_tokens are those that were read
+            "input_tokens": self._read - cached, "output_tokens": self._made,
             "output_tokens_details": {"thinking_tokens": thought} if thought else None,
-            "cache_creation_input_tokens": None, "cache_read_input_tokens": None, "server_tool_use": None,
+            "cache_creation_input_tokens": None, "cache_read_input_tokens": cached, "server_tool_use": None,
         }  # fmt: skip
 
     def _block(self, item: Item, text: str) -> dict[str, Any]:

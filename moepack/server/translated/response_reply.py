@@ -25,7 +25,7 @@ class ResponseReply(ItemReply):
         assert isinstance(asked, ResponsesRequest)
         status = {None: "in_progress", "length": "incomplete"}.get(said.finish, "completed")
         usage = {
-            "input_tokens": self._read, "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens": self._read, "input_tokens_details": {"cached_tokens": self.choices[0].cached},
             "output_tokens": self._made, "output_tokens_details": {"reasoning_tokens": said.reasoning_tokens},
             "total_tokens": self._read + self._made,
         }  # fmt: skip

@@ -15,7 +15,7 @@ from tiny_models import save_tiny
 from moepack.runtime.kv.sizes import KvShape, storages
 from moepack.server.batching import packed_cache as rows_module
 from moepack.server.batching.engine import CacheSlot, Engine, StepInput
-from moepack.server.batching.packed_cache import CacheShape, NotPackable, PackedKvCache, windows_of
+from moepack.server.batching.packed_cache import CacheShape, NotPackable, PackedKvCache, RowInput, windows_of
 
 NEW, STEP = 12, 16
 LONGROPE = {
@@ -150,7 +150,7 @@ def test_rows_say_what_they_hold(family: str, windows: list[int | None], tmp_pat
     places = [CacheSlot(row) for row in slots]
     for step in range(90):
         items = [StepInput(place, [5] * (STEP if n == 0 and step < 2 else 1)) for n, place in enumerate(places)]
-        after = rows.after([(i.slot.cache, len(i.tokens)) for i in items])
+        after = rows.after([RowInput(i.slot.cache, len(i.tokens)) for i in items])
         engine.run(items)
         held = sum(storages([(p.keys, p.values) for row in slots for p in row.layers]).values())
         assert held <= rows.held_bytes <= after

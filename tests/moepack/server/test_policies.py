@@ -22,7 +22,7 @@ from moepack.runtime.policies.contract import PrefillEnded, SequenceEnded
 from moepack.runtime.policies.prefill import Prefill
 from moepack.runtime.residency.sequences import Sequences
 from moepack.server.batching.engine import Engine, StepInput
-from moepack.server.batching.packed_cache import PackedKvCache
+from moepack.server.batching.packed_cache import PackedKvCache, RowInput
 from moepack.server.command import HELD, Serve, serve
 
 PROMPTS = ("The history of the town", "def f(x):", "Tom has 3 apples and", "In the year")
@@ -126,7 +126,10 @@ def test_a_row_that_is_read_again_is_a_sequence_of_its_own() -> None:
     rows, sequences = PackedKvCache([None], None, 8), Sequences()
 
     def reads(*parts: tuple[Any, int, bool]) -> list[tuple[int, int, bool, bool]]:
-        with rows.passing(parts), sequences.reading({"input_ids": torch.zeros(1, 4), "past_key_values": rows}) as found:
+        with (
+            rows.passing([RowInput(*p) for p in parts]),
+            sequences.reading({"input_ids": torch.zeros(1, 4), "past_key_values": rows}) as found,
+        ):
             return [(p.sequence, p.tokens, p.begins, p.decodes) for p in found[0].each]
 
     row, other = rows.add(8), rows.add(8)

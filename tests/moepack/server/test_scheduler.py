@@ -41,8 +41,18 @@ class Machine:
     most_held: int = 0
     before: Callable[[list[StepInput]], None] = lambda items: None
     gate: threading.Event | None = None
+    most_kept = 0
 
-    def add(self, wanted: int) -> CacheSlot:
+    def kept_ahead(self, slot: CacheSlot) -> int:
+        return 0
+
+    def kept_tokens(self, items: Any = ()) -> int:
+        return 0
+
+    def evict(self, spared: Any = ()) -> bool:
+        return False
+
+    def add(self, wanted: int, keys: tuple[bytes, ...] = ()) -> CacheSlot:
         slot = CacheSlot()
         slot.cache = slot
         self.caches[id(slot)] = []
@@ -55,7 +65,7 @@ class Machine:
     def held(self) -> int:
         return sum(len(tokens) for tokens in self.caches.values())
 
-    def fits(self, items: Any, joining: Any = ()) -> bool:
+    def fits(self, items: Any, joining: Any = (), kept: bool = True) -> bool:
         return self.held() + sum(len(i.tokens) for i in items) + sum(joining) <= self.room
 
     def holds(self, tokens: int) -> bool:

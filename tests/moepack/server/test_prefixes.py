@@ -1,0 +1,389 @@
+"""Kept prompts: the store against a model of it, answers that are the same bits, waiting for a chunk, and room."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from live_models import least, wait_for
+from server_fixtures import NAME, Running, begin, post
+from tiny_models import save_tiny
+
+import moepack
+from moepack.server.batching import engine as engine_module
+from moepack.server.batching.engine import Engine, StepInput
+from moepack.server.batching.packed_cache import PackedKvCache
+from moepack.server.batching.prefixes import CHUNK, Prefixes, chunk_keys
+from moepack.server.options import Limits, Options
+
+STEP, MOST = 256, 1 << 30
+SYSTEM = [1 + n * 37 % 900 for n in range(200)]  # three whole chunks and a rest
+
+
+# --- the store
+
+
+class Store(RuleBasedStateMachine):
+    """Chunks of one layer, whose keys hold the tokens that lead to them, beside a list in the order of their use."""
+
+    MOST = 5  # chunks of 16 bytes a token
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = Prefixes(self.MOST * CHUNK * 16)
+        self.used: list[tuple[int, ...]] = []  # kept chunks by the letters up to theirs, the least recently used first
+
+    def _found(self, letters: tuple[int, ...]) -> list[Any]:
+        """Find a prompt, and compare with the model; what is found is used."""
+        found = self.store.find([_key(n) for n in letters])
+        have = [letters[: n + 1] for n in range(len(letters)) if letters[: n + 1] in self.used]
+        assert [_letters(chunk) for chunk in found] == have
+        self.used = [one for one in self.used if one not in have] + have[::-1]
+        return found
+
+    @rule(letters=st.lists(st.integers(0, 2), min_size=1, max_size=7).map(tuple))
+    def keep(self, letters: tuple[int, ...]) -> None:
+        found = self._found(letters)
+        for n in range(len(found), len(letters)):
+            path = [letters[: m + 1] for m in range(n)]
+            full = len(self.used) == self.MOST
+            fits = not full or self.used[0] not in path
+            tensor = torch.tensor(letters[: n + 1]).float().sum() * torch.zeros(1, 1, CHUNK, 2)
+            tensor[0, 0, : n + 1, 0] = torch.tensor(letters[: n + 1]) + 1.0
+            assert self.store.add(found, _key(letters[n]), [(tensor, tensor + 1)]) is fits
+            tensor.fill_(-1)  # the store has copies
+            if not fits:
+                return
+            self.used = [one for one in self.used[full:] if one not in path] + [letters[: n + 1]] + path[::-1]
+            assert _letters(found[-1]) == letters[: n + 1]
+
+    @rule(letters=st.lists(st.integers(0, 2), max_size=7).map(tuple))
+    def find(self, letters: tuple[int, ...]) -> None:
+        self._found(letters)
+
+    @rule()
+    def evict(self) -> None:
+        assert self.store.evict() is bool(self.used)
+        self.used = self.used[1:]
+
+    @invariant()
+    def bytes_are_exact(self) -> None:
+        held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for c in self.store._chunks.values()
+                for pair in c.layers for t in pair}  # fmt: skip
+        assert sum(held.values()) == self.store.bytes == len(self.used) * CHUNK * 16 <= self.store.most
+        assert [_letters(chunk) for chunk in self.store._chunks.values()] == self.used
+        assert all(one[:-1] in self.used for one in self.used if one[:-1]), "a chunk outlived the one before it"
+
+
+def _key(letter: int) -> bytes:
+    return chunk_keys([letter] * CHUNK)[0]
+
+
+def _letters(chunk: Any) -> tuple[int, ...]:
+    keys, values = chunk.layers[0]
+    assert torch.equal(values, keys + 1)
+    return tuple(int(v) - 1 for v in keys[0, 0, :, 0] if v)
+
+
+def test_the_store_keeps_count_and_order() -> None:
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        Store, settings=settings(max_examples=60, stateful_step_count=30, deadline=None)
+    )
+
+
+def test_chunks_are_whole_and_known_by_all_their_tokens() -> None:
+    keys = chunk_keys(SYSTEM)
+    assert len(keys) == 3 and chunk_keys(SYSTEM[:63]) == () and chunk_keys(SYSTEM[:64]) == keys[:1]
+    assert chunk_keys([1 << 31] * 64) != chunk_keys([0] * 64)
+    store, layers = Prefixes(1 << 20), [(torch.zeros(1, 1, CHUNK, 2), torch.zeros(1, 1, CHUNK, 2))]
+    found: list[Any] = []
+    assert all(store.add(found, key, layers) for key in keys)
+    assert len(store.find(keys)) == 3 and len(store.find(keys[1:])) == 0  # the same chunk, behind other tokens
+    assert len(store.find([keys[0], keys[2]])) == 1
+    other = chunk_keys([*SYSTEM[:100], SYSTEM[100] + 1, *SYSTEM[101:]])
+    assert len(store.find(other)) == 1
+    assert Prefixes(100).add([], keys[0], layers) is False  # larger than all that may be kept
+
+
+# --- the same bits
+
+
+def model_of(family: str, folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(save_tiny(family, folder / family, dtype=torch.float32)).eval()
+
+
+def read(engine: Engine, prompt: list[int], ends: tuple[int, ...], new: int = 0) -> tuple[int, torch.Tensor]:
+    """Read a prompt in passes that end there, or from where kept chunks end: the tokens taken, and all last logits."""
+    slot, logits, taken = engine.add(len(prompt), chunk_keys(prompt)), [], 0
+    tokens = list(prompt)
+    for end in [*ends, *range(len(prompt) + 1, len(prompt) + new + 1)]:
+        ahead = min(engine.kept_ahead(slot), end - slot.length - 1)
+        taken += ahead
+        part, is_prompt = tokens[slot.length + ahead : end], end <= len(prompt)
+        out = engine.run([StepInput(slot, part, 1, is_prompt, ahead, keeps=9 * is_prompt)])[0]
+        assert out is not None
+        logits.append(out[0])
+        tokens.append(int(out[0].argmax()))
+        tokens[:] = tokens if end >= len(prompt) else tokens[:-1]
+    engine.remove(slot)
+    return taken, torch.stack(logits[len(ends) - 1 :])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_a_kept_prompt_gives_the_same_bits(family: str, tmp_path: Path) -> None:
+    """Grouped heads and latents (MLA). Read in the same pieces, logits are equal in all bits; against a prompt that was
+    read in one piece, up to the order of sums."""
+    model = model_of(family, tmp_path)
+    plain, engine = Engine(model, STEP), Engine(model, STEP, MOST)
+    assert plain.why_not_kept == "it is switched off" and engine.why_not_kept is None
+    for own in ([5, 6, 7], [8], [9] * 30):
+        prompt = SYSTEM + own
+        again, kept = read(engine, prompt, (192, len(prompt))[engine.kept_tokens() > 0 :], 6)
+        assert again == (0 if own == [5, 6, 7] else 192)
+        none, same = read(plain, prompt, (192, len(prompt)), 6)
+        assert none == 0 and torch.equal(kept, same)
+        _, whole = read(plain, prompt, (len(prompt),), 6)
+        torch.testing.assert_close(kept, whole, atol=5e-6, rtol=1e-4)
+        assert kept.argmax(-1).tolist() == whole.argmax(-1).tolist()
+    assert engine.kept_tokens() == 192 and plain.kept_tokens() == 0
+
+
+def test_a_part_of_a_chunk_is_taken(tmp_path: Path) -> None:
+    """All of a prompt but its last token, which is computed; and the rest of a chunk that a row has begun itself."""
+    model = model_of("qwen3_moe", tmp_path)
+    plain, engine = Engine(model, STEP), Engine(model, STEP, MOST)
+    prompt = SYSTEM[:128]
+    assert read(engine, prompt, (128,))[0] == 0
+    taken, logits = read(engine, prompt, (128,))
+    assert taken == 127 and torch.equal(logits, read(plain, prompt, (127, 128))[1])
+    slot = engine.add(200, chunk_keys(SYSTEM))
+    rows = engine._rows
+    assert rows is not None
+    kept = rows.prefixes
+    hidden, rows.prefixes = kept, Prefixes(MOST)
+    engine.run([StepInput(slot, SYSTEM[:20], 0, True)])
+    rows.prefixes = hidden
+    assert engine.kept_ahead(slot) == 108
+    out = engine.run([StepInput(slot, SYSTEM[128:], 1, True, 108, 9)])[0]
+    assert out is not None and slot.length == 200 and engine.kept_tokens() == 192
+    torch.testing.assert_close(out, read(plain, SYSTEM, (20, 200))[1], atol=5e-6, rtol=1e-4)
+    engine.remove(slot)
+
+
+def test_the_comparison_can_fail(tmp_path: Path) -> None:
+    """Planted: a kept chunk that is another one's."""
+    engine = Engine(model_of("qwen3_moe", tmp_path), STEP, MOST)
+    _, right = read(engine, SYSTEM, (200,))
+    rows = engine._rows
+    assert rows is not None
+    chunks = rows.prefixes.find(chunk_keys(SYSTEM))
+    for (keys, values), (other, others) in zip(chunks[0].layers, chunks[1].layers, strict=True):
+        with torch.inference_mode():
+            keys.copy_(other)
+            values.copy_(others)
+    assert not torch.allclose(read(engine, SYSTEM, (200,))[1], right, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "why"), [("gpt_oss", "layers with an attention window"), ("qwen3_next", "linear_attention")]
+)
+def test_other_caches_are_not_kept_and_it_says_so(
+    family: str, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_of(family, tmp_path)
+    engine = Engine(model, STEP, MOST)
+    assert why in str(engine.why_not_kept) and engine.most_kept == 0
+    assert "no prompt is kept" in caplog.text
+    slot = engine.add(200, chunk_keys(SYSTEM))
+    engine.run([StepInput(slot, SYSTEM, 1, True, engine.kept_ahead(slot), 9)])
+    assert engine.kept_tokens() == engine.kept_bytes == 0
+    engine.remove(slot)
+
+
+def test_a_failed_pass_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(model_of("qwen3_moe", tmp_path), STEP, MOST)
+    attend, slot = PackedKvCache.attend, engine.add(200, chunk_keys(SYSTEM))
+
+    def fails(self: Any, module: Any, *rest: Any) -> Any:
+        if module.layer_idx == 1:
+            raise OSError("the disk is gone")
+        return attend(self, module, *rest)
+
+    monkeypatch.setattr(PackedKvCache, "attend", fails)
+    with pytest.raises(OSError, match="the disk is gone"):
+        engine.run([StepInput(slot, SYSTEM, 1, True, 0, 9)])
+    assert engine.kept_tokens() == 0 and slot.cache is None
+    monkeypatch.undo()
+    assert read(engine, SYSTEM, (200,))[0] == 0 and read(engine, SYSTEM, (200,))[0] == 192
+
+
+# --- a server
+
+
+LIMITS = {"max_tokens": 12, "ignore_eos": True}
+
+
+def usage(server: Running, prompt: list[int], **more: Any) -> tuple[str, int]:
+    """A greedy answer's text, and the tokens of its prompt that were not read."""
+    body = {"model": NAME, "prompt": prompt, "temperature": 0, **LIMITS, **more}
+    found = json.loads(post(f"{server.url}/v1/completions", body))
+    assert found["usage"]["prompt_tokens"] == len(prompt)
+    return found["choices"][0]["text"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.fixture(scope="module")
+def kept(bundle: Path, tokenizer: Any) -> Any:
+    """A server without a budget, in float32, and one that keeps nothing."""
+    servers = []
+    for size in (None, 0):
+        model = moepack.load(bundle, policy="static:bf16", dtype=torch.float32)
+        options = Options(NAME, limits=Limits(sequences=16, step_tokens=256, kept_bytes=size))
+        servers.append((*begin(model, tokenizer, options), model))
+    yield [server for server, _, _ in servers]
+    for _, end, model in servers:
+        end()
+        model.moepack.close()
+
+
+def test_clients_at_once_read_a_shared_prompt_once(kept: list[Running]) -> None:
+    """16 clients, as many answers as without kept prompts, and each chunk is read by the first of them alone."""
+    server, without = kept
+    prompts = [SYSTEM + [3 + n, 5, 7 + n] for n in range(16)]
+    before = server.server.scheduler.totals.prompt_tokens
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(lambda prompt: usage(server, prompt), prompts))
+        right = list(pool.map(lambda prompt: usage(without, prompt), prompts))
+    assert [text for text, _ in found] == [text for text, _ in right]
+    assert sorted(cached for _, cached in found) == [0] + [192] * 15
+    assert [cached for _, cached in right] == [0] * 16
+    totals = server.server.scheduler.totals
+    assert totals.prompt_tokens - before == 203 + 15 * 11
+    assert (totals.prefix_hits, totals.prefix_queries) == (15 * 192, 16 * 203)
+    assert without.server.scheduler.totals.prefix_queries == 0
+    raw = post(f"{server.url}/metrics", None).decode()
+    labels = f'{{engine="0",model_name="{NAME}"}}'
+    assert f"vllm:prefix_cache_hits_total{labels} 2880.0" in raw
+    assert f"vllm:prefix_cache_queries_total{labels} 3248.0" in raw
+    assert "moepack_prefix_hits_total 2880.0" in raw and "moepack_prefix_queries_total 3248.0" in raw
+    assert f"moepack_prefix_bytes {float(server.server.engine.kept_bytes)}" in raw
+    config = server.model.config  # keys and values in float32
+    token = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 4
+    assert server.server.engine.kept_bytes == 192 * token
+
+
+def test_every_interface_says_what_was_kept(kept: list[Running], tokenizer: Any) -> None:
+    """Anthropic's input_tokens are those that were read; the others count all. Twice the same prompt: all but one."""
+    server, without = kept
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    said = [{"role": "user", "content": "The history of the town is long. " * 20}]
+    count = len(tokenizer(said[0]["content"]).input_ids)
+    whole = (count - 1) // CHUNK * CHUNK
+    assert whole >= CHUNK
+    chat = {"model": NAME, "messages": said, "max_tokens": 4, "temperature": 0}
+    for turn, cached in enumerate((0, whole)):
+        found = json.loads(post(f"{server.url}/v1/chat/completions", chat))["usage"]
+        assert found["prompt_tokens_details"] == {"cached_tokens": cached}, turn
+    found = json.loads(post(f"{server.url}/v1/messages", chat))["usage"]
+    assert (found["input_tokens"], found["cache_read_input_tokens"]) == (count - whole, whole)
+    asked = {"model": NAME, "input": said, "max_output_tokens": 4, "temperature": 0}
+    found = json.loads(post(f"{server.url}/v1/responses", asked))["usage"]
+    assert (found["input_tokens"], found["input_tokens_details"]) == (count, {"cached_tokens": whole})
+    found = json.loads(post(f"{without.url}/v1/messages", chat))["usage"]
+    assert (found["input_tokens"], found["cache_read_input_tokens"]) == (count, 0)
+
+
+def test_a_scored_prompt_is_read_in_full(kept: list[Running]) -> None:
+    server, without = kept
+    usage(server, SYSTEM)
+    for one in (server, without):
+        assert usage(one, SYSTEM, echo=True, logprobs=1)[1] == 0
+    assert usage(server, SYSTEM, n=3, temperature=1.0)[1] == 192  # a prompt counts once for all its answers
+
+
+def test_a_client_that_leaves_holds_nobody_up(kept: list[Running]) -> None:
+    """It leaves while it reads what another one waits for."""
+    server = kept[0]
+    scheduler, prompt = server.server.scheduler, [9 + n % 800 for n in range(1500)]
+    left, raw = scheduler.totals.cancelled, json.dumps({"prompt": prompt, **LIMITS}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(f"{head}{len(raw)}\r\n\r\n".encode() + raw)
+            wait_for(lambda: scheduler.running)
+            second = pool.submit(usage, server, prompt)
+        text, cached = second.result(20)
+    assert scheduler.totals.cancelled == left + 1 and cached < 1500
+    assert text == usage(kept[1], prompt)[0]
+    server.idle()
+
+
+# --- room
+
+
+@pytest.mark.parametrize(("policy", "least_room"), [("hotness:interval=0.05", 200_000), ("uniform", 0)])
+def test_kept_prompts_are_in_the_budget_and_leave_first(
+    policy: str, least_room: int, bundle: Path, tokenizer: Any
+) -> None:
+    """A budget that holds few tokens beyond a request's: prompts of many kinds are kept and leave again, every request
+    is answered, none gives its cache up, and the peak stays below the budget. Idle, the kept bytes are all KV bytes."""
+    room: dict[str, Any] = {"prefill_tokens": 256, "all_logits": False, "kv_tokens": 512}
+    budget = least(bundle, policy, **room) + least_room
+    model = moepack.load(bundle, policy=policy, device_memory=budget, **room)
+    options = Options(NAME, limits=Limits(sequences=8, step_tokens=256, kept_bytes=MOST))
+    server, end = begin(model, tokenizer, options)
+    try:
+        engine, serving, most = server.server.engine, model.moepack, 0
+        for turn in range(12):
+            prompt = [1 + turn + n * 7 % 900 for n in range(300)]
+            _, cached = usage(server, prompt)
+            assert cached == 0 and usage(server, prompt)[1] in range(0, 257, CHUNK)
+            server.idle()
+            assert (
+                engine.kept_bytes == engine.cache_bytes <= serving.caches.needs.kv_bytes + serving.caches._reserve.most
+            )
+            assert engine.kept_bytes == engine.kept_tokens() * engine._shape().full  # type: ignore[union-attr]
+            most = max(most, engine.kept_tokens())
+        assert most >= 128
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda n: usage(server, [n + 1] * 70), range(4)))
+        totals = server.server.scheduler.totals
+        assert totals.finished == 28 and totals.failed == totals.preempted == 0
+        assert engine.kept_tokens() < 12 * 256 + 4 * 64, "some have left"
+        assert serving.resident_bytes_peak <= serving.budget_bytes
+    finally:
+        end()
+        model.moepack.close()
+
+
+def test_tokens_of_kept_chunks_are_under_the_limit_of_all(bundle: Path, tokenizer: Any) -> None:
+    """--max-kv-tokens 400 holds a request of 204 tokens and 192 kept ones: each prompt replaces the last."""
+    model = moepack.load(bundle, policy="static:bf16")
+    server, end = begin(model, tokenizer, Options(NAME, limits=Limits(step_tokens=256, kv_tokens=400)))
+    try:
+        for start in (1, 2, 3):
+            prompt = [start] * 200
+            assert usage(server, prompt, max_tokens=4)[1] == 0
+            assert server.server.engine.kept_tokens() == 192
+        assert usage(server, [3] * 200, max_tokens=4)[1] == 192 and usage(server, [2] * 200, max_tokens=4)[1] == 0
+    finally:
+        end()
+        model.moepack.close()
+
+
+def test_the_default_is_a_part_of_the_budget(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = moepack.load(bundle, policy="uniform", device_memory=8_000_000)
+    with model.moepack:
+        assert Engine(model, STEP, None).most_kept == 1_000_000
+        assert Engine(model, STEP, 12_345).most_kept == 12_345
+        monkeypatch.setattr(engine_module, "KEPT", 5_000)
+        assert Engine(model, STEP, None).most_kept == 5_000

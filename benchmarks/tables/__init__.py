@@ -33,6 +33,7 @@ from .serving import (
     alpha,
     hostile,
     hostile_formats,
+    kept_prompts,
     on_demand,
     overlap,
     paged,
@@ -66,8 +67,8 @@ TABLES: dict[str, Callable[[], str]] = {
         summary, quality, allocation, weighting, losses, quantisers, build, bounded, layer_time,
         estimates, scale, pieces, clusters, codec, kernels, whole_model, shapes, released_kernels, residency, tpot,
         overlap, missed, policies, similarity, selector, retention, on_demand, prediction, alpha, paged, hostile,
-        hostile_formats, soak, serving, start, families, peer_layers, peer_mxfp4, peer_models, peer_quality,
-        peer_versions,
+        hostile_formats, soak, serving, kept_prompts, start, families, peer_layers, peer_mxfp4, peer_models,
+        peer_quality, peer_versions,
         formats, released, released_others, sizes, limited,
     )
 }  # fmt: skip

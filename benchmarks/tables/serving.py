@@ -137,6 +137,11 @@ def serving() -> str:
     return as_is("serve")
 
 
+def kept_prompts() -> str:
+    """Clients with one system prompt, with and without kept prompts."""
+    return as_is("kept-prompts")
+
+
 def start() -> str:
     """From the start of a command to its first token."""
     return as_is("start")

@@ -70,7 +70,9 @@ class Interval(Counted):
 class SequenceBegan(Event):
     """The first step of a sequence begins. A sequence is the batch behind one KV cache, or a pass without a cache."""
 
-    tokens: int  # of the whole batch's prompt or first chunk, with padding; 0 for a cache filled elsewhere
+    # Of the whole batch's prompt or first chunk, with padding; 0 for a cache filled elsewhere. Where a server took the
+    # beginning of a prompt from a cache, the rest is its first chunk.
+    tokens: int
     sequence: int = 0  # the sequence's number, from 1, never used twice
 
 

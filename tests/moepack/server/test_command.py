@@ -107,6 +107,13 @@ def test_the_key_from_the_environment(
     assert (options.keys, options.name, options.body) == (wanted, bundle.name, 4 << 20)
 
 
+@pytest.mark.parametrize(("given", "wanted"), ((None, None), ("off", 0), ("64MiB", 64 << 20)))
+def test_the_most_that_is_kept_of_prompts(given: str | None, wanted: int | None, bundle: Path) -> None:
+    assert options_of(Serve(str(bundle), prefix_cache=given)).limits.kept_bytes == wanted
+    with pytest.raises(InputError, match="size 'on' is not a number of bytes"):
+        options_of(Serve(str(bundle), prefix_cache="on"))
+
+
 def test_what_cannot_begin_says_why(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(error: type[Exception], words: str, folder: Path = bundle, port: int = 0, **load: Any) -> None:
         with pytest.raises(error, match=words):

@@ -23,6 +23,7 @@ from moepack.runtime.policies.prefill import Prefill
 from moepack.runtime.residency.sequences import Sequences
 from moepack.server.batching.engine import Engine, StepInput
 from moepack.server.batching.packed_cache import PackedKvCache, RowInput
+from moepack.server.batching.prefixes import chunk_keys
 from moepack.server.command import HELD, Serve, serve
 
 PROMPTS = ("The history of the town", "def f(x):", "Tom has 3 apples and", "In the year")
@@ -119,6 +120,26 @@ def test_every_sequence_of_a_packed_pass_is_heard_of_by_itself(engine: Engine) -
         assert mine.counts[0].tolist() == right.counts[0].tolist(), "the first layer routes by the token alone"
         for row, other in zip(mine.gates[:1], right.gates[:1], strict=True):
             assert row == pytest.approx(other, rel=2e-2, abs=2e-3), "bfloat16's order"
+
+
+def test_of_a_prompt_that_is_kept_in_part_the_rest_is_heard(bundle: Path) -> None:
+    """It is a sequence of its own, whose only chunk is what was read; even a single token is of a prompt."""
+    with listened_to(bundle) as model:
+        engine = Engine(model, 256, 1 << 30)
+        for length, taken in ((130, 0), (130, 128), (128, 127)):
+            prompt = [1 + n * 7 % 900 for n in range(length)]
+            slot = engine.add(160, chunk_keys(prompt))
+            ahead = min(engine.kept_ahead(slot), length - 1)
+            assert ahead == taken
+            engine.run([StepInput(slot, prompt[taken:], 1, True, taken, 9)])
+            engine.run([StepInput(slot, [5])])
+            engine.remove(slot)
+        events = heard(model, lambda all: sum(isinstance(e, SequenceEnded) for e in all) == 3)
+        names = [type(e).__name__ + str(getattr(e, "tokens", "")) for n in (1, 2, 3) for e in events if e.sequence == n]
+        rest = ["PrefillEnded", "DecodingBegan", "SequenceEnded"]
+        assert names == ["SequenceBegan130", *rest, "SequenceBegan2", *rest, "SequenceBegan1", *rest]
+        read = [[int(row.sum()) for row in e.counts] for e in events if isinstance(e, PrefillEnded)]
+        assert read == [[TOP_K * n] * 4 for n in (130, 2, 1)]
 
 
 def test_a_row_that_is_read_again_is_a_sequence_of_its_own() -> None:

@@ -277,7 +277,7 @@ def shared(bundle: Path, memory: str | None, prompts: list[list[str]], rounds: i
         }
         for (kept, read), all in times.items()
     ]
-    p50 = {(row["kept prompts"], row["system prompt"]): row["TTFT p50"] for row in rows}
+    p50 = {which: percentile(found, 0.5) for which, found in times.items()}
     return rows, [
         Target(
             f"TTFT by that without kept prompts, system prompt {read}", p50["on", read] / p50["off", read], 0.4, "lower"

@@ -19,6 +19,7 @@ DOCUMENTS = (
     ROOT / "docs" / "papers.md",
     ROOT / "docs" / "policies.md",
     ROOT / "docs" / "reliability.md",
+    ROOT / "docs" / "server.md",
 )
 TEXTS = {"wikitext2-test": "WikiText-2 test", "gsm8k-test": "GSM8K test", "humaneval": "HumanEval"}
 VERSIONS = ("bf16", "w4", "w3", "w2", "w1")

@@ -23,6 +23,11 @@ _HELD = typer.Option(
     min=0,
     help="In a budget: tokens of KV cache reserved at the start; 4096 if experts cannot make room.",
 )
+_PREFIX = typer.Option(
+    "--prefix-cache",
+    metavar="SIZE|off",
+    help="The most bytes of prompts kept for later ones that begin alike: an eighth of the budget, up to 1GiB.",
+)
 _LOADED = ("policy", "device_memory", "memory", "dense", "max_tpot", "kv_tokens", "device", "dtype", "checked")
 _KEPT = typer.Option(
     "--profile", help="Begin with the traffic in this file, where it exists, and save the traffic there."
@@ -192,14 +197,7 @@ def serve(
         int | None,
         typer.Option("--max-kv-tokens", min=2, help="The most tokens of all KV caches; experts use the rest."),
     ] = None,
-    prefix_cache: Annotated[
-        str | None,
-        typer.Option(
-            "--prefix-cache",
-            metavar="SIZE|off",
-            help="The most bytes of prompts kept for later ones that begin alike: an eighth of the budget, up to 1GiB.",
-        ),
-    ] = None,
+    prefix_cache: Annotated[str | None, _PREFIX] = None,
     max_prompt_tokens: Annotated[
         int | None, typer.Option("--max-prompt-tokens", min=1, help="The most tokens of a prompt.")
     ] = None,

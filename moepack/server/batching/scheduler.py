@@ -266,7 +266,7 @@ class Scheduler:
             if self._has_room(items):
                 return planned
             if self._has_room(items, kept=False):
-                keeps -= not self._engine.evict()
+                keeps = max(0, keeps - (not self._engine.evict()))
             elif len(self._running) < 2:
                 return planned
             else:

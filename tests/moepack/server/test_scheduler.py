@@ -42,15 +42,17 @@ class Machine:
     before: Callable[[list[StepInput]], None] = lambda items: None
     gate: threading.Event | None = None
     most_kept = 0
+    kept: int = 0  # tokens of kept chunks, of prompts that nobody asks for
 
     def kept_ahead(self, slot: CacheSlot) -> int:
         return 0
 
     def kept_tokens(self, items: Any = ()) -> int:
-        return 0
+        return self.kept
 
     def evict(self, spared: Any = ()) -> bool:
-        return False
+        self.kept -= 64 * (evicted := self.kept > 0)
+        return evicted
 
     def add(self, wanted: int, keys: tuple[bytes, ...] = ()) -> CacheSlot:
         slot = CacheSlot()
@@ -66,7 +68,7 @@ class Machine:
         return sum(len(tokens) for tokens in self.caches.values())
 
     def fits(self, items: Any, joining: Any = (), kept: bool = True) -> bool:
-        return self.held() + sum(len(i.tokens) for i in items) + sum(joining) <= self.room
+        return self.held() + sum(len(i.tokens) for i in items) + sum(joining) + self.kept * kept <= self.room
 
     def holds(self, tokens: int) -> bool:
         return tokens <= self.room
@@ -288,6 +290,43 @@ def test_a_budget_that_refuses_is_asked_for_less(bench: Any) -> None:
     told = [b.ask([1] * 9, 5), b.ask([2], 5)]
     b.ended()
     assert all(e[-1].error is not None and "more than 0" in str(e[-1].error) for e in told) and b.machine.held() == 0
+
+
+@pytest.mark.parametrize(("room", "limits"), [(300, {}), (1 << 30, {"kv_tokens": 300})])
+def test_kept_chunks_leave_before_a_request_waits(room: int, limits: dict[str, int], bench: Any) -> None:
+    """Two sequences of 45 tokens fit beside 192 kept ones, three beside 128, and four beside 64."""
+    for count, kept in ((2, 192), (3, 128), (4, 64)):
+        b = bench(Machine(room=room, kept=192, gate=threading.Event()), step_tokens=16, **limits)
+        told = [b.ask([n + 1] * 5, 40) for n in range(count)]
+        b.machine.gate.set()
+        b.ended()
+        assert [text(events) for events in told] == [expected([n + 1] * 5, 40) for n in range(count)]
+        assert b.machine.kept == kept and b.scheduler.totals.preempted == 0
+        assert max(len(p) for p in b.machine.passes) == count
+
+
+def test_none_leaves_where_that_would_not_help(bench: Any) -> None:
+    """A second sequence has no room even without them, so it waits, and they stay."""
+    b = bench(Machine(room=240, kept=64, gate=threading.Event()), step_tokens=128)
+    told = [b.ask([n + 1] * 110, 60) for n in range(2)]
+    b.machine.gate.set()
+    b.ended()
+    assert [text(events) for events in told] == [expected([n + 1] * 110, 60) for n in range(2)]
+    assert b.machine.kept == 64 and max(len(p) for p in b.machine.passes) == 1
+
+
+def test_kept_chunks_leave_before_a_pass_is_made_smaller(bench: Any) -> None:
+    """The budget refuses until none is left."""
+
+    def refuse(items: list[StepInput]) -> None:
+        if b.machine.kept:
+            raise BudgetExceeded("kept")
+
+    b = bench(Machine(kept=256, before=refuse))
+    told = b.ask([1] * 8, 3)
+    b.ended()
+    assert text(told) == expected([1] * 8, 3) and b.machine.kept == 0
+    assert b.machine.passes[0] == [(8, 0)], "all of the prompt, in the next pass"
 
 
 def test_a_pass_that_fails_fails_its_sequences_alone(bench: Any) -> None:

@@ -100,6 +100,17 @@ def somebody() -> Iterator[None]:
     other.end()
 
 
+def test_a_cache_that_became_smaller_outside_a_pass_is_counted_again(watch: KvBudget) -> None:
+    cache = made(watch, 600)
+    cache.held = cache.held[:100].clone()
+    assert watch.used == 600
+    watch.recount(cache)
+    assert watch.used == 100
+    watch.recount(Cache(50))  # no pass has seen it
+    assert watch.used == 100
+    made(watch, 800)
+
+
 def test_what_never_fits_is_refused_at_once_and_holds_up_nobody(watch: KvBudget) -> None:
     gate = threading.Event()
     other = Beside(lambda: run(watch, 10, inside=gate.wait))

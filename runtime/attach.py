@@ -106,10 +106,11 @@ def _replaced(model: Any, bundle: Bundle) -> dict[str, int]:
     """Let the compiled kernels run norms, routers and attention; return the number of modules of each class."""
     from moepack.runtime.dense.borrowed import serve_attention, serve_routers
     from moepack.runtime.dense.norms import serve_norms
+    from moepack.runtime.dense.projections import serve_projections
 
     norms = serve_norms(model)
     routers = serve_routers(model, [layer.module for layer in bundle.layers])
-    return norms | routers | serve_attention(model)
+    return norms | routers | serve_attention(model) | serve_projections(model)
 
 
 def _hand_over(

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ from moepack.runtime.store.files import DENSE, BackingStore
 from moepack.runtime.store.loading import in_order, loading
 
 from .packed import PackedLinear
+
+if TYPE_CHECKING:
+    from moepack.runtime.kernels.dense_native import MatrixGroup
 
 FEW = 16  # tokens up to which one call computes the products of all maps that share an input
 MISSES = 2  # after this many calls in a row with unused results of other maps, a group's maps are multiplied one by one
@@ -102,7 +105,7 @@ class Group:
 
     def __init__(self, parts: Sequence[PackedMatrix]) -> None:
         self._parts, self._size = tuple(parts), len(parts)
-        self._made: dict[tuple[int, ...], Any] = {}
+        self._made: dict[tuple[int, ...], MatrixGroup] = {}
         self._kept = threading.local()
         self._misses = 0
 
@@ -136,10 +139,16 @@ class Group:
     def _products(self, x: Tensor, which: tuple[int, ...]) -> tuple[Tensor, ...]:
         """Return the products [..., rows] by each of the matrices with these numbers."""
         from moepack.runtime.kernels import dense_native as native
+
+        return native.dense(self.matrices(which), x)
+
+    def matrices(self, which: tuple[int, ...]) -> MatrixGroup:
+        """Return the matrices with these numbers, as the kernels take them."""
+        from moepack.runtime.kernels import dense_native as native
         from moepack.runtime.kernels.affine_native import DTYPES
 
         if (of := self._made.get(which)) is not None:
-            return native.dense(of, x)
+            return of
         parts = [self._parts[i] for i in which]
         matrices = []
         for part in parts:
@@ -152,7 +161,7 @@ class Group:
                 matrices.append(native.KernelMatrix(form, m.rows, m.cols, part.extent))
         limits = {d: backends.dense_limits(d, [part.version.name for part in parts]) for d in DTYPES}
         of = self._made[which] = native.MatrixGroup(matrices, limits)
-        return native.dense(of, x)
+        return of
 
 
 def _unchanged(x: Tensor, state: Tensor | int) -> bool:

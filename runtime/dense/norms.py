@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moepack.runtime.kernels.dense_native import norm
+from moepack.runtime.kernels.token_native import Norm
 
 from .linears import in_place_of, learns
 
@@ -45,7 +46,15 @@ def _served(kind: type[nn.Module], form: int, epsilon: float) -> type[nn.Module]
             return made
         return norm(x, weight, form, added)
 
-    return in_place_of(kind, forward)
+    made = in_place_of(kind, forward)
+    made._moepack_form = form, epsilon  # type: ignore[attr-defined]
+    return made
+
+
+def described(module: nn.Module) -> Norm | None:
+    """Return what a served module computes; `None` for any other module."""
+    found = vars(type(module)).get("_moepack_form")
+    return None if found is None else Norm(module.weight, *found)  # type: ignore[arg-type]
 
 
 def serve_norms(model: nn.Module) -> dict[str, int]:

@@ -35,6 +35,13 @@ class Counters:
         """Count a layer's routing: `index` and `weights` are [tokens, top_k]. Does not wait for the device."""
         self.used = True
         row, none = self.counts[position], self._experts[position]
+        if row.device.type == "cpu" and index.device.type == "cpu" and self.mask is None and not self.within:
+            chosen = index.numpy().ravel().clip(max=none)  # torch's scatter takes four times as long for a token
+            row.numpy()[:] += np.bincount(chosen, minlength=len(row))
+            if self.sums is not None:
+                shares = weights.detach().double().numpy().ravel()
+                self.sums[position].numpy()[:] += np.bincount(chosen, weights=shares, minlength=len(row))
+            return
         flat = index.reshape(-1).clamp(max=none)
         mask = self.mask if self.mask is not None and len(self.mask) == len(index) else None
         one = row.new_ones(()) if mask is None else mask.unsqueeze(1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,19 +19,44 @@ from torch import Tensor
 from moepack.pack.isa import emulated
 from moepack.runtime.kernels.affine_native import DTYPES, combine, has_tiles, product, unpack
 from moepack.runtime.kernels.by_torch import multiply, of_matrix, of_packed
+from moepack.runtime.kernels.token_native import GatedExperts, silu_gate
 
 from . import backends
 
 if TYPE_CHECKING:
-    from .handles import LayerCall, Snapshot
+    from .handles import LayerCall, ServedLayer, Snapshot
 
 Limits = npt.NDArray[np.int64]
+FEW = 16  # tokens up to which one call runs a layer
+PROBES, EQUAL = 64, 0.998  # random rows on which a gate is tried; the share of equal results; others are a unit apart
 Many = list[tuple[int, Tensor]]  # each expert with many slots, and these slots in order
 
 
 def forward(call: LayerCall) -> Tensor:
     """Run `experts_forward` on a CPU; return [tokens, hidden]."""
+    x, of = call.hidden, call.experts.of
+    if x.dtype == torch.bfloat16 and 0 < len(x) <= FEW and call.pages is None and (kernel := of.gated(call.module)):
+        limits = backends.direct_limits(x.dtype, of.versions)
+        if has_tiles(x.dtype) or len(x) <= limits.min():
+            index = call.index.long().contiguous()
+            return kernel.run(call.experts.table, x.detach().contiguous(), index, call.weights.detach(), limits)
     return summed(call, rows(call))
+
+
+def gated(of: ServedLayer, module: Any) -> GatedExperts | None:
+    """Return the kernel for a layer whose gate is the kernel's, tried on random numbers; else `None`."""
+    matrices = of.layer.matrices
+    plain = module.has_gate and not getattr(module, "has_post_expert_norm", False)
+    if of.native is None or not plain or len(matrices) != 2 or matrices[0].rows != 2 * matrices[1].cols:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(PROBES, matrices[0].rows, generator=generator) * torch.logspace(-3, 3, PROBES)[:, None]
+    with torch.no_grad():
+        wanted, made = module._apply_gate(x.bfloat16()), silu_gate(x.bfloat16())
+    if wanted.shape != made.shape or wanted.dtype != made.dtype:
+        return None
+    close = (made.float() - wanted.float()).abs() <= 2.0**-7 * wanted.float().abs() + 1e-30  # e^-87 is 0 in the kernel
+    return GatedExperts(of.native) if close.all() and float((made == wanted).float().mean()) >= EQUAL else None
 
 
 def rows(call: LayerCall, threads: int | None = None) -> Tensor:

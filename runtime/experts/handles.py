@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,9 @@ from moepack.runtime.step import StepOpener
 from . import backends
 from .host_tier import HostTier
 from .packed import GpuPackedExtent, PackedExtent, RestoredExtent
+
+if TYPE_CHECKING:
+    from moepack.runtime.kernels.token_native import GatedExperts
 
 Packed = PackedExtent | RestoredExtent | GpuPackedExtent
 
@@ -72,6 +75,15 @@ class ServedLayer:
         self.backend = backends.backend(device) if compiled(self.versions) else "reference"
         self.tier: HostTier | None = None  # runs experts on the host, beside the device's
         self.makes_up_for_absent = False  # whether a token's other experts take over gate weights of absent ones
+        self._gated: list[GatedExperts | None] = []  # see `gated`; empty until it is first asked for
+
+    def gated(self, module: Any) -> GatedExperts | None:
+        """The kernel that runs few BF16 tokens in one call, if the module's gate has its bits; tried once."""
+        if not self._gated:
+            from . import cpu
+
+            self._gated = [cpu.gated(self, module)]
+        return self._gated[0]
 
     def over(
         self,
@@ -138,7 +150,7 @@ class Snapshot:
         """The router's choice [tokens, top_k], with a number past the last expert for those at places not in `here`."""
         count = len(self.handles)
         if here >= EVERYWHERE and index.device.type == "cpu":  # a table's word is 0 for an absent expert alone
-            if self.table[index.numpy().clip(max=count - 1)].all():
+            if self.table.take(index.numpy(), mode="clip").all():
                 return index
         elif self.places <= here:
             return index

@@ -35,7 +35,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 level = 0  # set by `use_level`
 
 
-class _Gemm(ctypes.Structure):
+class Gemm(ctypes.Structure):
+    """A product of all experts, as c/gemm.h describes it."""
+
     _fields_ = [
         *((name, WORD) for name in ("rows", "cols", "experts", "versions", "slots", "share")),
         *((name, WORD) for name in ("x_bf16", "out_bf16", "tiles", "threads")),
@@ -52,7 +54,9 @@ class _Unpack(ctypes.Structure):
     ]
 
 
-class _Combine(ctypes.Structure):
+class Combine(ctypes.Structure):
+    """The weighted sum of each token's experts, as c/gemm.h describes it."""
+
     _fields_ = [
         *((name, WORD) for name in ("tokens", "top_k", "cols", "experts", "from_bf16", "out_bf16", "round", "threads")),
         *((name, POINTER) for name in ("source", "index", "gates", "out")),
@@ -110,7 +114,7 @@ class CodedExperts:
         """Seconds that threads spent on decoding, added up."""
         return float(self.report[2]) / 1e9
 
-    def hand(self, gemm: _Gemm) -> None:
+    def hand(self, gemm: Gemm) -> None:
         """Write the addresses of matrices and report into a product's arguments."""
         from moepack.pack.codec import exponent_native
 
@@ -196,7 +200,7 @@ def product(
         raise ValueError(f"{m.name}: x {x.dtype}, out {out.dtype}, index {index.dtype}")
     if not (x.is_contiguous() and out.is_contiguous() and index.is_contiguous() and handles.flags.c_contiguous):
         raise ValueError(f"{m.name}: a tensor is not contiguous")
-    gemm = _Gemm(
+    gemm = Gemm(
         m.rows, m.cols, len(handles), len(forms.numbers), slots, slots // rows, x.dtype == torch.bfloat16,
         out.dtype == torch.bfloat16, has_tiles(x.dtype), threads or torch.get_num_threads(), x.data_ptr(),
         index.data_ptr(), out.data_ptr(), handles.ctypes.data, forms.address(matrix),
@@ -218,7 +222,7 @@ def kept_bytes(m: Matrix, experts: int, slots: int, activations: int, most: int,
 
     `most` is the greatest number of slots of one expert.
     """
-    gemm = _Gemm(rows=m.rows, cols=m.cols, experts=experts, slots=slots, share=slots // activations, threads=threads)
+    gemm = Gemm(rows=m.rows, cols=m.cols, experts=experts, slots=slots, share=slots // activations, threads=threads)
     return int(library.moepack_affine_kept(ctypes.byref(gemm), WORD(most)))
 
 
@@ -291,7 +295,7 @@ def combine(y: Tensor, index: Tensor, gates: Tensor, experts: int, out: Tensor, 
         raise ValueError(f"y {y.dtype}, index {index.dtype}, gates {gates.dtype}, out {out.dtype}")
     if not all(t.is_contiguous() for t in (y, index, gates, out)):
         raise ValueError("a tensor is not contiguous")
-    call = _Combine(
+    call = Combine(
         tokens, top_k, out.shape[1], experts, y.dtype == torch.bfloat16, out.dtype == torch.bfloat16,
         y.dtype == gates.dtype == torch.bfloat16, threads or torch.get_num_threads(), y.data_ptr(), index.data_ptr(),
         wide.data_ptr(), out.data_ptr(),

@@ -90,7 +90,7 @@ class MatrixGroup:
         self._rows = [m.rows for m in matrices]
         self._all = sum(self._rows)
         self._parts = [(r, sum(self._rows[:i])) for i, r in enumerate(self._rows)]
-        self._at, self._count = ctypes.addressof(self._call), len(matrices)
+        self.address, self._count = ctypes.addressof(self._call), len(matrices)  # `address`: of the C array
 
     def unpack(self, number: int, out: Tensor, first: int, threads: int) -> None:
         """Unpack weights of matrix `number` as `affine_native.unpack` does."""
@@ -134,7 +134,7 @@ def dense(of: MatrixGroup, x: Tensor, threads: int | None = None) -> tuple[Tenso
     bf16, tiles = x.dtype is torch.bfloat16, has_tiles(x.dtype)
     if tokens:
         failed = library.moepack_affine_dense(
-            of._at, of._count, cols, x.data_ptr(), made.data_ptr(), tokens, bf16, tiles, threads
+            of.address, of._count, cols, x.data_ptr(), made.data_ptr(), tokens, bf16, tiles, threads
         )
         if failed == 1:
             raise MemoryError(f"no memory for {tokens} activations")

@@ -160,12 +160,16 @@ def plain_config(config: Any) -> dict[str, Any]:
 def _measure(
     config: Any, dtype: torch.dtype, device: torch.device, layers: Sequence[ExpertLayer], workload: Workload
 ) -> tuple[MeasuredNeeds, int]:
-    from .skeleton import Probe, skeleton  # which imports transformers' models
+    from .skeleton import SHORT, Probe, skeleton  # which imports transformers' models
 
     model, mode = skeleton(config, dtype)
     probe = Probe(model, layers, device, mode)
     shape = probe.kv_shape()
-    short, cached = probe.calls, bool(shape.parts)
+    dense, lone, maps = dense_bytes(model, layers), lone_embedding(model), dense_shapes(model)
+    cached = bool(shape.parts)
+    probe.shorten()
+    probe.headroom([SHORT], 1, cached=cached)
+    short = probe.calls
     activations, kept, passes = 0, 0, Activations()
     tokens, batch = workload.prefill_tokens, workload.batch
     if tokens:
@@ -185,13 +189,12 @@ def _measure(
         activations = max(activations, passes.bytes(tokens, max(tokens, workload.kv_tokens), batch))
         if device.type == "cpu":
             kept = max(backends.kept_bytes(x, tokens * batch, top_k(config)) for x in layers)
-            kept = max(kept, dense_arena(model, tokens * batch))
+            kept = max(kept, dense_arena(maps, tokens * batch))
             widths = [m.cols for x in layers for m in x.matrices]
-            widths += [m.in_features for m in model.modules() if type(m) is nn.Linear]
+            widths += [cols for shapes in maps for _, cols in shapes]
             kept += backends.unpacked_bytes(tokens * batch, max(widths))
-    lone = lone_embedding(model)
     table = 0 if lone is None else lone[1].weight.nbytes
-    return MeasuredNeeds(workload, shape, activations + kept, passes, kept, table), dense_bytes(model, layers)
+    return MeasuredNeeds(workload, shape, activations + kept, passes, kept, table), dense
 
 
 def top_k(config: Any) -> int:
@@ -200,14 +203,19 @@ def top_k(config: Any) -> int:
     return int(next((k for name in TOP_K if (k := getattr(text, name, None))), 8))
 
 
-def dense_arena(model: Any, tokens: int) -> int:
-    """Return the bytes that CPU kernels keep between calls for a model's linear maps, called by shared inputs."""
+def dense_shapes(model: Any) -> list[list[tuple[int, int]]]:
+    """Return the shapes (rows, cols) of a model's linear maps, in lists of maps that share an input."""
     together: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for name, module in model.named_modules():
         if type(module) is nn.Linear:
             key = name.rpartition(".")[0], module.in_features
             together.setdefault(key, []).append((module.out_features, module.in_features))
-    return max((backends.dense_kept_bytes(shapes, tokens) for shapes in together.values()), default=0)
+    return list(together.values())
+
+
+def dense_arena(shapes: Sequence[Sequence[tuple[int, int]]], tokens: int) -> int:
+    """Return the bytes that CPU kernels keep between calls for linear maps of `dense_shapes`."""
+    return max((backends.dense_kept_bytes(some, tokens) for some in shapes), default=0)
 
 
 def on_cuda(model: Any, layers: Sequence[ExpertLayer], device: torch.device, needs: MeasuredNeeds) -> int:

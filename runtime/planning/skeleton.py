@@ -132,7 +132,7 @@ class Probe:
         self, model: Any, layers: Sequence[ExpertLayer], device: torch.device, mode: FakeTensorMode | None = None
     ) -> None:
         """Prepare a model on `device`, or with `mode` a skeleton that stands for a model on `device`."""
-        self.model, self.calls = model, 0
+        self.model, self.calls, self._window = model, 0, 0
         self._mode: AbstractContextManager[Any] = nullcontext() if mode is None else mode
         self._on = torch.device("cpu") if mode is not None else device
         kind = backends.backend(device)
@@ -149,7 +149,7 @@ class Probe:
             short = list(storages(cache).values())
             self._forward(cache, SHORT)
             double, far = list(storages(cache).values()), None
-            window = sliding_window(cache)
+            self._window = window = sliding_window(cache)
             if window:
                 far, further = (list(storages(self._forward(None, window + n * SHORT)).values()) for n in (2, 3))
         if len(short) != len(double):
@@ -160,6 +160,25 @@ class Probe:
             cap = far[i] if far is not None and slope and far[i] == further[i] else None
             parts.append((a - slope * SHORT, slope, cap))
         return KvShape(tuple(parts))
+
+    def shorten(self) -> None:
+        """Leave out decoder layers that repeat earlier ones: what passes take beside caches stays the same.
+
+        The shortest beginning stays in which each kind of layer is twice, or as often as it is. Passes over 48 layers
+        of one kind so take a tenth of the time. Layers stay in a model with windows, whose caches shrink in a pass, or
+        with another state than keys and values: passes may ask a certain layer whether they are the first.
+        """
+        config = self.model.config.get_text_config()
+        if self._window or not {*(getattr(config, "layer_types", None) or ())} <= {"full_attention"}:
+            return
+        holds = [m for m in self.model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) > 2]
+        layers = next((m for m in holds if len(m) == getattr(config, "num_hidden_layers", 0)), None)
+        if layers is None:
+            return
+        kinds, needed = [_kind(layer) for layer in layers], 0
+        for kind in set(kinds):
+            needed = max(needed, *[i + 1 for i, other in enumerate(kinds) if other == kind][:2])
+        del layers[needed:]
 
     def headroom(
         self, passes: Sequence[int], batch: int, context: int = 0, all_logits: bool = False, cached: bool = True
@@ -201,6 +220,20 @@ class Probe:
         finally:
             for config, before in configs.values():
                 config._experts_implementation_internal = before
+
+
+def _kind(layer: torch.nn.Module) -> tuple[Any, ...]:
+    """What tells decoder layers apart: their modules, plain settings (but for the layer's number), and shapes."""
+    found: list[Any] = []
+    for name, module in layer.named_modules():
+        plain = {k: v for k, v in vars(module).items() if isinstance(v, str | int | float | None)}
+        plain["layer_idx"] = None
+        if (probe := getattr(module, "_moepack_probe", None)) is not None:
+            found.append((probe[0].experts, probe[0].matrices))
+        tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        found.append((name, type(module), *sorted(map(repr, plain.items()))))
+        found += [(n, t.shape, t.dtype) for n, t in tensors]
+    return tuple(found)
 
 
 def probe_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

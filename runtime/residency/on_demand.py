@@ -63,10 +63,12 @@ class OnDemandLoader:
         """Publish arrived copies; return a layer's placements, and those being copied (-1: none), [experts] each."""
         with self._transitions.lock:
             self._note()
-            found = self._residency.entries
-            entries = [found[position, e] for e in range(self._residency.experts[position])]
-            coming = [-1 if x.flying is None or x.coming is None else x.coming for x in entries]
-            return [x.active for x in entries], coming
+            residency = self._residency
+            coming = [-1] * residency.experts[position]
+            for layer, e in residency.flying:
+                if layer == position and (version := residency.entries[layer, e].coming) is not None:
+                    coming[e] = version
+            return residency.active[position].copy(), coming
 
     def reach(self, position: int, wanted: Wanted) -> None:
         """Carry out `wanted`: evictions, then copies for this layer, then prefetches. Wait for this layer's copies.

@@ -59,6 +59,7 @@ class Residency:
         self._snapshot = snapshot
         self.lock = threading.RLock()
         self.entries: dict[Key, ExpertState] = {}
+        self.active = [[base] * n for n in self.experts]  # each expert's active version, as in `entries`
         self.flying: dict[Key, None] = {}
         self.ready: dict[Key, None] = {}
         self._above: set[Key] = set()
@@ -112,6 +113,7 @@ class Residency:
             if number == rows[key][-1]:
                 best = min(complete)
                 self.entries[key] = ExpertState(self.base, best, complete)
+                self.active[key[0]][key[1]] = best
                 if best != self.base:
                     self._above.add(key)
                 yield key, complete[best].handle
@@ -196,6 +198,7 @@ class Residency:
         entry = self.entries[key]
         assert entry.ready is not None
         old, entry.active, entry.ready = entry.active, entry.ready, None
+        self.active[key[0]][key[1]] = entry.active
         del self.ready[key]
         (self._above.discard if entry.active == entry.base else self._above.add)(key)
         self._publish(key, entry.complete[entry.active].handle)
@@ -389,6 +392,8 @@ class Residency:
             self.flying = {k: None for k, x in self.entries.items() if x.flying is not None}
             self.ready = {k: None for k, x in self.entries.items() if x.ready is not None}
             self._above = {k for k, x in self.entries.items() if x.active != x.base}
+            for (p, e), x in self.entries.items():
+                self.active[p][e] = x.active
             taken = [c.block for x in self.entries.values() for c in x.complete.values()]
             taken += [x.flying.block for x in self.entries.values() if x.flying is not None]
             for pool in pools:

@@ -21,6 +21,7 @@ try:
     from moepack.runtime.kernels import affine_native as native
 except OSError:
     pytest.skip("the kernels were not compiled: there was no C compiler", allow_module_level=True)
+from moepack.runtime.kernels import dense_native as beside
 
 # float32 sums of a few thousand terms; a BF16 result has 8 significant bits (2**-9 relative, and what went in exactly)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
@@ -131,6 +132,21 @@ def product(
     out = torch.full((index.numel(), len(layer.weights[0])), fill, dtype=dtype)
     native.product(layer.forms, 0, layer.table, x, index, out, limits, **more)
     return out
+
+
+def kernel_matrix(
+    rows: int, cols: int, name: str, seed: int, bias: bool = False
+) -> tuple[beside.KernelMatrix, np.ndarray]:
+    """One for `dense`, with weights and bias as float64. A BF16 matrix's bias is a tensor, an extent's lies in it."""
+    m, version = Matrix("m", rows, cols, bias=bias), Version.of(name, 64)
+    layer = make_layer(m, [version], [0], seed)
+    form, data, extra = make_forms((m,), version)[0], layer.extents[0], None
+    if name == "bf16":
+        if bias:
+            extra = data[form.bias : form.bias + 2 * rows].view(torch.bfloat16)
+        form, data = beside.PLAIN_FORM, data[: 2 * rows * cols].view(torch.bfloat16).view(rows, cols)
+    weight = np.concatenate([layer.weights[0], layer.biases[0][:, None] if bias else np.zeros((rows, 1))], axis=1)
+    return beside.KernelMatrix(form, rows, cols, data, extra), weight
 
 
 def relative(got: torch.Tensor, want: np.ndarray) -> float:

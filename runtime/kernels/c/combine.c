@@ -26,15 +26,7 @@ int moepack_affine_unpack(const Unpack *m) {
     return 0;
 }
 
-/* ---- a token's experts, weighted and added in the order of its slots */
-typedef struct {
-    int64_t tokens, top_k, cols, experts, from_bf16, out_bf16, round, threads; /* round: also weighted results */
-    const void *from;     /* [tokens * top_k, cols] */
-    const int64_t *index; /* the expert of each slot; slots with an index past the last are skipped */
-    const float *gates;
-    void *out; /* [tokens, cols] */
-} Combine;
-
+/* ---- a token's experts */
 typedef struct {
     const Combine *m;
     atomic_llong next;

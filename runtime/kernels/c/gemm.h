@@ -115,6 +115,46 @@ extern const Loops moepack_fixed_plain, moepack_fixed_avx2, moepack_fixed_avx512
 extern const Loops moepack_fp8_plain, moepack_fp8_avx2, moepack_fp8_avx512, moepack_fp8_bf16;
 extern Unpacking moepack_unpack_plain, moepack_unpack_avx2, moepack_unpack_avx512;
 
+/* A matrix that multiplies an input which it shares with others. */
+typedef struct {
+    int64_t rows;
+    const uint8_t *base;
+    const Form *form;
+    const uint16_t *bias; /* or 0 */
+    int64_t most[2];      /* tokens up to which the matrix runs from its packed bytes: float32, and BF16 activations */
+} Dense;
+
+int moepack_affine_product(const Gemm *m);
+int moepack_affine_dense(const Dense *of, int64_t n, int64_t cols, const void *x, void *out, int64_t tokens, int64_t bf16,
+                         int64_t tiles, int64_t threads);
+
+/* A token's experts, weighted and added in the order of its slots. */
+typedef struct {
+    int64_t tokens, top_k, cols, experts, from_bf16, out_bf16, round, threads; /* round: also weighted results */
+    const void *from;     /* [tokens * top_k, cols] */
+    const int64_t *index; /* the expert of each slot; slots with an index past the last are skipped */
+    const float *gates;
+    void *out; /* [tokens, cols] */
+} Combine;
+
+void moepack_affine_combine(const Combine *m);
+
+/* Rotates the first `turned` numbers of each head of BF16 rows in place, halves against halves, rounded as torch does:
+ * x cos + turn(x) sin, with turn(x) = (-second half, first half). */
+typedef struct {
+    uint16_t *x;               /* [rows][heads][cols] */
+    const uint16_t *cos, *sin; /* [rows][angles]: one for each number, or as many as half of them, for both halves */
+    int64_t rows, heads, cols, turned, angles;
+} Rope;
+
+void moepack_rope(const Rope *m);
+
+/* out [rows][cols] = silu(x[:, :cols]) * x[:, cols:] of BF16 rows, both factors rounded as torch does. */
+void moepack_silu_gate(const uint16_t *x, uint16_t *out, int64_t rows, int64_t cols);
+
+void moepack_affine_norm(const uint16_t *x, const uint16_t *weight, uint16_t *out, int64_t rows, int64_t cols, int64_t form,
+                         double epsilon);
+
 /* Memory that is kept between calls, and grows as they need. */
 typedef struct {
     uint8_t *at;

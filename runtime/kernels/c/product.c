@@ -89,14 +89,6 @@ int64_t moepack_affine_kept(const Gemm *m, int64_t most) {
 }
 
 /* ---- one input times several matrices */
-typedef struct {
-    int64_t rows;
-    const uint8_t *base;
-    const Form *form;
-    const uint16_t *bias; /* or 0 */
-    int64_t most[2];      /* tokens up to which the matrix runs from its packed bytes: float32, and BF16 activations */
-} Dense;
-
 /* x [tokens, cols] times n matrices: writes the results [tokens, rows] into `out`, one after another. A matrix whose
  * `most` is below `tokens` runs in tiles, or is skipped without `tiles`. Returns 0; 1 when memory is short; or, having
  * done nothing, 2 + the number of a matrix without a kernel. */

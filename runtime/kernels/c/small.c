@@ -171,15 +171,43 @@ SMALL void attend(const Attend *m, int64_t b, int64_t g, float *room) {
     for (int64_t i = 0; i < heads * out_cols; i++) out[i] = narrow(sums[i]);
 }
 
+SMALL void rope(const Rope *m) {
+    const int64_t half = m->turned / 2, other = m->angles - half;
+    uint16_t *x = m->x;
+    for (int64_t r = 0; r < m->rows; r++) {
+        const uint16_t *cos = m->cos + r * m->angles, *sin = m->sin + r * m->angles;
+        for (int64_t h = 0; h < m->heads; h++, x += m->cols)
+            for (int64_t c = 0; c < half; c++) {
+                const float a = widen(x[c]), b = widen(x[c + half]);
+                const float a_cos = widen(narrow(a * widen(cos[c]))), b_sin = widen(narrow(b * widen(sin[c])));
+                const float b_cos = widen(narrow(b * widen(cos[c + other]))), a_sin = widen(narrow(a * widen(sin[c + other])));
+                x[c] = narrow(a_cos - b_sin), x[c + half] = narrow(b_cos + a_sin);
+            }
+    }
+}
+
+SMALL void silu_gate(const uint16_t *x, uint16_t *out, int64_t rows, int64_t cols) {
+    for (int64_t r = 0; r < rows; r++, x += 2 * cols, out += cols)
+        for (int64_t c = 0; c < cols; c++) {
+            const float v = widen(x[c]), e = exponential(v < 0 ? v : -v); /* e^-|v| */
+            const float gate = v * (v < 0 ? e : 1.0f) / (1.0f + e);
+            out[c] = narrow(widen(narrow(gate)) * widen(x[cols + c]));
+        }
+}
+
 typedef struct {
     void (*norm)(const Norm *);
     void (*attend)(const Attend *, int64_t, int64_t, float *);
+    void (*rope)(const Rope *);
+    void (*silu_gate)(const uint16_t *, uint16_t *, int64_t, int64_t);
 } Small;
 
 #define SET_OF(name, target) \
     target static void norm_##name(const Norm *m) { norm(m); } \
     target static void attend_##name(const Attend *m, int64_t b, int64_t g, float *room) { attend(m, b, g, room); } \
-    static const Small small_##name = {norm_##name, attend_##name};
+    target static void rope_##name(const Rope *m) { rope(m); } \
+    target static void gate_##name(const uint16_t *x, uint16_t *out, int64_t rows, int64_t cols) { silu_gate(x, out, rows, cols); } \
+    static const Small small_##name = {norm_##name, attend_##name, rope_##name, gate_##name};
 
 SET_OF(plain, )
 #ifdef HAVE_X86
@@ -202,6 +230,10 @@ void moepack_affine_norm(const uint16_t *x, const uint16_t *weight, uint16_t *ou
     const Norm m = {x, weight, out, rows, cols, form, (float)epsilon};
     small->norm(&m);
 }
+
+void moepack_rope(const Rope *m) { small->rope(m); }
+
+void moepack_silu_gate(const uint16_t *x, uint16_t *out, int64_t rows, int64_t cols) { small->silu_gate(x, out, rows, cols); }
 
 typedef struct {
     const Attend *m;

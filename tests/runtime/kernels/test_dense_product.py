@@ -7,12 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from expert_layers import TOLERANCE, activations, make_layer, native, relative
+from expert_layers import TOLERANCE, activations, kernel_matrix, native, relative
 from support import at_once
 
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.kernels import dense_native as beside
-from moepack.runtime.kernels.forms import make_forms
 
 NAMES = ("bf16", "w8", "w4", "w3", "w2", "w1")
 LEVELS = range(native.use_level() + 1)
@@ -24,23 +23,11 @@ def best_level() -> object:
     native.use_level()
 
 
-def matrix(rows: int, cols: int, name: str, seed: int, bias: bool = False) -> tuple[beside.KernelMatrix, np.ndarray]:
-    """One for `dense`, with weights and bias as float64. A BF16 matrix's bias is a tensor, an extent's lies in it."""
-    m, version = Matrix("m", rows, cols, bias=bias), Version.of(name, 64)
-    layer = make_layer(m, [version], [0], seed)
-    form, data, extra = make_forms((m,), version)[0], layer.extents[0], None
-    if name == "bf16":
-        if bias:
-            extra = data[form.bias : form.bias + 2 * rows].view(torch.bfloat16)
-        form, data = beside.PLAIN_FORM, data[: 2 * rows * cols].view(torch.bfloat16).view(rows, cols)
-    weight = np.concatenate([layer.weights[0], layer.biases[0][:, None] if bias else np.zeros((rows, 1))], axis=1)
-    return beside.KernelMatrix(form, rows, cols, data, extra), weight
-
-
 def several(cols: int, seed: int = 0) -> tuple[beside.MatrixGroup, list[np.ndarray]]:
     rows = (1, 17, 64, 100, 33, 300)
     made = [
-        matrix(r, cols, name, seed + i, bias=bool(i % 2)) for i, (r, name) in enumerate(zip(rows, NAMES, strict=True))
+        kernel_matrix(r, cols, name, seed + i, bias=bool(i % 2))
+        for i, (r, name) in enumerate(zip(rows, NAMES, strict=True))
     ]
     return beside.MatrixGroup([m for m, _ in made]), [w for _, w in made]
 
@@ -91,7 +78,7 @@ def test_an_experts_product_makes_the_same(dtype: torch.dtype) -> None:
 
 def test_limits_are_each_matrixs(monkeypatch: pytest.MonkeyPatch) -> None:
     """At six tokens BF16 rows run in tiles or through torch and w8 from its bytes; other limits give other bits."""
-    (plain, _), (packed, _) = matrix(40, 256, "bf16", 0), matrix(40, 256, "w8", 1)
+    (plain, _), (packed, _) = kernel_matrix(40, 256, "bf16", 0), kernel_matrix(40, 256, "w8", 1)
     x = activations(6, 256, torch.bfloat16)
 
     def outs(limits: list[int] | None) -> tuple[torch.Tensor, ...]:
@@ -122,7 +109,7 @@ def test_leading_dimensions_and_no_tokens() -> None:
 
 
 def test_a_large_vocabulary_on_several_threads() -> None:
-    m, weight = matrix(20_011, 64, "w8", 0)
+    m, weight = kernel_matrix(20_011, 64, "w8", 0)
     of, x = beside.MatrixGroup([m]), activations(2, 64, torch.bfloat16)
     outs = [beside.dense(of, x, threads=n)[0] for n in (1, 2, 7)]
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
@@ -153,11 +140,11 @@ def test_what_is_kept_is_within_its_bound() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    (m, _), (other, _) = matrix(20, 64, "w4", 0), matrix(20, 32, "w4", 0)
+    (m, _), (other, _) = kernel_matrix(20, 64, "w4", 0), kernel_matrix(20, 32, "w4", 0)
     for bad in ([], [m, other], [replace(m, data=m.data[None])]):
         with pytest.raises(ValueError, match=r"matrices|does not fit"):
             beside.MatrixGroup(bad)
-    plain, _ = matrix(20, 64, "bf16", 0)
+    plain, _ = kernel_matrix(20, 64, "bf16", 0)
     for wrong in ({"data": plain.data.float()}, {"data": plain.data.T}, {"bias": torch.zeros(20)}, {"rows": 21}):
         with pytest.raises(ValueError, match="does not fit"):
             beside.MatrixGroup([replace(plain, **wrong)])

@@ -24,7 +24,7 @@ from moepack.runtime.experts import backends
 from moepack.runtime.kv.growing import SPARE
 from moepack.runtime.kv.sizes import KvShape, cache_bytes
 from moepack.runtime.planning.exceeded import TooSmallError
-from moepack.runtime.planning.fixed import Activations, Fixed, Workload, dense_arena, dense_bytes
+from moepack.runtime.planning.fixed import Activations, Fixed, Workload, dense_arena, dense_bytes, dense_shapes
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.skeleton import LiveBytes, Probe, skeleton
 
@@ -104,7 +104,7 @@ def test_the_served_experts_take_what_the_probes_do(bundle: Path, has: bool, mon
         assert foretold <= 1.15 * live.peak
         assert has or live.peak > foretold, "what is converted need not be counted"
         arena = max(backends.kept_bytes(x, 512, 2) for x in model.moepack.bundle.layers)
-        arena = max(arena, dense_arena(_skeleton(model, bundle)[0], 512))
+        arena = max(arena, dense_arena(dense_shapes(_skeleton(model, bundle)[0]), 512))
         cached = Probe(*_skeleton(model, bundle)).headroom([512], 1, 0, True, True)[0]
         assert model.moepack.fixed.activations >= cached + arena + room
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+import tiny_models
 import torch
 from support import ROOT
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -13,6 +14,7 @@ from moepack.calibrate.experts import describe, is_experts_module
 from moepack.families.arguments import cache_in
 from moepack.families.model_class import model_of
 from moepack.runtime.kv.sizes import cache_bytes
+from moepack.runtime.planning.fixed import Workload, _measure
 from moepack.runtime.planning.skeleton import LiveBytes, Probe, skeleton
 
 sys.path.insert(0, str(ROOT))
@@ -45,3 +47,25 @@ def test_a_mask_picks_all_where_values_are_unknown() -> None:
         assert live.now - before == picked.numel() * 4
     with LiveBytes(torch.nn.Module()):
         assert torch.arange(4)[torch.tensor([True, False, True, False])].tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(("family", "kept"), [("qwen3_moe", 2), ("gpt_oss", 8), ("glm4_moe", 3), ("qwen3_next", 8)])
+def test_leaving_out_repeated_layers_changes_no_byte(family: str, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a prompt and a token take, at a short and a long cache: of eight layers, and of those that differ."""
+    every = {"layer_types": ["sliding_attention", "full_attention"] * 4} if family == "gpt_oss" else {}
+    config = tiny_models._config(family, {"num_hidden_layers": 8, **every})
+    found = [(n, m) for n, m in skeleton(config, torch.bfloat16)[0].named_modules() if is_experts_module(m)]
+    layers = [describe(i, n, m) for i, (n, m) in enumerate(found)]
+    numbers: list[int] = []
+    shorten = Probe.shorten
+
+    def counted(self: Probe) -> None:
+        shorten(self)
+        numbers.append(len(self.model.model.layers))
+
+    made = []
+    for instead in (counted, lambda self: None):
+        monkeypatch.setattr(Probe, "shorten", instead)
+        asked = Workload(kv_tokens=100, prefill_tokens=24, batch=2)
+        made.append(_measure(config, torch.bfloat16, torch.device("cpu"), layers, asked))
+    assert made[0] == made[1] and numbers == [kept]

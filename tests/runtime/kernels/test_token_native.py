@@ -1,0 +1,132 @@
+"""A decoding token's steps in one call: the same bits as the separate calls, at every level and number of threads."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+from expert_layers import kernel_matrix, native
+from small_bundle import extent
+
+from moepack.pack.spec import Matrix, Version
+from moepack.runtime.kernels import dense_native as beside
+from moepack.runtime.kernels.forms import handle
+from moepack.runtime.kernels.token_native import GatedExperts, Norm, Projection, silu_gate
+
+LEVELS = range(native.use_level() + 1)
+HEAD, HEADS, COLS = 32, (4, 2, 2), 96
+
+
+@pytest.fixture(autouse=True)
+def best_level() -> object:
+    yield
+    native.use_level()
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """transformers' rotation of the first numbers of a head; x is [batch, heads, tokens, head]."""
+    turned = cos.shape[-1]
+    part, rest = x[..., :turned], x[..., turned:]
+    first, second = part.chunk(2, -1)
+    part = part * cos.unsqueeze(1) + torch.cat((-second, first), -1) * sin.unsqueeze(1)
+    return torch.cat((part, rest), -1)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("turned", "shared"), [(0, False), (10, False), (HEAD, False), (HEAD, True)])
+@pytest.mark.parametrize("norms", ["none", "heads", "rows"])
+def test_projection(level: int, turned: int, shared: bool, norms: str) -> None:
+    native.use_level(level)
+    torch.manual_seed(turned)
+    made = [
+        kernel_matrix(n * HEAD, COLS, name, i)[0]
+        for i, (n, name) in enumerate(zip(HEADS, ("w8", "w4", "bf16"), strict=True))
+    ]
+    of = beside.MatrixGroup(made)
+    sizes = [HEAD if norms == "heads" else n * HEAD for n in HEADS[:2]]
+    found = [
+        None if norms == "none" else Norm(torch.randn(n).bfloat16(), form, 1e-6)
+        for n, form in zip(sizes, (0, 2), strict=True)
+    ]
+    for batch, tokens in ((1, 1), (3, 1), (2, 2)):
+        x, angle = torch.randn(batch, tokens, COLS).bfloat16(), torch.randn(batch, tokens, turned // (1 + shared))
+        given = [f(angle).bfloat16() if turned else None for f in (torch.cos, torch.sin)]
+        cos, sin = (torch.cat((t, t), -1) if shared and t is not None else t for t in given)
+        wanted = []
+        for i, (y, n) in enumerate(zip(beside.dense(of, x), HEADS, strict=True)):
+            norm = found[i] if i < 2 else None
+            if norm is not None:
+                rows = y.reshape(-1, len(norm.weight)).contiguous()
+                y = beside.norm(rows, norm.weight, norm.form, ctypes.c_double(norm.epsilon))
+            y = y.view(batch, tokens, n, HEAD).transpose(1, 2)
+            wanted.append(y if i == 2 or cos is None or sin is None else rotated(y, cos, sin))
+        for threads in (1, 2):
+            got = Projection(of, HEAD, found, shared).run(x, *given, threads)
+            assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+def test_what_a_projection_refuses() -> None:
+    made = [kernel_matrix(n * HEAD, COLS, "w4", i)[0] for i, n in enumerate(HEADS)]
+    of, none = beside.MatrixGroup(made), (None, None)
+    for wrong in (lambda: Projection(of, 48, none), lambda: Projection(beside.MatrixGroup(made[:2]), HEAD, none),
+                  lambda: Projection(of, HEAD, (Norm(torch.ones(HEAD + 1).bfloat16(), 0, 1e-6), None)),
+                  lambda: Projection(of, HEAD, (Norm(torch.ones(HEAD), 0, 1e-6), None))):  # fmt: skip
+        with pytest.raises(ValueError, match="heads"):
+            wrong()
+    projection, x = Projection(of, HEAD, none), torch.zeros(1, 1, COLS).bfloat16()
+    for given, tokens, turned in ((x, 1, HEAD + 2), (x, 2, HEAD), (x[..., :5], 1, HEAD), (x, 1, 3)):
+        turn = torch.zeros(1, tokens, turned).bfloat16()
+        with pytest.raises(ValueError, match="do not fit"):
+            projection.run(given, turn, turn)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_silu_gate_is_torchs(level: int) -> None:
+    native.use_level(level)
+    x = (torch.randn(64, 2 * 77) * torch.logspace(-3, 2, 64)[:, None]).bfloat16()
+    gate, up = x.chunk(2, -1)
+    wanted, got = (torch.nn.functional.silu(gate) * up).float(), silu_gate(x)
+    assert ((got.float() - wanted).abs() <= 2**-7 * wanted.abs() + 1e-30).all()
+    assert (got == wanted).float().mean() > 0.998
+    special = torch.tensor([[torch.nan, torch.inf, -torch.inf, 0.0, 1.0, 1.0, 1.0, 1.0]]).bfloat16()
+    assert silu_gate(special).isnan().tolist() == [[True, False, True, False]]
+    for wrong in (x[:, :-1], x.float(), x.T):
+        with pytest.raises(ValueError, match="is gated"):
+            silu_gate(wrong)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("gates", [torch.float32, torch.bfloat16])
+def test_gated_experts(level: int, gates: torch.dtype) -> None:
+    """The bits of two products with a gate between them, and of their sum."""
+    native.use_level(level)
+    torch.manual_seed(level)
+    hidden, inner, top_k = 96, 40, 3
+    versions, kinds = [Version.of(n, 64) for n in ("w4", "w2")], [0, 1, 0, 1, 1]
+    shapes = Matrix("up", 2 * inner, hidden), Matrix("down", hidden, inner)
+    forms, extents = native.LayerForms(shapes, versions), []
+    for seed, k in enumerate(kinds):
+        extents.append(torch.zeros(versions[k].resident_size(shapes) + 64, dtype=torch.uint8))
+        extents[-1] = extents[-1][-extents[-1].data_ptr() % 64 :]
+        versions[k].restore(shapes, extent(versions[k], seed, shapes)[0], extents[-1].numpy())
+    table = np.array([handle(x.data_ptr(), k) for x, k in zip(extents, kinds, strict=True)], np.uint64)
+    for tokens in (1, 5):
+        x = torch.randn(tokens, hidden).bfloat16()
+        index = torch.stack([torch.randperm(len(kinds) + 1)[:top_k] for _ in range(tokens)])  # the last adds nothing
+        weights = torch.rand(tokens, top_k).to(gates)
+        y = torch.empty(tokens * top_k, hidden, dtype=torch.bfloat16)
+        h = torch.empty(tokens * top_k, 2 * inner, dtype=torch.bfloat16)
+        native.product(forms, 0, table, x, index, h)
+        native.product(forms, 1, table, silu_gate(h), index, y)
+        wanted = torch.empty_like(x)
+        native.combine(y, index, weights, len(kinds), wanted)
+        for threads in (1, 2):
+            assert torch.equal(GatedExperts(forms).run(table, x, index, weights, forms.unlimited, threads), wanted)
+    with pytest.raises(ValueError, match="do not fit"):
+        GatedExperts(forms).run(table, x[:, :-1].contiguous(), index, weights, forms.unlimited)
+    with pytest.raises(ValueError, match="version number 9"):
+        GatedExperts(forms).run(table | np.uint64(9), x, index, weights, forms.unlimited)
+    with pytest.raises(ValueError, match="gated experts"):
+        GatedExperts(native.LayerForms(shapes[::-1], versions))

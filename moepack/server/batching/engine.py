@@ -152,10 +152,14 @@ class Engine:
             return 0
         return max(0, CHUNK * len(self._rows.prefixes.find(slot.cache.keys)) - slot.length)
 
+    def new_chunks(self, item: StepInput) -> range:
+        """Return which of its prompt's chunks a step with this input completes and keeps, by their place, from 0."""
+        return range(0) if self._rows is None else self._rows.new_chunks(*_row_inputs([item]))
+
     def kept_tokens(self, items: Sequence[StepInput] = ()) -> int:
         """Tokens of all kept chunks, after a step of these inputs."""
-        rows = self._rows
-        return 0 if rows is None else CHUNK * (len(rows.prefixes) + sum(map(rows.new_chunks, _row_inputs(items))))
+        kept = 0 if self._rows is None else len(self._rows.prefixes)
+        return CHUNK * (kept + sum(len(self.new_chunks(item)) for item in items))
 
     def evict(self, spared: Sequence[bytes] = ()) -> bool:
         """Remove the least recently used chunk, unless it begins a prompt with the chunk keys `spared`.

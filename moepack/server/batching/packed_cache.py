@@ -116,6 +116,7 @@ class _PassPart:
     span: slice  # where its tokens are in the pass
     room: int  # the row's room after the pass
     chunks: list[Chunk]  # the kept chunks at its prompt's beginning, if it takes some
+    new: range  # the chunks of its prompt that are kept after the pass
 
 
 class PackedKvCache(Cache, PackedCache):
@@ -164,19 +165,20 @@ class PackedKvCache(Cache, PackedCache):
         copied = max((self._bytes(before) for before, room in grown if room > before), default=0)
         size += copied // max(1, len(self.windows))
         if kept:
-            new = self._bytes(CHUNK * sum(map(self.new_chunks, inputs)))
+            new = self._bytes(CHUNK * sum(len(self.new_chunks(one)) for one in inputs))
             size += min(self.prefixes.bytes + new, max(self.prefixes.bytes, self.prefixes.most))
         return size
 
     def _bytes(self, room: int) -> int:
         return self.shape.bytes(room, self.step) if self.shape else 0
 
-    def new_chunks(self, one: RowInput) -> int:
-        """Return how many of the chunks that a pass completes are to be kept, beside those that are."""
-        if not one.keeps:
-            return 0
-        have, whole = len(self.prefixes.find(one.row.keys)), min(len(one.row.keys), one.end // CHUNK)
-        return min(whole - have, one.keeps) if one.start // CHUNK <= have < whole else 0
+    def new_chunks(self, one: RowInput) -> range:
+        """Return which of a prompt's chunks a pass completes and keeps, by their place in the prompt, from 0."""
+        first, whole = one.start // CHUNK, min(len(one.row.keys), one.end // CHUNK)
+        if first >= whole or not one.keeps:
+            return range(0)
+        have = len(self.prefixes.find(one.row.keys))
+        return range(have, min(whole, have + one.keeps, self.prefixes.most_chunks) if first <= have else have)
 
     def needed(self) -> tuple[int, int]:
         """Return the peak bytes of rows and kept chunks in this pass, and the final length of its longest row."""
@@ -197,25 +199,26 @@ class PackedKvCache(Cache, PackedCache):
             span, start = slice(start, start + one.count), start + one.count
             chunks = self.prefixes.find(one.row.keys) if one.taken else []
             assert not one.taken or one.start <= CHUNK * len(chunks), "a chunk left after the pass was planned"
-            self._parts.append(_PassPart(one, span, one.room, chunks))
+            self._parts.append(_PassPart(one, span, one.room, chunks, self.new_chunks(one)))
         try:
             with opened(Step(packed=self)):
                 yield
             for part in self._parts:
-                self._keep(part.of)
+                self._keep(part)
                 part.of.row.length, part.of.row.room = part.of.end, part.room
         finally:
             self._parts, self._passed = [], [None] * len(self.windows)
 
-    def _keep(self, one: RowInput) -> None:
-        """Keep copies of the chunks that a pass has completed."""
-        if new := self.new_chunks(one):
-            row, found = one.row, self.prefixes.find(one.row.keys)
-            for n in range(len(found), len(found) + new):
-                at = slice(n * CHUNK, (n + 1) * CHUNK)
-                layers = [(_given(held.keys)[:, :, at], _given(held.values)[:, :, at]) for held in row.layers]
-                if not self.prefixes.add(found, row.keys[n], layers):
-                    return
+    def _keep(self, part: _PassPart) -> None:
+        """Keep copies of the chunks that a pass has completed: no more than its claim counts."""
+        if not part.new:
+            return
+        row, found = part.of.row, self.prefixes.find(part.of.row.keys)
+        for n in range(len(found), part.new.stop):
+            at = slice(n * CHUNK, (n + 1) * CHUNK)
+            layers = [(_given(held.keys)[:, :, at], _given(held.values)[:, :, at]) for held in row.layers]
+            if not self.prefixes.add(found, row.keys[n], layers):
+                return
 
     # --- what models call
 

@@ -39,6 +39,7 @@ class Prefixes:
     def __init__(self, most: int) -> None:
         """Start empty."""
         self.most, self.bytes = most, 0
+        self._chunk_bytes = 0  # of any chunk; known once one was added
         # The least recently used first. A chunk is used with all chunks before it and they are moved behind it, so the
         # first one of all never has a chunk that depends on it.
         self._chunks: OrderedDict[tuple[int, bytes], Chunk] = OrderedDict()
@@ -46,6 +47,11 @@ class Prefixes:
 
     def __len__(self) -> int:
         return len(self._chunks)
+
+    @property
+    def most_chunks(self) -> int:
+        """The most chunks that are kept at once; too many until the first was added, which tells their size."""
+        return self.most // max(1, self._chunk_bytes)
 
     def find(self, keys: Sequence[bytes]) -> list[Chunk]:
         """Return the kept chunks at the beginning of a prompt with these chunk keys, and mark them as used."""
@@ -65,6 +71,7 @@ class Prefixes:
         `found`.
         """
         size = sum(t.numel() * t.element_size() for pair in layers for t in pair)
+        self._chunk_bytes = size
         while self.bytes + size > self.most:
             if not self.evict(found):
                 return False

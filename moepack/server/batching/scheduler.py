@@ -259,7 +259,7 @@ class Scheduler:
         all chunks would not help, none is evicted.
         """
         # The most chunks of a sequence that are kept
-        keeps = self.limits.step_tokens // CHUNK + 1 if self._engine.most_kept and not self._refusing else 0
+        keeps = 0 if self._refusing else self.limits.step_tokens // CHUNK + 1
         while True:
             planned = self._next_inputs(keeps)
             items = [item for _, item in planned]
@@ -295,11 +295,10 @@ class Scheduler:
             count = min(len(one.tokens) - start, room, SCORED if self._scores(one) else room)
             end = start + count
             wanted = count if self._scores(one) else int(end == len(one.tokens))
-            tokens, is_prompt = one.tokens[start:end], end <= len(one.job.prompt)
-            planned.append((one, StepInput(slot, tokens, wanted, is_prompt, taken, keeps * is_prompt)))
+            item = StepInput(slot, one.tokens[start:end], wanted, end <= len(one.job.prompt), taken, keeps)
+            planned.append((one, item))
             room -= count
-            if keeps:
-                being_read |= {one.keys[: n + 1] for n in range(start // CHUNK, min(len(one.keys), -(-end // CHUNK)))}
+            being_read |= {one.keys[: n + 1] for n in self._engine.new_chunks(item)}
         return planned
 
     def _scores(self, one: _Sequence) -> bool:

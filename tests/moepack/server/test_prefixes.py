@@ -227,6 +227,18 @@ def test_a_failed_pass_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert read(engine, SYSTEM, (200,))[0] == 0 and read(engine, SYSTEM, (200,))[0] == 192
 
 
+def test_a_pass_keeps_what_was_planned(tmp_path: Path) -> None:
+    """A row ahead of the kept chunks keeps none, even if another row of the pass keeps those up to it."""
+    engine, prompt = Engine(model_of("qwen3_moe", tmp_path), STEP, MOST), SYSTEM * 2
+    ahead, behind = engine.add(400, chunk_keys(prompt)), engine.add(256, chunk_keys(prompt[:256]))
+    engine.run([StepInput(ahead, prompt[:256], 0, True, 0, 9)])
+    assert engine.evict() and engine.kept_tokens() == 192
+    both = [StepInput(behind, prompt[192:256], 0, True, 192, 9), StepInput(ahead, prompt[256:], 0, True, 0, 9)]
+    assert engine.kept_tokens(both) == 256
+    engine.run(both)
+    assert engine.kept_tokens() == 256
+
+
 # --- a server
 
 
@@ -381,9 +393,9 @@ def test_tokens_of_kept_chunks_are_under_the_limit_of_all(bundle: Path, tokenize
 
 
 def test_the_default_is_a_part_of_the_budget(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = moepack.load(bundle, policy="uniform", device_memory=8_000_000)
+    model = moepack.load(bundle, policy="uniform", device_memory=8_000_000, prefill_tokens=64)
     with model.moepack:
         assert Engine(model, STEP, None).most_kept == 1_000_000
-        assert Engine(model, STEP, 12_345).most_kept == 12_345
-        monkeypatch.setattr(engine_module, "KEPT", 5_000)
-        assert Engine(model, STEP, None).most_kept == 5_000
+        assert Engine(model, STEP, 123_456).most_kept == 123_456
+        monkeypatch.setattr(engine_module, "KEPT", 500_000)
+        assert Engine(model, STEP, None).most_kept == 500_000

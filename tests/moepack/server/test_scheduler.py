@@ -47,6 +47,9 @@ class Machine:
     def kept_ahead(self, slot: CacheSlot) -> int:
         return 0
 
+    def new_chunks(self, item: StepInput) -> range:
+        return range(0)
+
     def kept_tokens(self, items: Any = ()) -> int:
         return self.kept
 

@@ -187,6 +187,8 @@ class Scheduler:
                 if self._dropping:
                     self._drop(self._running, stopping("this server was stopped"))
                 if not self._running:
+                    while self._engine.evict():
+                        pass
                     self._post_events()
                     return
             self._drop_cancelled()

@@ -79,3 +79,11 @@ def test_a_prompt_that_is_read_again_beside_its_answer_is_kept_again(scheduled: 
     assert len(set(ask(2, 12))) == 1 and scheduler.totals.preempted == 1
     assert [tokens[1:] for tokens in passes if max(tokens) > 1] == [[], [8], [204]]
     assert ask(1, 1) and scheduler._engine.kept_tokens() == 192 and scheduler.totals.prefix_hits == 2 * 192
+
+
+def test_a_stopped_scheduler_keeps_nothing(scheduled: Any) -> None:
+    scheduler, _, ask = scheduled(1 << 30)
+    ask(1, 1)
+    assert scheduler._engine.kept_bytes > 0
+    scheduler.close()
+    assert scheduler._engine.kept_bytes == 0

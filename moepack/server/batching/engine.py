@@ -85,6 +85,8 @@ class Engine:
             self._give_up(error)
         budget = None if serving is None else serving.budget_bytes
         self._most_kept = min(KEPT, budget // SHARE if budget else KEPT) if most_kept is None else most_kept
+        shape = self._shape()
+        self._chunk_bytes = CHUNK * shape.full if shape else 0  # of a kept chunk; 0 if unknown, without a budget
         if self._most_kept and (why := self.why_not_kept) is not None:
             log.warning("no prompt is kept, each is read in full: %s", why)
 
@@ -133,7 +135,11 @@ class Engine:
             return self.why_not_packed
         if any(window is not None for window in self._windows):
             return "it has layers with an attention window"
-        return None if self._most_kept else "it is switched off"
+        if not self._most_kept:
+            return "it is switched off"
+        if self._chunk_bytes > self._most_kept:
+            return f"{CHUNK} tokens take {self._chunk_bytes} bytes, and the most is {self._most_kept}"
+        return None
 
     @property
     def most_kept(self) -> int:

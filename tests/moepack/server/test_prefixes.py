@@ -397,5 +397,6 @@ def test_the_default_is_a_part_of_the_budget(bundle: Path, monkeypatch: pytest.M
     with model.moepack:
         assert Engine(model, STEP, None).most_kept == 1_000_000
         assert Engine(model, STEP, 123_456).most_kept == 123_456
+        assert "64 tokens take 65536 bytes, and the most is 1234" in str(Engine(model, STEP, 1234).why_not_kept)
         monkeypatch.setattr(engine_module, "KEPT", 500_000)
         assert Engine(model, STEP, None).most_kept == 500_000

@@ -272,10 +272,10 @@ def shared(bundle: Path, memory: str | None, prompts: list[list[str]], rounds: i
         {
             "kept prompts": kept,
             "system prompt": read,
-            "TTFT p50": percentile(all, 0.5),
-            "TTFT p99": percentile(all, 0.99),
+            "TTFT p50": percentile(found, 0.5),
+            "TTFT p99": percentile(found, 0.99),
         }
-        for (kept, read), all in times.items()
+        for (kept, read), found in times.items()
     ]
     p50 = {which: percentile(found, 0.5) for which, found in times.items()}
     return rows, [

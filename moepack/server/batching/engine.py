@@ -28,8 +28,8 @@ from .prefixes import CHUNK
 log = logging.getLogger("moepack.server")
 # Passes of many lengths on one thread fragment the heap: 800 passes of up to 256 tokens left 200 MB of free holes.
 TRIM = 5.0  # seconds between two returns of free heap memory to the system
-KEPT = 1 << 30  # the most bytes of kept chunks where nothing else is asked for, and
-SHARE = 8  # the part of a budget that they may be: an eighth
+# The default of the most bytes of kept chunks: KEPT, in a budget at most a SHARE-th of it.
+KEPT, SHARE = 1 << 30, 8
 
 
 @dataclass(slots=True, eq=False)

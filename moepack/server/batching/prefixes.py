@@ -75,7 +75,10 @@ class Prefixes:
         while self.bytes + size > self.most:
             if not self.evict(found):
                 return False
-        copies = tuple((keys.clone(), values.clone()) for keys, values in layers)
+        try:
+            copies = tuple((keys.clone(), values.clone()) for keys, values in layers)
+        except (MemoryError, RuntimeError):  # without a budget, memory may be short: the request needs no copy
+            return False
         chunk = Chunk(next(self._numbers), (found[-1].number if found else 0, key), copies, size)
         self._chunks[chunk.key] = chunk
         self.bytes += size

@@ -187,8 +187,7 @@ class Scheduler:
                 if self._dropping:
                     self._drop(self._running, stopping("this server was stopped"))
                 if not self._running:
-                    while self._engine.evict():
-                        pass
+                    self._evict_all()
                     self._post_events()
                     return
             self._drop_cancelled()
@@ -215,6 +214,13 @@ class Scheduler:
         if one.slot is not None:
             self._engine.remove(one.slot)
             one.slot = None
+
+    def _evict_all(self) -> bool:
+        """Remove all kept chunks, and return whether there were any."""
+        found = self._engine.evict()
+        while self._engine.evict():
+            pass
+        return found
 
     def _drop_cancelled(self) -> None:
         """Remove the sequences whose clients have gone."""
@@ -324,6 +330,7 @@ class Scheduler:
             lost = [one for one, _ in planned]
             self._running = [one for one in self._running if one not in lost]
             self._drop(lost, failed("the model failed on this request"))
+            self._evict_all()  # without a budget, memory may have been short
             return
         self._token_limit, self._error = self.limits.step_tokens, None
         self._crowded = self._refusing = False
@@ -349,11 +356,9 @@ class Scheduler:
 
         Evict all kept chunks, else halve the tokens of the next pass, else preempt, else drop the sequence.
         """
-        read, evicted = sum(len(item.tokens) for _, item in planned), False
+        read = sum(len(item.tokens) for _, item in planned)
         self._refusing = True
-        while self._engine.evict():
-            evicted = True
-        if evicted:
+        if self._evict_all():
             return
         if read > len(planned):
             self._token_limit = max(len(planned), read // 2)

@@ -113,6 +113,19 @@ def test_chunks_are_whole_and_known_by_all_their_tokens() -> None:
     assert Prefixes(100).add([], keys[0], layers) is False  # larger than all that may be kept
 
 
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_a_copy_for_which_memory_is_short_is_not_kept(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    store, layers, found = Prefixes(1 << 20), [(torch.zeros(1, 1, CHUNK, 2), torch.zeros(1, 1, CHUNK, 2))], []
+
+    def fails(tensor: torch.Tensor) -> torch.Tensor:
+        raise error("short")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "clone", fails)
+        assert not store.add(found, _key(1), layers) and not found and not len(store) and not store.bytes
+    assert store.add(found, _key(1), layers) and store.bytes == 1024
+
+
 # --- the same bits
 
 

@@ -129,5 +129,5 @@ def _bare(served: ServedBundle, dtype: torch.dtype) -> list[Any]:
         for name in EXPERT_PARAMETERS:
             module._parameters.pop(name, None)
         if left := [name for name, _ in module.named_parameters()]:
-            raise InputError(f"{served.bundle.path}: {layer.module} has {left[0]} beside its experts: not supported here")
+            raise InputError(f"{served.bundle.path}: {layer.module} has {left[0]} beside experts: not supported here")
     return modules

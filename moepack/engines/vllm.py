@@ -12,6 +12,6 @@ def register() -> None:
     """Register the quantisation method that a bundle's config.json names."""
     from vllm.model_executor.layers.quantization import register_quantization_config
 
-    from .vllm_config import MoepackConfig
+    from .vllm_config import BundleConfig
 
-    register_quantization_config(METHOD)(MoepackConfig)
+    register_quantization_config(METHOD)(BundleConfig)

@@ -43,7 +43,7 @@ def _fields(mapper: WeightsMapper) -> dict[str, Any]:
     return {name: value for name, value in vars(mapper).items() if name.startswith("orig_to_new")}
 
 
-class MoepackConfig(QuantizationConfig):  # type: ignore[misc]
+class BundleConfig(QuantizationConfig):  # type: ignore[misc]
     """A bundle under a static policy, from config.json, `--hf-overrides` or the environment."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
@@ -78,7 +78,7 @@ class MoepackConfig(QuantizationConfig):  # type: ignore[misc]
         return []
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> MoepackConfig:
+    def from_config(cls, config: dict[str, Any]) -> BundleConfig:
         """Read the quantization_config of config.json. Raises InputError for a key that is unknown."""
         return cls(options_in(config))
 
@@ -99,7 +99,7 @@ class MoepackConfig(QuantizationConfig):  # type: ignore[misc]
         return self._served
 
     def position(self, prefix: str) -> int:
-        """The position in the bundle of the experts that vLLM names `prefix`. Raises InputError where there are none."""
+        """The position in the bundle of the experts that vLLM names `prefix`. Raises InputError if there are none."""
         for at, layer in enumerate(self.served.layers):
             name: str | None = layer.module
             for mapper in self._renames:
@@ -109,7 +109,7 @@ class MoepackConfig(QuantizationConfig):  # type: ignore[misc]
         raise InputError(f"{self.path}: has no experts that vLLM calls {prefix}")
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:
-        """The bundle's tensors for a model's loader, which asks first; its parts' loaders get no more than they are fed."""
+        """The bundle's tensors for a model's loader, which asks first; vLLM's own rules for loaders of its parts."""
         base: WeightsMapper = super().get_checkpoint_weight_mapper()
         self._loads += 1
         return base if self._loads > 1 else BundleTensors(self.served, base)

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,6 +84,35 @@ def test_experts_are_found_under_a_model_s_own_names(bundle: Path) -> None:
     assert made.position("language_model.model.layers.1.mlp.experts") == 1
     with pytest.raises(InputError, match=r"model\.layers\.3\.mlp\.experts"):
         made.position("model.layers.3.mlp.experts")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tp_size": 2}, "by one process"),
+        ({"dp_size": 2}, "by one process"),
+        ({"use_ep": True}, "by one process"),
+        ({"apply_router_weight_on_input": True}, "experts' input"),
+        ({"global_num_experts": 17}, r"\(17, "),
+        ({"hidden_size": 96}, r", 96\)"),
+    ],
+)
+def test_what_a_bundle_does_not_serve_is_refused(bundle: Path, change: dict[str, object], words: str) -> None:
+    from moepack.engines.vllm_experts import MoepackExperts
+
+    served = config_of(bundle).served
+    of = served.layers[0]
+    said = {"tp_size": 1, "dp_size": 1, "use_ep": False, "apply_router_weight_on_input": False}
+    said |= {"global_num_experts": of.experts, "hidden_size": of.matrices[0].cols, "layer_name": "experts"}
+
+    def layer(**values: object) -> SimpleNamespace:
+        made = SimpleNamespace(**said | values)
+        made.moe_config = SimpleNamespace(moe_parallel_config=made)
+        return made
+
+    assert MoepackExperts(layer(), served, 0).is_monolithic is False
+    with pytest.raises(InputError, match=words):
+        MoepackExperts(layer(**change), served, 0)
 
 
 @pytest.mark.parametrize("eager", [True, False])

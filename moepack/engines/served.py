@@ -29,6 +29,7 @@ from moepack.runtime.planning.fixed import Fixed
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.plan import unchanging
 from moepack.runtime.planning.skeleton import EXPERT_PARAMETERS
+from moepack.runtime.policies.registry import parse_policy
 from moepack.runtime.store.checked import recording
 
 log = logging.getLogger("moepack.engines")
@@ -64,6 +65,10 @@ class ServedBundle:
         options = LoadOptions(**given).with_environment(bool(self.bundle.manifest.dense))
         if options.in_budget:
             raise InputError(f"{path}: no budget is kept here: unset MOEPACK_DEVICE_MEMORY and MOEPACK_MEMORY")
+        if options.policy is not None and parse_policy(options.policy).entry.needs_budget:
+            raise InputError(
+                f"{path}: policy {options.policy} needs a budget, which moepack serve keeps: name a static one"
+            )
         self.dense = choose_dense(options.dense, self.bundle, options.policy)
         policy = choose_policy(options.policy, self.bundle, (), False)
         self.table, self.expert_bytes = unchanging(self.bundle, policy, Fixed(0), None)

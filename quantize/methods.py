@@ -32,6 +32,7 @@ class Library:
 
     name: str
     least: str
+    extra: str = "build"  # the extra of moepack that brings it
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ METHODS: tuple[Method, ...] = (
     Method("rtn", in_file("rtn")),
     Method(
         "gptqmodel", in_file("gptqmodel_reference"), needs_moments=True, one_bit="sign", fallbacks=_FALLBACKS,
-        library=Library("gptqmodel", "7.7"),
+        library=Library("gptqmodel", "7.7", extra="gptqmodel"),
     ),
 )  # fmt: skip
 

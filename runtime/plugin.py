@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import weakref
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -98,6 +99,7 @@ class MoepackQuantizer(HfQuantizer):
         self._options = quantization_config.options()
         self._dense: tuple[Version, ...] = ()
         self._limit: ProcessLimit | None = None
+        self._model: weakref.ref[Any] | None = None  # the model that is loaded now
 
     @property
     def is_trainable(self) -> bool:
@@ -122,7 +124,7 @@ class MoepackQuantizer(HfQuantizer):
         where = kwargs.get("device_map") or "cpu"
         devices = {str(place) for place in (where.values() if isinstance(where, Mapping) else [where])}
         # On a CPU in a budget, files of tensors are checked as they are read (dense/mapped.py)
-        later = config.options().in_budget and devices == {"cpu"}
+        later, self._model = config.options().in_budget and devices == {"cpu"}, weakref.ref(model)
         bundle.check(*(() if later else (name for name in bundle.files if name != LEFTOVERS)))
         if later:
             bundle.dense(check_digests=False)  # a damaged header, before safetensors reads it
@@ -158,12 +160,15 @@ class MoepackQuantizer(HfQuantizer):
             named = ", ".join(sorted(devices - {"cpu"}))
             raise InputError(f"a memory limit is for a model on the CPU: on {named} give a device memory instead")
 
-    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
-        """Keep the memory limit: the last hook before weights are read, and no longer among patches of model code."""
+    def update_weight_conversions(self, weight_conversions: Any, *model: Any) -> Any:
+        """Keep the memory limit: the last hook before weights are read, and no longer among patches of model code.
+
+        Up to 5.19 at least, transformers does not hand over the model.
+        """
         if self._options.memory is not None and self._limit is None:
-            assert self._bundle is not None
-            self._options, self._limit = keep_limit(model, self._bundle, self._options, self._dense)
-        return super().update_weight_conversions(weight_conversions, model)  # type: ignore[no-untyped-call]
+            assert self._bundle is not None and self._model is not None
+            self._options, self._limit = keep_limit(self._model(), self._bundle, self._options, self._dense)
+        return super().update_weight_conversions(weight_conversions, *model)  # type: ignore[no-untyped-call]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         assert self._bundle is not None

@@ -48,7 +48,8 @@ def beaten(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def drawn(rows: Sequence[Mapping[str, Any]], known: Mapping[str, float]) -> Any:
-    """The picture of rows; a side that was killed or refused stands at the bottom."""
+    """The picture of rows, without those held to AVX2; a side that was killed or refused stands at the bottom."""
+    rows = [row for row in rows if ":avx2" not in row["side"]]
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")

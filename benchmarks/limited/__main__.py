@@ -13,10 +13,11 @@ the page cache, and reads three texts of three topics one after another: a promp
 128 one by one, the same ids on every side. The first 64 of those do not count.
 
 Sides: moepack:POLICY[:dense=VERSION] in `memory=` a 64th below the limit; llama:MIX[:no-mmap][:repack]; kt-kernel and
-transformers, which do not start. With :read-ahead=KB at the end the disk reads so far ahead of page faults meanwhile
-(Linux' own value is 128, which llama.cpp's default row has); moepack reads past the page cache. Rows are kept in
-rows.json beside the model, and finished ones are not run again without `--again`. A side that is refused, killed or
-stopped is a row too.
+transformers, which do not start. With :avx2 a side is held to AVX2, llama.cpp in a build of its own, which
+`MOEPACK_ISA=avx2 python -m benchmarks.peers --install` makes. With :read-ahead=KB at the end the disk reads so far
+ahead of page faults meanwhile (Linux' own value is 128, which llama.cpp's default row has); moepack reads past the page
+cache. Rows are kept in rows.json beside the model, and finished ones are not run again without `--again`. A side that
+is refused, killed or stopped is a row too.
 """
 
 from __future__ import annotations

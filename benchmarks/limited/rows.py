@@ -39,6 +39,8 @@ NOT_STARTED = {
     "transformers": "reads GGUF or BF16 weights into memory in BF16: they are larger than the limit",
 }
 
+AVX2 = {"MOEPACK_ISA": "avx2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -46,7 +48,7 @@ class Asked:
 
     Attributes:
         side: "moepack:POLICY[:dense=VERSION]", "llama:MIX[:no-mmap][:repack]", or a name in NOT_STARTED;
-            ":read-ahead=KB" at the end sets the disk.
+            ":avx2" behind these holds the side to AVX2, and ":read-ahead=KB" at the end sets the disk.
         cage: bytes.
         prompt, decode: tokens of each text.
         seconds: after which the side is stopped.
@@ -62,10 +64,15 @@ class Asked:
     threads: int
     cold: bool = True
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that hold moepack and torch to AVX2, if the side says so."""
+        return AVX2 if ":avx2" in self.side else {}
+
     def command(self, shape: Shape) -> list[str]:
         """What is run. Raises PeerError where llama.cpp, or the model, is not there."""
         who, _, rest = self.side.partition(":")
-        rest = rest.partition(":read-ahead=")[0]
+        rest = rest.partition(":read-ahead=")[0].removesuffix(":avx2")
         if who == "moepack":
             options = moepack_options(rest)
             path, memory = bundle_of(shape), self.cage - max(self.cage // MARGIN, LEAST_MARGIN)
@@ -73,7 +80,8 @@ class Asked:
         elif who == "llama":
             mix, *options = rest.split(":")
             path, memory = gguf_of(shape, mix), self.cage
-            python = environments.environment(environments.LLAMA, environments.cache(), install=False)
+            peer = environments.LLAMA_AVX2 if self.environment else environments.LLAMA
+            python = environments.environment(peer, environments.cache(), install=False)
             run = [str(python), "-m", "benchmarks.limited.theirs", str(self.threads), "serve"]
         else:
             raise PeerError(f"side {who!r} is unknown: moepack, llama, {', '.join(NOT_STARTED)}")
@@ -109,7 +117,7 @@ def measure(asked: Asked, shape: Shape) -> dict[str, Any]:
         began = time.monotonic()
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, cwd=ROOT, preexec_fn=cage.enter,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(asked.threads)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(asked.threads), **asked.environment},
         )  # fmt: skip
         said, stopped = _listen(process, began, asked.seconds)
         status = process.wait()

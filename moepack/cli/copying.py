@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moepack.pack.errors import InputError
 from moepack.progress import progress
 from moepack.runtime.planning.options import LoadOptions
 
 from .options import Bundle, Dense, Fitted, Json, Names, Output, Quiet, loading, names_of
 from .output import print_json, show
 
-_fit = loading("policy", "device", "kv_tokens", device_memory=(Fitted, None))  # here --fit names the budget
+if TYPE_CHECKING:
+    from moepack.export.report import Exported
 
+_PLANNED = ("policy", "device", "kv_tokens")  # options of a plan
+_fit = loading(*_PLANNED, device_memory=(Fitted, None))  # here --fit names the budget
 
 _Repository = Annotated[str, typer.Argument(help="The Hub repository, as owner/name.", show_default=False)]
 
@@ -83,6 +87,11 @@ def export(
     wanted = Wanted(bits, map_file, fit, dense, scales)
     with progress(quiet) as reporter:
         made = run(bundle, output, to, wanted, dry_run, reporter)
+    _tell(made, as_json)
+
+
+def _tell(made: Exported, as_json: bool) -> None:
+    """Print what was exported."""
     takes = f"{made.bytes:,} bytes, {made.bits:.3f} bits a weight of experts, relative loss {made.loss:.5f}"
     if not made.tensors:
         widths = ", ".join(f"{count:,} {name}" for name, count in made.versions.items())
@@ -103,6 +112,10 @@ def push(
     base_model: Annotated[
         str | None, typer.Option("--base-model", help="The checkpoint's Hub id, for the model card.")
     ] = None,
+    measured: Annotated[
+        list[Path] | None,
+        typer.Option("--measured", help="What eval --kl --policy static:w4 --json printed, for the card; repeatable."),
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -110,15 +123,24 @@ def push(
     from moepack.hub import push as run
 
     with progress(quiet) as reporter:
-        address = run(bundle, repo, private, revision, reporter, base_model)
+        address = run(bundle, repo, private, revision, reporter, base_model, measured or ())
     show({"repo": repo, "commit": address}, as_json, f"pushed to {repo}: {address}")
 
 
 @_fit
 def pull(
     repo: _Repository,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The bundle's directory.", show_default=False)],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The bundle's directory, or the export's.", show_default=False)
+    ],
     options: LoadOptions,
+    program: Annotated[
+        str | None,
+        typer.Option("--for", help="Export for vllm, transformers or llama.cpp, of --bits or within --fit bytes."),
+    ] = None,
+    bits: Annotated[
+        str | None, typer.Option("--bits", help="With --for: experts at one width: 4 is w4; or a version's name.")
+    ] = None,
     versions: Names = "",
     add: Annotated[str, typer.Option("--add", help="Add these versions to a pulled bundle.")] = "",
     dense: Dense = "",
@@ -126,9 +148,19 @@ def pull(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Download a bundle or some versions; run again to continue."""
+    """Download a bundle or some versions, or export some for another program; run again to continue."""
     from moepack.hub import pull as run
 
+    if program is not None:
+        plain, given = LoadOptions(), {"--versions": versions, "--add": add}
+        given |= {f"--{n.replace('_', '-')}": getattr(options, n) != getattr(plain, n) for n in _PLANNED}
+        if left := [name for name, value in given.items() if value]:
+            raise InputError(f"--for {program} chooses what it needs: leave {' and '.join(left)} out")
+        size = None if options.device_memory is None else str(options.device_memory)
+        _pull_for(repo, output, program, bits, size, dense, revision, as_json, quiet)
+        return
+    if bits is not None:
+        raise InputError("--bits belongs to --for: name versions with --versions")
     with progress(quiet) as reporter:
         fit = _budgeted(options)
         path = run(repo, output, names_of(versions), revision, reporter, names_of(add), fit, names_of(dense))
@@ -138,3 +170,23 @@ def pull(
         print_json({"bundle": str(path), "versions": [v.name for v in open_bundle(path).versions]})
     else:
         typer.echo(f"{path}: complete and verified")
+
+
+def _pull_for(
+    repo: str,
+    output: Path,
+    program: str,
+    bits: str | None,
+    fit: str | None,
+    dense: str,
+    revision: str | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Fetch and export."""
+    from moepack.export import Wanted
+    from moepack.hub import pull_for as run
+
+    with progress(quiet) as reporter:
+        made = run(repo, output, program, Wanted(bits, fit=fit, dense=dense or None), revision, reporter)
+    _tell(made, as_json)

@@ -56,15 +56,15 @@ def choose(bundle: Bundle, target: Target, wanted: Wanted) -> ExportJob:
             raise InputError(f"--map {wanted.map}: give a .json file, as for static:FILE.json, or allocation")
         experts = static_map(bundle, wanted.map)
     else:
-        experts = static_map(bundle, _named(bundle, target, wanted.bits))
+        experts = static_map(bundle, named(bundle, target, wanted.bits))
     job = replace(job, experts=experts)
     _check(job, target)
     target.check(job)
     return job
 
 
-def _named(bundle: Bundle, target: Target, bits: str | None) -> str:
-    """The version that `bits` means."""
+def named(bundle: Bundle, target: Target, bits: str | None) -> str:
+    """The version that `bits` means. Raises InputError for one that is not here."""
     here = [v.name for v in bundle.versions]
     if bits is None:
         can = [v.name for v in bundle.versions if target.refusal(bundle, v) is None]

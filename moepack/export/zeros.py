@@ -44,14 +44,18 @@ def zero_points(bundle: Bundle, version: Version, dense: bool) -> ZeroPoints:
 
 
 def extents(bundle: Bundle, version: Version, dense: bool) -> Iterator[tuple[Sequence[Matrix], Buffer]]:
-    """Every extent of a version, with its matrices."""
+    """Every extent of a version that is here, with its matrices: a download may have fetched the first layer alone."""
     if dense:
         for layer in bundle.dense_layers:
+            if not (bundle.path / layer.file(version.name)).is_file():
+                continue
             file = bundle.dense_file(version.name, layer)
             for i in range(layer.extents):
                 yield layer.extent_matrices(i), file.extent(i, check_digest=False)
         return
     for position, described in enumerate(bundle.layers):
+        if not (bundle.path / described.file(version.name)).is_file():
+            continue
         for e in range(described.experts):
             yield described.matrices, bundle.extent(version.name, position, e, check_digest=False)
 

@@ -6,6 +6,7 @@ against the manifest, and the manifest against the format.
 
 from .download import pull
 from .errors import HubError
+from .exported import PROGRAMS, pull_for
 from .upload import push
 
-__all__ = ["HubError", "pull", "push"]
+__all__ = ["PROGRAMS", "HubError", "pull", "pull_for", "push"]

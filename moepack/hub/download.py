@@ -7,7 +7,7 @@ are checked.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 _CARD_BYTES = 16 << 20
+# Fetches these files of the manifest and checks them; returns the bundle as far as it is here.
+Fetch = Callable[[Sequence[str]], Described]
+Chooser = Callable[[Remote, Fetch], Sequence[str]]  # chooses versions of a repository's bundle before weights are here
 
 
 def pull(
@@ -42,6 +45,7 @@ def pull(
     add: Sequence[str] = (),
     fit: LoadOptions | None = None,
     dense: Sequence[str] = (),
+    chooser: Chooser | None = None,
 ) -> Path:
     """Download a bundle, or only some of its versions, and verify it.
 
@@ -56,6 +60,7 @@ def pull(
         add: versions to add to the bundle in the target.
         fit: fetch the versions that a plan for this budget serves.
         dense: versions of the dense matrices; by default the target's, or else the most precise.
+        chooser: fetch the versions that it chooses.
 
     Raises:
         InputError: for a version that the bundle lacks, or a budget too small for any version.
@@ -82,9 +87,10 @@ def pull(
                 raise InputError(f"{remote.repo}: has no version {name}: it has {here}")
         if not remote.versions:
             raise HubError(f"{repo}: holds no version as a whole: a push to it has not ended, or lost its files")
+        of_dense, chooser = _dense(remote, target, dense), chooser or (_fitting(fit, reporter) if fit else None)
         with Staging(target) as staging, reporter.hub_bars():
-            chosen = wanted or (_fitting(api, remote, staging, fit, reporter) if fit else remote.versions)
-            _pull(api, remote, staging, chosen, _dense(remote, target, dense), reporter)
+            chosen = wanted or (chooser(remote, _fetcher(api, remote, staging)) if chooser else remote.versions)
+            _pull(api, remote, staging, chosen, of_dense, reporter)
     return target
 
 
@@ -187,18 +193,32 @@ def _verify(remote: Remote, root: Path, names: set[str], reporter: Reporter) -> 
         raise BundleError(problems)
 
 
-def _fitting(api: HfApi, remote: Remote, staging: Staging, fit: LoadOptions, reporter: Reporter) -> tuple[str, ...]:
-    """The versions that a plan for the budget serves. Fetches the loss tables and the configuration for the plan."""
-    names = ["config.json", TABLES]
-    for name in names:
-        if name not in remote.manifest.files:
-            raise BundleError.single(f"{remote.repo}/{name}", "missing", "not in the manifest")
-    sizes, root = remote.listed(names), staging.target
-    if not all(_has(root / name, size) for name, size in sizes.items()):
-        root = staging.files
-        _fetch(api, remote, root, sizes, Reporter())
-    _verify(remote, root, set(names), Reporter())
+def _fetcher(api: HfApi, remote: Remote, staging: Staging) -> Fetch:
+    """What fetches files for a chooser."""
     versions = tuple(v for v in remote.manifest.versions if v.name in remote.versions)
-    chosen = fitting(Described(root, remote.manifest, versions), fit)
-    reporter.note(f"{fit.budget:,} bytes hold {chosen.text}: fetching {', '.join(chosen.versions)}")
-    return chosen.versions
+    dense = tuple(v for v in remote.manifest.dense_versions if v.name in remote.dense)
+
+    def fetch(names: Sequence[str]) -> Described:
+        sizes, root = remote.listed(names), staging.target
+        if not all(_has(root / name, size) for name, size in sizes.items()):
+            root = staging.files
+            _fetch(api, remote, root, sizes, Reporter())
+        _verify(remote, root, set(names), Reporter())
+        return Described(root, remote.manifest, versions, dense)
+
+    return fetch
+
+
+def _fitting(fit: LoadOptions, reporter: Reporter) -> Chooser:
+    """Chooses what a plan for the budget serves, by the loss tables and the configuration."""
+
+    def chosen(remote: Remote, fetch: Fetch) -> Sequence[str]:
+        names = ["config.json", TABLES]
+        for name in names:
+            if name not in remote.manifest.files:
+                raise BundleError.single(f"{remote.repo}/{name}", "missing", "not in the manifest")
+        found = fitting(fetch(names), fit)
+        reporter.note(f"{fit.budget:,} bytes hold {found.text}: fetching {', '.join(found.versions)}")
+        return found.versions
+
+    return chosen

@@ -19,12 +19,13 @@ from moepack.pack.manifest import CARD, MANIFEST, Manifest
 from moepack.pack.manifest.parser import parse_manifest
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import expert_file
-from moepack.pipeline.model_card import model_card
+from moepack.pipeline.model_card import MeasuredKl, model_card
 from moepack.progress import Reporter
 from moepack.reports.inspect import plot
 from moepack.reports.verify import verify
 
 from .errors import HubError, hub_errors
+from .measured import read_divergences
 from .remote import PUSHING, files_of, is_same, read_small
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def push(
     revision: str | None = None,
     reporter: Reporter | None = None,
     base_model: str | None = None,
+    measured: Sequence[Path] = (),
 ) -> str:
     """Verify and upload a bundle; return the web address of the last commit.
 
@@ -55,6 +57,7 @@ def push(
         revision: the branch to push to; created if missing.
         reporter: receives progress.
         base_model: the checkpoint's Hub id for the card; by default the id that the bundle was built from, if any.
+        measured: files that `moepack eval --kl --json` printed of versions, for the card.
 
     Raises:
         BundleError: if the bundle is damaged; nothing is uploaded then.
@@ -66,6 +69,7 @@ def push(
     if problems := verify(path, reporter=reporter):
         raise BundleError(problems)
     bundle = open_bundle(path)
+    kl = read_divergences(measured, [v.name for v in bundle.versions])
     manifest = replace(bundle.manifest, files={n: e for n, e in bundle.manifest.files.items() if n not in CARD})
     with hub_errors(repo), reporter.hub_bars():
         api = HfApi()
@@ -73,7 +77,7 @@ def push(
         if revision is not None:
             api.create_branch(repo, branch=revision, exist_ok=True)
         there = _look(api, repo, revision, manifest)
-        card = _card(bundle, repo, base_model, reporter)
+        card = _card(bundle, repo, base_model, kl, reporter)
         return _push(api, bundle, manifest.to_json(), there, card, reporter)
 
 
@@ -177,7 +181,9 @@ def _groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
         yield group
 
 
-def _card(bundle: Bundle, repo: str, base_model: str | None, reporter: Reporter) -> dict[str, bytes]:
+def _card(
+    bundle: Bundle, repo: str, base_model: str | None, kl: Mapping[str, MeasuredKl], reporter: Reporter
+) -> dict[str, bytes]:
     """Make the model card, and its picture if matplotlib is installed, as file name -> bytes."""
     out: dict[str, bytes] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -187,5 +193,6 @@ def _card(bundle: Bundle, repo: str, base_model: str | None, reporter: Reporter)
         except MissingExtraError:
             reporter.note("the card has no picture: matplotlib is not installed")
     versions = [v.name for v in bundle.versions]
-    text = model_card(bundle.manifest, bundle.calibration(), versions, repo, CARD[1] if out else None, base_model)
+    picture = CARD[1] if out else None
+    text = model_card(bundle.manifest, bundle.calibration(), versions, repo, picture, base_model, kl)
     return {CARD[0]: text.encode(), **out}

@@ -73,10 +73,8 @@ def bundle_costs(bundle: Bundle, versions: Sequence[Version] = ()) -> list[Layer
     wanted = versions or bundle.versions
     columns = tables.columns([v.name for v in wanted])
     for position, layer in enumerate(tables.layers):
-        sizes = [
-            [float(len(bundle.extent(v.name, position, e, check_digest=False))) for v in wanted]
-            for e in range(len(layer.tokens))
-        ]
+        files = [bundle.layer_file(v.name, position) for v in wanted]
+        sizes = [[float(file.extent_size(e)) for file in files] for e in range(len(layer.tokens))]
         out.append(LayerCosts.of(layer, columns, sizes))
     return out
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,29 @@ moepack pull WHERE -o here --versions LAST
 moepack pull WHERE -o here --fit 24GiB
 ```
 
+Or as another program reads it, as far as its format holds these codes: `--for transformers`, `vllm` or `llama.cpp`.
+
+```sh
+moepack pull WHERE -o here --for transformers --bits LAST
+```
+
 After `import moepack`, `AutoModelForCausalLM.from_pretrained` loads it too. Plain transformers cannot read this format:
 it refuses the model instead of serving random experts.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredKl:
+    """KL(lossless, version), nats a token, with its 95 % interval."""
+
+    kl: float
+    low: float
+    high: float
+
+    @property
+    def cell(self) -> str:
+        """A cell of the card's table, in thousandths."""
+        return f" {1e3 * self.kl:.1f} ({1e3 * self.low:.1f} to {1e3 * self.high:.1f}) |"
 
 
 def carried(card: Path) -> dict[str, str | list[str]]:
@@ -83,6 +104,7 @@ def model_card(
     repo: str | None = None,
     picture: str | None = None,
     base_model: str | None = None,
+    divergences: Mapping[str, MeasuredKl] | None = None,
 ) -> str:
     """Return the card's text. `versions` are those that the bundle's directory holds.
 
@@ -90,6 +112,7 @@ def model_card(
         repo: the bundle's name on the Hub, if any.
         picture: file name of a picture of the losses, beside the card.
         base_model: the checkpoint's Hub id, in place of the manifest's.
+        divergences: measured ones, by version; a column of the table.
     """
     provenance = (manifest.provenance.get(k) for k in ("checkpoint", "calibration"))
     checkpoint, calibration = (found if isinstance(found, Mapping) else {} for found in provenance)
@@ -102,9 +125,12 @@ def model_card(
     facts["tags"] = ["moepack", "mixture-of-experts", "quantized", model]
     experts = sum(layer.experts for layer in manifest.layers)
     dense = sum(e.size for n, e in manifest.files.items() if n.startswith("model") and n.endswith(".safetensors"))
-    rows = "\n".join(_row(manifest, tables, v) for v in versions)
+    kl = {name: d.cell for name, d in (divergences or {}).items()}
+    rows = "\n".join(_row(manifest, tables, v) + kl.get(v, "  |" * bool(kl)) for v in versions)
     if manifest.dense:
-        rows += "".join(f"\n{_dense_row(manifest, tables, v.name)}" for v in manifest.dense_versions)
+        more = "  |" * bool(kl)
+        rows += "".join(f"\n{_dense_row(manifest, tables, v.name)}{more}" for v in manifest.dense_versions)
+    column = " KL from the lossless version, in thousandths of a nat a token (95 %) |" * bool(kl)
     tokens = manifest.calibration_tokens
     sources = calibration.get("sources")
     text = ", ".join(f"`{_line(s)}`" for s in sources) if isinstance(sources, list) else "unknown text"
@@ -118,15 +144,34 @@ def model_card(
         f"precision{'s' * (len(versions) > 1)}, with measured losses. "
         f"{'What has no row below' if manifest.dense else 'Everything outside the experts'} is as in the "
         f"original ({dense / 1e6:,.1f} MB).\n",
-        "| version | stored as | size | bits a weight | mean relative output error |\n"
-        f"|---|---|---|---|---|\n{rows}\n",
+        f"| version | stored as | size | bits a weight | mean relative output error |{column}\n"
+        f"|---|---|---|---|---|{'---|' * bool(kl)}\n{rows}\n",
         f"Errors are measured on {tokens:,} calibration tokens ({text}), expert by expert, against the output in the "
         f"original's precision. `moepack inspect` shows them all.{leaning * bool(few)}\n",
         f"![Tokens routed to each expert, and what each version costs it]({picture})\n" if picture else "",
-        _LOAD.replace("WHERE", repo or "path/or/hub-id").replace("LAST", versions[-1]),
+        (_memory(manifest, versions, dense) + "\n" + _LOAD.replace("LAST", versions[-1])).replace(
+            "WHERE", repo or "path/or/hub-id"
+        ),
         f"The original's licence holds here too: [{license_file}]({license_file}).\n" if license_file else "",
     ]  # fmt: skip
     return "\n".join(p for p in parts if p)
+
+
+def _memory(manifest: Manifest, versions: Sequence[str], dense: int) -> str:
+    """Say which command serves in which memory. `dense` has the bytes of tensors without versions."""
+    for version in manifest.dense_versions[:1]:
+        extents = (x.extent_matrices(i) for x in manifest.dense_layers for i in range(x.extents))
+        dense += sum(version.resident_size(matrices) for matrices in extents)
+    rows = ""
+    for name in reversed(versions):
+        version = manifest.version(name)
+        experts = sum(layer.experts * version.resident_size(layer.matrices) for layer in manifest.layers)
+        rows += f"\n| {(dense + experts) / 1e6:,.1f} MB | `moepack serve WHERE --policy static:{name}` |"
+    return (
+        f"## Which command for which memory\n\n| weights | command |\n|---|---|{rows}\n\n"
+        "The KV cache and activations come on top. Between two rows `moepack serve WHERE --device-memory 24GiB` "
+        "holds busy experts at the higher versions; `--memory 24GiB` bounds the whole process.\n"
+    )
 
 
 def _row(manifest: Manifest, tables: CalibrationTables, name: str) -> str:

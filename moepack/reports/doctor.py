@@ -69,10 +69,11 @@ def quantisers() -> dict[str, str]:
         entry = methods.get(name)
         needs = [("datasets", " to read text")]
         needs += [(x.name, "") for x in (entry.library,) if x is not None]
+        extra = entry.library.extra if entry.library is not None else "build"
         others = (methods.get(other).library for other in entry.fallbacks)
         needs += [(x.name, " for experts with few tokens") for x in others if x is not None]
         lacks = [library + purpose for library, purpose in needs if not _installed(library)]
-        out[name] = f"lacks {', '.join(lacks)}: pip install 'moepack[build]'" if lacks else READY
+        out[name] = f"lacks {', '.join(lacks)}: pip install 'moepack[{extra}]'" if lacks else READY
     return out
 
 

@@ -42,15 +42,17 @@ class Fitting:
 
 
 class Described(Bundle):
-    """A bundle without layer files: each extent counts with the largest size that the manifest allows."""
+    """A bundle without most layer files: an extent of those counts with the largest size that the manifest allows."""
 
     def layer_file(self, version: str, position: int) -> LayerFile:
-        """Return an object that knows the sizes of extents only.
+        """Open a file that is here; of another return an object that knows the sizes of extents only.
 
         A lossless extent's size does not follow from its shape. The size of the decoded weights is an upper bound,
         which makes the staging buffer larger by a third of an expert.
         """
         layer = self.layers[position]
+        if (self.path / layer.file(version)).is_file():
+            return super().layer_file(version, position)
         size = self.manifest.version(version).resident_size(layer.matrices)
         return cast(LayerFile, SimpleNamespace(layer=layer, extent_size=lambda expert: size))
 

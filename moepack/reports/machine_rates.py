@@ -18,8 +18,8 @@ from .speed import Rates, TokenBytes
 
 READ = 64 << 20  # bytes that a rate is measured on: more than a core's caches hold
 RUNS = 5
-# A layer's time beside reading weights, in small operations of torch: a token of Qwen3-30B-A3B's 48 layers took 86 ms
-# at w4 in memory and 94 ms at w2, on two threads of an EPYC that need 40 to 50 of them for reading (docs/limited.md).
+# A layer's time beside reading weights, in small operations of torch: a token of Qwen3-30B-A3B's 48 layers took 89 ms
+# at w4 in memory and 87 ms at w2, on two threads of an EPYC that need 40 to 50 of them for reading (docs/limited.md).
 CALLS = 450
 
 

@@ -7,7 +7,6 @@ They are called through ctypes, which releases the GIL. Arrays of weights are ui
 from __future__ import annotations
 
 import ctypes
-import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from .. import isa
 from .bits import Bf16Bits, Buffer, Codes
 from .exponent import TILE as TILE
 
-# Installing builds a file named for its Python version. OSError if this Python has none.
-_library = ctypes.CDLL(str(Path(__file__).with_name(f"_exponent{sysconfig.get_config_var('EXT_SUFFIX')}")))
+# Installing builds it where there is a compiler (setup.py). OSError if there was none.
+_library = ctypes.CDLL(str(Path(__file__).with_name("_exponent.so")))
 _pointer, _number = ctypes.c_void_p, ctypes.c_int64
 _library.moepack_exponent_sample.argtypes = [_pointer, _number, _number, _pointer]
 _library.moepack_exponent_encode.argtypes = [_pointer, _number, _number, _pointer, ctypes.c_uint16, *[_pointer] * 5]

@@ -41,6 +41,7 @@ class _Place:
     projection: Projection
     modules: dict[str, nn.Module]  # the maps and norms; if one is replaced or hooked, the module's own code runs
     most: int  # tokens
+    device: torch.device
 
     def holds(self, module: nn.Module) -> bool:
         """Whether the module's maps and norms are those of the projection, at the same addresses and without hooks."""
@@ -100,7 +101,7 @@ def _place(module: Any, shared: bool) -> _Place | None:
     except ValueError:
         return None
     read = {name: m for name, m in zip((*MAPS, *NORMS), (*maps, *norms), strict=True) if m is not None}
-    return _Place(projection, read, min(FEW, *of.limits[torch.bfloat16]))
+    return _Place(projection, read, min(FEW, *of.limits[torch.bfloat16]), of.matrices[0].data.device)
 
 
 def _served(kind: Any, cache_name: str) -> type[nn.Module]:
@@ -137,7 +138,7 @@ def _served(kind: Any, cache_name: str) -> type[nn.Module]:
 
 def _fits(x: Any, turn: Any, place: _Place) -> bool:
     """Whether the kernel takes a pass's input and rotation."""
-    if not isinstance(x, Tensor) or not isinstance(turn, tuple) or len(turn) != 2 or x.device.type != "cpu":
+    if not isinstance(x, Tensor) or not isinstance(turn, tuple) or len(turn) != 2 or x.device != place.device:
         return False
     tokens = x.numel() // x.shape[-1]
     return (

@@ -23,6 +23,7 @@ class Counters:
             # [layers, the most experts + 1] on the device; the last column counts indices past the experts
             self.counts = torch.zeros(shape, dtype=torch.int64, device=device)
             self.sums = torch.zeros(shape, dtype=torch.float64, device=device) if gates else None  # of gate weights
+        self._on_host = device.type == "cpu"
         self.mask: Tensor | None = None  # int64 [tokens], 0 for padding, which is not counted; `None` without padding
         self.used = False  # whether anything was added
         self.within: list[tuple[slice, Counters]] = []  # ranges of the step's tokens, each with counters of its own
@@ -35,7 +36,7 @@ class Counters:
         """Count a layer's routing: `index` and `weights` are [tokens, top_k]. Does not wait for the device."""
         self.used = True
         row, none = self.counts[position], self._experts[position]
-        if row.device.type == "cpu" and index.device.type == "cpu" and self.mask is None and not self.within:
+        if self._on_host and self.mask is None and not self.within:
             chosen = index.numpy().ravel().clip(max=none)  # torch's scatter takes four times as long for a token
             row.numpy()[:] += np.bincount(chosen, minlength=len(row))
             if self.sums is not None:

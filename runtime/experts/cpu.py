@@ -35,7 +35,10 @@ Many = list[tuple[int, Tensor]]  # each expert with many slots, and these slots 
 def forward(call: LayerCall) -> Tensor:
     """Run `experts_forward` on a CPU; return [tokens, hidden]."""
     x, of = call.hidden, call.experts.of
-    if x.dtype == torch.bfloat16 and 0 < len(x) <= FEW and call.pages is None and (kernel := of.gated(call.module)):
+    if not of.gated:
+        of.gated = [gated(of, call.module)]
+    kernel = of.gated[0]
+    if kernel is not None and x.dtype == torch.bfloat16 and 0 < len(x) <= FEW and call.pages is None:
         limits = backends.direct_limits(x.dtype, of.versions)
         if has_tiles(x.dtype) or len(x) <= limits.min():
             index = call.index.long().contiguous()

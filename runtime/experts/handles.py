@@ -75,15 +75,8 @@ class ServedLayer:
         self.backend = backends.backend(device) if compiled(self.versions) else "reference"
         self.tier: HostTier | None = None  # runs experts on the host, beside the device's
         self.makes_up_for_absent = False  # whether a token's other experts take over gate weights of absent ones
-        self._gated: list[GatedExperts | None] = []  # see `gated`; empty until it is first asked for
-
-    def gated(self, module: Any) -> GatedExperts | None:
-        """The kernel that runs few BF16 tokens in one call, if the module's gate has its bits; tried once."""
-        if not self._gated:
-            from . import cpu
-
-            self._gated = [cpu.gated(self, module)]
-        return self._gated[0]
+        # The kernel that runs few tokens in one call, or `None` where the gate is not its own; empty until cpu.py tried
+        self.gated: list[GatedExperts | None] = []
 
     def over(
         self,
@@ -149,7 +142,7 @@ class Snapshot:
     def only(self, index: Tensor, here: frozenset[Where]) -> Tensor:
         """The router's choice [tokens, top_k], with a number past the last expert for those at places not in `here`."""
         count = len(self.handles)
-        if here >= EVERYWHERE and index.device.type == "cpu":  # a table's word is 0 for an absent expert alone
+        if here >= EVERYWHERE and self.of.native is not None:  # a table's word is 0 for an absent expert alone
             if self.table.take(index.numpy(), mode="clip").all():
                 return index
         elif self.places <= here:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,8 +23,8 @@ from moepack.pack.spec import Matrix, Version
 
 from .forms import make_forms
 
-# The file's name depends on the Python version for which the library was built; OSError if the file is missing.
-_path = Path(__file__).with_name(f"_affine{sysconfig.get_config_var('EXT_SUFFIX')}")
+# Installing builds it where there is a compiler (setup.py); OSError if the file is missing.
+_path = Path(__file__).with_name("_affine.so")
 library = ctypes.CDLL(str(_path))  # dense_native.py calls it too
 WORD, POINTER = ctypes.c_int64, ctypes.c_void_p
 LEVELS = isa.LEVELS

@@ -1,4 +1,4 @@
-"""What a decoding token needs of a layer in one call each, by c/token.c: queries, keys and values; and the experts.
+"""What a decoding token needs of a layer in one call each, by c/product.c: queries, keys and values; and the experts.
 
 Between a layer's products stand operations on a few thousand numbers, each of which takes longer to call from Python
 than to compute. Results have the bits of the separate calls (dense_native.py, affine_native.py).

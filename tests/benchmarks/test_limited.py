@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -175,6 +176,13 @@ def test_a_row_cut_short_has_what_was_decoded() -> None:
 def test_options_of_a_side_are_told_apart() -> None:
     assert measured.moepack_options("hotness:lo=stored:dense=w4") == ["hotness:lo=stored", "dense=w4"]
     assert measured.moepack_options("lru") == ["lru"]
+
+
+def test_a_side_held_to_avx2(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "bundle_of", lambda shape: bundle)
+    for ending, variables in (("", {}), (":avx2", measured.AVX2)):
+        asked = measured.Asked(f"moepack:lru:dense=w4{ending}:read-ahead=128", 10**9, 8, 8, 1.0, 1)
+        assert asked.environment == variables and json.loads(asked.command(TINY)[-1])["options"] == ["lru", "dense=w4"]
 
 
 def test_rows_are_a_table_and_replace_their_own(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ import pytest
 from hub_stand_in import point, serve
 from support import ROOT, cli
 
+from benchmarks.limited.cage import Cage
+
 DOCUMENTS = ["README.md", "CONTRIBUTING.md"]
 DOCUMENTS += sorted(
     str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md") if p.parent != ROOT / "docs" / "extending"
@@ -158,6 +160,37 @@ def test_what_a_document_says_is_typed(
             else:
                 assert code == 0, f"{at}: {command}\n{out}{err}"
     backends.forget()
+
+
+def test_the_laptop_tutorial_holds_in_a_cage(quick_start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its commands, in a control group that leaves the demo bundle's experts the share of memory that the page's have.
+
+    A limit of 10 GiB holds two fifths of what a 30 B bundle's experts take at four bits beyond their least.
+    """
+    document, policy = "docs/tutorials/laptop.md", "hotness:lo=stored"
+    monkeypatch.chdir(quick_start)
+
+    def least(policy: str) -> int:
+        _, _, said = cli("plan", "my-bundle", "--memory", "5MB", "--policy", policy)
+        return int(re.search(r"the least that would do is (\d+) bytes", said)[1])  # type: ignore[index]
+
+    limit = least(policy) + (least("static:w4") - least(policy)) * 2 // 5
+    asked = [c for b in RUN[document] for c in commands(b.text) if "10GiB" in c]
+    assert len(asked) == 3 and all(policy in c for c in asked)
+    for command in asked:
+        words = shlex.split(command.replace("10GiB", str(limit)))[1:]
+        if "--profile" in words:
+            counts = next(c for b in RUN[document] for c in commands(b.text) if " profile " in c)
+            assert cli(*shlex.split(counts.replace("examples", str(ROOT / "examples")))[1:])[0] == 0
+        with Cage(limit) as cage:
+            if cage.group is None:
+                pytest.skip("no control group can be made here")
+            done = subprocess.run(
+                [sys.executable, "-m", "moepack", *words], cwd=quick_start, preexec_fn=cage.enter, capture_output=True,
+                text=True, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+            assert done.returncode == 0 and not cage.killed(), f"{command}\n{done.stderr}"
+            assert 0 < (cage.peak() or 0) <= limit
 
 
 @pytest.mark.parametrize(("document", "block"), LEFT_OUT, ids=[f"{d}:{b.line}" for d, b in LEFT_OUT])

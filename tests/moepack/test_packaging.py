@@ -1,4 +1,4 @@
-"""The wheel: every module, recipe and document is in it, and it works without the repository."""
+"""The wheel: every module, recipe and document is in it, and it works without the repository. The container's text."""
 
 from __future__ import annotations
 
@@ -11,12 +11,21 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import threading
+import tomllib
 import urllib.request
 import zipfile
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from support import ROOT, python
+import release
+from support import ROOT, cli, ok, python
+
+from moepack.pack.spec import READABLE
+from moepack.version import __version__
+
+pytest.importorskip("setuptools", minversion="77", reason="a wheel is built with it, here without fetching it")
 
 
 def made(call: str, source: Path, out: Path, **environment: str) -> Path:
@@ -32,9 +41,10 @@ def unpack_wheel(work: Path, compiler: str) -> Path:
     source.mkdir()
     for name in ("moepack", "pack", "quantize", "calibrate", "runtime", "recipes"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    with zipfile.ZipFile(made("build_wheel", source, work, CC=compiler)) as archive:
+    linker = f"{compiler} -shared -s"  # as `make dist`
+    with zipfile.ZipFile(made("build_wheel", source, work, CC=compiler, LDSHARED=linker, CFLAGS="-g0")) as archive:
         archive.extractall(work / "unpacked")
     return work / "unpacked"
 
@@ -50,16 +60,28 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_everything_is_in_the_wheel(unpacked: Path) -> None:
-    expected = set()
-    for folder in ("moepack", "pack", "quantize", "calibrate", "runtime", "recipes"):
-        kinds = (".py", ".md", ".yaml", ".c", ".h", ".html", ".typed")
-        files = [p for p in (ROOT / folder).rglob("*") if p.suffix in kinds]
-        inside = "" if folder == "moepack" else "moepack/"
-        expected |= {f"{inside}{p.relative_to(ROOT)}" for p in files}
-    found = {str(p.relative_to(unpacked)) for p in (unpacked / "moepack").rglob("*") if p.is_file()}
-    compiled = {f for f in found if f.endswith(".so")}
-    assert {f.split(".")[0] for f in compiled} == {"moepack/pack/codec/_exponent", "moepack/runtime/kernels/_affine"}
-    assert found - compiled == expected
+    """And nothing else: no tests, no folder of the machine that built it. One wheel is for every Python."""
+    (wheel,) = unpacked.parent.glob("*.whl")
+    assert release.problems(wheel) == []
+
+
+def test_a_bad_wheel_is_told_by_what_is_wrong(unpacked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (wheel,) = unpacked.parent.glob("*.whl")
+    bad = tmp_path / f"moepack-{__version__}-cp311-cp311-linux_x86_64.whl"
+    page = "moepack/server/about/page.html"
+    library = "moepack/pack/codec/_exponent.so"
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(bad, "w") as new:
+        for name in old.namelist():
+            if name != page:
+                new.writestr(name, old.read(name) + b"\0/home/me/python/lib\0" * (name == library))
+        new.writestr("tests/conftest.py", "")
+        new.writestr("../moepack-evil", "")
+    monkeypatch.setattr(release, "MOST", 1000)
+    assert [line.split(": ", 1)[1] for line in release.problems(bad)] == [
+        "is not for every Python of one platform", f"{bad.stat().st_size:,} bytes, more than 1,000",
+        "is not in the wheel", "does not belong in a wheel", "does not belong in a wheel", "leads out of the wheel",
+        "names /home/me/python/lib",
+    ]  # fmt: skip
 
 
 def test_the_wheel_serves_without_what_builds_and_tests(unpacked: Path, bundle: Path, tmp_path: Path) -> None:
@@ -136,3 +158,82 @@ def test_the_source_distribution_builds_the_same_wheel(unpacked: Path, tmp_path:
     found = {m.name.partition("/")[2] for m in members if m.name.endswith((".py", ".c", ".h", ".yaml"))}
     wanted = {str(p.relative_to(unpacked)) for p in unpacked.rglob("*") if p.suffix in (".py", ".c", ".h", ".yaml")}
     assert found == wanted
+
+
+def test_one_version_everywhere() -> None:
+    """The newest release in the changelog is this version, and both documents name the format that is written."""
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    newest = re.search(r"^## (\d+\.\d+\.\d+)(?:, not yet released)?\n\nBundles of format (\d+)", changes, re.M)
+    assert newest and newest.start() == changes.index("\n## ") + 1, "the first heading is a version, then its format"
+    title = re.match(r"# The moepack bundle format, version (\d+)\n", (ROOT / "pack" / "FORMAT.md").read_text())
+    assert newest[1] == __version__ and title
+    assert int(newest[2]) == int(title[1]) == READABLE[-1]
+
+
+def test_the_extras_say_what_compiles() -> None:
+    """`build`, with which the demo runs, has nothing that needs a compiler: gptqmodel is in an extra of its own."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    names = {re.split(r"[^\w-]", wanted)[0] for wanted in extras["build"]}
+    assert names == {"hqq", "datasets", "matplotlib"}, "tried without a compiler by make dist: try what you add"
+    assert "-e '.[build]'" in (ROOT / "Makefile").read_text()
+
+
+# --- the container: no engine is at hand, so its text is held to what it promises
+
+
+def stages() -> list[list[tuple[str, str]]]:
+    """The instructions of each stage of the Containerfile."""
+    text = re.sub(r"^#.*\n", "", (ROOT / "Containerfile").read_text(), flags=re.M).replace("\\\n", " ")
+    out: list[list[tuple[str, str]]] = []
+    for line in filter(None, text.splitlines()):
+        word, _, rest = line.partition(" ")
+        out += [[]] if word == "FROM" else []
+        out[-1].append((word, rest.strip()))
+    return out
+
+
+def test_the_container_is_slim_and_not_root() -> None:
+    install, last = stages()
+    assert all(stage[0][1].split()[0] == "docker.io/library/python:3.13-slim" for stage in (install, last))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = re.search(r"moepack\[(\w+)\]", dict(install[-1:])["RUN"])
+    assert asked and asked[1] == "serve" and "serve" in extras
+    words = " ".join(rest for word, rest in (*install, *last) if word == "RUN")
+    assert not re.search(r"apt|gcc|build-essential|--trusted-host|latest", words), "no compiler in either stage"
+    assert words.count("--only-binary :all:") == words.count("pip install") == 2
+    assert [rest for word, rest in last if word in ("COPY", "ADD")] == ["--from=install /opt/moepack /opt/moepack"]
+    made = re.search(r"useradd --uid (\d+)", dict(last)["RUN"])
+    assert made and dict(last)["USER"] == made[1] != "0"
+    after = [word for word, _ in last][[word for word, _ in last].index("USER") :]
+    assert not {"RUN", "COPY", "ADD"} & set(after)
+    assert (ROOT / ".dockerignore").read_text().split() == ["*", "!dist/*.whl"]
+
+
+def test_the_container_runs_a_command_that_is_there() -> None:
+    command = json.loads(dict(stages()[-1])["ENTRYPOINT"]) + json.loads(dict(stages()[-1])["CMD"])
+    assert command[:2] == ["moepack", "serve"] and {"--host", "--memory"} <= set(command)
+    told = ok(cli("serve", "--help"))
+    assert all(word in told for word in command if word.startswith("--"))
+    assert command[command.index("--host") + 1] == "0.0.0.0", "reached from outside the container"
+
+
+@pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 1)])
+def test_the_health_check_follows_health(status: int, code: int) -> None:
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    asked: list[str] = []
+    check = json.loads(dict(stages()[-1])["HEALTHCHECK"].partition("CMD ")[2])
+    assert dict(stages()[-1])["EXPOSE"] == "8000" and ":8000/" in check[2]
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        code_text = check[2].replace(":8000/", f":{server.server_port}/")
+        done = subprocess.run([sys.executable, "-S", "-c", code_text], capture_output=True)
+        server.shutdown()
+    assert (done.returncode, asked) == (code, ["/health"])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from live_models import plain_twin
 from support import damage, flip, random_matrix
+from transformers.quantizers.base import HfQuantizer
 
 import moepack
 from moepack.generation import generate
@@ -21,6 +22,7 @@ from moepack.reports.evaluate import evaluate
 from moepack.runtime.attach import load_map
 from moepack.runtime.kernels.reference import dequantise
 from moepack.runtime.planning.options import LoadOptions
+from moepack.runtime.plugin import MoepackQuantizer
 from moepack.runtime.policies.registry import parse_policy
 from moepack.runtime.policies.static import static_map
 from moepack.server.options import Sampling
@@ -175,6 +177,16 @@ def test_registers_whichever_is_imported_first(bundle: Path, imports: str) -> No
     assert out.returncode == 0, out.stderr
     assert out.stdout.strip() == "static"
     assert "import moepack" not in out.stderr and "LOAD REPORT" not in out.stderr, out.stderr
+
+
+def test_loads_where_transformers_hands_over_no_model(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers 5.19 calls the quantiser, which vLLM 0.32 pins; the limit still finds its model."""
+    own = MoepackQuantizer.update_weight_conversions
+    monkeypatch.setattr(MoepackQuantizer, "update_weight_conversions", lambda self, found, model: own(self, found))
+    monkeypatch.setattr(HfQuantizer, "update_weight_conversions", lambda self, found: found)
+    model = moepack.load(bundle, memory="6GB")
+    assert model.moepack.limit is not None
+    model.moepack.close()
 
 
 def test_without_moepack_nothing_is_served(bundle: Path) -> None:

@@ -14,6 +14,7 @@ from support import ROOT, python
 # From the top floor down: a room may import from rooms below it, and a file from its own room.
 FLOORS = (
     "moepack",  # the face: cli, hub
+    "moepack.engines",  # plug-ins that other engines find
     "moepack.export",
     "moepack.pipeline",
     "moepack.reports",
@@ -43,7 +44,7 @@ SHARED = ("progress", "memory", "version", "opening", "cluster")
 NEVER = {room: {"calibrate", "quantize", "recipes"} for room in FLOORS if room.startswith("runtime")}
 NEVER |= {"quantize": {r for r in FLOORS if r.startswith(("runtime", "recipes"))}}
 NEVER |= {"calibrate": NEVER["quantize"]}
-NEVER |= {"moepack.server": {"calibrate", "quantize", "recipes"}}
+NEVER |= {room: {"calibrate", "quantize", "recipes"} for room in ("moepack.server", "moepack.engines")}
 STANDARD_ONLY = ("pack.spec", "pack.errors")
 Imports = dict[str, set[str]]  # module -> modules of moepack, and other packages as ".name"
 

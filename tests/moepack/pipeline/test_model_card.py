@@ -13,8 +13,10 @@ from support import tree
 
 import moepack
 from moepack.calibrate.checkpoint import companions
+from moepack.hub.measured import read_divergences
+from moepack.pack.errors import InputError
 from moepack.pipeline.build import build
-from moepack.pipeline.model_card import carried, hub_commit, hub_id, model_card
+from moepack.pipeline.model_card import MeasuredKl, carried, hub_commit, hub_id, model_card
 from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.shrink import shrink
 from moepack.reports.inspect import inspect
@@ -83,6 +85,49 @@ def test_the_card_has_the_bundles_numbers(bundle: Path) -> None:
     assert f"| w4 | 4 bits, groups of 64 | {on_disk:,.1f} MB | 4.38 |" in text and "| w2 |" not in text
     assert 'moepack.load("me/mini", policy="static:w1")' in text and "](losses.png)" in text
     assert "base_model" not in facts(text) and facts(text)["license"] == "apache-2.0", "as its checkpoint's card says"
+
+
+def test_the_card_says_which_command_for_which_memory(bundle: Path) -> None:
+    """From the least memory up: what lies outside the experts, and the experts as they are in memory."""
+    opened = moepack.open(bundle)
+    text = model_card(opened.manifest, opened.calibration(), ["bf16", "w4"], "me/mini")
+    outside = sum(size for name, size in opened.files.items() if name.startswith("model") and "safetensors" in name)
+    plain = outside + 2 * opened.expert_weights  # BF16, as its codes are decoded in memory
+    files = [(opened.layer_file("w4", i), layer.experts) for i, layer in enumerate(opened.layers)]
+    coded = outside + sum(file.extent_size(e) for file, experts in files for e in range(experts))
+    sizes = {"w4": coded, "bf16": plain}
+    rows = (f"| {size / 1e6:,.1f} MB | `moepack serve me/mini --policy static:{v}` |" for v, size in sizes.items())
+    assert "\n".join(rows) in text and "WHERE" not in text and "LAST" not in text
+    assert "moepack pull me/mini -o here --for transformers --bits w4" in text
+
+
+def test_the_card_has_divergences_where_they_were_measured(bundle: Path, tmp_path: Path) -> None:
+    opened = moepack.open(bundle)
+    told = {"policy": "static:w4", "kl": 0.0024, "kl_interval": [0.0022, 0.00251], "perplexity": 37.0}
+    (tmp_path / "w4.json").write_text(json.dumps(told))
+    found = read_divergences([tmp_path / "w4.json"], ["w4", "w1"])
+    assert found == {"w4": MeasuredKl(0.0024, 0.0022, 0.00251)}
+    text = model_card(opened.manifest, opened.calibration(), ["w4", "w1"], divergences=found)
+    table = [line for line in text.splitlines() if line.startswith(("| version", "|---|---|---", "| w4", "| w1"))]
+    assert table[2].endswith(" | 2.4 (2.2 to 2.5) |") and {line.count("|") for line in table} == {7}
+    assert "KL" not in model_card(opened.manifest, opened.calibration(), ["w4"])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is not JSON"), ("[1]", "is not what moepack eval --kl"), ("{}", "is not what moepack eval --kl"),
+        ('{"policy": "static:w4", "kl": NaN, "kl_interval": [0.1, 0.2]}', "is not what moepack eval --kl"),
+        ('{"policy": "static:w4", "kl": 0.1, "kl_interval": null}', "is not what moepack eval --kl"),
+        ('{"policy": "static:w3", "kl": 0.1, "kl_interval": [0.1, 0.2]}', "measures w3, and the bundle has w4, w1"),
+        (None, "cannot be read"),
+    ],
+)  # fmt: skip
+def test_divergences_that_are_none(text: str | None, words: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "f.json").write_text(text)
+    with pytest.raises(InputError, match=words):
+        read_divergences([tmp_path / "f.json"], ["w4", "w1"])
 
 
 def test_hostile_words_stay_words(damaged: Path, edit_manifest: Callable[..., None]) -> None:

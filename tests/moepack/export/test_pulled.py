@@ -1,0 +1,194 @@
+"""`pull --for`: from a stand-in Hub to what another program reads, with no more fetched than that needs."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hub_stand_in import Hub, point, serve
+from support import cli, ok, refused, tree
+
+from moepack.export import Wanted, export
+from moepack.hub import pull_for
+from moepack.pack.errors import InputError
+
+Made = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory, of_zeros: Made) -> Iterator[Hub]:
+    """Holds someone/symmetric and someone/fractional."""
+    server, hub, address = serve()
+    with pytest.MonkeyPatch.context() as patch:
+        point(patch, address, tmp_path_factory.mktemp("hub"))
+        for zeros in ("symmetric", "fractional"):
+            hub.files[f"someone/{zeros}"] = tree(of_zeros(zeros))
+        yield hub
+    server.shutdown()
+
+
+def got(hub: Hub) -> set[str]:
+    """The layer files that were fetched since the last call, without the folder of the repository."""
+    paths = {p.partition("/resolve/")[2].partition("/")[2] for m, p in hub.requests if m == "GET"}
+    hub.requests.clear()
+    return {p for p in paths if p.startswith(("experts/", "dense/"))}
+
+
+def layers(version: str) -> set[str]:
+    return {f"experts/{version}/layer-{i:03d}.safetensors" for i in (0, 1)}
+
+
+def same(one: Path, other: Path) -> bool:
+    names = sorted(tree(one))
+    return names == sorted(tree(other)) and all(filecmp.cmp(one / n, other / n, shallow=False) for n in names)
+
+
+CASES: dict[str, tuple[str, Wanted, str, str]] = {
+    "vllm": ("--bits 2", Wanted("2"), "compressed-tensors", "w2"),
+    "transformers": ("--bits 4 --dense w8", Wanted("4", dense="w8"), "checkpoint", "w4"),
+    "llama.cpp": ("--bits w4", Wanted("w4"), "gguf", "w4"),
+}
+
+
+@pytest.mark.parametrize("program", CASES)
+def test_it_is_the_export_of_the_bundle(program: str, hub: Hub, of_zeros: Made, tmp_path: Path) -> None:
+    """Byte for byte, and one version of experts and of dense matrices is fetched for it."""
+    options, wanted, target, version = CASES[program]
+    got(hub)
+    out = tmp_path / "out"
+    said = json.loads(
+        ok(cli("pull", "someone/symmetric", "-o", out, "--for", program, *options.split(), "--json", "-q"))
+    )
+    assert said["target"] == target and set(said["versions"]) == {version}
+    dense = got(hub) - layers(version)
+    assert {n.split("/")[1] for n in dense} == {wanted.dense or "bf16"} and all(n.startswith("dense/") for n in dense)
+    export(of_zeros("symmetric"), tmp_path / "plain", target, wanted)
+    assert same(out, tmp_path / "plain")
+    assert {p.name for p in tmp_path.iterdir()} == {"out", "plain"}, "the bundle is not kept"
+
+
+def test_transformers_gets_the_checkpoint_by_default(
+    hub: Hub, of_zeros: Made, short_model: Path, tmp_path: Path
+) -> None:
+    got(hub)
+    ok(cli("pull", "someone/fractional", "-o", tmp_path / "out", "--for", "transformers", "-q"))
+    assert {n for n in got(hub) if n.startswith("experts/")} == layers("bf16")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (short_model / "model.safetensors").read_bytes()
+
+
+def test_a_size_chooses_a_width_for_each_layer(hub: Hub, of_zeros: Made, tmp_path: Path) -> None:
+    """The size is the export's. Of versions that are not chosen the first layer is looked at."""
+    small, large = (
+        export(of_zeros("symmetric"), tmp_path / "none", "compressed-tensors", Wanted(bits), dry_run=True).bytes
+        for bits in ("4", "8")
+    )
+    got(hub)
+    between = (small + large) // 2
+    said = pull_for("someone/symmetric", tmp_path / "out", "vllm", Wanted(fit=str(between)))
+    assert set(said.versions) == {"w4", "w8"} and small < said.bytes <= between
+    looked_at = {f"experts/{v}/layer-000.safetensors" for v in ("w3", "w2")}
+    assert {n for n in got(hub) if n.startswith("experts/")} == layers("w8") | layers("w4") | looked_at
+    least = export(of_zeros("symmetric"), tmp_path / "none", "compressed-tensors", Wanted("2"), dry_run=True).bytes
+    refused(
+        cli("pull", "someone/symmetric", "-o", tmp_path / "no", "--for", "vllm", "--fit", "1kB", "-q"),
+        f"the smallest that is exported takes {least:,} bytes",
+    )
+    assert {p.name for p in tmp_path.iterdir()} == {"out"}
+
+
+REFUSALS: dict[str, tuple[str, str, str]] = {
+    "another program": ("symmetric", "--for sglang --bits 4", "--for sglang: there are vllm, transformers, llama.cpp"),
+    "no width": ("symmetric", "--for vllm", "say at which width, by --bits or --fit: it has w8, w4, w3, w2"),
+    "no version": ("symmetric", "--for vllm --bits 5", "has no version 'w5': here are bf16, w8, w4, w3, w2"),
+    "not its form": ("symmetric", "--for llama.cpp --bits 2", "on the Hub: --for llama.cpp: w2 is not exported: "),
+    "no dense": ("symmetric", "--for vllm --bits 4 --dense w3", "has no version w3 of dense matrices: it has bf16, w8"),
+    "zeros": ("fractional", "--for vllm --bits 4", "--for vllm: w4 is not exported: "),
+    "zeros of llama.cpp": ("fractional", "--for llama.cpp --bits 4", "zero points are not the middle code"),
+    "two": ("symmetric", "--for vllm --bits 4 --fit 1GB", "--bits and --fit: each says what to export: give one"),
+    "of a bundle": ("symmetric", "--for vllm --bits 4 --versions w4", "chooses what it needs: leave --versions out"),
+    "of a plan": ("symmetric", "--for vllm --bits 4 --kv-tokens 9", "chooses what it needs: leave --kv-tokens out"),
+    "without": ("symmetric", "--bits 4", "--bits belongs to --for"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals_are_one_line_and_leave_nothing(case: str, hub: Hub, tmp_path: Path) -> None:
+    """Before more than the first layer of one version is fetched; in the words that the user used."""
+    repo, options, words = REFUSALS[case]
+    got(hub)
+    answer = cli("pull", f"someone/{repo}", "-o", tmp_path / "out", *options.split(), "-q")
+    refused(answer, words)
+    assert "--to " not in answer[2] and str(tmp_path) not in answer[2]
+    assert {n for n in got(hub) if n.startswith("experts/")} <= {"experts/w4/layer-000.safetensors"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_is_full_is_refused_before_anything_is_asked(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("x")
+    hub.requests.clear()
+    refused(cli("pull", "someone/symmetric", "-o", tmp_path / "out", "--for", "vllm", "--bits", "4", "-q"), "not empty")
+    assert not hub.requests
+
+
+def test_a_hidden_directory_of_another_is_left_alone(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / ".out.pulled").mkdir()
+    (tmp_path / ".out.pulled" / "mine").write_text("x")
+    for repo, words in (("symmetric", ".out.pulled: is not empty"), ("none", "no such repository")):
+        refused(cli("pull", f"someone/{repo}", "-o", tmp_path / "out", "--for", "vllm", "--bits", "4", "-q"), words)
+    assert tree(tmp_path) == {".out.pulled/mine": b"x"}
+
+
+def test_a_refusal_of_the_whole_version_removes_what_was_fetched(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first layer did not show: the other one's zero points."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise InputError(f"--to compressed-tensors: {tmp_path / '.out.pulled'}: w4 is not exported")
+
+    monkeypatch.setattr("moepack.hub.exported.export", refuse)
+    arguments = ["pull", "someone/symmetric", "-o", str(tmp_path / "out"), "--for", "vllm", "--bits", "4", "-q"]
+    refused(cli(*arguments), "--for vllm: someone/symmetric: w4 is not exported")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stopped_one_goes_on(hub: Hub, tmp_path: Path) -> None:
+    """What was fetched is not fetched again."""
+    asked: list[str] = []
+
+    def cut(method: str, path: str) -> bool:
+        if method == "GET" and path.endswith("experts/w2/layer-001.safetensors"):
+            asked.append(path)
+            return True
+        return False
+
+    arguments: list[Any] = ["pull", "someone/symmetric", "-o", tmp_path / "out", "--for", "vllm", "--bits", "2", "-q"]
+    hub.cut = cut
+    try:
+        refused(cli(*arguments))
+    finally:
+        hub.cut = None
+    assert asked and not (tmp_path / "out").exists() and (tmp_path / ".out.pulled").is_dir()
+    got(hub)
+    ok(cli(*arguments))
+    assert got(hub) == {"experts/w2/layer-001.safetensors"}
+    assert {p.name for p in tmp_path.iterdir()} == {"out"}
+
+
+def test_what_eval_measured_is_on_the_page(hub: Hub, of_zeros: Made, evaluation: Path, tmp_path: Path) -> None:
+    bundle, measured = of_zeros("fractional"), tmp_path / "w2.json"
+    options = ["--policy", "static:w2", "--kl", "-d", evaluation, "--length", "32", "--samples", "2", "--json", "-q"]
+    measured.write_text(ok(cli("eval", bundle, *options)))
+    refused(
+        cli("push", bundle, "someone/card", "--measured", tmp_path / "none.json", "-q"), "none.json: cannot be read"
+    )
+    assert "someone/card" not in hub.files
+    ok(cli("push", bundle, "someone/card", "--measured", measured, "-q"))
+    card = hub.files["someone/card"]["README.md"].decode()
+    kl = json.loads(measured.read_text())["kl"]
+    assert kl > 0 and any(line.startswith("| w2 |") and f"| {1e3 * kl:.1f} (" in line for line in card.splitlines())

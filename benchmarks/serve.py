@@ -2,6 +2,7 @@
 
     python -m benchmarks.serve [--bundle BUNDLE] [--checkpoint MODEL] [--device-memory SIZE] [--data FILE...]
     python -m benchmarks.serve --bundle BUNDLE --soak 480 [--policy POLICY] [--memory SIZE]
+    python -m benchmarks.serve --bundle BUNDLE --memory SIZE [--policy POLICY] [--dense VERSION]
     python -m benchmarks.serve --shared [--bundle BUNDLE] [--device-memory SIZE]
 
 Every server is a process of its own; clients stream from this one, over plain sockets. Each of 1, 4, 16 and 32 clients
@@ -9,7 +10,8 @@ asks for one answer after another, with prompts from the files in turn. `transfo
 parameters for all and no `ignore_eos`: there what came is what counts, and only greedy answers are asked of either.
 `--soak SECONDS` loads one server instead, with the files changing every 30 seconds and clients that leave half-way, and
 says how its memory grew after a tenth of the time. With `--memory` the server runs under `--memory auto` in a control
-group of that size, which must not kill it. `--shared` compares TTFT with and without `--prefix-cache off`: 16 clients
+group of that size, which must not kill it; without a soak 1, 4 and 16 clients stand in a table, with what their passes
+waited and fetched. `--shared` compares TTFT with and without `--prefix-cache off`: 16 clients
 ask at once, with one system prompt of 400 tokens and 20 tokens of their own: one that nobody has read, and again.
 Both servers run, and take turns. Without arguments: the model and texts in examples/.
 """
@@ -39,6 +41,7 @@ from moepack.runtime.planning.sizes import parse_size
 
 POLICIES = ("hotness", "uniform", "lru")
 CLIENTS = (1, 4, 16, 32)
+TIMED = ["TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"]
 SHARING, SYSTEM, OWN = 16, 400, 20  # with --shared: clients, tokens of their system prompt, tokens of each's own
 
 
@@ -184,6 +187,27 @@ def soak(
     ]
 
 
+def in_cage(
+    bundle: Path, prompts: list[list[str]], cage: Cage, serving: Sequence[str], options: Any
+) -> tuple[list[Any], list[Target]]:
+    """Rows by clients of one server that takes what a cage has: a pass of more clients needs more experts at once."""
+    rows: list[dict[str, Any]] = []
+    with moepack_serve(bundle, *serving, "--memory", "auto", cage=cage) as (port, _):
+        ask = asking(port, "model", prompts, options.tokens, options.length, True)
+        measured(ask, 1, 5.0)
+        for count in CLIENTS[:3]:
+            before = live(port)
+            row = {"server": " ".join(serving), **measured(ask, count, options.seconds)}
+            now, tokens = live(port), row.get("tokens/s", 0.0) * options.seconds
+            for name, key, unit in (("waits a token", "forward_waits", 1.0), ("MB a token", "bytes_moved", 1e6)):
+                row[name] = (now["counters"][key] - before["counters"][key]) / unit / max(tokens, 1.0)
+            rows.append(row)
+        process = {"process MB": now["budget"]["process_bytes_peak"] / 1e6, "steps": now["totals"]["steps"]}
+    if cage.killed():
+        raise SystemExit(f"the kernel killed the server in its cage of {cage.limit} bytes")
+    return rows, [Target("errors", sum(row["errors"] for row in rows), 0, "lower"), *caged(cage, process)[:2]]
+
+
 def caged(cage: Cage, row: dict[str, Any]) -> list[Target]:
     """What a server in a cage is held to: the kernel did not kill it, and it stayed below the limit."""
     return [
@@ -324,10 +348,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=200, help="characters of a prompt")
     parser.add_argument("--soak", type=float, help="seconds of one long load instead")
     parser.add_argument("--shared", action="store_true", help="a system prompt that clients share instead")
-    parser.add_argument("--policy", default="hotness", help="with --soak: what is served")
-    parser.add_argument(
-        "--memory", help="with --soak: bytes of a control group, in which the server takes what there is"
-    )
+    parser.add_argument("--policy", default="hotness", help="with --soak or --memory: what is served")
+    parser.add_argument("--dense", help="with --memory: the version of matrices beside the experts")
+    parser.add_argument("--memory", help="bytes of a control group, in which the server takes what there is")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     prompts = [texts(path) for path in options.data]
@@ -335,7 +358,7 @@ def main() -> None:
         checkpoint = options.checkpoint or (None if options.bundle else EXAMPLES / "mini-qwen3-moe")
         bundle = options.bundle or built(Path(work), checkpoint or EXAMPLES / "mini-qwen3-moe")
         policies = POLICIES[: 1 if options.quick or options.soak else None]
-        if not ((options.soak and options.memory) or options.shared):
+        if not (options.memory or options.shared):
             options.device_memory = options.device_memory or enough(bundle, policies)
         if options.soak:
             with Cage(parse_size(options.memory) or 0) if options.memory else contextlib.nullcontext() as cage:
@@ -355,10 +378,14 @@ def main() -> None:
         elif options.shared:
             rows, targets = shared(bundle, options.device_memory, prompts, 1 if options.quick else 5)
             columns = ["kept prompts", "system prompt", "TTFT p50", "TTFT p99"]
+        elif options.memory:
+            serving = ["--policy", options.policy, *(["--dense", options.dense] if options.dense else [])]
+            with Cage(parse_size(options.memory) or 0) as cage:
+                rows, targets = in_cage(bundle, prompts, cage, serving, options)
+            columns = ["clients", "answers", "errors", "tokens/s", *TIMED, "waits a token", "MB a token"]
         else:
             rows, targets = compare(bundle, checkpoint, options.device_memory, prompts, options)
-            timed = ["TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"]
-            columns = ["server", "clients", "answers", "errors", "tokens/s", *timed, "error"]
+            columns = ["server", "clients", "answers", "errors", "tokens/s", *TIMED, "error"]
     finish("Serving, times in ms", columns, rows, targets, options.json)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from moepack.families.arguments import CACHE_NAMES
 from moepack.runtime.kernels.token_native import Projection
@@ -40,17 +41,26 @@ class _Place:
 
     projection: Projection
     modules: dict[str, nn.Module]  # the maps and norms; if one is replaced or hooked, the module's own code runs
+    addresses: dict[str, int]  # of the norms' weights
     most: int  # tokens
     device: torch.device
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether the module's maps and norms are those of the projection, at the same addresses and without hooks."""
+        """Whether the module's maps and norms are as they were: the same, at their addresses, frozen, without hooks."""
+        if _has_any_global_hook():
+            return False
         for name, m in self.modules.items():
             if module._modules[name] is not m or m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__:
                 return False
             if type(m) is ServedLinear and not m._moepack_place.holds(m):  # type: ignore[operator, union-attr]
                 return False
-        return True
+            if (at := self.addresses.get(name)) is not None:
+                weight = m._parameters.get("weight")
+                if weight is None or weight.data_ptr() != at or weight.dtype != torch.bfloat16:
+                    return False
+        return not torch.is_grad_enabled() or not learns(
+            *(p for m in self.modules.values() for p in m.parameters(False))
+        )
 
     def __deepcopy__(self, memo: object) -> None:
         return None
@@ -101,20 +111,25 @@ def _place(module: Any, shared: bool) -> _Place | None:
     except ValueError:
         return None
     read = {name: m for name, m in zip((*MAPS, *NORMS), (*maps, *norms), strict=True) if m is not None}
-    return _Place(projection, read, min(FEW, *of.limits[torch.bfloat16]), of.matrices[0].data.device)
+    at = {name: norm.weight.data_ptr() for name, norm in zip(NORMS, found, strict=True) if norm is not None}
+    return _Place(projection, read, at, min(FEW, *of.limits[torch.bfloat16]), of.matrices[0].data.device)
 
 
 def _served(kind: Any, cache_name: str) -> type[nn.Module]:
     """Make a subclass of `kind` that projects by the kernel when its arguments allow it."""
     plain, names = kind.forward, inspect.unwrap(kind.forward).__globals__
     own = {*inspect.signature(plain).parameters} - {"kwargs"}
-    reads = inspect.unwrap(plain).__code__.co_names
+    code = inspect.unwrap(plain).__code__
+    reads = {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}  # some by `getattr(self.config, name)`
+    older = {*CACHE_NAMES} - {cache_name}  # names of the cache that a decorator of `plain` may translate
 
     @functools.wraps(plain)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         x, turn = kwargs.get("hidden_states"), kwargs.get("position_embeddings")
         place: _Place | None = self._moepack_projection
-        if args or place is None or torch.compiler.is_compiling() or not _fits(x, turn, place) or not place.holds(self):
+        if args or place is None or torch.compiler.is_compiling() or not older.isdisjoint(kwargs):
+            return plain(self, *args, **kwargs)
+        if not _fits(x, turn, place) or not place.holds(self):
             return plain(self, *args, **kwargs)
         assert x is not None and turn is not None
         cos, sin = turn
@@ -123,7 +138,8 @@ def _served(kind: Any, cache_name: str) -> type[nn.Module]:
         if (cache := kwargs.get(cache_name)) is not None:
             key, value = cache.update(key, value, self.layer_idx, kwargs=others)
         if "sliding_window" in reads:
-            others["sliding_window"] = getattr(self, "sliding_window", None)
+            of = self if hasattr(self, "sliding_window") else self.config
+            others["sliding_window"] = getattr(of, "sliding_window", None)
         if "sinks" in reads:
             others["s_aux"] = self.sinks
         attention = names[REGISTRY].get_interface(self.config._attn_implementation, names["eager_attention_forward"])
@@ -158,9 +174,9 @@ def _agree(module: Any, served: Any, place: _Place, cache_name: str, rotary: Any
     kind, generator = type(module), torch.Generator().manual_seed(0)
     outs: list[list[Tensor]] = [[], []]
     x = torch.randn(1, PROMPT + 1, module.q_proj.in_features, generator=generator).bfloat16()
+    module._moepack_projection = place
     try:
         turn = rotary(x, torch.arange(PROMPT + 1)[None])
-        module._moepack_projection = place
         for made, run in zip(outs, (kind.forward, served.forward), strict=True):
             cache = DynamicCache(config=module.config)
             for part in (slice(0, PROMPT), slice(PROMPT, None)):

@@ -75,6 +75,9 @@ def rows(call: LayerCall, threads: int | None = None) -> Tensor:
     index = call.index.long().contiguous()
     limits = backends.direct_limits(x.dtype, experts.of.versions)  # for torch's threads, so that a tier's bits agree
     many = [] if has_tiles(x.dtype) or len(x) <= limits.min() else _many(index, experts, limits)
+    if not many and not has_tiles(x.dtype):  # an expert that a token chooses twice has more slots than tokens
+        assert experts.of.native is not None
+        limits = experts.of.native.unlimited
     h = _matrix(call, 0, x, index, many, limits, threads)
     h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
     y = _matrix(call, 1, h.contiguous(), index, many, limits, threads)

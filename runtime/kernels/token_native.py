@@ -148,7 +148,7 @@ class GatedExperts:
             x: bfloat16 [tokens, hidden], contiguous.
             index: int64 [tokens, top_k], contiguous; a slot whose index is past the last expert is skipped.
             gates: [tokens, top_k]. If they are bfloat16, weighted rows are rounded before they are added.
-            limits: int64 [versions], as `affine_native.product` takes them; without tiles none is below the tokens.
+            limits: int64 [versions], as `affine_native.product` takes them; without tiles all run from packed bytes.
 
         Raises:
             ValueError: for tensors of other sizes, or a form that the library does not know.
@@ -160,6 +160,8 @@ class GatedExperts:
             raise ValueError(f"x {tuple(x.shape)}, index {tuple(index.shape)}, gates {tuple(gates.shape)} do not fit")
         threads, tiles = threads or torch.get_num_threads(), has_tiles(torch.bfloat16)
         out, wide = torch.empty_like(x), gates.float().contiguous()
+        # Without tiles none is skipped: an expert that a token chooses twice has more slots than there are tokens
+        limits = limits if tiles else self._forms.unlimited
         table, chosen, most = handles.ctypes.data, index.data_ptr(), limits.ctypes.data
         for gemm in (call.up, call.down):
             gemm.experts, gemm.slots, gemm.tiles, gemm.threads = len(handles), tokens * top_k, tiles, threads

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,18 +12,22 @@ import pytest
 import torch
 from tiny_models import random_model
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import moepack
+from moepack.families.arguments import CACHE_NAMES
 from moepack.runtime.dense import borrowed, linears, norms
 from moepack.runtime.dense.borrowed import serve_attention
 from moepack.runtime.dense.projections import serve_projections
 from moepack.runtime.experts import backends
+from moepack.runtime.kernels.token_native import Projection
 
 if backends.backend(torch.device("cpu")) != "native":
     pytest.skip("no compiled kernels", allow_module_level=True)
 
-IDS = torch.randint(1, 60, (2, 9), generator=torch.Generator().manual_seed(0))
+IDS = torch.randint(1, 60, (1, 9), generator=torch.Generator().manual_seed(0))  # of two, angles would be broadcast
 
 
 def served(family: str, projections: bool) -> Any:
@@ -50,12 +56,16 @@ def logits(model: Any, ids: Tensor = IDS) -> list[Tensor]:
 @pytest.mark.parametrize(
     "family", ["qwen3_moe", "mixtral", "granitemoe", "gpt_oss", "phimoe", "glm4_moe", "deepseek_v3"]
 )
-def test_logits_keep_their_bits(family: str) -> None:
-    model = served(family, projections=True)
-    layers = model.config.num_hidden_layers
-    assert sum(model.changed.values()) == (0 if family == "deepseek_v3" else layers), model.changed
-    for got, wanted in zip(logits(model), logits(served(family, projections=False)), strict=True):
-        assert torch.equal(got, wanted)
+def test_logits_keep_their_bits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = served(family, projections=True), served(family, projections=False)
+    layers = 0 if family == "deepseek_v3" else model.config.num_hidden_layers
+    assert sum(model.changed.values()) == layers, model.changed
+    run, ran = Projection.run, []
+    monkeypatch.setattr(Projection, "run", lambda *given: ran.append(1) or run(*given))
+    for ids in (IDS, torch.cat((IDS, IDS.flip(1)))):
+        for got, wanted in zip(logits(model, ids), logits(plain, ids), strict=True):
+            assert torch.equal(got, wanted)
+        assert len(ran) == 6 * layers  # the pass of two sequences adds none
 
 
 def test_whoever_changes_a_map_or_a_norm_gets_the_modules_own_code(bundle: Path) -> None:
@@ -98,3 +108,82 @@ def test_a_step_that_the_kernel_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(modeling, "Qwen3MoeAttention", Clipped)
     assert served("qwen3_moe", projections=True).changed == {}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "granitemoe", "gpt_oss", "phimoe", "glm4_moe"])
+def test_attention_is_given_the_same_arguments(family: str) -> None:
+    """A function that someone registered may read what torch's does not."""
+    seen: list[dict[str, Any]] = []
+
+    def spy(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
+        seen.append({"mask": mask, **kwargs})
+        return query.transpose(1, 2), None
+
+    ALL_ATTENTION_FUNCTIONS["spy"] = spy
+    try:
+        for projections in (True, False):
+            model = served(family, projections)
+            model.config._attn_implementation, model.config.sliding_window = "spy", 7
+            x, turn = turned(model)
+            given = {"attention_mask": None, "position_embeddings": turn, "position_ids": torch.arange(3)[None]}
+            with torch.no_grad():
+                model.model.layers[0].self_attn(hidden_states=x, **given, output_attentions=True)
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["spy"]
+    assert len(seen) == 2 and str(sorted(seen[0].items())) == str(sorted(seen[1].items()))
+
+
+def turned(model: Any, tokens: int = 3) -> tuple[Tensor, Any]:
+    """Random hidden states, and their angles."""
+    x = torch.randn(1, tokens, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    return x, model.model.rotary_emb(x, torch.arange(tokens)[None])
+
+
+@pytest.mark.parametrize("name", ["q_norm", "k_norm"])
+def test_another_weight_of_a_norm(name: str) -> None:
+    """Under another address the kernel would read freed memory."""
+    model, plain = served("qwen3_moe", projections=True), served("qwen3_moe", projections=False)
+    before = logits(model)[-1]
+    for each in (model, plain):
+        norm = getattr(each.model.layers[0].self_attn, name)
+        norm.weight.data = torch.linspace(-2, 2, len(norm.weight)).bfloat16()
+    assert torch.equal(logits(model)[-1], logits(plain)[-1]) and not torch.equal(logits(model)[-1], before)
+
+
+@pytest.mark.parametrize("name", ["q_proj", "v_proj", "q_norm"])
+def test_weights_that_learn_get_gradients(name: str) -> None:
+    model = served("qwen3_moe", projections=True).requires_grad_(False)
+    attention = model.model.layers[0].self_attn
+    weight = getattr(attention, name).weight.requires_grad_()
+    x, turn = turned(model)
+    attention(hidden_states=x, position_embeddings=turn, attention_mask=None)[0].float().square().sum().backward()
+    assert weight.grad is not None and weight.grad.abs().sum() > 0
+
+
+def test_a_hook_on_all_modules_sees_the_maps() -> None:
+    model, seen = served("qwen3_moe", projections=True), []
+    hook = register_module_forward_hook(lambda module, given, out: seen.append(module))
+    try:
+        logits(model)
+    finally:
+        hook.remove()
+    assert seen.count(model.model.layers[0].self_attn.k_proj) == 6
+
+
+def test_a_cache_under_its_older_name() -> None:
+    """A decorator of the module's own code translates it."""
+    model = served("qwen3_moe", projections=True)
+    attention, cache, (x, turn) = model.model.layers[0].self_attn, DynamicCache(config=model.config), turned(model)
+    own = next(name for name in CACHE_NAMES if name in inspect.signature(type(attention).forward).parameters)
+    for name in {"cache", "past_key_values"} - {own}:
+        with torch.no_grad(), contextlib.suppress(TypeError):  # a module without that decorator refuses the name
+            attention(hidden_states=x, position_embeddings=turn, attention_mask=None, **{name: cache})
+            assert cache.get_seq_length() == 3
+
+
+def test_angles_that_the_trial_cannot_make() -> None:
+    """A tower of images may come first, whose angles take other arguments: modules stay as they are."""
+    model = served("qwen3_moe", projections=False)
+    model.model.rotary_emb.forward = lambda grid: grid
+    assert serve_projections(model) == {}
+    assert not hasattr(model.model.layers[0].self_attn, "_moepack_projection")

@@ -3,6 +3,7 @@
 The model's own forward runs, with a clock around each module; the time of inner modules does not count for the outer
 one. A part is a kind of module (PARTS). Its floor is the bytes of the weights that it reads, divided by the rate at
 which the same threads read memory and do nothing else. A clock costs about a microsecond, which counts as "other".
+With clocks, queries, keys and values come from the modules' own code: the one call that serves them has no module.
 """
 
 from __future__ import annotations

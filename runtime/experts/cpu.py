@@ -35,9 +35,10 @@ Many = list[tuple[int, Tensor]]  # each expert with many slots, and these slots 
 def forward(call: LayerCall) -> Tensor:
     """Run `experts_forward` on a CPU; return [tokens, hidden]."""
     x, of = call.hidden, call.experts.of
-    if not of.gated:
-        of.gated = [gated(of, call.module)]
-    kernel = of.gated[0]
+    gate = getattr(call.module, "act_fn", None), call.module.__dict__.get("_apply_gate")
+    if of.gated is None or of.gated[0] != gate:  # not tried yet, or another gate since
+        of.gated = gate, gated(of, call.module)
+    kernel = of.gated[1]
     if kernel is not None and x.dtype == torch.bfloat16 and 0 < len(x) <= FEW and call.pages is None:
         limits = backends.direct_limits(x.dtype, of.versions)
         if has_tiles(x.dtype) or len(x) <= limits.min():

@@ -75,8 +75,8 @@ class ServedLayer:
         self.backend = backends.backend(device) if compiled(self.versions) else "reference"
         self.tier: HostTier | None = None  # runs experts on the host, beside the device's
         self.makes_up_for_absent = False  # whether a token's other experts take over gate weights of absent ones
-        # The kernel that runs few tokens in one call, or `None` where the gate is not its own; empty until cpu.py tried
-        self.gated: list[GatedExperts | None] = []
+        # The experts module's gate, and the kernel that runs few tokens in one call if the gate is its own (cpu.py)
+        self.gated: tuple[Any, GatedExperts | None] | None = None
 
     def over(
         self,

@@ -95,6 +95,7 @@ class Layer:
         self.device = torch.device("cpu")
         self.versions = (*VERSIONS, *RELEASED)
         self.native = LayerForms(matrices, self.versions)
+        self.gated: Any = None
         self.table = np.zeros(experts, np.uint64)
         self.handles: list[Any] = [None] * experts
         self._made: dict[tuple[str, int], Any] = {}

@@ -32,6 +32,7 @@ class Layer:
         self.layer = ExpertLayer(0, "experts", len(pool), matrices)
         self.device = torch.device("cpu")
         self.native = LayerForms(matrices, self.versions)
+        self.gated: Any = None
         number = self.native.numbers[pool.version.name]
         self.table = np.array([handle(int(a), number) for a in pool.addresses], np.uint64)
         sections = sections_of(matrices, pool.version)

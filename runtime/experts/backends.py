@@ -110,7 +110,9 @@ def direct_limits(
 
 @functools.cache
 def _direct_limits(dtype: torch.dtype, versions: tuple[Version, ...], threads: int) -> npt.NDArray[np.int64]:
-    return np.array(dense_limits(dtype, [v.name for v in versions], threads), np.int64)
+    limits = np.array(dense_limits(dtype, [v.name for v in versions], threads), np.int64)
+    limits.setflags(write=False)  # one array serves all callers
+    return limits
 
 
 def dense_limits(dtype: torch.dtype, names: Sequence[str], threads: int | None = None) -> list[int]:

@@ -52,6 +52,8 @@ def test_measured_once_for_each_number_of_threads(file: Path, asked: list[tuple[
         assert backends.direct_limits(BF16, VERSIONS, 1).tolist() == [6, 16, 16], "the other table left it alone"
     assert asked == [(v.name, n) for n in (1, 3) for v in VERSIONS]
     assert backends.direct_limits(BF16, (Version.of("w3"),), 1).tolist() == [16]
+    with pytest.raises(ValueError, match="read-only"):
+        backends.direct_limits(BF16, VERSIONS, 1)[0] = 7
     assert asked[-1] == ("w3", 1) and len(asked) == 7
     assert len(json.loads(file.read_text())["tables"]) == 2
 

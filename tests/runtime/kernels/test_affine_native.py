@@ -300,7 +300,7 @@ def test_trained_experts_against_float64(bundle: Path, tokens: int) -> None:
         for dtype in TOLERANCE:
             limits = backends.direct_limits(dtype, experts.of.versions)
             if not native.has_tiles(dtype):
-                limits[:] = 1 << 40
+                limits = np.full_like(limits, 1 << 40)
             x = activations(tokens, m.cols, dtype, seed=matrix)
             out = torch.full((10 * tokens, m.rows), torch.nan, dtype=dtype)
             native.product(experts.of.native, matrix, experts.current.table, x, index, out, limits)

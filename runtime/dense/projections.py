@@ -71,7 +71,7 @@ def serve_projections(model: nn.Module) -> dict[str, int]:
 
     The model's linear maps, norms and attention are served already. A class is tried once for each shape of its maps.
     """
-    tried: dict[tuple[Any, ...], bool | None] = {}
+    tried: dict[tuple[Any, ...], bool | None] = {}  # whether angles are shared; None where the kernel does not agree
     done: dict[str, int] = {}
     rotary = next((m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)), None)
     for module in model.modules():
@@ -80,14 +80,13 @@ def serve_projections(model: nn.Module) -> dict[str, int]:
         cache = next((name for name in CACHE_NAMES if name in inspect.signature(kind.forward).parameters), None)
         if "forward" in module.__dict__ or not NEEDED <= set(names) <= KNOWN or cache is None or rotary is None:
             continue
-        served, places = _served(kind, cache), {shared: _place(module, shared) for shared in (False, True)}
         key = kind, *(m.out_features for m in map(module._modules.get, MAPS) if m is not None)
         if key not in tried:
-            agree = (s for s, place in places.items() if place and _agree(module, served, place, cache, rotary))
+            agree = (s for s in (False, True) if _agree(module, _place(module, s), cache, rotary))
             tried[key] = next(agree, None)
-        if (shared := tried[key]) is not None and (place := places[shared]) is not None:
+        if (shared := tried[key]) is not None and (place := _place(module, shared)) is not None:
             module._moepack_projection = place  # type: ignore[assignment]
-            module.__class__ = served
+            module.__class__ = _served(kind, cache)
             done[kind.__name__] = done.get(kind.__name__, 0) + 1
     return done
 
@@ -115,7 +114,8 @@ def _place(module: Any, shared: bool) -> _Place | None:
     return _Place(projection, read, at, min(FEW, *of.limits[torch.bfloat16]), of.matrices[0].data.device)
 
 
-def _served(kind: Any, cache_name: str) -> type[nn.Module]:
+@functools.cache
+def _served(kind: Any, cache_name: str) -> Any:
     """Make a subclass of `kind` that projects by the kernel when its arguments allow it."""
     plain, names = kind.forward, inspect.unwrap(kind.forward).__globals__
     own = {*inspect.signature(plain).parameters} - {"kwargs"}
@@ -167,17 +167,20 @@ def _fits(x: Any, turn: Any, place: _Place) -> bool:
     )
 
 
-def _agree(module: Any, served: Any, place: _Place, cache_name: str, rotary: Any) -> bool:
-    """Whether a module gives the same numbers and the same cache as a `served` one, except for rounding."""
+def _agree(module: Any, place: _Place | None, cache_name: str, rotary: Any) -> bool:
+    """Whether a module projects by `place` to the same numbers and the same cache, except for rounding."""
     from transformers.cache_utils import DynamicCache
 
-    kind, generator = type(module), torch.Generator().manual_seed(0)
+    if place is None:
+        return False
+    kind: Any = type(module)
+    generator = torch.Generator().manual_seed(0)
     outs: list[list[Tensor]] = [[], []]
     x = torch.randn(1, PROMPT + 1, module.q_proj.in_features, generator=generator).bfloat16()
     module._moepack_projection = place
     try:
         turn = rotary(x, torch.arange(PROMPT + 1)[None])
-        for made, run in zip(outs, (kind.forward, served.forward), strict=True):
+        for made, run in zip(outs, (kind.forward, _served(kind, cache_name).forward), strict=True):
             cache = DynamicCache(config=module.config)
             for part in (slice(0, PROMPT), slice(PROMPT, None)):
                 given = {"hidden_states": x[:, part], "attention_mask": None, cache_name: cache}

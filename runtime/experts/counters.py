@@ -36,21 +36,21 @@ class Counters:
         """Count a layer's routing: `index` and `weights` are [tokens, top_k]. Does not wait for the device."""
         self.used = True
         row, none = self.counts[position], self._experts[position]
-        if self._on_host and self.mask is None and not self.within:
-            chosen = index.numpy().ravel().clip(max=none)  # torch's scatter takes four times as long for a token
-            row.numpy()[:] += np.bincount(chosen, minlength=len(row))
-            if self.sums is not None:
-                shares = weights.detach().double().numpy().ravel()
-                self.sums[position].numpy()[:] += np.bincount(chosen, weights=shares, minlength=len(row))
-            return
-        flat = index.reshape(-1).clamp(max=none)
+        sums = None if self.sums is None else self.sums[position]
         mask = self.mask if self.mask is not None and len(self.mask) == len(index) else None
-        one = row.new_ones(()) if mask is None else mask.unsqueeze(1)
-        row.scatter_add_(0, flat, one.expand_as(index).reshape(-1))
-        if self.sums is not None:
-            gates = weights.detach().double()
-            gates = gates if mask is None else gates * mask.unsqueeze(1)
-            self.sums[position].scatter_add_(0, flat, gates.reshape(-1))
+        gates = weights.detach().double() if mask is None else weights.detach().double() * mask.unsqueeze(1)
+        flat = index.reshape(-1).clamp(max=none)
+        if self._on_host:  # for a token torch's scatter takes four times as long
+            chosen = flat.numpy()
+            read = chosen if mask is None else chosen[mask.bool().repeat_interleave(index.shape[1]).numpy()]
+            row.numpy()[:] += np.bincount(read, minlength=len(row))
+            if sums is not None:
+                sums.numpy()[:] += np.bincount(chosen, weights=gates.numpy().reshape(-1), minlength=len(row))
+        else:
+            one = row.new_ones(()) if mask is None else mask.unsqueeze(1)
+            row.scatter_add_(0, flat, one.expand_as(index).reshape(-1))
+            if sums is not None:
+                sums.scatter_add_(0, flat, gates.reshape(-1))
         if len(index) == self.tokens:
             for part, counters in self.within:
                 counters.add(position, index[part], weights[part])

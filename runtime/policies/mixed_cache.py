@@ -34,7 +34,6 @@ class MixedCache:
         self._sizes, self._reuse = sizes, reuse
         self._base = len(sizes[0]) - 1 if sizes else 0
         self._layers: list[dict[int, None]] = [{} for _ in sizes]
-        self._noted: list[list[int]] = [[] for _ in sizes]  # the layers' placements in `held`, as long as is known
         self._used: dict[Key, int] = {}
         self._foreseen: dict[Key, None] = {}
         self._clock = 0
@@ -131,14 +130,10 @@ class MixedCache:
 
     def _are_here(self, layer: int, wants: Mapping[int, int], placed: Sequence[int]) -> bool:
         """Return whether all of `wants` are in memory as they are wanted, and the layer's other experts as noted."""
-        noted, base = self._noted[layer], self._base
-        self._lengthen(layer, len(placed) - 1)
-        fits = all(noted[e] < base and (noted[e] == v or (self._reuse and noted[e] < v)) for e, v in wants.items())
-        return fits and (list(placed) == noted or all(placed[e] == noted[e] for e in self._layers[layer]))
-
-    def _lengthen(self, layer: int, expert: int) -> None:
-        noted = self._noted[layer]
-        noted += [self._base] * (expert + 1 - len(noted))
+        held = self.held
+        pairs = ((held.get((layer, e), self._base), v) for e, v in wants.items())
+        fits = all(have < self._base and (have == v or (self._reuse and have < v)) for have, v in pairs)
+        return fits and all(placed[e] == held[layer, e] for e in self._layers[layer])
 
     def foresee(self, layer: int, wants: Mapping[int, int], room: int, needed: Mapping[Key, int]) -> Changes:
         """Prefetch a layer's `wants` in order, while experts outside `needed` and `wants` can be evicted for them."""
@@ -208,8 +203,6 @@ class MixedCache:
             self._clock += 1
             self.held[key], self._used[key] = placement, self._clock
             self._layers[key[0]][key[1]] = None
-            self._lengthen(*key)
-            self._noted[key[0]][key[1]] = placement
             self.bytes += self._size(key, placement)
             self._taken[self._kind(key, placement)] += 1
 
@@ -227,6 +220,5 @@ class MixedCache:
             self.bytes -= self._size(key, have)
             self._taken[self._kind(key, have)] -= 1
             del self._layers[key[0]][key[1]], self._used[key]
-            self._noted[key[0]][key[1]] = self._base
             self._foreseen.pop(key, None)
         return self._base

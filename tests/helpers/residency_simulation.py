@@ -254,6 +254,8 @@ class Simulation:
             raise Violation("8: what is kept for demotions was given away")
         spare = self.residency._spare
         for key, entry in self.residency.entries.items():
+            if self.residency.active[key[0]][key[1]] != entry.active:
+                raise Violation(f"9: {key} is noted at another version than it is served with")
             needed = {entry.active, entry.ready} - {None} | ({entry.base} if self.kind.keeps_base else set())
             if not needed <= entry.complete.keys():
                 raise Violation(f"1: {key} lacks a version that it is served with")

@@ -166,6 +166,18 @@ def _spare_in_use(sim: Simulation) -> None:
     residency._leave = at_once  # type: ignore[method-assign]
 
 
+def _noted_wrongly(sim: Simulation) -> None:
+    """The list of active versions, which policies see, is left behind."""
+    residency, switch = sim.residency, sim.residency._switch
+
+    def alone(key: Any) -> None:
+        before = residency.active[key[0]][key[1]]
+        switch(key)
+        residency.active[key[0]][key[1]] = before
+
+    residency._switch = alone  # type: ignore[method-assign]
+
+
 # The rule that finds each; what is published or reused too early may show as half copied, or as other bytes, first.
 PLANTS = {
     _torn: "1",
@@ -180,6 +192,7 @@ PLANTS = {
     _unchecked: "7",
     _no_reserve: "8",
     _spare_in_use: "[156]",
+    _noted_wrongly: "9",
 }
 
 

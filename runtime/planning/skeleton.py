@@ -226,9 +226,10 @@ def _kind(layer: torch.nn.Module) -> tuple[Any, ...]:
     """What tells decoder layers apart: their modules, plain settings (but for the layer's number), and shapes."""
     found: list[Any] = []
     for name, module in layer.named_modules():
-        plain = {k: v for k, v in vars(module).items() if isinstance(v, str | int | float | None)}
+        settings = vars(module).items()
+        plain: dict[str, Any] = {k: v for k, v in settings if isinstance(v, str | int | float | list | tuple | None)}
         plain["layer_idx"] = None
-        if (probe := getattr(module, "_moepack_probe", None)) is not None:
+        if (probe := plain.pop("_moepack_probe", None)) is not None:
             found.append((probe[0].experts, probe[0].matrices))
         tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
         found.append((name, type(module), *sorted(map(repr, plain.items()))))

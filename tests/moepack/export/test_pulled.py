@@ -174,10 +174,27 @@ def test_a_stopped_one_goes_on(hub: Hub, tmp_path: Path) -> None:
     finally:
         hub.cut = None
     assert asked and not (tmp_path / "out").exists() and (tmp_path / ".out.pulled").is_dir()
+    refused(cli(*arguments[:-2], "5", "-q"), "has no version 'w5'")  # a mistake, which costs nothing
     got(hub)
     ok(cli(*arguments))
     assert got(hub) == {"experts/w2/layer-001.safetensors"}
     assert {p.name for p in tmp_path.iterdir()} == {"out"}
+
+
+def test_one_that_was_stopped_as_it_exported_may_go_on_as_another(
+    hub: Hub, of_zeros: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of what the first one asked for is in the second one's export."""
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("moepack.hub.exported.export", stop)
+        pull_for("someone/symmetric", tmp_path / "out", "vllm", Wanted("4", dense="w8"))
+    pull_for("someone/symmetric", tmp_path / "out", "transformers", Wanted("2"))
+    export(of_zeros("symmetric"), tmp_path / "plain", "checkpoint", Wanted("2"))
+    assert same(tmp_path / "out", tmp_path / "plain")
 
 
 def test_what_eval_measured_is_on_the_page(hub: Hub, of_zeros: Made, evaluation: Path, tmp_path: Path) -> None:

@@ -41,18 +41,18 @@ dist: $(VENV)/.base
 	$(PY) tests/helpers/release.py check dist/*.whl
 	$(PY) tests/helpers/release.py try dist/*.whl
 
-$(VENV)/.base: 
+$(VENV)/.base:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "moepack needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q uv || echo "uv is not to be had: pip it is"
 	touch $@
 
 # uv installs in a quarter of pip's time; where it fails (a private index only pip knows), pip does it.
-$(VENV)/.build-installed: pyproject.toml $(wildcard */*.[ch] */*/*.[ch] */*/*/*.[ch]) | $(VENV)/.base
+$(VENV)/.build-installed: pyproject.toml setup.py $(wildcard */*.[ch] */*/*.[ch] */*/*/*.[ch]) | $(VENV)/.base
 	$(PY) -m uv pip install -q --compile-bytecode --python $(PY) -e '.[build]' || $(PY) -m pip install -q -e '.[build]'
 	touch $@
 
-$(VENV)/.dev-installed: pyproject.toml $(wildcard */*.[ch] */*/*.[ch] */*/*/*.[ch]) | $(VENV)/.base
+$(VENV)/.dev-installed: pyproject.toml setup.py $(wildcard */*.[ch] */*/*.[ch] */*/*/*.[ch]) | $(VENV)/.base
 	$(PY) -m uv pip install -q --compile-bytecode --python $(PY) -e '.[gptqmodel,dev,bench,ray]' || $(PY) -m pip install -q -e '.[gptqmodel,dev,bench,ray]'
 	touch $@ $(VENV)/.build-installed
 

@@ -87,15 +87,17 @@ def pull(
                 raise InputError(f"{remote.repo}: has no version {name}: it has {here}")
         if not remote.versions:
             raise HubError(f"{repo}: holds no version as a whole: a push to it has not ended, or lost its files")
-        of_dense, chooser = _dense(remote, target, dense), chooser or (_fitting(fit, reporter) if fit else None)
+        # A chooser's target may hold dense matrices that an earlier run asked for by name.
+        of_dense = _dense(remote, None if chooser else target, dense)
+        chooser = chooser or (_fitting(fit, reporter) if fit else None)
         with Staging(target) as staging, reporter.hub_bars():
             chosen = wanted or (chooser(remote, _fetcher(api, remote, staging)) if chooser else remote.versions)
             _pull(api, remote, staging, chosen, of_dense, reporter)
     return target
 
 
-def _dense(remote: Remote, target: Path, wanted: Sequence[str]) -> tuple[str, ...]:
-    """The versions of the dense matrices to fetch: `wanted`, or the most precise if the target has none."""
+def _dense(remote: Remote, target: Path | None, wanted: Sequence[str]) -> tuple[str, ...]:
+    """The versions of the dense matrices to fetch: `wanted`, or the most precise unless the target has one."""
     manifest, here = remote.manifest, ", ".join(remote.dense)
     for name in wanted:
         if name not in remote.dense:
@@ -105,6 +107,8 @@ def _dense(remote: Remote, target: Path, wanted: Sequence[str]) -> tuple[str, ..
         return tuple(wanted)
     if not remote.dense:
         raise HubError(f"{remote.repo}: holds no version of its dense matrices as a whole: a push to it has not ended")
+    if target is None:
+        return remote.dense[:1]
     sizes = {v.name: remote.listed(manifest.dense_files(v.name)) for v in manifest.dense_versions}
     has = [v for v, files in sizes.items() if all(_has(target / name, size) for name, size in files.items())]
     return () if has else remote.dense[:1]

@@ -17,7 +17,7 @@ from moepack.export.report import Exported
 from moepack.export.targets import ExportJob, Target, target_of
 from moepack.pack.errors import InputError
 from moepack.pack.manifest import LEFTOVERS
-from moepack.pack.reader import TENSORS, Bundle
+from moepack.pack.reader import TENSORS, Bundle, open_bundle
 from moepack.pack.spec import Version, expert_file, lossless
 from moepack.pack.tables import TABLES
 from moepack.pack.writer import check_target
@@ -65,9 +65,12 @@ def pull_for(
     beside = target.absolute().with_name(f".{target.absolute().name}.pulled")
     with _in_words_of(repo, beside):
         dense = (wanted.dense,) if wanted.dense else ()
-        chooser = _chooser(form, wanted, program, reporter)
+        found: list[str] = []
+        chooser = _chooser(form, wanted, program, reporter, found)
         pull(repo, beside, revision=revision, reporter=reporter, dense=dense, chooser=chooser)
         try:
+            if wanted.fit is not None:
+                _check(open_bundle(beside), form, found)
             made = export(beside, target, form.name, wanted, reporter=reporter)
         except InputError:
             shutil.rmtree(beside)
@@ -90,8 +93,15 @@ def _in_words_of(repo: str, beside: Path) -> Iterator[None]:
         raise InputError(text) from error
 
 
-def _chooser(form: Target, wanted: Wanted, program: str, reporter: Reporter) -> Chooser:
-    """Chooses what `export` will choose."""
+def _check(bundle: Bundle, form: Target, found: Sequence[str]) -> None:
+    """Raise InputError for a version that its first layer promised: `export` would fit other ones in."""
+    for name in found:
+        if why := form.refusal(bundle, bundle.manifest.version(name)):
+            raise InputError(f"--to {form.name}: {name} is not exported: {why}; or name another width by --bits")
+
+
+def _chooser(form: Target, wanted: Wanted, program: str, reporter: Reporter, found: list[str]) -> Chooser:
+    """Chooses what `export` will choose; `found` is filled with it."""
 
     def chosen(remote: Remote, fetch: Fetch) -> Sequence[str]:
         candidates = _candidates(remote, form, wanted, program)
@@ -103,7 +113,7 @@ def _chooser(form: Target, wanted: Wanted, program: str, reporter: Reporter) -> 
         if form.name != "checkpoint":  # which takes all zero points
             names += [expert_file(v.name, remote.manifest.layers[0].index) for v in candidates]
         names += remote.manifest.dense_files(wanted.dense)[:1] if wanted.dense else ()
-        found = [v.name for v in choose(fetch(names), form, wanted).used]
+        found[:] = [v.name for v in choose(fetch(names), form, wanted).used]
         reporter.note(f"{program} gets experts at {', '.join(found)}: fetching no other version")
         return found
 

@@ -38,6 +38,7 @@ class Staging:
         try:
             if self._folder.is_symlink():
                 raise TargetError(f"{self._folder}: is a link: remove it")
+            self._new = not self.files.is_dir()
             self.files.mkdir(parents=True, exist_ok=True)
             self._lock = self._locked()
         except OSError as error:
@@ -101,7 +102,8 @@ class Staging:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if isinstance(error, InputError):  # the pull was refused before it fetched much
+        # Refused before it fetched much; what a stopped pull left is for a run without the mistake.
+        if isinstance(error, InputError) and self._new:
             shutil.rmtree(self._folder, ignore_errors=True)
             if not any(self.target.iterdir()):
                 self.target.rmdir()

@@ -66,10 +66,10 @@ def push(
     from huggingface_hub import HfApi
 
     reporter = reporter or Reporter()
-    if problems := verify(path, reporter=reporter):
-        raise BundleError(problems)
     bundle = open_bundle(path)
     kl = read_divergences(measured, [v.name for v in bundle.versions])
+    if problems := verify(path, reporter=reporter):
+        raise BundleError(problems)
     manifest = replace(bundle.manifest, files={n: e for n, e in bundle.manifest.files.items() if n not in CARD})
     with hub_errors(repo), reporter.hub_bars():
         api = HfApi()
@@ -193,6 +193,7 @@ def _card(
         except MissingExtraError:
             reporter.note("the card has no picture: matplotlib is not installed")
     versions = [v.name for v in bundle.versions]
+    manifest = replace(bundle.manifest, dense_versions=bundle.dense_versions)  # those that are pushed
     picture = CARD[1] if out else None
-    text = model_card(bundle.manifest, bundle.calibration(), versions, repo, picture, base_model, kl)
+    text = model_card(manifest, bundle.calibration(), versions, repo, picture, base_model, kl)
     return {CARD[0]: text.encode(), **out}

@@ -32,8 +32,8 @@ model = moepack.load("WHERE", device_memory="24GiB")  # what fits, busy experts 
 Or some of it to a directory, or what a budget holds:
 
 ```sh
-moepack pull WHERE -o here --versions LAST
-moepack pull WHERE -o here --fit 24GiB
+moepack pull WHERE -o some --versions LAST
+moepack pull WHERE -o fitting --fit 24GiB
 ```
 
 Or as another program reads it, as far as its format holds these codes: `--for transformers`, `vllm` or `llama.cpp`.

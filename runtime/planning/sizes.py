@@ -22,7 +22,7 @@ def parse_size(size: str | int | None) -> int | None:
     unit = number.lstrip("0123456789.")
     try:
         return int(float(number[: len(number) - len(unit)]) * _UNITS[unit.strip()])
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OverflowError):
         raise InputError(f"size {size!r} is not a number of bytes, nor one with KB, MiB, GB ... after it") from None
 
 

@@ -16,7 +16,9 @@ import tempfile
 import time
 import urllib.request
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
@@ -79,12 +81,9 @@ def interpreter(version: str) -> str | None:
     return found.stdout.strip() or None
 
 
-def ask(bundle: Path, environment: dict[str, str], work: Path) -> str:
-    """Serve a bundle, send one chat, and return the answer's text."""
-    (work / "chat.jinja").write_text("{{ messages[-1].content }}")  # the example's tokenizer has no template
-    command = [str(work / "env/bin/moepack"), "serve", str(bundle), "--name", "m", "--port", "0"]
-    command += ["--device-memory", "6MB", "--chat-template", "chat.jinja"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=work) as process:
+def ask(command: Sequence[str], path: str, body: dict[str, Any], **options: Any) -> Any:
+    """Start a server of the model `m`, ask it once, and end it as an engine of containers would. Returns the answer."""
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options) as process:
         try:
             assert process.stderr is not None
             said = ""
@@ -94,15 +93,26 @@ def ask(bundle: Path, environment: dict[str, str], work: Path) -> str:
                     break
             else:
                 raise SystemExit(f"moepack serve ended: {said}")
-            body = {"model": "m", "messages": [{"role": "user", "content": "The history of"}], "max_tokens": 8}
-            address, kind = f"{found[1]}/v1/chat/completions", {"content-type": "application/json"}
-            request = urllib.request.Request(address, json.dumps({**body, "ignore_eos": True}).encode(), kind)
+            data = json.dumps({"model": "m", "ignore_eos": True, **body}).encode()
+            request = urllib.request.Request(found[1] + path, data, {"content-type": "application/json"})
             with urllib.request.urlopen(request, timeout=120) as answer:
                 made = json.load(answer)
-            assert made["usage"]["completion_tokens"] == 8, made
-            return str(made["choices"][0]["message"]["content"])
-        finally:
             process.terminate()
+            assert process.wait(30) == 0
+            return made
+        finally:
+            process.kill()
+
+
+def chat(bundle: Path, environment: dict[str, str], work: Path) -> str:
+    """Serve a bundle from the environment in `work`, send one chat, and return the answer's text."""
+    (work / "chat.jinja").write_text("{{ messages[-1].content }}")  # the example's tokenizer has no template
+    command = [str(work / "env/bin/moepack"), "serve", str(bundle), "--name", "m", "--port", "0"]
+    command += ["--device-memory", "6MB", "--chat-template", "chat.jinja"]
+    body = {"messages": [{"role": "user", "content": "The history of"}], "max_tokens": 8}
+    made = ask(command, "/v1/chat/completions", body, env=environment, cwd=work)
+    assert made["usage"]["completion_tokens"] == 8, made
+    return str(made["choices"][0]["message"]["content"])
 
 
 def try_on(python: str, wheel: Path) -> str:
@@ -129,7 +139,7 @@ def try_on(python: str, wheel: Path) -> str:
         shown = run(inside, "examples/demo.py")
         bf16, w2 = (re.search(rf"^\W*{name}\s.*", shown, re.M) for name in ("bf16", "w2"))
         assert bf16 and w2 and "promotions" in shown, shown
-        said = ask(work / "demo-output" / "mini-qwen3-moe-bundle", bare, work)
+        said = chat(work / "demo-output" / "mini-qwen3-moe-bundle", bare, work)
         took = time.monotonic() - began
         version = run(inside, "-c", "import sys, torch; print(sys.version.split()[0], 'torch', torch.__version__)")
     return f"Python {version.strip()}: demo and server ran, kernels at level {level}, answer {said!r}, {took:.0f} s"

@@ -160,6 +160,9 @@ def test_pull_versions_of_dense_matrices(client: Client, demo_model: Path, text:
     for options, here in ((("--versions", "w4"), ["w8"]), (("--dense", "w4"), ["w8", "w4"])):
         ok(client.pull(tmp_path / "got2", *options))
         assert [v.name for v in moepack.open(tmp_path / "got2").dense_versions] == here
+    ok(cli("push", tmp_path / "got0", "someone/exact", "-q"))  # its card has rows for what is there
+    card = client.hub.files["someone/exact"]["README.md"].decode()
+    assert [line.split()[1] for line in card.splitlines() if " matrices outside the experts: " in line] == ["bf16"]
     refused(client.pull(tmp_path / "none", "--dense", "w3"), "no version w3 of dense matrices: it has bf16, w8, w4")
 
 
@@ -254,7 +257,11 @@ def test_errors_are_one_line(client: Client, bundle: Path, damaged: Path, text: 
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("mine")
     refused(client.pull(tmp_path / "full"), "not empty")
-    (damaged / "tokenizer_config.json").write_text("edited")
+    tokenizer = damaged / "tokenizer_config.json"
+    tokenizer.write_text("x" * tokenizer.stat().st_size)
+    mistyped = ("--measured", tmp_path / "none.json")  # told before all bytes of the bundle are read
+    refused(cli("push", damaged, "someone/damaged", *mistyped, "-q"), "none.json: cannot be read")
+    tokenizer.write_text("edited")
     refused(cli("push", damaged, "someone/damaged", "-q"), "tokenizer_config.json")
     assert "someone/damaged" not in client.hub.files
     client.hub.fail_commits = True

@@ -13,7 +13,6 @@ import sysconfig
 import tarfile
 import threading
 import tomllib
-import urllib.request
 import zipfile
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -101,26 +100,9 @@ def test_the_wheel_serves_without_what_builds_and_tests(unpacked: Path, bundle: 
         "    assert not [m for m in sys.modules if m.startswith(('moepack.quantize', 'moepack.calibrate'))]\n"
         "    from moepack.pipeline.recipe import load_recipe; load_recipe('default')"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, cwd=tmp_path)
-    try:
-        assert process.stderr is not None
-        said = ""
-        for line in process.stderr:
-            said += line
-            if found := re.search(r"serving m at http://127.0.0.1:(\d+)", line):
-                break
-        else:
-            pytest.fail(said)
-        body = json.dumps({"model": "m", "prompt": "The history of", "max_tokens": 4, "ignore_eos": True}).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{found[1]}/v1/completions", body, {"content-type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            assert json.load(answer)["usage"]["completion_tokens"] == 4
-        process.terminate()
-        assert process.wait(30) == 0
-    finally:
-        process.kill()
+    body = {"prompt": "The history of", "max_tokens": 4}
+    answer = release.ask([sys.executable, "-c", code], "/v1/completions", body, cwd=tmp_path)
+    assert answer["usage"]["completion_tokens"] == 4
 
 
 def test_without_a_compiler_it_installs_and_numpy_runs_the_codec(tmp_path: Path) -> None:

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hostile_edits import signed
 from hub_stand_in import Hub, point, serve
 from support import cli, ok, refused, tree
 
 from moepack.export import Wanted, export
 from moepack.hub import pull_for
 from moepack.pack.errors import InputError
+from moepack.pack.manifest import MANIFEST
 
 Made = Callable[[str], Path]
 
@@ -101,6 +103,7 @@ def test_a_size_chooses_a_width_for_each_layer(hub: Hub, of_zeros: Made, tmp_pat
 
 
 REFUSALS: dict[str, tuple[str, str, str]] = {
+    "beyond floats": ("symmetric", f"--for vllm --fit {'9' * 400}", "9' is not a number of bytes"),
     "another program": ("symmetric", "--for sglang --bits 4", "--for sglang: there are vllm, transformers, llama.cpp"),
     "no width": ("symmetric", "--for vllm", "say at which width, by --bits or --fit: it has w8, w4, w3, w2"),
     "no version": ("symmetric", "--for vllm --bits 5", "has no version 'w5': here are bf16, w8, w4, w3, w2"),
@@ -157,6 +160,21 @@ def test_a_refusal_of_the_whole_version_removes_what_was_fetched(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_size_is_not_filled_with_other_versions_than_chosen(hub: Hub, of_zeros: Made, tmp_path: Path) -> None:
+    """The first layer of w4 has middle codes alone, the second one has not: that is said, with a way on."""
+    files, other = (tree(of_zeros(zeros)) for zeros in ("symmetric", "fractional"))
+    name = "experts/w4/layer-001.safetensors"
+    manifest = json.loads(files[MANIFEST])
+    manifest["files"][name] = json.loads(other[MANIFEST])["files"][name]
+    hub.files["someone/changing"] = {**files, name: other[name], MANIFEST: signed(manifest)}
+    size = export(of_zeros("symmetric"), tmp_path / "none", "compressed-tensors", Wanted("4"), dry_run=True).bytes
+    for fit in (size, size - 10_000):  # w4 alone, and beside w3
+        arguments = ["pull", "someone/changing", "-o", str(tmp_path / "out"), "--for", "vllm", "--fit", str(fit), "-q"]
+        answer = cli(*arguments)
+        refused(answer, "--for vllm: w4 is not exported: ")
+        assert "name another width by --bits" in answer[2] and list(tmp_path.iterdir()) == []
+
+
 def test_a_stopped_one_goes_on(hub: Hub, tmp_path: Path) -> None:
     """What was fetched is not fetched again."""
     asked: list[str] = []
@@ -174,10 +192,27 @@ def test_a_stopped_one_goes_on(hub: Hub, tmp_path: Path) -> None:
     finally:
         hub.cut = None
     assert asked and not (tmp_path / "out").exists() and (tmp_path / ".out.pulled").is_dir()
+    refused(cli(*arguments[:-2], "5", "-q"), "has no version 'w5'")  # a mistake, which costs nothing
     got(hub)
     ok(cli(*arguments))
     assert got(hub) == {"experts/w2/layer-001.safetensors"}
     assert {p.name for p in tmp_path.iterdir()} == {"out"}
+
+
+def test_one_that_was_stopped_as_it_exported_may_go_on_as_another(
+    hub: Hub, of_zeros: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of what the first one asked for is in the second one's export."""
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("moepack.hub.exported.export", stop)
+        pull_for("someone/symmetric", tmp_path / "out", "vllm", Wanted("4", dense="w8"))
+    pull_for("someone/symmetric", tmp_path / "out", "transformers", Wanted("2"))
+    export(of_zeros("symmetric"), tmp_path / "plain", "checkpoint", Wanted("2"))
+    assert same(tmp_path / "out", tmp_path / "plain")
 
 
 def test_what_eval_measured_is_on_the_page(hub: Hub, of_zeros: Made, evaluation: Path, tmp_path: Path) -> None:

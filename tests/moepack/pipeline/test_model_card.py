@@ -107,6 +107,8 @@ def test_the_card_has_divergences_where_they_were_measured(bundle: Path, tmp_pat
     (tmp_path / "w4.json").write_text(json.dumps(told))
     found = read_divergences([tmp_path / "w4.json"], ["w4", "w1"])
     assert found == {"w4": MeasuredKl(0.0024, 0.0022, 0.00251)}
+    with pytest.raises(InputError, match="measures w4, as another file does"):
+        read_divergences([tmp_path / "w4.json"] * 2, ["w4", "w1"])
     text = model_card(opened.manifest, opened.calibration(), ["w4", "w1"], divergences=found)
     table = [line for line in text.splitlines() if line.startswith(("| version", "|---|---|---", "| w4", "| w1"))]
     assert table[2].endswith(" | 2.4 (2.2 to 2.5) |") and {line.count("|") for line in table} == {7}
@@ -120,6 +122,10 @@ def test_the_card_has_divergences_where_they_were_measured(bundle: Path, tmp_pat
         ('{"policy": "static:w4", "kl": NaN, "kl_interval": [0.1, 0.2]}', "is not what moepack eval --kl"),
         ('{"policy": "static:w4", "kl": 0.1, "kl_interval": null}', "is not what moepack eval --kl"),
         ('{"policy": "static:w3", "kl": 0.1, "kl_interval": [0.1, 0.2]}', "measures w3, and the bundle has w4, w1"),
+        ('{"policy": null, "kl": 0.1, "kl_interval": [0.1, 0.2]}', "is not what moepack eval --kl"),
+        ('{"policy": "static:w4", "kl": 0.1, "kl_interval": [-Infinity, Infinity]}', "of two samples or more"),
+        ('{"policy": "static:w4", "kl": 1e307, "kl_interval": [0.1, 1e308]}', "is not what moepack eval --kl"),
+        ('{"policy": "static:w4", "kl": 0.3, "kl_interval": [0.1, 0.2]}', "is not what moepack eval --kl"),
         (None, "cannot be read"),
     ],
 )  # fmt: skip

@@ -105,11 +105,14 @@ def documented(page: str, name: str, where: Path, block: int = 0) -> ModuleType:
 
 
 def forked(work: Callable[[], object]) -> int:
-    """Begin some work in a forked child; its process number."""
+    """Begin some work in a forked child, on one thread; its process number."""
     child = os.fork()
     if child:
         return child
     try:
+        import torch
+
+        torch.set_num_threads(1)  # OpenMP waits for ever for its threads, which a fork does not take along
         work()
         os._exit(0)
     except BaseException:

@@ -6,7 +6,6 @@ experts.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moepack.families.model_class import model_of
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import ExpertLayer, Version
@@ -28,7 +26,7 @@ from moepack.runtime.planning.config import read_config
 from moepack.runtime.planning.fixed import Fixed
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.plan import unchanging
-from moepack.runtime.planning.skeleton import EXPERT_PARAMETERS
+from moepack.runtime.planning.skeleton import EXPERT_PARAMETERS, on_meta
 from moepack.runtime.policies.registry import parse_policy
 from moepack.runtime.store.checked import recording
 
@@ -81,6 +79,11 @@ class ServedBundle:
         """The layers that have experts."""
         return tuple(self.bundle.layers)
 
+    @property
+    def loaded(self) -> bool:
+        """Whether the experts are in memory."""
+        return bool(self._modules)
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor outside the experts, by the checkpoint's name, in the order of names.
 
@@ -109,7 +112,10 @@ class ServedBundle:
             BundleError: when an extent is damaged.
         """
         if not self.handed_over:
-            raise InputError(f"{self.bundle.path}: this model's tensors were not read through its bundle")
+            raise InputError(
+                f"{self.bundle.path}: this model's tensors were not read through its bundle: the engine's load format, "
+                "or its code for this family, does not fit"
+            )
         if not self._modules:
             modules = _bare(self, dtype)
             with recording(self.bundle, self._checked):
@@ -124,11 +130,7 @@ class ServedBundle:
 
 def _bare(served: ServedBundle, dtype: torch.dtype) -> list[Any]:
     """The experts modules of transformers' own model, which know gate and activation, without weights."""
-    config = copy.deepcopy(read_config(served.bundle.path, served.bundle.manifest))
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with torch.device("meta"):
-        model = model_of(config, dtype=dtype)
+    model = on_meta(read_config(served.bundle.path, served.bundle.manifest), dtype)
     modules = [model.get_submodule(layer.module) for layer in served.layers]
     for layer, module in zip(served.layers, modules, strict=True):
         for name in EXPERT_PARAMETERS:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.models.utils import WeightsMapper
 
@@ -14,6 +16,10 @@ from moepack.pack.errors import InputError
 from moepack.runtime.planning.options import METHOD
 
 from .served import ServedBundle, options_in
+from .vllm_experts import MoepackExperts
+
+if not hasattr(QuantizationConfig, "get_checkpoint_weight_mapper"):  # vLLM's loader would never ask for the tensors
+    raise ImportError("its QuantizationConfig has no get_checkpoint_weight_mapper")
 
 
 class BundleTensors(WeightsMapper):  # type: ignore[misc]
@@ -109,18 +115,18 @@ class BundleConfig(QuantizationConfig):  # type: ignore[misc]
         raise InputError(f"{self.path}: has no experts that vLLM calls {prefix}")
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:
-        """The bundle's tensors for a model's loader, which asks first; vLLM's own rules for loaders of its parts."""
+        """The bundle's tensors for a model's loader, which asks first; vLLM's own rules for loaders of its parts.
+
+        Raises InputError once the model is loaded: packed experts would stay as they are under other weights.
+        """
+        if self.served.loaded:
+            raise InputError(f"{self.path}: weights of a bundle are not reloaded: start vLLM again")
         base: WeightsMapper = super().get_checkpoint_weight_mapper()
         self._loads += 1
         return base if self._loads > 1 else BundleTensors(self.served, base)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """Run experts from the bundle; leave all other layers to vLLM. Raises InputError for experts in parts."""
-        from vllm.model_executor.layers.fused_moe import RoutedExperts
-        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-
         if isinstance(layer, RoutedExperts):
-            from .vllm_experts import MoepackExperts
-
             return MoepackExperts(layer, self.served, self.position(prefix))
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None

@@ -129,6 +129,9 @@ class LoadOptions:
         if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
             raise InputError(f"host_threads is a whole number from 1, not {threads!r}")
         parse_bound(self.max_tpot)
+        for name in ("policy", "dense"):
+            if not isinstance(value := getattr(self, name), str | None):
+                raise InputError(f"{name} is a text, not {value!r}")
         parse_policy(self.policy)
         _ = self.workload
         if isinstance(self.dtype, str) and self.dtype not in DTYPES:

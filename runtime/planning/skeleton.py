@@ -88,14 +88,19 @@ def _packed(query: Tensor, key: Tensor, value: Tensor) -> int:
     return query.shape[0] * query.shape[1] * key.shape[2] * (key.shape[3] + value.shape[3]) * key.element_size()
 
 
-def skeleton(config: Any, dtype: torch.dtype) -> tuple[Any, FakeTensorMode]:
-    """Build the model of a config without memory; return the model and the mode under which to run it."""
+def on_meta(config: Any, dtype: torch.dtype) -> Any:
+    """Make the plain model of a bundle's config, with tensors on the device meta."""
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    with torch.device("meta"):
+        return model_of(config, dtype=dtype)
+
+
+def skeleton(config: Any, dtype: torch.dtype) -> tuple[Any, FakeTensorMode]:
+    """Build the model of a config without memory; return the model and the mode under which to run it."""
+    model = on_meta(config, dtype)  # not in `mode`: some models convert modules as they make them, which it cannot
     mode = FakeTensorMode()
-    with torch.device("meta"):  # not in `mode`: some models convert modules as they make them, which it cannot
-        model = model_of(config, dtype=dtype)
     with mode, torch.no_grad():
         _fill(model)
         plan = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from support import ROOT, ids
+from support import ROOT, ids, python
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import moepack
@@ -23,6 +24,27 @@ from moepack.pipeline.recipe import parse_recipe
 from moepack.runtime.experts.forward import experts_forward
 
 CPU = torch.device("cpu")
+# A package that has each module and name that the plug-in imports of vLLM; HOOKS are of its quantisation configs.
+STAND_IN = """
+import sys
+from types import ModuleType
+
+def part(name):
+    if name.startswith("_"):
+        raise AttributeError(name)
+    return type(name, (), {})
+
+for name in (
+    "", ".forward_context", ".model_executor", ".model_executor.layers", ".model_executor.layers.fused_moe",
+    ".model_executor.layers.fused_moe.fused_moe_method_base", ".model_executor.layers.linear",
+    ".model_executor.layers.quantization", ".model_executor.layers.quantization.base_config",
+    ".model_executor.models", ".model_executor.models.utils",
+):
+    made = sys.modules["vllm" + name] = ModuleType("vllm" + name)
+    made.__path__, made.__getattr__ = [], part
+sys.modules["vllm.model_executor.layers.quantization.base_config"].QuantizationConfig = type("Q", (), HOOKS)
+sys.modules["vllm.model_executor.layers.quantization"].register_quantization_config = lambda name: print
+"""
 WITH_DENSE = """
 versions: [bf16, w4]
 dense: [w8]
@@ -142,9 +164,11 @@ def test_a_damaged_expert_is_found(damaged: Path) -> None:
         ({"polcy": "static:w4"}, "polcy"),
         ({"device_memory": "1GB"}, "device_memory"),
         ({"policy": "hotnes"}, "hotnes"),
+        ({"policy": 3}, "policy is a text, not 3"),
+        ({"dense": ["w8"]}, r"dense is a text, not \['w8'\]"),
     ],
 )
-def test_a_wrong_option_is_refused(bundle: Path, given: dict[str, str], words: str) -> None:
+def test_a_wrong_option_is_refused(bundle: Path, given: dict[str, object], words: str) -> None:
     with pytest.raises(InputError, match=words):
         ServedBundle(bundle, options_in({"quant_method": "moepack", **given}))
 
@@ -174,3 +198,18 @@ def test_the_entry_point_names_a_function_and_imports_no_engine() -> None:
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     module, _, function = points["vllm.general_plugins"]["moepack"].partition(":")
     assert callable(getattr(importlib.import_module(module), function))
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ("sys.modules['vllm'] = None", "cannot serve bundles .*vllm.* install vLLM 0.32, or serve"),
+        (f"HOOKS = {{}}{STAND_IN}", "cannot serve bundles .*no get_checkpoint_weight_mapper.* install vLLM"),
+        (f"HOOKS = {{'get_checkpoint_weight_mapper': None}}{STAND_IN}", "<class '.*BundleConfig'>"),
+    ],
+)
+def test_an_engine_of_other_parts_is_told_so_in_one_line(engine: str, words: str) -> None:
+    """And goes on: vLLM calls plug-ins for every model that it serves, and catches no error of theirs."""
+    start = "import sys, moepack.engines.served\nfrom moepack.engines.vllm import register\nsys.stderr = sys.stdout"
+    said = python("-c", f"{start}\nassert 'vllm' not in sys.modules\n{engine}\nregister()\nregister()")
+    assert re.fullmatch(f"(.*{words}.*\n){{2}}", said), said

@@ -75,6 +75,16 @@ def test_the_first_loader_is_given_the_bundle_s_tensors(bundle: Path) -> None:
     assert dict(part.apply([("norm.weight", 1)])) == {"norm.weight": 1}
 
 
+def test_loaded_weights_are_not_reloaded(bundle: Path) -> None:
+    """Experts would stay as they are, and other tensors be those of the bundle, whatever vLLM was told to load."""
+    made = config_of(bundle, policy="static:w2")
+    list(made.get_checkpoint_weight_mapper().apply([("first", torch.zeros(1))]))
+    made.get_checkpoint_weight_mapper()  # that of a part
+    made.served.module(0, torch.device("cpu"), torch.bfloat16)
+    with pytest.raises(InputError, match="are not reloaded: start vLLM again"):
+        made.get_checkpoint_weight_mapper()
+
+
 def test_experts_are_found_under_a_model_s_own_names(bundle: Path) -> None:
     from vllm.model_executor.models.utils import WeightsMapper
 

@@ -37,9 +37,10 @@ DEFAULTS = {f"float32 {name}": kernel_of(name).float32 for name in compiled_name
 DEFAULTS |= {f"bfloat16 {name}": kernel_of(name).bfloat16 for name in compiled_names()}
 BESIDE_AMX = {f"bfloat16 {name}": kernel_of(name).beside_amx for name in compiled_names()}
 VARIABLE = "MOEPACK_LIMITS"
-AGAINST = "by_torch of normal numbers"  # what packed bytes are measured against; a new name discards old measurements
+AGAINST = "by_torch, up to 512 tokens"  # what packed bytes are measured against; a new name discards old measurements
 TABLES = 15  # older measurements that the file keeps, of other machines, instruction sets and numbers of threads
-CANDIDATES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+UNLIMITED = 1 << 30  # tokens
+CANDIDATES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, UNLIMITED)
 
 
 def backend(device: torch.device) -> str:
@@ -260,7 +261,8 @@ def table() -> list[dict[str, str]]:
             many = "torch matmul" if encoding_of(version).plain else "unpack tiles, torch matmul"
             if native.has_tiles(getattr(torch, dtype)):
                 many = f"tiles, {level}"
-            for tokens, kernel in ((f"1-{limit}", f"fused, {level}"), (f"{limit + 1}-", many)):
+            ranges = [(f"1-{limit}", f"fused, {level}"), (f"{limit + 1}-", many)]
+            for tokens, kernel in ranges if limit != UNLIMITED else [("any", ranges[0][1])]:
                 rows.append({"device": f"cpu, {dtype}", "version": version, "tokens": tokens, "kernel": kernel})
     if torch.cuda.is_available():
         kind = backend(torch.device("cuda"))

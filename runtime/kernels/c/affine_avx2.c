@@ -73,6 +73,7 @@ INLINE float sum_avx2(__m256 a) {
 
 #define PARTS 1
 #define FR 2
+#define MANY 4
 #define ADDI(a, b) _mm256_add_epi32(a, b)
 #define SUBI(a, b) _mm256_sub_epi32(a, b)
 #define MULI(a, b) _mm256_mullo_epi32(a, b)
@@ -86,6 +87,13 @@ INLINE float sum_avx2(__m256 a) {
 #define FP4_BYTES(v) _mm256_shuffle_epi8(_mm256_setr_epi8(E2M1_FIELDS, E2M1_FIELDS), v)
 #define ARRANGE(to, from, order) \
     for (int i = 0; i < 32; i++) ((int16_t *)(to))[i] = (from)[(order)[i]]
+#define TURN(to, from, n) \
+    for (int i = 0; i < 32; i += 2 * (n)) \
+        for (int j = 0; j < (n); j += 4) { /* four words */ \
+            const __m128i a = _mm_loadl_epi64((const __m128i *)((from) + i + j)); \
+            const __m128i b = _mm_loadl_epi64((const __m128i *)((from) + i + j + (n))); \
+            _mm_storeu_si128((__m128i *)((to) + i / 2 + j), _mm_unpacklo_epi16(a, b)); \
+        }
 #define MAKE_TABLES(x, n, to) make_tables(x, n, to)
 #define TABLES(words, n, tables, sum) look_up_rows(words, n, tables, sum)
 

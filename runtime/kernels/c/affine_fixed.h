@@ -15,6 +15,8 @@
  *   FP4_BYTES(bytes)                 with PAIRS: the same of the E2M1 code in each byte
  *   MAKE_TABLES(x, n, to), TABLES(words, n, tables, sum)   with PAIRS, for planes of one bit: 12 bytes of tables a column of n;
  *                                    n words of 16 rows looked up in them, and the sums into sum[2]
+ *   MANY                             with PAIRS, where more than TB activations are worth a pass: their number
+ *   TURN(to, from, n)                with MANY: ARRANGE, in which a word has two columns that are n apart
  *   THIRD(low, high, half, k)        with two PARTS: fields of two bits, field k of `low`, with their third bits on top
  *
  * An activation becomes 16-bit integers times a power of two, one for each 128 columns, such that the greatest number
@@ -25,6 +27,20 @@
  * Activations that are not finite make every result NaN. */
 
 #define FIXED 128 /* columns that share a power of two: a multiple of every group size */
+
+/* Activations of one pass. More than TB are multiplied by halves of words: 16-bit sums of so many find no registers. */
+#ifdef MANY
+#define PASS MANY
+#else
+#define PASS TB
+#define MANY 0
+#endif
+#define HALVED(T) ((T) > TB)
+#if MANY /* the compiler, which may add integers in any order, would make all products first and run out of registers */
+#define KEEP(sum) __asm__("" : "+x"(sum))
+#else
+#define KEEP(sum) (void)(sum)
+#endif
 
 #define FIELD (16 / PARTS)                    /* bits of a field */
 #define FIELDS(p) (FIELD / (p))               /* fields of a word of a plane of p bits */
@@ -70,7 +86,10 @@ CALLED void NAME(prepare_fixed)(const Gemm *m, const void *from, Prepared *p) {
         const int64_t n = least(FIXED, cols - b * FIXED), padded = 32 * ceil_div(n, 32);
         int16_t fixed[FIXED] = {0};
         uint16_t most = 0;
-        for (int64_t c = 0; c < n; c++) most = (x[c] & 0x7FFF) > most ? x[c] & 0x7FFF : most;
+        for (int64_t c = 0; c < n; c++) {
+            const uint16_t size = x[c] & 0x7FFF;
+            most = size > most ? size : most;
+        }
         const int power = most >> 7 < 15 ? 15 : most >> 7; /* of the greatest, 127 added; below 2^-112 unit stays normal */
         const uint32_t by = (uint32_t)(268 - power) << 23, unit = most < 0x7F80 ? (uint32_t)(power - 14) << 23 : 0x7FC00000;
         memcpy(p->units + b, &unit, 4);
@@ -85,7 +104,7 @@ CALLED void NAME(prepare_fixed)(const Gemm *m, const void *from, Prepared *p) {
                 fixed[c] = (int16_t)(word > 32639 ? 32639 : word); /* 127 * 256 + 127 */
             }
         }
-        for (int k = 0; k < (p->fixed[4] ? 5 : 3); k++) { /* the last two are for FP4 */
+        for (int k = 0; k < (p->fixed[4] || p->fixed[6] ? 5 : 3); k++) { /* the last two are for FP4 */
             const int width = k < 3 ? 32 << k : 16 << (k - 3);
             for (int64_t g = 0; g * width < n; g++) {
                 int32_t sum = 0;
@@ -99,7 +118,7 @@ CALLED void NAME(prepare_fixed)(const Gemm *m, const void *from, Prepared *p) {
 #else
         const int16_t *halves = fixed;
 #endif
-        for (int k = 0; k < 5; k++) {
+        for (int k = 0; k < 7; k++) {
             if (!p->fixed[k]) continue;
 #ifdef TABLES
             if (k == 0) {
@@ -110,11 +129,15 @@ CALLED void NAME(prepare_fixed)(const Gemm *m, const void *from, Prepared *p) {
             for (int64_t c = 0; c < padded; c += 32) {
                 int32_t *to = p->fixed[k] + (b * FIXED + c) / 2;
 #ifdef PAIRS
-                if (k != 3)
+                if (k < 3 || k == 4)
                     for (int i = 0; i < 64; i++)
                         ((int8_t *)to)[i] = ((const int8_t *)(halves + c))[NAME(byte_orders)[k == 4 ? 2 : k][i]];
+                else if (k == 3)
+                    ARRANGE(to, fixed + c, NAME(orders)[3]);
+#if MANY
                 else
-                    ARRANGE(to, fixed + c, NAME(orders)[k]);
+                    TURN(to, fixed + c, k == 5 ? 8 : 4);
+#endif
 #else
                 ARRANGE(to, halves + c, NAME(orders)[k == 4 ? 2 : k]);
 #endif
@@ -125,7 +148,7 @@ CALLED void NAME(prepare_fixed)(const Gemm *m, const void *from, Prepared *p) {
 
 /* Adds to `acc` the products of words [from, to) of a plane of p bits for FR vectors of rows and T activations. */
 INLINE void NAME(fixed_plane)(const int p, const int T, const uint32_t *words, int64_t from, int64_t to,
-                              const int32_t *const *x, I acc[FR][TB][2][PARTS]) {
+                              const int32_t *const *x, I acc[FR][PASS][2][PARTS]) {
     const int hints = p <= 2 || moepack_hints;
     const I mask = SETI(MASK(p));
     for (int64_t w = from; w < to; w++) {
@@ -141,6 +164,7 @@ INLINE void NAME(fixed_plane)(const int p, const int T, const uint32_t *words, i
                 UNROLL for (int r = 0; r < FR; r++) {
                     I *sum = &acc[r][t][k % CHAINS(T)][i];
                     *sum = DOT(*sum, f[r], at);
+                    if (HALVED(T)) KEEP(*sum);
                 }
             }
         }
@@ -151,11 +175,11 @@ INLINE void NAME(fixed_plane)(const int p, const int T, const uint32_t *words, i
 /* As fixed_plane, for p of 1, 2 or 4, or n words of E2M1 codes, 4 at most, if `fp4`. Sums of 16 bits hold what 128
  * columns of 1 or 2 bits, 32 of 4 bits or 16 of E2M1 codes add to one of them. */
 INLINE void NAME(byte_words)(const int p, const int fp4, const int T, const uint32_t *words, const int64_t n,
-                             const int32_t *const *x, I acc[FR][TB][2][PARTS]) {
+                             const int32_t *const *x, I acc[FR][PASS][2][PARTS]) {
     const int R = fp4 && T > 1 ? 1 : FR, chains = fp4 ? 2 : 1, fields = 8 / p; /* AVX2's registers hold so many sums */
     const I mask = SETI(((1 << p) - 1) * 0x01010101);
     UNROLL for (int first = 0; first < FR; first += R) {
-        I sum[FR][TB][2][2];
+        I sum[FR][PASS][2][2];
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T; t++) UNROLL for (int i = 0; i < 4; i++)
             sum[r][t][i / 2][i % 2] = SETI(0);
         UNROLL for (int w = 0; w < n; w++)
@@ -181,11 +205,11 @@ INLINE void NAME(byte_words)(const int p, const int fp4, const int T, const uint
 }
 
 INLINE void NAME(byte_plane)(const int p, const int T, const uint32_t *words, int64_t from, int64_t to,
-                             const int32_t *const *x, I acc[FR][TB][2][PARTS]) {
+                             const int32_t *const *x, I acc[FR][PASS][2][PARTS]) {
     const int most = p < 4 ? 4 * p : 4; /* words */
     for (int64_t w = from; w < to; w += most) {
         const int64_t n = least(most, to - w);
-        const int32_t *at[TB];
+        const int32_t *at[PASS];
         UNROLL for (int t = 0; t < T; t++) at[t] = x[t] + w * 16 / p;
         for (int i = 0; i < n; i++)
             if (p < 4 || moepack_hints) STREAM(words + (w + i + AHEAD) * BLOCK);
@@ -196,23 +220,31 @@ INLINE void NAME(byte_plane)(const int p, const int T, const uint32_t *words, in
 
 /* As fixed_plane, for n words of E2M1 codes, 4 at most. */
 INLINE void NAME(fixed_fp4)(const int T, const uint32_t *words, const int64_t n, const int32_t *const *x,
-                            I acc[FR][TB][2][PARTS]) {
+                            I acc[FR][PASS][2][PARTS]) {
     UNROLL for (int w = 0; w < 4; w++) if (w < n) STREAM(words + (w + AHEAD) * BLOCK);
 #ifdef PAIRS
-    NAME(byte_words)(4, 1, T, words, n, x, acc);
-#else
+    if (!HALVED(T)) {
+        NAME(byte_words)(4, 1, T, words, n, x, acc);
+        return;
+    }
+#define FP4(v, k) AND(FP4_BYTES(AND(DROP(v, 4 * (k)), SETI(0x000F000F))), SETI(0x00FF00FF))
+#endif
     UNROLL for (int w = 0; w < 4; w++) UNROLL for (int k = 0; k < FIELDS(4); k++) UNROLL for (int r = 0; r < FR; r++) {
         if (w >= n) break;
         const I f = FP4(LOADI(words + w * BLOCK + r * L), k);
-        UNROLL for (int t = 0; t < T; t++) UNROLL for (int i = 0; i < PARTS; i++)
+        UNROLL for (int t = 0; t < T; t++) UNROLL for (int i = 0; i < PARTS; i++) {
             acc[r][t][0][i] = DOT(acc[r][t][0][i], f, SETI(x[t][(w * FIELDS(4) + k) * PARTS + i]));
+            if (HALVED(T)) KEEP(acc[r][t][0][i]);
+        }
     }
+#ifdef PAIRS
+#undef FP4
 #endif
 }
 
 /* As fixed_plane, for a plane of one bit. */
 INLINE void NAME(one_bit)(const int T, const uint32_t *words, int64_t from, int64_t to, const int32_t *const *x,
-                          I acc[FR][TB][2][PARTS]) {
+                          I acc[FR][PASS][2][PARTS]) {
 #if defined(TABLES)
     UNROLL for (int t = 0; t < T; t++) {
         I sum[FR];
@@ -226,10 +258,36 @@ INLINE void NAME(one_bit)(const int T, const uint32_t *words, int64_t from, int6
 #endif
 }
 
-#if PARTS == 2
 /* As fixed_plane, for codes of three bits: joining the bits of both planes first saves half the products. */
+#if PARTS == 1 && MANY
 INLINE void NAME(fixed_three)(const int T, const uint32_t *low, const uint32_t *high, int64_t from, int64_t to,
-                              const int32_t *const *x, I acc[FR][TB][2][PARTS]) {
+                              const int32_t *const *x, I acc[FR][PASS][2][PARTS]) {
+    for (int64_t w = from; w < to; w++) {
+        I v[FR], h[FR];
+        STREAM(low + (w + AHEAD) * BLOCK);
+        UNROLL for (int r = 0; r < FR; r++) {
+            v[r] = LOADI(low + w * BLOCK + r * L), h[r] = DROP(LOADI(high + w / 2 * BLOCK + r * L), w % 2 * 16);
+            h[r] = ADDI(AND(h[r], SETI(0xFF)), SHL(AND(h[r], SETI(0xFF00)), 8)); /* of a word's halves, eight bits each */
+        }
+        UNROLL for (int k = 0; k < 8; k++) {
+            I f[FR];
+            UNROLL for (int r = 0; r < FR; r++) {
+                const I above = AND(k < 2 ? SHL(h[r], 2 - k) : DROP(h[r], k - 2), SETI(0x00040004));
+                f[r] = ADDI(AND(DROP(v[r], 2 * k), SETI(0x00030003)), above);
+            }
+            UNROLL for (int t = 0; t < T; t++) {
+                const I at = SETI(x[t][w * 8 + k]);
+                UNROLL for (int r = 0; r < FR; r++) {
+                    acc[r][t][0][0] = DOT(acc[r][t][0][0], f[r], at);
+                    KEEP(acc[r][t][0][0]);
+                }
+            }
+        }
+    }
+}
+#elif PARTS == 2
+INLINE void NAME(fixed_three)(const int T, const uint32_t *low, const uint32_t *high, int64_t from, int64_t to,
+                              const int32_t *const *x, I acc[FR][PASS][2][PARTS]) {
     for (int64_t w = from; w < to; w += 2) {
         const I h = LOADI(high + w / 2 * BLOCK);
         STREAM(low + (w + AHEAD) * BLOCK);
@@ -264,37 +322,37 @@ INLINE void NAME(fixed_rows)(const int bits, const int T, const Gemm *m, const F
     const uint32_t *high = (const uint32_t *)(base + f->high) + block * ceil_div(m->cols, 32) * BLOCK + lane;
     const uint16_t *scale = (const uint16_t *)(base + f->scale) + block * groups * BLOCK + lane;
     const uint8_t *zero = base + f->zero + block * groups * BLOCK + lane;
-    const int32_t *at[TB], *totals[TB];
-    F total[FR][TB];
+    const int32_t *at[PASS], *totals[PASS];
+    F total[FR][PASS];
     UNROLL for (int t = 0; t < T; t++) {
-        at[t] = x[t]->fixed[p == 8 ? 3 : p / 2], totals[t] = x[t]->totals[f->group / 64];
+        at[t] = x[t]->fixed[p == 8 ? 3 : HALVED(T) && p > 1 ? 4 + p / 2 : p / 2], totals[t] = x[t]->totals[f->group / 64];
         UNROLL for (int r = 0; r < FR; r++) total[r][t] = SET(0.0f);
     }
     for (int64_t g = 0; g < groups; g++) {
-        I acc[FR][TB][2][PARTS];
+        I acc[FR][PASS][2][PARTS];
         UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) UNROLL for (int c = 0; c < 2; c++)
             UNROLL for (int i = 0; i < PARTS; i++) acc[r][t][c][i] = SETI(0);
         const int64_t to = least((g + 1) * step, words);
-#if PARTS == 2
-        if (bits == 3)
+#if PARTS == 2 || MANY
+        if (bits == 3 && (PARTS == 2 || HALVED(T)))
             NAME(fixed_three)(T, low, high, g * step, to, at, acc);
         else
 #endif
 #ifdef PAIRS
         if (p == 1)
             NAME(one_bit)(T, low, g * step, to, at, acc);
-        else if (p < 8)
+        else if (p < 8 && !HALVED(T))
             NAME(byte_plane)(p, T, low, g * step, to, at, acc);
         else
 #endif
             NAME(fixed_plane)(p, T, low, g * step, to, at, acc);
-        I sum[FR][TB];
+        I sum[FR][PASS];
         UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++)
             /* in units of 2^(bits - 8) of a code, as zeros are */
             sum[r][t] = SHL(NAME(folded)(CHAINS(T), acc[r][t]), 8 - bits);
 #if PARTS == 1
-        if (bits == 3) {
-            const int32_t *above[TB];
+        if (bits == 3 && !HALVED(T)) {
+            const int32_t *above[PASS];
             UNROLL for (int t = 0; t < T; t++) above[t] = x[t]->fixed[0];
             UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) acc[r][t][0][0] = SETI(0);
             NAME(one_bit)(T, high, g * (f->group / 32), least((g + 1) * (f->group / 32), ceil_div(m->cols, 32)), above, acc);
@@ -302,7 +360,7 @@ INLINE void NAME(fixed_rows)(const int bits, const int T, const Gemm *m, const F
                 sum[r][t] = ADDI(sum[r][t], SHL(NAME(folded)(1, acc[r][t]), 10 - bits));
         }
 #endif
-        F unit[TB];
+        F unit[PASS];
         UNROLL for (int t = 0; t < T; t++) unit[t] = SET(x[t]->units[g / per] * (1.0f / (1 << (8 - bits))));
         UNROLL for (int r = 0; r < FR; r++) {
             const uint16_t *mine = scale + g * BLOCK + r * L;
@@ -326,16 +384,16 @@ INLINE void NAME(fp4_rows)(const int nv, const int T, const Gemm *m, const Form 
     const int64_t step = nv ? 2 : 4, words = ceil_div(m->cols, 8), groups = ceil_div(words, step), block = row / BLOCK;
     const uint32_t *codes = (const uint32_t *)(base + f->low) + block * words * BLOCK + row % BLOCK;
     const uint8_t *scale = base + f->scale + block * groups * BLOCK + row % BLOCK;
-    F total[FR][TB];
+    F total[FR][PASS];
     UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) total[r][t] = SET(0.0f);
     for (int64_t b = 0, w = 0; w < words; b++) {
-        F part[FR][TB];
+        F part[FR][PASS];
         UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) part[r][t] = SET(0.0f);
         for (const int64_t to = least(w + FIXED / 8, words); w < to; w += step, scale += BLOCK) {
-            const int32_t *at[TB];
-            I acc[FR][TB][2][PARTS];
+            const int32_t *at[PASS];
+            I acc[FR][PASS][2][PARTS];
             UNROLL for (int t = 0; t < T; t++) {
-                at[t] = x[t]->fixed[4] + w * 4;
+                at[t] = x[t]->fixed[HALVED(T) ? 6 : 4] + w * 4;
                 UNROLL for (int r = 0; r < FR; r++) UNROLL for (int i = 0; i < PARTS; i++)
                     acc[r][t][0][i] = SETI(i == PARTS - 1 ? x[t]->totals[nv ? 3 : 4][w / step] : 0);
             }
@@ -363,7 +421,7 @@ INLINE void NAME(fp4_rows)(const int nv, const int T, const Gemm *m, const Form 
 INLINE void NAME(pairs)(const int T, const int64_t cols, const uint16_t *w, const Prepared *const *x, float *out) {
     const int64_t step = 4 * L, whole = cols - cols % step;
     const int hints = moepack_hints;
-    F acc[TB][2][2];
+    F acc[PASS][2][2];
     UNROLL for (int t = 0; t < T; t++) UNROLL for (int d = 0; d < 4; d++) acc[t][d / 2][d % 2] = SET(0.0f);
     for (int64_t c = 0; c < whole; c += step)
         UNROLL for (int d = 0; d < 2; d++) {
@@ -386,10 +444,10 @@ INLINE void NAME(pairs)(const int T, const int64_t cols, const uint16_t *w, cons
     case bits: NAME(fixed_rows)(bits, T, m, job->form, job->base, at, x, part); break;
 
 /* Products of rows [row, end), at most UNIT and from a block's first, and T activations; results go to `slot`. */
-#define FIXED_ROWS(T) \
-    CALLED void NAME(fixed_rows_##T)(const Gemm *m, const Job *job, int64_t row, int64_t end, const Prepared *const *x, \
+#define FIXED_ROWS(name, T) \
+    CALLED void NAME(name)(const Gemm *m, const Job *job, int64_t row, int64_t end, const Prepared *const *x, \
                                      const int64_t *slot) { \
-        float part[FR * TB * L]; \
+        float part[FR * PASS * L]; \
         int64_t at = row; \
         if (job->form->bits == 16) { \
             const uint16_t *w = (const uint16_t *)(job->base + job->form->low); \
@@ -417,16 +475,23 @@ INLINE void NAME(pairs)(const int T, const int64_t cols, const uint16_t *w, cons
         } \
     }
 
-FIXED_ROWS(1)
-FIXED_ROWS(2)
-#if TB >= 4
-FIXED_ROWS(4)
-#endif
+FIXED_ROWS(rows_of_one, 1)
+FIXED_ROWS(rows_of_two, 2)
+FIXED_ROWS(rows_of_many, PASS)
 
-BY_SLOTS(rows_fixed, fixed_rows)
+CALLED void NAME(rows_fixed)(const Gemm *m, const Job *job, int64_t row, int64_t end, const Prepared *const *x,
+                             const int64_t *slot, int64_t n) {
+    int64_t t = 0;
+    for (; t + PASS <= n; t += PASS) NAME(rows_of_many)(m, job, row, end, x + t, slot + t);
+    for (; t + 2 <= n; t += 2) NAME(rows_of_two)(m, job, row, end, x + t, slot + t);
+    for (; t < n; t++) NAME(rows_of_one)(m, job, row, end, x + t, slot + t);
+}
 
 #ifdef TABLES
-const Loops NAME(moepack_fixed) = {NAME(prepare_fixed), NAME(rows_fixed), 1};
+const Loops NAME(moepack_fixed) = {NAME(prepare_fixed), NAME(rows_fixed), 1, MANY};
 #else
-const Loops NAME(moepack_fixed) = {NAME(prepare_fixed), NAME(rows_fixed), 0};
+const Loops NAME(moepack_fixed) = {NAME(prepare_fixed), NAME(rows_fixed), 0, MANY};
 #endif
+#undef MANY
+#undef PASS
+#undef KEEP

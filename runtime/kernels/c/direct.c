@@ -111,22 +111,25 @@ static void run_tasks(void *argument) {
     }
 }
 
-#define TOGETHER 4 /* the most slots in one pass over an expert's rows (TB) */
+#define TOGETHER 4 /* the most slots in one pass over an expert's rows (TB, MANY) */
 #define BESIDE (sizeof(Prepared) + sizeof(void *)) /* bytes of a slot in addition to its prepared activation */
 #define NEEDS_SUMS 1 /* floats, and sums of them */
 #define NEEDS_QUADS 2
 #define NEEDS_PAIRS 4
-#define NEEDS_FIXED 8 /* sums and units of integers; shifted left by 1 to 5, integers for planes of 1, 2, 4, 8 bits and FP4 */
-#define NEEDS_SCALED (NEEDS_FIXED << 6) /* floats for FP8 codes */
+#define NEEDS_FIXED 8 /* sums and units of integers; shifted left by 1 to 7, integers as in `fixed` */
+#define NEEDS_SCALED (NEEDS_FIXED << 8) /* floats for FP8 codes */
 #define NEEDS_ALL (NEEDS_FIXED - 1 + NEEDS_SCALED) /* those that take most: of float32 activations; of BF16 ones fewer */
 
-static int needs_of(const Gemm *m, const Form *f) {
+static int needs_of(const Gemm *m, const Form *f, int64_t slots) {
     if (f->bits == 16) return 0;
     if (is_fp8(f)) return NEEDS_SCALED;
-    const int p = low_bits((int)f->bits);
-    if (m->x_bf16 && (f->bits == MXFP4 || f->bits == NVFP4)) return NEEDS_FIXED | NEEDS_FIXED << 5;
-    if (m->x_bf16)
-        return NEEDS_FIXED | NEEDS_FIXED << (p == 8 ? 4 : 1 + p / 2) | (f->bits == 3 ? NEEDS_FIXED << 1 : 0);
+    const int p = low_bits((int)f->bits), many = moepack_fixed->many;
+    if (m->x_bf16) {
+        const int halved = many && slots >= many && (p == 2 || p == 4) ? NEEDS_FIXED << (5 + p / 2) : 0;
+        if (halved && slots % many == 0) return NEEDS_FIXED | halved;
+        if (f->bits == MXFP4 || f->bits == NVFP4) return NEEDS_FIXED | NEEDS_FIXED << 5 | halved;
+        return NEEDS_FIXED | NEEDS_FIXED << (p == 8 ? 4 : 1 + p / 2) | (f->bits == 3 ? NEEDS_FIXED << 1 : 0) | halved;
+    }
     return NEEDS_SUMS | (f->bits == 1 || f->bits == 3 ? NEEDS_QUADS : 0) |
            (f->bits == 2 || f->bits == 3 ? NEEDS_PAIRS : 0);
 }
@@ -140,7 +143,7 @@ static size_t place(const Gemm *m, int needs, uint8_t *at, Prepared *p) {
     PART(scaled, NEEDS_SCALED, padded);
     PART(quads, NEEDS_QUADS, 4 * padded);
     PART(pairs, NEEDS_PAIRS, 8 * padded);
-    for (int k = 0; k < 5; k++)
+    for (int k = 0; k < 7; k++)
         PART(fixed[k], NEEDS_FIXED << (k + 1), k == 0 && moepack_fixed->tables ? 3 * padded : padded / 2);
     for (int k = 0; k < 3; k++) PART(sums[k], NEEDS_SUMS, each);
     for (int k = 0; k < 5; k++) PART(totals[k], NEEDS_FIXED, padded / 16 + 16);
@@ -205,7 +208,7 @@ static void run_alone(void *argument) {
     while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < run->n) {
         const Job *job = run->batches + i;
         const int64_t *slot = run->order + job->first;
-        const int needs = needs_of(m, job->form);
+        const int needs = needs_of(m, job->form, job->count);
         const Prepared **of_slot = (const Prepared **)room;
         Prepared *prepared = (Prepared *)(of_slot + job->count);
         uint8_t *at = room + (BESIDE * (size_t)job->count + 63) / 64 * 64;
@@ -225,7 +228,7 @@ static void alone_product(const Gemm *m, const Job *jobs, int64_t n, int64_t slo
     const int64_t even = ceil_div(slots, 4 * m->threads * TOGETHER) * TOGETHER; /* so that threads end together */
     Alone run = {.m = m, .batches = batches, .order = order, .room = at + room->lists, .own = room->own};
     for (int64_t j = 0; j < n; j++) {
-        const int64_t fit = (int64_t)((room->own - 64) / (prepared_size(m, needs_of(m, jobs[j].form)) + BESIDE));
+        const int64_t fit = (int64_t)((room->own - 64) / (prepared_size(m, needs_of(m, jobs[j].form, jobs[j].count)) + BESIDE));
         const int64_t most = least(fit / TOGETHER * TOGETHER, even);
         for (int64_t done = 0; done < jobs[j].count; done += most) {
             const int64_t here = least(most, jobs[j].count - done);
@@ -246,7 +249,7 @@ int moepack_direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, c
                           Arena *arena) {
     int all = 0;
     int64_t most_tasks = 0;
-    for (int64_t j = 0; j < n; j++) all |= needs_of(m, jobs[j].form), most_tasks += tasks_of(m, jobs[j].rows);
+    for (int64_t j = 0; j < n; j++) all |= needs_of(m, jobs[j].form, jobs[j].count), most_tasks += tasks_of(m, jobs[j].rows);
     const Room room = room_of(m, slots, n, most_tasks, all);
     if (grow(arena, room.all)) return 1;
     if (room.own) {
@@ -266,7 +269,7 @@ int moepack_direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, c
         size_t used = 0;
         for (; j < n; j++, done = 0) {
             const Job *job = jobs + j;
-            const int need = needs_of(m, job->form);
+            const int need = needs_of(m, job->form, job->count);
             int64_t fit = 0, rest = job->count - done;
             for (size_t more = used; fit < rest; fit++) {
                 const int64_t at = seat[order[job->first + done + fit] / m->share];

@@ -90,14 +90,14 @@ typedef struct {
 
 /* One activation, prepared; fields after `at` are set only if the versions in use read them. For float32 activations:
  * the numbers, sums over 32, 64 and 128 columns, and LUTs. For BF16 (affine_fixed.h): `fixed`, integers of 16 bits in
- * the order of planes of 1, 2, 4 and 8 bits and of FP4, `totals`, their sums over 32, 64 and 128 columns and -12 times
+ * the order of planes of 1, 2, 4 and 8 bits, of FP4, and of halves of words in planes of 2 and 4 bits, `totals`, their sums over 32, 64 and 128 columns and -12 times
  * those over 16 and 32, and `units`, by 128 columns the
  * value of a 1. For FP8 codes (fp8_rows.h): `scaled`, the numbers times a power of two, and `back`, which undoes it and
  * the codes' own. */
 typedef struct {
     const void *at;
     float *x, *sums[3], *quads, *pairs, *units, *scaled, back;
-    int32_t *totals[5], *fixed[5];
+    int32_t *totals[5], *fixed[7];
 } Prepared;
 
 /* One instruction set's loops for float32 activations (affine_rows.h), BF16 ones (affine_fixed.h), or FP8 codes and both
@@ -106,6 +106,7 @@ typedef struct {
     void (*prepare)(const Gemm *, const void *, Prepared *);
     void (*rows)(const Gemm *, const Job *, int64_t, int64_t, const Prepared *const *, const int64_t *, int64_t);
     int tables; /* whether fixed[0] has tables: 12 bytes a column */
+    int many;   /* activations of a pass by halves of words; 0 without such passes */
 } Loops;
 
 typedef void Unpacking(const Unpack *, int64_t, int64_t, uint8_t *);

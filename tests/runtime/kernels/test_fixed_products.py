@@ -42,13 +42,28 @@ def test_every_level_makes_the_same_bits(version: Version) -> None:
     """One token, and as many as take all tile sizes."""
     for k, (rows, cols) in enumerate(SHAPES):
         layer = make_layer(Matrix("m", rows, cols, bias=bool(k % 2)), [version], [0], seed=k)
-        for x in (activations(7, cols, torch.bfloat16), hard(3, cols), hard(1, cols)):
+        for x in (activations(7, cols, torch.bfloat16), hard(8, cols), hard(3, cols), hard(1, cols)):
             outs = []
             for level in LEVELS:
                 assert native.use_level(level) == level
                 outs.append(run(layer, x).view(torch.int32))
             assert not any(o.view(torch.float32).isnan().any() for o in outs)
             assert all(torch.equal(o, outs[0]) for o in outs), (rows, cols, [native.LEVELS[i] for i in LEVELS])
+
+
+def test_tokens_that_several_experts_share_are_prepared_for_all_of_them() -> None:
+    """Of one token's experts one has few slots and another many, in versions whose integers lie in other orders."""
+    versions = [Version.of(name, 64) for name in ("w4", "w2", "w3", "w8")]
+    layer = make_layer(Matrix("m", 80, 200), versions, [0, 1, 2, 3, 0, 1], seed=3)
+    x, generator = activations(23, 200, torch.bfloat16), torch.Generator().manual_seed(1)
+    chance = torch.tensor([8.0, 6, 5, 4, 1, 1])  # of each expert
+    index = torch.stack([torch.multinomial(chance, 2, generator=generator) for _ in x])
+    outs = [product(layer, x, index, threads=n) for level in LEVELS for n in (1, 2) if native.use_level(level) == level]
+    counts = torch.bincount(index.flatten(), minlength=6)
+    assert min(counts[:4]) > 4 > max(counts[4:]) > 0 and any(counts % 4)
+    assert all(torch.equal(o, outs[0]) for o in outs)
+    alone = [product(layer, x[t : t + 1], index[t : t + 1], threads=1) for t in range(len(x))]
+    assert torch.equal(outs[0], torch.cat(alone))
 
 
 def bound(layer: Layer, x: torch.Tensor, group_size: int) -> np.ndarray:

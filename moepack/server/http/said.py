@@ -48,7 +48,8 @@ class Said:
         elif part.kind == "call":
             self._left_out = bool(self.calls) and not self._several
             if not self._left_out:
-                self.calls.append(Call(f"call_{secrets.token_hex(12)}", part.text))
+                own = bool(part.id) and all(part.id != call.id for call in self.calls)
+                self.calls.append(Call(part.id if own else f"call_{secrets.token_hex(12)}", part.text))
         elif not self._left_out:
             self.calls[-1].arguments += part.text
         return part.kind in ("content", "reasoning") or not self._left_out

@@ -1,4 +1,4 @@
-"""Calls whose arguments stand as JSON between marks: Hermes and Qwen, DeepSeek V3 and V3.1."""
+"""Calls whose arguments stand as JSON between marks: Hermes and Qwen, DeepSeek V3 and V3.1, Kimi."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ class Delimited:
     """A form of calls: `before` with the function's name in it, the arguments, and `after`.
 
     `section` stands around all calls of an answer. `head` matches what stands between `open` and the arguments, with
-    the name as a group; models vary more than what `before` writes.
+    the name as its last group, perhaps behind the identity that the model gives the call; models vary more than what
+    `before` writes.
     """
 
     name: str
     sign: str  # what a template holds if it has this form
     open: str
     close: str
-    before: str  # with NAME for the function's name
+    before: str  # with NAME for the function's name, and # for a number
     after: str
     between: str  # what stands between two calls
     head: re.Pattern[str]
@@ -36,10 +37,9 @@ class Delimited:
 
     def answer(self, lark: Lark, tools: Tools) -> str:
         """Return the body of a rule of an answer: of calls, or of a text and calls if none is required."""
-        heads = {name: self.before.replace("NAME", name).removeprefix(self.open) for name in tools.functions}
         call = lark.one_of(
             [
-                lark.rule(f"{lark.text(heads[name])} {lark.json(schema)} {lark.text(self.after)}")
+                lark.rule(f"{self._before(lark, name)} {lark.json(schema)} {lark.text(self.after)}")
                 for name, schema in tools.functions.items()
             ]
         )
@@ -49,6 +49,12 @@ class Delimited:
         calls = f"{first}{call} {more} {lark.text(closes)}"
         mark = opens or self.open
         return f"{lark.text(mark)} {calls}" if tools.required else lark.text_or(mark, calls)
+
+    def _before(self, lark: Lark, name: str) -> str:
+        """Return what matches `before` without its opening mark, for one function."""
+        pieces = self.before.removeprefix(self.open).split("#")
+        number = f" {lark.rule('/[0-9]{1,3}/', 'T')} " if len(pieces) > 1 else ""
+        return number.join(lark.text(piece.replace("NAME", name)) for piece in pieces)
 
 
 class _Reader(StateReader):
@@ -76,7 +82,8 @@ class _Reader(StateReader):
     def _head(self) -> bool:
         form = self._form
         if (head := form.head.match(self.held)) is not None:
-            self.add("call", head[1])
+            *identity, name = head.groups()
+            self.add("call", name, *identity)
             self.held, self._json, self.state = self.held[head.end() :], JsonEnd(), self._arguments
             return True
         body, close, rest = self.held.partition(form.close)
@@ -140,4 +147,11 @@ DEEPSEEK_V3 = Delimited(
 DEEPSEEK = Delimited(
     "deepseek-v3.1", _OPEN, _OPEN, _CLOSE, f"{_OPEN}NAME{_SEP}", _CLOSE, "",
     re.compile(rf"\s*(\S+?)\s*{_SEP}\s*(?=\{{)"), _ALL, (*_ALL, _OPEN, _CLOSE, _SEP),
+)  # fmt: skip
+_SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+_OPEN, _ARGUMENTS, _CLOSE = (f"<|tool_call_{name}|>" for name in ("begin", "argument_begin", "end"))
+KIMI = Delimited(
+    "kimi", _ARGUMENTS, _OPEN, _CLOSE, f"{_OPEN}functions.NAME:#{_ARGUMENTS}", _CLOSE, "",
+    re.compile(r"\s*(?=(\S+?)\s*<\|)(?:functions\.)?([^\s:<]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*(?=\{)"),
+    _SECTION, (*_SECTION, _OPEN, _CLOSE, _ARGUMENTS),
 )  # fmt: skip

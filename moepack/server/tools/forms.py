@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 from . import thinking
-from .delimited import DEEPSEEK, DEEPSEEK_V3, HERMES
+from .delimited import DEEPSEEK, DEEPSEEK_V3, HERMES, KIMI
 from .harmony import HARMONY
 from .lark import BREAK, Lark
 from .parts import AnswerReader, Functions, PlainReader, Tools
@@ -38,7 +38,7 @@ class CallForm(Protocol):
 
 # A new form is one line here. The first whose sign a template holds is the model's: GLM's and Qwen3-Coder's templates
 # have Hermes's mark too, and DeepSeek V3's has that of V3.1.
-FORMS: tuple[CallForm, ...] = (HARMONY, DEEPSEEK_V3, DEEPSEEK, GLM, QWEN_CODER, HERMES)
+FORMS: tuple[CallForm, ...] = (HARMONY, DEEPSEEK_V3, DEEPSEEK, KIMI, GLM, QWEN_CODER, HERMES)
 
 
 class Manners:

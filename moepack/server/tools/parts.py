@@ -34,11 +34,12 @@ class AnswerPart:
     """A piece of an answer, in the order in which the model wrote them.
 
     `kind` is "content" or "reasoning" with a piece of text, "call" with the name of a function, which begins a call, or
-    "arguments" with a piece of the JSON of the call that began last.
+    "arguments" with a piece of the JSON of the call that began last. `id` is a call's, from a model that writes one.
     """
 
     kind: str
     text: str
+    id: str = ""
 
 
 class AnswerReader(Protocol):
@@ -79,10 +80,10 @@ class StateReader:
         text, mark, self.held = cut(self.held, marks, self.ended)
         return text, mark
 
-    def add(self, kind: str, text: str) -> None:
+    def add(self, kind: str, text: str, identity: str = "") -> None:
         """Add a part, if it has text."""
         if text:
-            self.parts.append(AnswerPart(kind, text))
+            self.parts.append(AnswerPart(kind, text, identity))
 
     def content(self, text: str, before_call: bool = False) -> None:
         """Add content. White space at its end waits for more content, and is dropped before a call."""

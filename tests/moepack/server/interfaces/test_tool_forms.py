@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 from server_fixtures import NAME, Running
 
+from moepack.server.batching.jobs import JobEvent
 from moepack.server.batching.tokens import Tokens
 from moepack.server.errors import ApiError
 from moepack.server.http import parse
 from moepack.server.http.fields import Fields
+from moepack.server.http.said import Said
 from moepack.server.http.templates import manners_of
 from moepack.server.tools import forms
-from moepack.server.tools.delimited import HERMES
+from moepack.server.tools.delimited import HERMES, KIMI
 from moepack.server.tools.forms import CallForm, Manners
 from moepack.server.tools.parts import AnswerPart, JsonEnd, Tools
 from moepack.server.tools.tagged import GLM, QWEN_CODER
@@ -43,6 +45,9 @@ ANSWERS = {
     f"{DS('call▁begin')}function{DS('sep')}time\n```json\n{{}}\n```{CLOSES}",
     "deepseek-v3.1": f"Sure.{OPENS}weather{DS('sep')}{GIVEN}{DS('call▁end')}"
     f"{DS('call▁begin')}time{DS('sep')}{{}}{CLOSES}",
+    "kimi": f"Sure.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:3<|tool_call_argument_begin|>"
+    f"{GIVEN}<|tool_call_end|><|tool_call_begin|>functions.time:4<|tool_call_argument_begin|>"
+    "{}<|tool_call_end|><|tool_calls_section_end|>",
     "glm": "Sure.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Köln</arg_value>\n<arg_key>days</arg_key>\n"
     "<arg_value>3</arg_value>\n</tool_call>\n<tool_call>time\n</tool_call>",
     "qwen3-coder": "Sure.\n<tool_call>\n<function=weather>\n<parameter=city>\nKöln\n</parameter>\n<parameter=days>\n3\n"
@@ -171,6 +176,20 @@ def test_what_is_no_call_stays_text() -> None:
     assert read(HERMES.reader(FUNCTIONS), without) == [("call", "time"), ("arguments", "{}")]
     assert read(forms.HARMONY.reader({}), "no channel") == [("content", "no channel")]
     assert read(manners(HERMES).reader(Tools(), ""), "<tool_call>x") == [("content", "<tool_call>x")]
+
+
+def test_a_model_s_own_identities_are_kept() -> None:
+    """Kimi's template writes them into the next prompt, where the model has read no others."""
+    said = Said(KIMI.reader(FUNCTIONS))
+    said.hear(JobEvent(text=ANSWERS["kimi"], finish="stop", generated=9))
+    assert [call.id for call in said.calls] == ["functions.weather:3", "functions.time:4"]
+    said = Said(KIMI.reader(FUNCTIONS))
+    twice = ANSWERS["kimi"].replace("functions.time:4", "functions.weather:3")
+    said.hear(JobEvent(text=twice, finish="stop", generated=9))
+    first, second = (call.id for call in said.calls)
+    assert first == "functions.weather:3" and second.startswith("call_")
+    without = read(KIMI.reader(FUNCTIONS), "<|tool_call_begin|> time <|tool_call_argument_begin|> {}<|tool_call_end|>")
+    assert without == [("call", "time"), ("arguments", "{}")]
 
 
 def test_values_by_their_schema() -> None:

@@ -36,10 +36,13 @@ if TYPE_CHECKING:
 DEFAULTS = {f"float32 {name}": kernel_of(name).float32 for name in compiled_names()}
 DEFAULTS |= {f"bfloat16 {name}": kernel_of(name).bfloat16 for name in compiled_names()}
 BESIDE_AMX = {f"bfloat16 {name}": kernel_of(name).beside_amx for name in compiled_names()}
+UNLIMITED = 1 << 30  # tokens
+# BF16 matrices and FP8 codes are multiplied as floats; others as integers, with AVX2 faster than torch's floats.
+FLOATS = ("bf16", "fp8", "fp8row", "mxfp8")
+WITH_AVX2 = {f"bfloat16 {name}": UNLIMITED for name in compiled_names() if name not in FLOATS}
 VARIABLE = "MOEPACK_LIMITS"
 AGAINST = "by_torch, up to 512 tokens"  # what packed bytes are measured against; a new name discards old measurements
 TABLES = 15  # older measurements that the file keeps, of other machines, instruction sets and numbers of threads
-UNLIMITED = 1 << 30  # tokens
 CANDIDATES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, UNLIMITED)
 
 
@@ -128,7 +131,8 @@ forget = _direct_limits.cache_clear  # after this call, limits are read from the
 def defaults() -> dict[str, int]:
     """The limits that are used without measurements."""
     native = _native()
-    return DEFAULTS | (BESIDE_AMX if native is not None and native.LEVELS[native.level] == "amx" else {})
+    here = {"amx": BESIDE_AMX, "avx2": WITH_AVX2}
+    return DEFAULTS | ({} if native is None else here.get(native.LEVELS[native.level], {}))
 
 
 def _limits(names: Sequence[str], threads: int, again: bool = False) -> list[int]:

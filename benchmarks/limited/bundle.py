@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import platform
-import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,9 +16,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 
-from benchmarks.common import EXAMPLES
 from moepack.calibrate.forward import Observation
 from moepack.calibrate.statistics import routing_statistics
 from moepack.pack.codec.affine import put_rows
@@ -34,7 +35,7 @@ from moepack.quantize.dense_matrix import row_shards
 from moepack.quantize.grid import dequantise
 from moepack.quantize.methods import quantise_all
 
-from .shapes import TOPICS, Shape, text
+from .shapes import TOPICS, Shape, text, word
 from .weights import ADDED, Weights, chosen
 
 DENSE_VERSIONS = (Version.of("w8", 128), Version.of("w4", 128))
@@ -138,9 +139,9 @@ def write_bundle(shape: Shape, target: Path, aside: Path) -> None:
         writer.add(TABLES)
         config = {**shape.config(), "quantization_config": {"quant_method": "moepack"}}
         writer.path(CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copyfile(EXAMPLES / "mini-qwen3-moe" / name, writer.path(name))
-        for name in (CONFIG, "tokenizer.json", "tokenizer_config.json"):
+        writer.add(CONFIG)
+        for name, words in tokenizer(shape).items():
+            writer.path(name).write_text(words)
             writer.add(name)
         model = {"architecture": "Qwen3MoeForCausalLM", "decoder_layers": shape.layers, "expert_dtype": "BF16",
                  "model_type": "qwen3_moe"}  # fmt: skip
@@ -152,6 +153,17 @@ def write_bundle(shape: Shape, target: Path, aside: Path) -> None:
                 model, layers, maker.versions, {}, {}, provenance, dense=dense, dense_versions=DENSE_VERSIONS
             )
         )  # fmt: skip
+
+
+def tokenizer(shape: Shape) -> dict[str, str]:
+    """The files of a tokenizer that has a word for every id, so that what a model says is a text."""
+    words = Tokenizer(WordLevel({word(i): i for i in range(shape.vocabulary)}, unk_token=word(0)))
+    words.pre_tokenizer = WhitespaceSplit()
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": shape.config()["max_position_embeddings"],
+    }
+    return {"tokenizer.json": words.to_str(), "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
 
 
 def _layer(

@@ -23,11 +23,12 @@ from benchmarks.peers import environments
 from benchmarks.peers.worker import ROOT, PeerError
 
 from .passes import SESSION
-from .shapes import NAMES, Shape, text
+from .shapes import NAMES, Shape, text, word
 from .weights import Weights, chosen
 
 CACHES = (0.125, 0.25, 0.5)  # shares of a layer's experts that a cache of the last used holds
 BUSIEST = 0.1
+PROMPTS, PROMPT = 64, 512  # lines of a file of prompts, and words of one
 TOKENS, WARM = 640, 64  # of a text whose skew is measured, and of those the first, which fill caches
 
 
@@ -79,6 +80,9 @@ def make(shape: Shape, mixes: Sequence[str], most: float) -> None:
             (aside / "gguf").rename(gguf_of(shape, mix))
     if not (where / "skew.json").exists():
         (where / "skew.json").write_text(json.dumps(skew(shape), indent=1) + "\n")
+    for topic, name in enumerate(NAMES):  # prompts for a server: `python -m benchmarks.serve --data`
+        lines = [" ".join(map(word, text(topic, PROMPT, SESSION + i))) for i in range(PROMPTS)]
+        (where / f"{name}.txt").write_text("\n".join(lines) + "\n")
 
 
 def _check_room(where: Path, needed: float, most: float) -> None:

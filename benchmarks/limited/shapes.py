@@ -92,6 +92,11 @@ def text(topic: int, length: int, seed: int) -> list[int]:
     return ids[:length]
 
 
+def word(token: int) -> str:
+    """What an id reads as."""
+    return f"w{token}"
+
+
 def place(token: int) -> tuple[int, int] | None:
     """The topic and the cluster (of all clusters) of a token; None for one that no text has."""
     cluster = token // WORDS

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import ROOT
+from transformers import AutoTokenizer
 
 sys.path.insert(0, str(ROOT))
 
@@ -19,7 +20,7 @@ from benchmarks.limited import make as maker
 from benchmarks.limited import rows as measured
 from benchmarks.limited.bundle import write_bundle
 from benchmarks.limited.cage import Cage
-from benchmarks.limited.shapes import SHAPES, TOPICS, place, text
+from benchmarks.limited.shapes import SHAPES, TOPICS, place, text, word
 from benchmarks.limited.weights import Weights
 from benchmarks.peers.worker import PeerError
 from benchmarks.tables.peers import limited_rows
@@ -65,6 +66,12 @@ def test_a_generated_bundle_is_whole(bundle: Path) -> None:
     assert [len(layer.matrices) for layer in opened.layers] == [2] * 3
     assert [v.name for v in opened.versions] == ["w4", "w2"]
     assert [v.name for v in opened.dense_versions] == ["w8", "w4"]
+
+
+def test_every_id_is_a_word_of_its_tokenizer(bundle: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(bundle)
+    ids = [*text(1, 50, 3), TINY.vocabulary - 1]
+    assert tokenizer.decode(ids) == " ".join(map(word, ids)) and tokenizer.encode(tokenizer.decode(ids)) == ids
 
 
 def test_layers_have_files_of_their_own_and_repeat(bundle: Path) -> None:

@@ -178,7 +178,8 @@ def test_a_part_of_a_chunk_is_taken(tmp_path: Path) -> None:
     prompt = SYSTEM[:128]
     assert read(engine, prompt, (128,))[0] == 0
     taken, logits = read(engine, prompt, (128,))
-    assert taken == 127 and torch.equal(logits, read(plain, prompt, (127, 128))[1])
+    assert taken == 127  # torch's products with AVX2 round by where in memory their factors lie
+    torch.testing.assert_close(logits, read(plain, prompt, (127, 128))[1], atol=5e-6, rtol=1e-4)
     slot = engine.add(200, chunk_keys(SYSTEM))
     rows = engine._rows
     assert rows is not None

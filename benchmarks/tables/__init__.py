@@ -34,6 +34,7 @@ from .serving import (
     hostile,
     hostile_formats,
     kept_prompts,
+    limited_clients,
     on_demand,
     overlap,
     paged,
@@ -69,7 +70,7 @@ TABLES: dict[str, Callable[[], str]] = {
         overlap, missed, policies, similarity, selector, retention, on_demand, prediction, alpha, paged, hostile,
         hostile_formats, soak, serving, kept_prompts, start, families, peer_layers, peer_mxfp4, peer_models,
         peer_quality, peer_versions,
-        formats, released, released_others, sizes, limited,
+        formats, released, released_others, sizes, limited, limited_clients,
     )
 }  # fmt: skip
 _TABLE = re.compile(r"<!-- table: ([a-z0-9_]+) -->\n.*?<!-- end of table -->", re.S)

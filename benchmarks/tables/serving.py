@@ -137,6 +137,11 @@ def serving() -> str:
     return as_is("serve")
 
 
+def limited_clients() -> str:
+    """One server by clients, of a model larger than memory."""
+    return as_is("limited-clients")
+
+
 def kept_prompts() -> str:
     """Clients with one system prompt, with and without kept prompts."""
     return as_is("kept-prompts")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,6 @@ from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.forward import experts_forward, reference_forward
 from moepack.runtime.experts.handles import LayerCall, LayerExperts, Snapshot
 from moepack.runtime.step import Step, opened
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 META = torch.device("meta")
 MATRICES = (Matrix("gate_up", 64, 32), Matrix("down", 32, 32))
@@ -129,16 +125,16 @@ def test_each_running_step_has_a_table_of_its_own(module: Module) -> None:
     tables = DeviceTables([8], torch.device("cpu"), mark)
     first, second = tables.take(1, [layer.current]), tables.take(1, [layer.current])
     words = layer.current.table.view(np.int64)
-    assert first.words is not second.words and (first.words[0].numpy() == words).all()
+    assert first.words is not second.words and (first.words[0, 0, :8].numpy() == words).all()
     before = layer.current
     layer.publish(3, layer.of.over(VERSIONS[0], torch.empty(VERSIONS[0].resident_size(MATRICES), dtype=torch.uint8)))
-    assert (first.words[0].numpy() == words).all(), "publishing changes nothing for a step that runs"
+    assert (first.words[0, 0, :8].numpy() == words).all(), "publishing changes nothing for a step that runs"
     tables.give(first)
     third = tables.take(2, [layer.current])
     assert third is not first, "its kernels have not ended"
-    assert (third.words[0].numpy() == layer.current.table.view(np.int64)).all()
+    assert (third.words[0, 0, :8].numpy() == layer.current.table.view(np.int64)).all()
     marks[0].ended = True
-    assert tables.take(2, [layer.current]) is first and (first.words[0].numpy() == third.words[0].numpy()).all()
+    assert tables.take(2, [layer.current]) is first and torch.equal(first.words, third.words)
     assert before.over(second.words[0]).device_table().tolist() == words.tolist()
 
 

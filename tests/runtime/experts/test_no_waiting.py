@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.devices.handle_tables import DeviceTables
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.forward import experts_forward, reference_forward
-from moepack.runtime.experts.handles import LayerCall, LayerExperts, Snapshot
+from moepack.runtime.experts.handles import NOTHING, REACHES, LayerCall, LayerExperts, Snapshot
+from moepack.runtime.policies.placements import Where
 from moepack.runtime.step import Step, opened
 
 META = torch.device("meta")
@@ -149,3 +151,21 @@ def test_a_static_table_is_copied_once(module: Module) -> None:
     current = module._moepack.current
     assert current.device_table() is current.device_table()
     assert isinstance(current, Snapshot) and current.device_table().device == META
+
+
+def test_maps_of_places_travel_with_the_table(module: Module) -> None:
+    """No pass copies them: they are those of the snapshot itself, and what is made of a snapshot is kept for its steps."""
+    layer = module._moepack
+    layer.publish(2, replace(layer.current.handles[2], where=Where.HOST))
+    layer.publish(5, replace(NOTHING, where=Where.ABSENT))
+    tables = DeviceTables([8], torch.device("cpu"), Mark)
+    first = tables.take(1, [layer.current])
+    (step,), index = first.snapshots, torch.tensor([[0, 2], [5, 7], [8, 9]])
+    for here, count in zip(REACHES, (6, 7, 1), strict=True):
+        moved = step.only(index, here)
+        assert torch.equal(moved, layer.current.only(index, here)) and (moved < 8).sum() == {6: 2, 7: 3, 1: 1}[count]
+        assert step._maps[here].untyped_storage().data_ptr() == first.words.untyped_storage().data_ptr()
+    assert "served" in vars(layer.current) and step.served is layer.current.served
+    tables.give(first)
+    first.read.ended = True  # type: ignore[union-attr]
+    assert tables.take(1, [layer.current]).snapshots[0] is step, "an epoch's snapshots are made once"

@@ -205,4 +205,4 @@ def load_map(
 def _split(memory: Tensor, sizes: Sequence[Sequence[int]], layers: Sequence[int]) -> Sequence[Tensor]:
     """Cut a range of memory into the blocks of some layers' experts, in order."""
     every = [size for p in layers for size in sizes[p]]
-    return memory[: sum(every)].split(every)
+    return list(memory[: sum(every)].split(every))

@@ -23,7 +23,7 @@ from moepack.runtime.kernels.current import current
 
 @dataclass(slots=True, eq=False)
 class HandleTable:
-    """All layers at one epoch: `words`, int64 [layers, 1 + REACHES, most experts + 1]. `read` ends with the last use."""
+    """All layers at an epoch: `words`, int64 [layers, 1 + REACHES, most experts + 1]. `read` ends with the last use."""
 
     words: Tensor
     epoch: int
@@ -61,7 +61,8 @@ class DeviceTables:
                 self._free.remove(table)
             if table.epoch != epoch:
                 table.words.copy_(self._pinned(epoch, snapshots), non_blocking=True)
-                table.epoch, table.snapshots = epoch, tuple(s.over(row) for s, row in zip(snapshots, table.words))
+                table.epoch = epoch
+                table.snapshots = tuple(s.over(row) for s, row in zip(snapshots, table.words, strict=True))
             return table
 
     def _pinned(self, epoch: int, snapshots: Sequence[Snapshot]) -> Tensor:

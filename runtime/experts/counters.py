@@ -88,7 +88,7 @@ class Counters:
         return [row[:n] for row, n in zip(counts.cpu().numpy(), self._experts, strict=True)], gates
 
     def clear(self) -> None:
-        """Set everything to zero for another step, on its stream: on another one it might come after the step's counts."""
+        """Set everything to zero for another step, on its stream: on another it might come after the step's counts."""
         if self.used:
             self.counts.zero_()
             if self.sums is not None:

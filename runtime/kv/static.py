@@ -1,4 +1,4 @@
-"""How many tokens a cache holds, without waiting for a device: a static cache of transformers counts its tokens there."""
+"""How many tokens a cache holds, without waiting for a device, on which transformers' static caches count theirs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ def emptied(cache: Any) -> bool:
     """Whether a static cache was emptied since the last call; the first call for a cache only begins to watch it."""
     for layer in getattr(cache, "layers", ()):
         if isinstance(getattr(layer, "cumulative_length", None), Tensor):
-            if type(layer) is not (watched := _watched(type(layer))):
-                layer.__class__ = watched
+            kind: Any = type(layer)
+            if not hasattr(kind, "moepack_watched"):
+                layer.__class__ = _watched(kind)
             return bool(vars(layer).pop("moepack_emptied", False))
     return False
 
@@ -27,9 +28,6 @@ def emptied(cache: Any) -> bool:
 @lru_cache
 def _watched(kind: Any) -> Any:
     """The class of a layer that notes when it is emptied. Its updates are transformers' own, and compile as they do."""
-    if hasattr(kind, "moepack_watched"):
-        return kind
-
     def reset(self: Any) -> None:
         self.moepack_emptied = True
         kind.reset(self)

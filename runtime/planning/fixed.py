@@ -222,8 +222,8 @@ def dense_arena(shapes: Sequence[Sequence[tuple[int, int]]], tokens: int) -> int
 def on_cuda(model: Any, layers: Sequence[ExpertLayer], device: torch.device, needs: MeasuredNeeds) -> int:
     """Run the largest requested pass on a GPU, and return what torch's allocator then takes more of it, in bytes.
 
-    They include memory of cuBLAS and attention kernels, which the skeleton does not see, and the allocator's rounding. Long caches are measured
-    only on the skeleton.
+    They include memory of cuBLAS and attention kernels, which the skeleton does not see, and the allocator's rounding.
+    Long caches are measured only on the skeleton.
     """
     from .skeleton import Probe
 

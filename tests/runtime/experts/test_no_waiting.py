@@ -154,7 +154,7 @@ def test_a_static_table_is_copied_once(module: Module) -> None:
 
 
 def test_maps_of_places_travel_with_the_table(module: Module) -> None:
-    """No pass copies them: they are those of the snapshot itself, and what is made of a snapshot is kept for its steps."""
+    """No pass copies them: they are the snapshot's own, and what is made of a snapshot is kept for its steps."""
     layer = module._moepack
     layer.publish(2, replace(layer.current.handles[2], where=Where.HOST))
     layer.publish(5, replace(NOTHING, where=Where.ABSENT))

@@ -263,7 +263,9 @@ def test_a_static_cache_is_not_asked_for_what_a_device_counts() -> None:
     from moepack.runtime.kv.sizes import KvShape
     from moepack.runtime.residency.kv_reserve import KvBudget
 
-    config = Qwen3MoeConfig(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, hidden_size=16, head_dim=8)
+    config = Qwen3MoeConfig(
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, hidden_size=16, head_dim=8
+    )
     cache, sequences = StaticCache(config, max_cache_len=32), Sequences()
     budget = KvBudget.__new__(KvBudget)
     budget.needs = SimpleNamespace(kv=KvShape(((0, 64, None),)))  # type: ignore[assignment]

@@ -46,12 +46,11 @@ class DeviceTables:
 
         Raises InputError inside the capture of a CUDA graph: its replays would always read the same handles.
         """
-        with current(self._device):
+        with current(self._device), self._lock:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise InputError(
                     "a step under a policy that changes versions is not captured in a CUDA graph: use a static policy"
                 )
-        with self._lock:
             ended = [t for t in self._free if t.read is None or t.read.done()]
             table = next((t for t in ended if t.epoch == epoch), ended[0] if ended else None)
             if table is None:

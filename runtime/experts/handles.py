@@ -174,6 +174,11 @@ class Snapshot:
                 self._maps[here] = torch.tensor(self._map(here), dtype=torch.int64).to(index.device)
         return self._maps[here][index.long().clamp(max=count)]
 
+    @cached_property
+    def on_host(self) -> Snapshot:
+        """The same experts for the host tier."""
+        return Snapshot(self.of.on_host, self.table, self.handles)
+
     def weight(self, expert: int, matrix: int, dtype: torch.dtype) -> Tensor:
         """One matrix of an expert's active version, [rows, cols] in `dtype`."""
         made = self.handles[expert]

@@ -28,6 +28,7 @@ def emptied(cache: Any) -> bool:
 @lru_cache
 def _watched(kind: Any) -> Any:
     """The class of a layer that notes when it is emptied. Its updates are transformers' own, and compile as they do."""
+
     def reset(self: Any) -> None:
         self.moepack_emptied = True
         kind.reset(self)

@@ -35,6 +35,7 @@ class Tiling:
     columns: int = 64
     warps: int = 4
     stages: int = 3
+    registers: int | None = None  # the most that a thread may take; without this some spill so that more programs fit
 
 
 # Chosen so that no kernel spills registers or passes an architecture's shared memory: `python -m benchmarks.resources`.
@@ -44,7 +45,7 @@ PREFILL = Tiling(64, 128, warps=8)  # with 128 columns at 8 bits it took 128 KiB
 TILINGS = {
     torch.bfloat16: (DECODE, PREFILL),
     torch.float16: (Tiling(16, 32), Tiling(32, 64)),
-    torch.float32: (Tiling(16, 32, columns=32, stages=2), Tiling(32, 64, columns=32, stages=2)),
+    torch.float32: (Tiling(16, 32, columns=32, registers=128), Tiling(32, 64, columns=32, stages=2)),
 }
 _PRECISION = {torch.bfloat16: "ieee", torch.float16: "tf32", torch.float32: "tf32x3"}  # of tensor cores
 
@@ -311,5 +312,5 @@ def product(
             matrix.rows, matrix.cols, slots // len(x), number, f.low, f.high, f.scale, f.zero, max(f.bias, 0),
             max(f.outer, 0), **_cases(f, tiling), BIAS=f.bias >= 0, OUTER=f.outer >= 0, GATED=gated,
             TOKENS=tiling.tokens, ROWS=tiling.rows, PRECISION=precision,
-            num_warps=tiling.warps, num_stages=tiling.stages,
+            num_warps=tiling.warps, num_stages=tiling.stages, maxnreg=tiling.registers,
         )  # fmt: skip

@@ -27,7 +27,7 @@ from moepack.runtime.experts.handles import LayerExperts
 from moepack.runtime.experts.op import enter
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.choice import choose_policy
-from moepack.runtime.planning.fixed import Fixed, MeasuredNeeds, dense_bytes, measure, on_cuda, top_k
+from moepack.runtime.planning.fixed import Fixed, MeasuredNeeds, dense_bytes, measure, on_cuda, rounding, top_k
 from moepack.runtime.planning.options import LoadOptions, Workload
 from moepack.runtime.planning.plan import make_plan, staging_bytes, unchanging
 from moepack.runtime.planning.sizes import parse_size
@@ -76,7 +76,7 @@ def attach(model: Any, bundle: Bundle, options: LoadOptions, dense: Sequence[Ver
     replaced = _replaced(model, bundle) if kernels else {}
     fixed, needs = Fixed(dense_bytes(model)), None
     if device_memory is not None:
-        fixed, needs = _held_back(model, bundle, devices[0], workload, fixed)
+        fixed, needs = _held_back(model, bundle, devices, workload, fixed, policy.is_live)
     manager: ResidencyManager | None = None
     tracker: BudgetTracker | None = None
     if policy.is_live:
@@ -131,20 +131,24 @@ def _hand_over(
 
 
 def _held_back(
-    model: Any, bundle: Bundle, device: torch.device, workload: Workload, fixed: Fixed
+    model: Any, bundle: Bundle, devices: Sequence[torch.device], workload: Workload, fixed: Fixed, live: bool
 ) -> tuple[Fixed, MeasuredNeeds]:
     """Measure what passes need; return the bytes beside experts (M_fixed without a staging buffer), and the needs."""
+    device, taken = devices[0], 0
     needs, _ = measure(bundle, model.config, model.dtype, device, workload)
     activations = needs.activations
     if device.type == "cuda":
         activations = max(activations, on_cuda(model, bundle.layers, device, needs))
-    return Fixed(fixed.dense, needs.kv_bytes, activations), replace(needs, activations=activations)
+        taken = rounding(len(set(devices)), live)
+    return Fixed(fixed.dense + taken, needs.kv_bytes, activations), replace(needs, activations=activations)
 
 
 def load_map(
     bundle: Bundle, table: Versions, devices: Sequence[torch.device], direct: bool = False
 ) -> list[LayerExperts]:
     """Load experts at the versions of `table`, which never change, each layer into one range of host memory.
+
+    A GPU's experts lie in one range a device: torch's allocator rounds up whatever it is asked for.
 
     Args:
         direct: whether files are read past the page cache.
@@ -158,14 +162,21 @@ def load_map(
     host = CpuDevice(max(staging_bytes(bundle, v) for v in served), threads=None)
     places = [(name, p, e) for p, row in enumerate(table) for e, name in enumerate(row)]
     layers = [LayerExperts(x, versions, device) for x, device in zip(bundle.layers, devices, strict=True)]
+    chosen = [[bundle.manifest.version(name) for name in row] for row in table]
+    sizes = [
+        [align(v.resident_size(x.matrices), SECTION) for v in row] for x, row in zip(bundle.layers, chosen, strict=True)
+    ]
+    away = {device: [p for p, d in enumerate(devices) if d == device] for device in devices if device.type != "cpu"}
+    arenas = {
+        device: iter(_split(torch.empty(sum(sum(sizes[p]) for p in of), dtype=torch.uint8, device=device), sizes, of))
+        for device, of in away.items()
+    }
 
     def rooms() -> Iterator[tuple[Place, Version, Tensor]]:
-        for p, (described, row) in enumerate(zip(bundle.layers, table, strict=True)):
-            chosen = [bundle.manifest.version(name) for name in row]
-            sizes = [align(v.resident_size(described.matrices), SECTION) for v in chosen]
-            memory = host.memory(sum(sizes))
-            memory.take(0, sum(sizes))
-            for e, (version, block) in enumerate(zip(chosen, memory.tensor[: sum(sizes)].split(sizes), strict=True)):
+        for p, row in enumerate(chosen):
+            memory = host.memory(sum(sizes[p]))
+            memory.take(0, sum(sizes[p]))
+            for e, (version, block) in enumerate(zip(row, _split(memory.tensor, sizes, [p]), strict=True)):
                 yield (version.name, p, e), version, block
 
     def start(room: tuple[Place, Version, Tensor]) -> HostEvent:
@@ -179,7 +190,8 @@ def load_map(
                 if fetch is not None and fetch.error is not None:
                     raise fetch.error
                 layer = layers[place[1]]
-                layer.publish(place[2], layer.of.over(version, block.to(layer.of.device)))
+                there = block if layer.of.device not in arenas else next(arenas[layer.of.device]).copy_(block)
+                layer.publish(place[2], layer.of.over(version, there))
                 count.add(store.stored(*place).size)
     finally:
         host.close()
@@ -188,3 +200,9 @@ def load_map(
         if layer.of.device.type != "cpu":
             layer.current.device_table()  # made now: it cannot be made in a graph's capture
     return layers
+
+
+def _split(memory: Tensor, sizes: Sequence[Sequence[int]], layers: Sequence[int]) -> Sequence[Tensor]:
+    """Cut a range of memory into the blocks of some layers' experts, in order."""
+    every = [size for p in layers for size in sizes[p]]
+    return list(memory[: sum(every)].split(every))

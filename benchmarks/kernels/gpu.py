@@ -2,21 +2,23 @@
 
 Each pass is captured in a CUDA graph and replayed, so that launches cost what they cost a server. The floor is the
 bytes of the experts that have tokens over the rate of a copy inside the device, its reads and its writes both counted.
+With `--quick` and without a GPU it runs in Triton's interpreter, on a layer that is small enough.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.common import Target
 from moepack.pack.spec import ExpertLayer, Matrix, Version
-from moepack.runtime.kernels.forms import handle, make_forms
+from moepack.runtime.experts.gpu import forward
+from moepack.runtime.experts.handles import LayerCall, LayerExperts, Snapshot
 
 
 def module_like() -> Any:
@@ -28,30 +30,28 @@ def module_like() -> Any:
 
 
 def layer_like(
-    matrices: tuple[Matrix, ...], versions: Sequence[Version], of_expert: Sequence[str], device: torch.device
-) -> tuple[Any, dict[str, int]]:
-    """What gpu.forward reads of a layer and its snapshot, extents random, in the versions named; and their bytes."""
-    numbers = {v.name: i for i, v in enumerate(versions)}
-    sizes = {v.name: v.resident_size(matrices) for v in versions}
-    generator = torch.Generator().manual_seed(0)
-    words, keep = [], []
-    for name in of_expert:
-        extent = torch.randint(0, 1 << 15, (sizes[name] // 2,), dtype=torch.int16, generator=generator)
+    matrices: tuple[Matrix, ...], versions: Sequence[Version], of_expert: Sequence[str], device: torch.device, seed: int
+) -> Snapshot:
+    """A layer whose experts are in the versions named, their extents random."""
+    layer = LayerExperts(ExpertLayer(0, "experts", len(of_expert), matrices), versions, device)
+    by_name = {v.name: v for v in versions}
+    generator = torch.Generator(device).manual_seed(seed)
+    for e, name in enumerate(of_expert):
+        size = by_name[name].resident_size(matrices)
+        extent = torch.randint(0, 1 << 15, (size // 2,), dtype=torch.int16, generator=generator, device=device)
         extent.bitwise_and_(0x03FF).bitwise_or_(0x3C00)  # as BF16: near 0.01; as codes: whatever
-        keep.append(extent.to(device))
-        words.append(handle(keep[-1].data_ptr(), numbers[name]))
-    table = torch.from_numpy(np.array(words, np.uint64).view(np.int64)).to(device)
-    used = [v for v in versions if v.name in set(of_expert)]
-    forms = [[make_forms(matrices, v)[i] for v in versions[: numbers[used[-1].name] + 1]] for i in range(2)]
-    layer = SimpleNamespace(
-        layer=ExpertLayer(0, "experts", len(of_expert), matrices),
-        device_table=lambda: table,
-        served=sorted(numbers[v.name] for v in used),
-        forms=lambda i: forms[i],
-        keep=keep,
-    )
-    layer.of = layer
-    return layer, sizes
+        layer.publish(e, layer.of.over(by_name[name], extent.view(torch.uint8)))
+    return layer.current
+
+
+def routings(tokens: int, experts: int, top_k: int, device: torch.device) -> list[torch.Tensor]:
+    """Choices [tokens, top_k] that together reach all experts once, or often."""
+    generator = torch.Generator().manual_seed(tokens)
+    if tokens == 1:
+        chosen = torch.randperm(experts, generator=generator)
+        return [c[None].to(device) for c in chosen.split(top_k) if len(c) == top_k]
+    one = [torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)]
+    return [torch.stack(one).to(device)]
 
 
 def grouped(gate_up: torch.Tensor, down: torch.Tensor, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -71,9 +71,9 @@ def grouped(gate_up: torch.Tensor, down: torch.Tensor, x: torch.Tensor, index: t
 
 def replayed(work: Callable[[], object]) -> Callable[[], object]:
     """The work as a CUDA graph; as it is without a GPU."""
-    work()
     if not torch.cuda.is_available():
         return work
+    work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -82,7 +82,11 @@ def replayed(work: Callable[[], object]) -> Callable[[], object]:
 
 
 def seconds(work: Callable[[], object], runs: int) -> float:
-    """The median of several runs on the device's clock."""
+    """The median of several runs on the device's clock; one run's time without a GPU."""
+    if not torch.cuda.is_available():
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
     times: list[float] = []
     for _ in range(runs + 2):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -94,38 +98,62 @@ def seconds(work: Callable[[], object], runs: int) -> float:
     return statistics.median(times[2:])
 
 
-def measure(
-    shape: str, sizes: tuple[int, int, int, int], versions: Sequence[Version], runs: int
-) -> tuple[list[dict[str, Any]], list[Target]]:
-    """Rows and targets of one layer: decode with 1 and 16 tokens, prefill with 2,048."""
-    from moepack.runtime.experts.gpu import forward
-    from moepack.runtime.experts.handles import LayerCall
+def _all(work: Callable[[Any], object], items: Sequence[Any]) -> None:
+    for item in items:
+        work(item)
 
-    device = torch.device("cuda")
+
+def measure(
+    shape: str,
+    sizes: tuple[int, int, int, int],
+    versions: Sequence[Version],
+    runs: int,
+    device: torch.device,
+    all_tokens: Sequence[int] = (1, 16, 2048),
+    cache: int | None = None,
+) -> tuple[list[dict[str, Any]], list[Target]]:
+    """Rows and targets of one layer: decode with 1 and 16 tokens, prefill with 2,048.
+
+    One run goes through so many layers that their experts take over four times `cache` (default: the device's L2). On a
+    CPU, with Triton's interpreter, it shows that everything runs.
+    """
     hidden, inner, experts, top_k = sizes
     matrices = (Matrix("gate_up", 2 * inner, hidden), Matrix("down", hidden, inner))
-    room = torch.empty(1 << 30, dtype=torch.uint8, device=device)
-    rate = room.numel() / seconds(lambda: room[: 1 << 29].copy_(room[1 << 29 :]), runs)
+    on_gpu = device.type == "cuda"
+    if cache is None:
+        cache = torch.cuda.get_device_properties(device).L2_cache_size if on_gpu else 0
+    room = torch.empty(1 << (30 if on_gpu else 20), dtype=torch.uint8, device=device)
+    half = len(room) // 2
+    rate = len(room) / seconds(lambda: room[:half].copy_(room[half:]), runs)
     weights = [torch.randn(experts, m.rows, m.cols, device=device).mul_(0.02).bfloat16() for m in matrices]
-    module, rows, targets = module_like(), [], []
+    module, size = module_like(), {v.name: v.resident_size(matrices) for v in versions}
     mixes = {v.name: [v.name] * experts for v in versions}
     mixes["mixed"] = [versions[e % len(versions)].name for e in range(experts)]
+    theirs, rows, targets = {}, [], []
+    inputs = {}
     with torch.inference_mode():
-        for tokens in (1, 16, 2048):
-            x = torch.randn(tokens, hidden, device=device).bfloat16()
-            picks = [torch.randperm(experts)[:top_k] for _ in range(tokens)]
-            index, gates = torch.stack(picks).to(device), torch.full((tokens, top_k), 1 / top_k, device=device)
-            theirs = seconds(replayed(lambda x=x, i=index: grouped(weights[0], weights[1], x, i)), runs)  # type: ignore[misc]
-            for name, of_expert in mixes.items():
-                layer, size = layer_like(matrices, versions, of_expert, device)
-                work = replayed(lambda x=x, i=index, g=gates, k=layer: forward(LayerCall(module, k, x, i, g)))  # type: ignore[misc]
-                ours = seconds(work, runs)
-                used = {int(e) for e in torch.stack(picks).reshape(-1)}
-                floor = sum(size[of_expert[e]] for e in used) / rate
-                rows.append({"shape": f"{shape}, GPU", "version": name, "tokens": tokens, "ours us": ours * 1e6,
-                             "torch BF16 us": theirs * 1e6, "bytes floor us": floor * 1e6, "speed-up": theirs / ours,
-                             "over floor": ours / floor})  # fmt: skip
-                if tokens == 1 and name in ("w4", "w3", "w2", "w1"):
+        for n in all_tokens:
+            x = torch.randn(n, hidden, device=device).bfloat16()
+            gates = torch.full((n, top_k), 1 / top_k, device=device)
+            chosen = routings(n, experts, top_k, device)
+            inputs[n] = x, gates, chosen
+            work = replayed(partial(_all, partial(grouped, weights[0], weights[1], x), chosen))
+            theirs[n] = seconds(work, runs) / len(chosen)
+        for name, of_expert in mixes.items():
+            count = 4 * cache // sum(size[n] for n in of_expert) + 1
+            layers = [layer_like(matrices, versions, of_expert, device, i) for i in range(count)]
+            for tokens, (x, gates, chosen) in inputs.items():
+                calls = [LayerCall(module, k, x, i, gates) for k in layers for i in chosen]
+                ours = seconds(replayed(partial(_all, forward, calls)), runs) / len(calls)
+                used = [{int(e) for e in i.reshape(-1)} for i in chosen]
+                floor = sum(size[of_expert[e]] for some in used for e in some) / len(used) / rate
+                rows.append({"shape": f"{shape}, {device.type}", "version": name, "tokens": tokens,
+                             "ours us": ours * 1e6, "torch BF16 us": theirs[tokens] * 1e6,
+                             "bytes floor us": floor * 1e6, "speed-up": theirs[tokens] / ours,
+                             "over floor": ours / floor,
+                             "MB": count * sum(size[n] for n in of_expert) / 1e6})  # fmt: skip
+                if on_gpu and tokens == 1 and name in ("w4", "w3", "w2", "w1"):
                     label = f"{shape}, GPU, {name}, 1 token: bytes over time, of the copy rate"
                     targets.append(Target(label, floor / ours, 0.6, "higher"))
+            del layers, calls
     return rows, targets

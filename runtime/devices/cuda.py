@@ -152,14 +152,15 @@ class CudaDevice(Migration):
         self._pins, self._refused = pins, threading.Event()
         self._registered: list[RegisteredMemory] = []
         self._parts: dict[int, tuple[CodedPart, ...]] = {}
+        on_device = gpu.memory(slots * staging)
         self._free = [
             _Slot(
                 gpu.pinned(size),
-                gpu.memory(staging),
+                on_device[i * staging : (i + 1) * staging],
                 gpu.pinned(4 * MATRICES).view(torch.int32),
                 CpuMemory(staging).tensor.numpy(),
             )
-            for _ in range(slots)
+            for i in range(slots)
         ]
         super().__init__(HostStream("moepack-migration", on_event, slots))
 

@@ -6,11 +6,7 @@ Every error is raised. This code has not run on a GPU yet: tests use bindings th
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from typing import Any
-
-import torch
 
 from moepack.pack.errors import InputError
 
@@ -32,8 +28,9 @@ class Driver:
         Raises InputError where the bindings are not installed.
         """
         self._cuda = cuda = bindings or _bindings()
-        # Calls need a CUDA context, which a thread may lack.
-        self._current = contextlib.nullcontext if bindings else functools.partial(torch.cuda.device, device)
+        # The device's context, which torch uses too and which this process keeps. A fresh thread has none, and torch's
+        # guard gives it none where the device is 0 already: every call brings the context along.
+        self._context = self._made("cuDevicePrimaryCtxRetain", self._made("cuDeviceGet", device))
         where = cuda.CUmemLocation()
         where.type, where.id = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, device
         self._kind = cuda.CUmemAllocationProp()
@@ -42,12 +39,18 @@ class Driver:
         self._access.location = where
         self._access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
-    def _call(self, name: str, *arguments: Any) -> int:
-        with self._current():
-            code, *out = getattr(self._cuda, name)(*arguments)
+    def _made(self, name: str, *arguments: Any) -> Any:
+        code, *out = getattr(self._cuda, name)(*arguments)
         if int(code):
             raise DriverError(f"{name}: error {int(code)} ({getattr(code, 'name', 'unknown')})")
-        return int(out[0]) if out else 0
+        return out[0] if out else 0
+
+    def _call(self, name: str, *arguments: Any) -> int:
+        self._made("cuCtxPushCurrent", self._context)
+        try:
+            return int(self._made(name, *arguments))
+        finally:
+            self._cuda.cuCtxPopCurrent()
 
     def granularity(self) -> int:
         """Return the bytes of the smallest unit of device memory: 2 MiB on GPUs so far."""

@@ -1,4 +1,4 @@
-"""Handle tables on a GPU: one for each running step, so that all kernels of a step read one epoch.
+"""Handle tables on a GPU, with maps of where experts are: one for each running step, whose kernels read one epoch.
 
 A step takes a table that no other step reads. If the table holds another epoch, the step copies the handles into the
 table from pinned memory, on the step's stream and before its kernels. Steps do not share tables, so a later step
@@ -17,15 +17,17 @@ from torch import Tensor
 
 from moepack.pack.errors import InputError
 from moepack.runtime.devices.contract import Completion
-from moepack.runtime.experts.handles import Snapshot
+from moepack.runtime.experts.handles import REACHES, Snapshot
+from moepack.runtime.kernels.current import current
 
 
 @dataclass(slots=True, eq=False)
 class HandleTable:
-    """The handles of all layers at one epoch: `words`, int64 [layers, most experts]. `read` ends with the last use."""
+    """All layers at an epoch: `words`, int64 [layers, 1 + REACHES, most experts + 1]. `read` ends with the last use."""
 
     words: Tensor
     epoch: int
+    snapshots: tuple[Snapshot, ...] = ()  # of the epoch, which read `words`
     read: Completion | None = None
 
 
@@ -34,7 +36,7 @@ class DeviceTables:
 
     def __init__(self, experts: Sequence[int], device: torch.device, mark: Callable[[], Completion]) -> None:
         """Prepare tables for layers of `experts` experts; `mark` makes an event that ends with the issued compute."""
-        self._shape, self._device, self._mark = (len(experts), max(experts)), device, mark
+        self._shape, self._device, self._mark = (len(experts), 1 + len(REACHES), max(experts) + 1), device, mark
         self._free: list[HandleTable] = []
         self._lock = threading.Lock()
         self._host: tuple[int, Tensor] | None = None
@@ -44,11 +46,11 @@ class DeviceTables:
 
         Raises InputError inside the capture of a CUDA graph: its replays would always read the same handles.
         """
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise InputError(
-                "a step under a policy that changes versions is not captured in a CUDA graph: use a static policy"
-            )
-        with self._lock:
+        with current(self._device), self._lock:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise InputError(
+                    "a step under a policy that changes versions is not captured in a CUDA graph: use a static policy"
+                )
             ended = [t for t in self._free if t.read is None or t.read.done()]
             table = next((t for t in ended if t.epoch == epoch), ended[0] if ended else None)
             if table is None:
@@ -59,6 +61,7 @@ class DeviceTables:
             if table.epoch != epoch:
                 table.words.copy_(self._pinned(epoch, snapshots), non_blocking=True)
                 table.epoch = epoch
+                table.snapshots = tuple(s.over(row) for s, row in zip(snapshots, table.words, strict=True))
             return table
 
     def _pinned(self, epoch: int, snapshots: Sequence[Snapshot]) -> Tensor:
@@ -66,7 +69,7 @@ class DeviceTables:
         if self._host is None or self._host[0] != epoch:
             words = np.zeros(self._shape, np.int64)
             for row, snapshot in zip(words, snapshots, strict=True):
-                row[: len(snapshot.table)] = snapshot.table.view(np.int64)
+                row[:, : len(snapshot.table) + 1] = snapshot.words
             made = torch.from_numpy(words)
             self._host = epoch, made.pin_memory() if self._device.type == "cuda" else made
         return self._host[1]

@@ -38,7 +38,8 @@ class TorchGpu:
 
     def pinned(self, size: int) -> Tensor:
         """Allocate pinned host memory, uint8 [size]; called while loading."""
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        with torch.cuda.device(self.device):  # elsewhere pinning makes a context on another GPU
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     @contextlib.contextmanager
     def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:

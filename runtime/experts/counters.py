@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Counters:
-    """The counters of one step. After `clear` they can serve another step."""
+    """The counters of one step. After `clear`, on the next step's stream, they can serve that step."""
 
     def __init__(self, experts: Sequence[int], gates: bool, device: torch.device) -> None:
         self._experts, shape = tuple(experts), (len(experts), max(experts, default=0) + 1)
@@ -73,7 +73,7 @@ class Counters:
         sums = None if self.sums is None else self.sums.to("cpu", non_blocking=True)
         self._sent = self.counts.to("cpu", non_blocking=True), sums
         self._event = torch.cuda.Event()
-        self._event.record()
+        self._event.record(torch.cuda.current_stream(self.counts.device))
 
     def arrived(self) -> bool:
         """Whether the numbers are on the host, so that `take` returns at once."""
@@ -88,7 +88,7 @@ class Counters:
         return [row[:n] for row, n in zip(counts.cpu().numpy(), self._experts, strict=True)], gates
 
     def clear(self) -> None:
-        """Set everything to zero for another step."""
+        """Set everything to zero for another step, on its stream: on another it might come after the step's counts."""
         if self.used:
             self.counts.zero_()
             if self.sums is not None:

@@ -157,10 +157,9 @@ def across(call: LayerCall, tier: HostTier) -> Tensor:
     assert tier.link is not None
     experts = call.experts
     arrive = tier.link.fetch(call.hidden, experts.only(call.index, _HOST), call.weights)
-    there = Snapshot(experts.of.on_host, experts.table, experts.handles)
 
     def work(x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, int]:
-        mine = LayerCall(tier.module(call.module), there, x, index, weights)
+        mine = LayerCall(tier.module(call.module), experts.on_host, x, index, weights)
         return _sum(mine, _rows(mine, tier.threads)), _read(mine)
 
     with tier.beside(work, arrive) as job:

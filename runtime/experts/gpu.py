@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moepack.runtime.kernels.affine_triton import DECODE, PREFILL, product, route
+from moepack.runtime.kernels.affine_triton import TILINGS, product, route
+from moepack.runtime.kernels.current import current
 
 if TYPE_CHECKING:
     from .handles import LayerCall
@@ -18,13 +19,19 @@ if TYPE_CHECKING:
 
 def forward(call: LayerCall) -> Tensor:
     """Run `experts_forward` on a GPU; return [tokens, hidden]."""
+    with current(call.hidden.device):
+        return _forward(call)
+
+
+def _forward(call: LayerCall) -> Tensor:
     module, experts, hidden, pages = call.module, call.experts, call.hidden, call.pages
     tokens, top_k = call.index.shape
-    x = (hidden if hidden.dtype in (torch.float32, torch.bfloat16) else hidden.float()).detach().contiguous()
+    x = (hidden if hidden.dtype in TILINGS else hidden.float()).detach().contiguous()
     if not tokens:
         return torch.empty_like(hidden)
     count, (first, second) = experts.of.layer.experts, experts.of.layer.matrices
-    tiling = DECODE if tokens * top_k <= DECODE.tokens * count else PREFILL
+    few, many = TILINGS[x.dtype]
+    tiling = few if tokens * top_k <= few.tokens * count else many
     geometry = route(call.index.long(), count, tiling.tokens)
     handles, slots, fused = experts.device_table(), tokens * top_k, _fuses(module)
     first_forms, second_forms = zip(*experts.of.forms.values(), strict=True)  # each by the version's number

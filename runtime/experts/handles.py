@@ -58,6 +58,7 @@ class Handle:
 
 RUN_THERE = PAGED | {Where.DEVICE}  # places of experts that the device runs
 EVERYWHERE = RUN_THERE | {Where.HOST}  # all places of an expert that is not absent
+REACHES = (RUN_THERE, EVERYWHERE, frozenset({Where.HOST}))  # the sets of places for which `Snapshot.only` is asked
 NOTHING = Handle(None, torch.empty(0, dtype=torch.uint8), (), (), Where.ABSENT)
 
 
@@ -109,9 +110,30 @@ class Snapshot:
         self.of, self.table, self.handles, self._on_device = of, table, handles, on_device
         self._maps: dict[frozenset[Where], Tensor] = {}
 
+    @cached_property
+    def words(self) -> npt.NDArray[np.int64]:
+        """What a device is given: the table, and the map of each of REACHES, int64 [1 + REACHES, experts + 1].
+
+        Maps are zeros where no expert is out of the device's reach: `only` does not ask for them then.
+        """
+        count = len(self.table)
+        out = np.zeros((1 + len(REACHES), count + 1), np.int64)
+        out[0, :count] = self.table.view(np.int64)
+        if not self.places <= RUN_THERE:
+            out[1:] = [self._map(here) for here in REACHES]
+        return out
+
+    def _map(self, here: frozenset[Where]) -> list[int]:
+        count = len(self.handles)
+        return [*(e if h.where in here else count for e, h in enumerate(self.handles)), count]
+
     def over(self, words: Tensor) -> Snapshot:
-        """The same snapshot, with `words` as the table that is on the device already."""
-        return Snapshot(self.of, self.table, self.handles, words[: len(self.table)])
+        """The same snapshot, with all that was made of it, and `words` on the device already, [1 + REACHES, ...]."""
+        count, made = len(self.table), object.__new__(Snapshot)
+        vars(made).update(vars(self), _on_device=words[0, :count], served=self.served)
+        if not self.places <= RUN_THERE:
+            made._maps = {here: row[: count + 1] for here, row in zip(REACHES, words[1:], strict=True)}
+        return made
 
     def device_table(self) -> Tensor:
         """The handle table on the device, int64 [experts]. If it is not there yet, copies it and waits."""
@@ -148,10 +170,14 @@ class Snapshot:
         elif self.places <= here:
             return index
         if here not in self._maps:
-            moved = [e if h.where in here else count for e, h in enumerate(self.handles)]
             with torch.inference_mode(False):
-                self._maps[here] = torch.tensor([*moved, count], dtype=torch.int64).to(index.device)
+                self._maps[here] = torch.tensor(self._map(here), dtype=torch.int64).to(index.device)
         return self._maps[here][index.long().clamp(max=count)]
+
+    @cached_property
+    def on_host(self) -> Snapshot:
+        """The same experts for the host tier."""
+        return Snapshot(self.of.on_host, self.table, self.handles)
 
     def weight(self, expert: int, matrix: int, dtype: torch.dtype) -> Tensor:
         """One matrix of an expert's active version, [rows, cols] in `dtype`."""

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moepack.runtime.kernels.current import current
+
 Work = Callable[..., tuple[Tensor, int]]  # returns a result, and the bytes of weights that were read for it
 
 
@@ -39,7 +41,8 @@ class CudaLink:
 
     def send(self, made: Tensor, device: torch.device) -> Tensor:
         """Return a copy of a result on the device, made through pinned memory on the compute stream without waiting."""
-        pinned = torch.empty(made.shape, dtype=made.dtype, pin_memory=True)
+        with current(device):  # elsewhere pinning makes a context on another GPU
+            pinned = torch.empty(made.shape, dtype=made.dtype, pin_memory=True)
         return pinned.copy_(made).to(device, non_blocking=True)
 
 

@@ -4,7 +4,8 @@ Programs find an expert's extent (FORMAT.md, "Affine extents") through the handl
 expert's version is not the launch's. So all launches of a layer share one `Geometry`. Nothing waits for the device, and
 a CUDA graph may capture the launches. Tensor cores multiply numbers that are exact in BF16: integer codes minus the
 middle of their range, E4M3 codes, and E2M1 or E4M3 codes times scales of one byte. Other scales and zero points are
-applied to sums in float32, and so is what holds for whole rows, once, at the end.
+applied to sums in float32, and so is what holds for whole rows, once, at the end. FP16 activations are exact in TF32;
+float32 ones are taken as two TF32 numbers.
 """
 
 from __future__ import annotations
@@ -27,17 +28,26 @@ _BLOCK: tl.constexpr = tl.constexpr(16)  # rows stored side by side
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The tile of one program: `tokens` slots of an expert by `rows` rows; of BF16 matrices, `columns` at a time."""
+    """The tile of one program: `tokens` slots of an expert by `rows` rows, up to `columns` columns at a time."""
 
     tokens: int
     rows: int
     columns: int = 64
     warps: int = 4
     stages: int = 3
+    registers: int | None = None  # the most that a thread may take; without this some spill so that more programs fit
 
 
-DECODE = Tiling(16, 32)  # few rows, so that one token's eight experts fill a GPU
-PREFILL = Tiling(64, 128, warps=8)
+# Chosen so that no kernel spills registers or passes an architecture's shared memory: `python -m benchmarks.resources`.
+DECODE = Tiling(16, 32, columns=128)  # few rows, so that one token's eight experts fill a GPU
+PREFILL = Tiling(64, 128, warps=8)  # with 128 columns at 8 bits it took 128 KiB of shared memory
+# For few and for many tokens of an expert. FP16 operands take twice the registers of BF16 ones, float32 ones four.
+TILINGS = {
+    torch.bfloat16: (DECODE, PREFILL),
+    torch.float16: (Tiling(16, 32), Tiling(32, 64)),
+    torch.float32: (Tiling(16, 32, columns=32, registers=128), Tiling(32, 64, columns=32, stages=2)),
+}
+_PRECISION = {torch.bfloat16: "ieee", torch.float16: "tf32", torch.float32: "tf32x3"}  # of tensor cores
 
 # By an encoding's number in KERNELS: the bits of its codes, the mantissa bits of codes that are floating-point numbers,
 # and what its scales are. Other numbers are the bits of integer codes with BF16 scales.
@@ -86,16 +96,22 @@ def route(index: Tensor, experts: int, tokens: int) -> Geometry:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _plane(base, offset, cols, row, here, g, P: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Read the P-bit codes of one plane for one group of columns: int32 [ROWS, GROUP]."""
+def _section(base, offset, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return a section's address as a pointer, of which a cast would forget that 16 bytes may be loaded at a time."""
+    return tl.multiple_of((base + offset).to(tl.pointer_type(DTYPE)), 16)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _plane(base, offset, cols, row, here, g, P: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Read the P-bit codes of one plane for one step's columns: int32 [ROWS, COLUMNS]."""
     words = (cols * P + 31) // 32
-    w = g * (GROUP * P // 32) + tl.arange(0, GROUP * P // 32)
+    w = g * (COLUMNS * P // 32) + tl.arange(0, COLUMNS * P // 32)
     at = ((row // _BLOCK)[:, None] * words + w[None, :]) * _BLOCK + (row % _BLOCK)[:, None]
-    plane = (base + offset).to(tl.pointer_type(tl.uint32))
+    plane = _section(base, offset, tl.uint32)
     v = tl.load(plane + at, mask=here[:, None] & (w < words)[None, :], other=0)
     shift = (tl.arange(0, 32 // P) * P).to(tl.uint32)
     codes = (v[:, :, None] >> shift[None, None, :]) & ((1 << P) - 1)
-    return tl.reshape(codes.to(tl.int32), [ROWS, GROUP])
+    return tl.reshape(codes.to(tl.int32), [ROWS, COLUMNS])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -115,17 +131,17 @@ def _number(codes, BITS: tl.constexpr, MANTISSA: tl.constexpr):  # type: ignore[
 def _floats(  # type: ignore[no-untyped-def]
     base, low, scale, cols, row, here, g, x, total,
     BITS: tl.constexpr, MANTISSA: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`_step` for floating-point codes."""
     w = _number(_plane(base, low, cols, row, here, g, BITS, COLUMNS, ROWS), BITS, MANTISSA)
     groups = (cols + GROUP - 1) // GROUP
     if SCALE == "row":
-        total = tl.dot(x, tl.trans(w.to(x.dtype)), total, input_precision="ieee")
+        total = tl.dot(x, tl.trans(w.to(x.dtype)), total, input_precision=PRECISION)
     elif SCALE == "block":
         at = (row // _BLOCK) * groups + g * COLUMNS // GROUP
-        s = tl.load((base + scale).to(tl.pointer_type(tl.float32)) + at, mask=here, other=0.0)
-        total += tl.dot(x, tl.trans(w.to(x.dtype)), input_precision="ieee") * s[None, :]
+        s = tl.load(_section(base, scale, tl.float32) + at, mask=here, other=0.0)
+        total += tl.dot(x, tl.trans(w.to(x.dtype)), input_precision=PRECISION) * s[None, :]
     else:
         n = g * (COLUMNS // GROUP) + tl.arange(0, COLUMNS // GROUP)
         at = ((row // _BLOCK)[:, None] * groups + n[None, :]) * _BLOCK + (row % _BLOCK)[:, None]
@@ -136,7 +152,7 @@ def _floats(  # type: ignore[no-untyped-def]
             s = tl.maximum(bits << 23, 1 << 22).to(tl.float32, bitcast=True)
         scaled = tl.reshape(w.to(tl.float32), [ROWS, COLUMNS // GROUP, GROUP]) * s[:, :, None]
         w = tl.reshape(scaled, [ROWS, COLUMNS]).to(x.dtype)
-        total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
+        total = tl.dot(x, tl.trans(w), total, input_precision=PRECISION)
     return total
 
 
@@ -144,33 +160,35 @@ def _floats(  # type: ignore[no-untyped-def]
 def _step(  # type: ignore[no-untyped-def]
     base, low, high, scale, zero, cols, row, here, g, x, sums, total,
     BITS: tl.constexpr, MANTISSA: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
-    STORED: tl.constexpr, ROWS: tl.constexpr,
+    STORED: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return total [TOKENS, ROWS] plus the product over the g-th COLUMNS columns."""
     if BITS == 16:
         k = g * COLUMNS + tl.arange(0, COLUMNS)
-        weights = (base + low).to(tl.pointer_type(tl.bfloat16))
+        weights = _section(base, low, tl.bfloat16)
         at = row.to(tl.int64)[:, None] * cols + k[None, :]
         w = tl.load(weights + at, mask=here[:, None] & (k < cols)[None, :], other=0.0)
-        return tl.dot(x, tl.trans(w.to(x.dtype)), total, input_precision="ieee")
+        return tl.dot(x, tl.trans(w.to(x.dtype)), total, input_precision=PRECISION)
     elif MANTISSA > 0:
-        return _floats(base, low, scale, cols, row, here, g, x, total, BITS, MANTISSA, SCALE, GROUP, COLUMNS, ROWS)
+        return _floats(
+            base, low, scale, cols, row, here, g, x, total, BITS, MANTISSA, SCALE, GROUP, COLUMNS, ROWS, PRECISION
+        )
     else:
         tl.static_assert((BITS == 8) | ((BITS >= 1) & (BITS <= 4)), "an encoding that this kernel does not know")
         if BITS == 3:
-            codes = _plane(base, low, cols, row, here, g, 2, GROUP, ROWS)
-            codes = codes + 4 * _plane(base, high, cols, row, here, g, 1, GROUP, ROWS)
+            codes = _plane(base, low, cols, row, here, g, 2, COLUMNS, ROWS)
+            codes = codes + 4 * _plane(base, high, cols, row, here, g, 1, COLUMNS, ROWS)
         else:
-            codes = _plane(base, low, cols, row, here, g, BITS, GROUP, ROWS)
+            codes = _plane(base, low, cols, row, here, g, BITS, COLUMNS, ROWS)
         middle: tl.constexpr = ((1 << BITS) - 1) / 2
         c = (codes.to(tl.float32) - middle).to(x.dtype)
-        part = tl.dot(x, tl.trans(c), input_precision="ieee")
+        part = tl.dot(x, tl.trans(c), input_precision=PRECISION)
         groups = (cols + GROUP - 1) // GROUP
-        at = ((row // _BLOCK) * groups + g) * _BLOCK + row % _BLOCK
-        of: tl.constexpr = tl.pointer_type(tl.float16 if SCALE == "fp16" else tl.bfloat16)
-        s = tl.load((base + scale).to(of) + at, mask=here, other=0.0).to(tl.float32)
+        at = ((row // _BLOCK) * groups + g * COLUMNS // GROUP) * _BLOCK + row % _BLOCK
+        of: tl.constexpr = tl.float16 if SCALE == "fp16" else tl.bfloat16
+        s = tl.load(_section(base, scale, of) + at, mask=here, other=0.0).to(tl.float32)
         if STORED:
-            z = tl.load((base + zero).to(tl.pointer_type(tl.uint8)) + at, mask=here, other=0).to(tl.float32)
+            z = tl.load(_section(base, zero, tl.uint8) + at, mask=here, other=0).to(tl.float32)
             z = z * (1.0 / (1 << (8 - BITS))) - middle
             part = part - sums[:, None] * z[None, :]
         return total + part * s[None, :]
@@ -182,23 +200,23 @@ def _finish(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Apply what holds for whole rows to their sums: scales, then biases."""
     if SCALE == "row":
-        total *= tl.load((base + scale).to(tl.pointer_type(tl.float32)) + row, mask=here, other=0.0)[None, :]
+        total *= tl.load(_section(base, scale, tl.float32) + row, mask=here, other=0.0)[None, :]
     if OUTER:
         at = row // _BLOCK
-        total *= tl.load((base + outer).to(tl.pointer_type(tl.float32)) + at, mask=here, other=0.0)[None, :]
+        total *= tl.load(_section(base, outer, tl.float32) + at, mask=here, other=0.0)[None, :]
     if BIAS:
-        b = tl.load((base + bias).to(tl.pointer_type(tl.bfloat16)) + row, mask=here, other=0.0)
+        b = tl.load(_section(base, bias, tl.bfloat16) + row, mask=here, other=0.0)
         total += b.to(tl.float32)[None, :]
     return total
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["share", "version"])  # type: ignore[untyped-decorator]
 def _product(  # type: ignore[no-untyped-def]
     handles, order, block_expert, block_first, block_count, x, out,
     rows, cols, share, version, low, high, scale, zero, bias, outer,
     BITS: tl.constexpr, MANTISSA: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
     STORED: tl.constexpr, BIAS: tl.constexpr, OUTER: tl.constexpr, GATED: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, WIDEN: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     count = tl.load(block_count + block)
@@ -217,17 +235,17 @@ def _product(  # type: ignore[no-untyped-def]
         for g in range(0, (cols + COLUMNS - 1) // COLUMNS):
             k = g * COLUMNS + tl.arange(0, COLUMNS)
             xs = tl.load(from_x + k[None, :], mask=live[:, None] & (k < cols)[None, :], other=0.0)
-            if WIDEN:
+            if PRECISION != "ieee":
                 xs = xs.to(tl.float32)
             sums = tl.sum(xs.to(tl.float32), 1)
             total = _step(
                 base, low, high, scale, zero, cols, row, here, g, xs, sums, total,
-                BITS, MANTISSA, SCALE, GROUP, COLUMNS, STORED, ROWS,
+                BITS, MANTISSA, SCALE, GROUP, COLUMNS, STORED, ROWS, PRECISION,
             )  # fmt: skip
             if GATED:
                 up = _step(
                     base, low, high, scale, zero, cols, row + made, here, g, xs, sums, up,
-                    BITS, MANTISSA, SCALE, GROUP, COLUMNS, STORED, ROWS,
+                    BITS, MANTISSA, SCALE, GROUP, COLUMNS, STORED, ROWS, PRECISION,
                 )  # fmt: skip
         total = _finish(total, base, scale, outer, bias, row, here, SCALE, OUTER, BIAS)
         if GATED:
@@ -240,8 +258,8 @@ def _product(  # type: ignore[no-untyped-def]
 def _cases(form: Form, tiling: Tiling) -> dict[str, Any]:
     """What the kernel is compiled for: how it reads codes and scales, and how many columns it takes in a step."""
     bits, mantissa, scale = _RELEASED.get(form.bits, (form.bits, 0, "bf16"))
-    columns = tiling.columns if mantissa or not form.group else form.group
-    if scale == "block":
+    columns = tiling.columns
+    if form.group and (scale == "block" or not mantissa):  # scales are applied to sums
         columns = min(columns, form.group)
     return {
         "BITS": bits, "MANTISSA": mantissa, "SCALE": scale, "GROUP": form.group or columns, "COLUMNS": columns,
@@ -267,7 +285,7 @@ def product(
         served: the version numbers that handles contain; each costs a launch.
         handles: int64 [experts] on the device.
         geometry: the result of `route` with the tiling's `tokens`.
-        x: float32 or bfloat16 [activations, cols]; the number of slots is a multiple of the number of activations.
+        x: float32, float16 or bfloat16 [activations, cols]; there are a multiple of as many slots.
         out: [slots, rows], or [slots, rows / 2] if `gated`; rows of slots of absent experts are not written.
         gated: whether to compute silu(gate) * up of the two halves of the rows.
 
@@ -280,11 +298,12 @@ def product(
     slots, made = len(geometry.order), matrix.rows // 2 if gated else matrix.rows
     if x.shape[-1] != matrix.cols or out.shape != (slots, made) or not slots or slots % len(x):
         raise ValueError(f"{matrix.name}: x {tuple(x.shape)}, out {tuple(out.shape)} and {slots} slots do not fit")
-    if x.dtype not in (torch.float32, torch.bfloat16) or handles.dtype != torch.int64 or matrix.rows % (1 + gated):
+    if x.dtype not in _PRECISION or handles.dtype != torch.int64 or matrix.rows % (1 + gated):
         raise ValueError(f"{matrix.name}: x {x.dtype}, handles {handles.dtype}, {matrix.rows} rows")
     if geometry.tokens != tiling.tokens or not (x.is_contiguous() and out.is_contiguous()):
         raise ValueError(f"{matrix.name}: the geometry is of another tiling, or a tensor is not contiguous")
-    # WIDEN: Triton's interpreter multiplies the bits of BF16 numbers instead of their values, so it gets float32.
+    # Triton's interpreter multiplies the bits of BF16 numbers instead of their values, so it gets float32.
+    precision = _PRECISION[x.dtype if x.is_cuda else torch.float32]
     grid = (len(geometry.expert), triton.cdiv(made, tiling.rows))
     for number in served:
         f = forms[number]
@@ -292,6 +311,6 @@ def product(
             handles, geometry.order, geometry.expert, geometry.first, geometry.count, x, out,
             matrix.rows, matrix.cols, slots // len(x), number, f.low, f.high, f.scale, f.zero, max(f.bias, 0),
             max(f.outer, 0), **_cases(f, tiling), BIAS=f.bias >= 0, OUTER=f.outer >= 0, GATED=gated,
-            TOKENS=tiling.tokens, ROWS=tiling.rows, WIDEN=not x.is_cuda,
-            num_warps=tiling.warps, num_stages=tiling.stages,
+            TOKENS=tiling.tokens, ROWS=tiling.rows, PRECISION=precision,
+            num_warps=tiling.warps, num_stages=tiling.stages, maxnreg=tiling.registers,
         )  # fmt: skip

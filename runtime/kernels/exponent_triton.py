@@ -20,6 +20,8 @@ from torch import Tensor
 from moepack.pack.codec.bits import Buffer
 from moepack.pack.codec.exponent import Code, coded_size
 
+from .current import current
+
 TILES = 4  # tiles of a program, and its warps
 
 _TILE: tl.constexpr = tl.constexpr(8192)
@@ -163,7 +165,12 @@ def decode(jobs: Sequence[DecodeJob]) -> Tensor:
     device = jobs[0].out.device
     status = torch.zeros(len(jobs), dtype=torch.int32, device=device)
     if most:
-        descriptors = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
-        entries = torch.from_numpy(np.stack(tables)).to(device, non_blocking=True)
-        _decode[(triton.cdiv(most, TILES), len(jobs))](descriptors, entries, status, K=TILES, num_warps=TILES)
+        described = np.concatenate([*tables, np.array(rows, np.int64).view(np.int32).ravel()])
+        given, at = torch.from_numpy(described), sum(map(len, tables))
+        with current(device):
+            if device.type == "cuda":  # a copy from other memory may wait for the stream
+                given = given.pin_memory().to(device, non_blocking=True)
+            _decode[(triton.cdiv(most, TILES), len(jobs))](
+                given[at:].view(torch.int64), given[:at], status, K=TILES, num_warps=TILES
+            )
     return status

@@ -27,6 +27,7 @@ from .config import TOP_K
 log = logging.getLogger("moepack.runtime")
 FAR = 4096  # the longest context measured has at least this many tokens: activations grow with the cache
 LOOPED = 2048  # the longest context measured for models whose number of operations (0.1 ms each) grows with the context
+ROUNDED, STAGED = 2 << 20, 20 << 20  # bytes, of torch's allocator (c10/core/AllocatorConfig.h)
 KEPT = 8  # measurements kept in the process: one model is often planned and loaded several times
 
 
@@ -219,10 +220,10 @@ def dense_arena(shapes: Sequence[Sequence[tuple[int, int]]], tokens: int) -> int
 
 
 def on_cuda(model: Any, layers: Sequence[ExpertLayer], device: torch.device, needs: MeasuredNeeds) -> int:
-    """Run the largest requested pass on a GPU, and return the allocator's peak in bytes.
+    """Run the largest requested pass on a GPU, and return what torch's allocator then takes more of it, in bytes.
 
-    The peak includes memory of cuBLAS and attention kernels, which the skeleton does not see. Long caches are measured
-    only on the skeleton.
+    They include memory of cuBLAS and attention kernels, which the skeleton does not see, and the allocator's rounding.
+    Long caches are measured only on the skeleton.
     """
     from .skeleton import Probe
 
@@ -231,9 +232,19 @@ def on_cuda(model: Any, layers: Sequence[ExpertLayer], device: torch.device, nee
         return 0
     probe = Probe(model, layers, device)
     torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     probe.headroom([asked.prefill_tokens], asked.batch, 0, asked.all_logits, bool(needs.kv.parts))
-    taken = torch.cuda.max_memory_allocated(device) - before
+    taken = torch.cuda.max_memory_reserved(device) - before
     torch.cuda.empty_cache()
     return max(0, taken - needs.kv.bytes(asked.prefill_tokens, asked.batch))
+
+
+def rounding(devices: int, live: bool) -> int:
+    """Return the most bytes that torch's allocator takes beyond what it is asked for, to hold experts on GPUs.
+
+    From 10 MiB on it rounds up to 2 MiB: the experts' one range a device. For less it takes 20 MiB: the staging buffers
+    of policies that change versions (`live`). What is below 1 MiB shares ranges of 2 MiB: handle tables and counters.
+    """
+    return devices * 2 * ROUNDED + live * STAGED

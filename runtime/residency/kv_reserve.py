@@ -21,6 +21,7 @@ from typing import Any
 from moepack.families.arguments import cache_of, caches_in, inputs, uses_cache
 from moepack.pack.errors import InputError
 from moepack.runtime.kv.sizes import cache_bytes, static_length
+from moepack.runtime.kv.static import cached_tokens
 from moepack.runtime.planning.exceeded import BudgetExceeded
 from moepack.runtime.planning.fixed import MeasuredNeeds
 from moepack.runtime.planning.outputs import Outputs
@@ -173,10 +174,9 @@ class KvBudget:
         from moepack.runtime.kv.growing import growth  # which imports transformers
 
         kv, now = self.needs.kv, cache_bytes(cache)
-        before = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
-        whole = static_length(cache)
-        if whole:
+        if whole := static_length(cache):
             return max(now, kv.bytes(whole, batch)), whole
+        before = cached_tokens(cache) or 0
         after = before + tokens
         grows, (added, token, alone) = kv.bytes(after, batch) - kv.bytes(before, batch), growth(cache)
         if tokens != 1:

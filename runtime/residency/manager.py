@@ -271,7 +271,7 @@ class ResidencyManager:
             table = None
             if self._tables is not None:
                 table = self._tables.take(epoch, snapshots)
-                snapshots = tuple(s.over(row) for s, row in zip(snapshots, table.words, strict=True))
+                snapshots = table.snapshots
             return Step(
                 self.key, snapshots, self.statistics.counters(prompt, mask) if counted else None, prompt=prompt,
                 loader=self if self._blocking else None, paging=self.paging, number=number, table=table,

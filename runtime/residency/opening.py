@@ -11,7 +11,7 @@ import torch
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import Version
 from moepack.runtime.devices import torch_cuda
-from moepack.runtime.devices.contract import Device
+from moepack.runtime.devices.contract import Device, Memory
 from moepack.runtime.devices.cpu import READERS, CpuDevice
 from moepack.runtime.experts.handles import LayerExperts
 from moepack.runtime.paging.address_space import CpuAddressSpace
@@ -90,9 +90,10 @@ def make_pools(
     """Make a pool for each block size of each placement that takes memory; return them by (index in the ladder, size).
 
     Where memory can be given back, it is taken only when used, so a pool is as large as it may ever need to be. Other
-    memory is divided among pools once, as the plan says, with spare base blocks for demotions.
+    memory is divided among pools once, as the plan says, with spare base blocks for demotions: then it is one range, as
+    torch's allocator rounds up whatever it is asked for.
     """
-    pools = {}
+    pools, whole = {}, dict[tuple[int, int], tuple[str, int]]()
     for number, placement in enumerate(plan.ladder):
         on_host = placement.where is Where.HOST
         of, returnable = (host, True) if on_host else (tracker, can_shrink)
@@ -105,8 +106,16 @@ def make_pools(
                 assert plan.most is not None
                 spare = plan.spare_blocks if number == plan.base else 0
                 blocks = sum(plan.most[p][number] for p in mine) + spare
+            if not returnable:
+                whole[number, size] = f"{placement}/{size}", blocks
+                continue
             memory = (device.host_memory if on_host else device.memory)(size * blocks)
             pools[number, size] = Pool(f"{placement}/{size}", size, blocks, of, memory, on_host)
+    if whole:
+        sizes = [size * blocks for (_, size), (_, blocks) in whole.items()]
+        parts = device.memory(sum(sizes)).tensor[: sum(sizes)].split(sizes)
+        for (key, (name, blocks)), part in zip(whole.items(), parts, strict=True):
+            pools[key] = Pool(name, key[1], blocks, tracker, Memory(part))
     return pools
 
 

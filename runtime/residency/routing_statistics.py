@@ -69,9 +69,11 @@ class RoutingStatistics:
 
     def _take(self) -> Counters:
         try:  # another thread may take the last one first
-            return self._spare.pop()
+            made = self._spare.pop()
         except IndexError:
             return Counters(self._experts, self._needs.gates, self._device)
+        made.clear()
+        return made
 
     def begins(self, prompt: Prompt) -> bool:
         """Note the sequences that begin, or begin decoding, with a step; return whether there are any."""
@@ -116,7 +118,6 @@ class RoutingStatistics:
                 for event in self._add(step, capacity):
                     decide(event)
             for counters in (step.counters, *(apart for _, apart in step.counters.within)):
-                counters.clear()
                 if len(self._spare) < UNDELIVERED:
                     self._spare.append(counters)
 

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 from moepack.families.arguments import cache_of, caches_in, inputs
+from moepack.runtime.kv.static import cached_tokens, emptied
 from moepack.runtime.step import NO_PROMPT, PackedCache, Prompt, joined
 
 GUESSES = 64  # tokens: more than any number of guesses, fewer than a prompt's chunk has when all are scored
@@ -74,16 +75,18 @@ class Sequences:
             reference, mine = self._followed.get(id(cache), (None, None))
             if reference is not None and reference() is not cache:
                 mine = None
-        length = int(cache.get_seq_length() if hasattr(cache, "get_seq_length") else mine is not None)
+        held = cached_tokens(cache) if hasattr(cache, "get_seq_length") else None
+        noted = not held and emptied(cache)
+        empty = not held if held is not None else noted or mine is None
         with self._lock:
-            if begins := mine is None or not length:
+            if begins := mine is None or empty:
                 if mine is not None:  # emptied, to be used again
                     self._over.append(mine.number)
                 mine = _Sequence(next(self._numbers))
                 if cache is not None and not self._follow(cache, mine):
                     self._over.append(mine.number)
             assert mine is not None
-            reads = reads or not length
+            reads = reads or empty
             decodes = not reads and not mine.decoding
             mine.decoding = not reads
             whole = batch * tokens

@@ -30,7 +30,7 @@ from .pinning import Chain, Mode, Pinned
 from .read_ahead import Place, readers
 
 log = logging.getLogger("moepack.runtime")
-PIECE = 1 << 30  # the most bytes of a region, unless one extent is larger
+PIECE = 64 << 20  # the most bytes of a region, unless one extent is larger: CUDA's locks are held for 0.1 s a GB
 GIVE_WAY = 0.02  # the most seconds that a chunk of the filling waits for fetches that read the same disk
 File = tuple[str, int]  # version, layer position
 

@@ -3,7 +3,7 @@
 Functions take and return what cuda.bindings.driver's do, whose structures and enumerations they use. The driver's rules
 are held to: sizes and addresses in whole pieces, no address mapped twice, nothing accessible before cuMemSetAccess, one
 whole mapping unmapped at a time, and nothing unmapped that the device still reads or writes, which a GPU would answer
-with an error that ends everything. Fresh memory holds garbage.
+with an error that ends everything. Fresh memory holds garbage. A thread has no context but the one that it pushed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -26,8 +27,9 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_size_t]
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-OK, INVALID, FULL = (
-    real.CUresult.CUDA_SUCCESS, real.CUresult.CUDA_ERROR_INVALID_VALUE, real.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+OK, INVALID, FULL, CONTEXT = (
+    real.CUresult.CUDA_SUCCESS, real.CUresult.CUDA_ERROR_INVALID_VALUE, real.CUresult.CUDA_ERROR_OUT_OF_MEMORY,
+    real.CUresult.CUDA_ERROR_INVALID_CONTEXT,
 )  # fmt: skip
 
 
@@ -50,6 +52,26 @@ class FakeBindings:
         self.wrong: list[str] = []
         self.calls: list[str] = []
         self.most = self._made = 0
+        self._threads = threading.local()
+
+    def __getattribute__(self, name: str) -> Any:
+        found = object.__getattribute__(self, name)
+        if not name.startswith("cuMem") or getattr(self._threads, "contexts", None):
+            return found
+        return lambda *_: self._refuse(name, "on a thread without a context", CONTEXT)
+
+    def cuDeviceGet(self, number: int) -> tuple[Any, ...]:
+        return OK, real.CUdevice(number)
+
+    def cuDevicePrimaryCtxRetain(self, device: Any) -> tuple[Any, ...]:
+        return OK, real.CUcontext(1 + int(device))
+
+    def cuCtxPushCurrent(self, context: Any) -> tuple[Any, ...]:
+        self._threads.contexts = [*getattr(self._threads, "contexts", []), context]
+        return (OK,)
+
+    def cuCtxPopCurrent(self) -> tuple[Any, ...]:
+        return OK, self._threads.contexts.pop()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("cu"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,9 @@ from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.devices.handle_tables import DeviceTables
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.forward import experts_forward, reference_forward
-from moepack.runtime.experts.handles import LayerCall, LayerExperts, Snapshot
+from moepack.runtime.experts.handles import NOTHING, REACHES, LayerCall, LayerExperts, Snapshot
+from moepack.runtime.policies.placements import Where
 from moepack.runtime.step import Step, opened
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 META = torch.device("meta")
 MATRICES = (Matrix("gate_up", 64, 32), Matrix("down", 32, 32))
@@ -129,16 +127,16 @@ def test_each_running_step_has_a_table_of_its_own(module: Module) -> None:
     tables = DeviceTables([8], torch.device("cpu"), mark)
     first, second = tables.take(1, [layer.current]), tables.take(1, [layer.current])
     words = layer.current.table.view(np.int64)
-    assert first.words is not second.words and (first.words[0].numpy() == words).all()
+    assert first.words is not second.words and (first.words[0, 0, :8].numpy() == words).all()
     before = layer.current
     layer.publish(3, layer.of.over(VERSIONS[0], torch.empty(VERSIONS[0].resident_size(MATRICES), dtype=torch.uint8)))
-    assert (first.words[0].numpy() == words).all(), "publishing changes nothing for a step that runs"
+    assert (first.words[0, 0, :8].numpy() == words).all(), "publishing changes nothing for a step that runs"
     tables.give(first)
     third = tables.take(2, [layer.current])
     assert third is not first, "its kernels have not ended"
-    assert (third.words[0].numpy() == layer.current.table.view(np.int64)).all()
+    assert (third.words[0, 0, :8].numpy() == layer.current.table.view(np.int64)).all()
     marks[0].ended = True
-    assert tables.take(2, [layer.current]) is first and (first.words[0].numpy() == third.words[0].numpy()).all()
+    assert tables.take(2, [layer.current]) is first and torch.equal(first.words, third.words)
     assert before.over(second.words[0]).device_table().tolist() == words.tolist()
 
 
@@ -153,3 +151,21 @@ def test_a_static_table_is_copied_once(module: Module) -> None:
     current = module._moepack.current
     assert current.device_table() is current.device_table()
     assert isinstance(current, Snapshot) and current.device_table().device == META
+
+
+def test_maps_of_places_travel_with_the_table(module: Module) -> None:
+    """No pass copies them: they are the snapshot's own, and what is made of a snapshot is kept for its steps."""
+    layer = module._moepack
+    layer.publish(2, replace(layer.current.handles[2], where=Where.HOST))
+    layer.publish(5, replace(NOTHING, where=Where.ABSENT))
+    tables = DeviceTables([8], torch.device("cpu"), Mark)
+    first = tables.take(1, [layer.current])
+    (step,), index = first.snapshots, torch.tensor([[0, 2], [5, 7], [8, 9]])
+    for here, count in zip(REACHES, (6, 7, 1), strict=True):
+        moved = step.only(index, here)
+        assert torch.equal(moved, layer.current.only(index, here)) and (moved < 8).sum() == {6: 2, 7: 3, 1: 1}[count]
+        assert step._maps[here].untyped_storage().data_ptr() == first.words.untyped_storage().data_ptr()
+    assert "served" in vars(layer.current) and step.served is layer.current.served
+    tables.give(first)
+    first.read.ended = True  # type: ignore[union-attr]
+    assert tables.take(1, [layer.current]).snapshots[0] is step, "an epoch's snapshots are made once"

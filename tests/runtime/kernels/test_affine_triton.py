@@ -50,7 +50,7 @@ def test_every_width_and_group(bits: int, group_size: int) -> None:
     for k, (rows, cols) in enumerate([(40, 100), (17, 257), (1, 1)]):
         m = Matrix("m", rows, cols, bias=bool(k % 2))
         layer = make_layer(m, versions, [0, 0, 0], seed=k)
-        for dtype in TOLERANCE:
+        for dtype in (*TOLERANCE, torch.float16):
             x = activations(3, cols, dtype)
             assert relative(run(layer, m, versions, x, index), expected(layer, x, index)) <= 1e-5, (rows, cols, dtype)
 
@@ -207,6 +207,6 @@ def test_what_does_not_fit_is_refused() -> None:
     forms = [make_forms((m,), v)[0] for v in VERSIONS]
     geometry = route(torch.tensor([[0], [1]], device=DEVICE), 2, 16)
     handles, out = torch.zeros(2, dtype=torch.int64), torch.empty(2, 20)
-    for x, tiling in ((torch.zeros(2, 63), None), (torch.zeros(2, 64).half(), None), (torch.zeros(2, 64), PREFILL)):
+    for x, tiling in ((torch.zeros(2, 63), None), (torch.zeros(2, 64).double(), None), (torch.zeros(2, 64), PREFILL)):
         with pytest.raises(ValueError, match="m:"):
             product(m, forms, [0], handles, geometry, x, out, tiling or DECODE)

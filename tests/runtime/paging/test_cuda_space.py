@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -225,3 +226,15 @@ def test_planted_the_stand_in_sees_broken_rules() -> None:
     assert len(bindings.leaks()) == 2
     calls.release(block)
     calls.unreserve(at, 4 * 4096)
+
+
+def test_calls_bring_their_context_along() -> None:
+    """A fresh thread has none."""
+    bindings, seen = FakeBindings(), list[int]()
+    code, _ = bindings.cuMemRelease(1)
+    assert code.name == "CUDA_ERROR_INVALID_CONTEXT" and len(bindings.wrong) == 1
+    calls = Driver(0, bindings)
+    thread = threading.Thread(target=lambda: seen.append(calls.granularity()))
+    thread.start()
+    thread.join()
+    assert seen == [4096] and len(bindings.wrong) == 1

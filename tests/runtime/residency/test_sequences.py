@@ -254,3 +254,28 @@ def test_sequences_on_several_threads(model: Any) -> None:
         mine = [e for e in events if getattr(e, "sequence", 0) == number]
         assert kinds(mine) == WHOLE
     assert len(events) == 48 and not model.moepack.manager.statistics.sequences._followed
+
+
+def test_a_static_cache_is_not_asked_for_what_a_device_counts() -> None:
+    """On a device without values, where asking fails: a prompt, tokens, and the same after it was emptied."""
+    from transformers import Qwen3MoeConfig
+
+    from moepack.runtime.kv.sizes import KvShape
+    from moepack.runtime.residency.kv_reserve import KvBudget
+
+    config = Qwen3MoeConfig(
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, hidden_size=16, head_dim=8
+    )
+    cache, sequences = StaticCache(config, max_cache_len=32), Sequences()
+    budget = KvBudget.__new__(KvBudget)
+    budget.needs = SimpleNamespace(kv=KvShape(((0, 64, None),)))  # type: ignore[assignment]
+    for number in (1, 2):
+        for tokens, began, decodes in ((5, True, False), (1, False, True), (1, False, False)):
+            assert one_pass(sequences, tokens, cache) == (number, tokens * (tokens > 1), began, decodes)
+            for layer in cache.layers:
+                layer.update(*[torch.empty(1, 1, tokens, 8, device="meta")] * 2)
+            with pytest.raises(RuntimeError, match="meta"):
+                int(cache.get_seq_length())
+            assert budget._after_pass(cache, 1, 1) == (2 * (2 * 32 * 8 * 4) + 16, 32)
+        cache.reset()
+    assert isinstance(copy.deepcopy(cache.layers[0]), type(cache.layers[0]))

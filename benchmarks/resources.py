@@ -1,0 +1,251 @@
+"""What each GPU kernel that the runtime can launch takes: registers, stack, shared memory, and the width of its loads.
+
+    python -m benchmarks.resources [--quick] [--write]
+
+Needs no GPU: kernels are compiled for six architectures, with what is known of a launch's numbers when it is launched.
+A cell is registers a thread / bytes of stack a thread / bytes of shared memory / bytes of the least load of weights.
+Compared with the committed table (results/gpu-resources.csv), which `--write` writes anew: a stack, more shared memory
+than the architecture has, and with the table's Triton more registers or narrower loads than in the table are missed
+targets. `--quick` compiles the worst variants of each architecture. Triton keeps what it compiled.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import hashlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import astuple, dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from benchmarks.common import Target, arguments, finish
+from benchmarks.kernels.gpu import module_like
+from moepack.pack.spec import ExpertLayer, Matrix, Version
+from moepack.runtime.experts import gpu
+from moepack.runtime.experts.handles import LayerCall
+from moepack.runtime.kernels import affine_triton, exponent_triton
+from moepack.runtime.kernels.forms import make_forms
+
+TABLE = Path(__file__).parent / "results" / "gpu-resources.csv"
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB that a program may have, by compute capability
+FORMS = (  # what shipped recipes make or keep, and what the kernels read in a way of its own
+    ("bf16", 0), ("w8", 128), ("w4", 128), ("w4", 64), ("w3", 128), ("w3", 64), ("w2", 64), ("w1", 64), ("mxfp4", 32),
+    ("nvfp4", 16), ("mxfp8", 32), ("fp8", 128), ("fp8row", 0), ("int4fp16", 32), ("int8fp16", 128),
+)  # fmt: skip
+BIASED = (("mxfp4", 32), ("w3", 64), ("w2", 64), ("w1", 64))  # gpt-oss's, whose gate is its own
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8  # Qwen3-30B-A3B's layers
+TYPES = {torch.int64: "i64", torch.int32: "i32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What one kernel takes."""
+
+    registers: int
+    stack: int
+    shared: int
+    load: int  # 0 where no weights are read by a kernel of experts
+
+    @staticmethod
+    def of(cell: str) -> Taken:
+        """The reverse of `str`."""
+        return Taken(*map(int, cell.split("/")))
+
+    def __str__(self) -> str:
+        return "/".join(map(str, astuple(self)))
+
+
+Compile = Callable[[int], Any]  # from a compute capability to Triton's compiled kernel
+
+
+@contextmanager
+def recorded() -> Any:
+    """Keep the launches of the experts' product instead of making them, on a GPU that need not be there."""
+    kept: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    class Launches:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args, **named: kept.append((args, named))
+
+    with (
+        patch.object(affine_triton, "_product", Launches()),
+        patch.object(torch.cuda, "device", lambda device: nullcontext()),
+    ):
+        yield kept
+
+
+def launches(name: str, group: int, dtype: torch.dtype, tokens: int, bias: bool) -> list[tuple[Any, Any]]:
+    """The launches of one layer's forward on a GPU, as the runtime makes them."""
+    matrices = (Matrix("gate_up", 2 * INNER, HIDDEN, bias=bias), Matrix("down", HIDDEN, INNER, bias=bias))
+    module = module_like()
+    if bias:
+        type(module)._apply_gate = lambda self, x: x[:, : x.shape[1] // 2]
+    with FakeTensorMode(), recorded() as kept:
+        index, gates = (torch.zeros(tokens, TOP_K, dtype=d, device="cuda") for d in (torch.int64, dtype))
+        table = torch.zeros(EXPERTS, dtype=torch.int64, device="cuda")
+        layer: Any = SimpleNamespace(
+            layer=ExpertLayer(0, "experts", EXPERTS, matrices), device_table=lambda: table, served=[0],
+            forms={name: make_forms(matrices, Version.of(name, group))},
+        )  # fmt: skip
+        layer.of = layer
+        gpu.forward(LayerCall(module, layer, torch.zeros(tokens, HIDDEN, dtype=dtype, device="cuda"), index, gates))
+    return list(kept)
+
+
+def compiled(kernel: JITFunction[Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> Compile:
+    """The kernel of a launch, specialised as Triton does: numbers that are 1, numbers and addresses divisible by 16."""
+    options = {k: v for k, v in named.items() if k in ("num_warps", "num_stages", "maxnreg")}
+    signature = dict.fromkeys(kernel.arg_names, "constexpr")
+    constants: dict[str, Any] = {k: v for k, v in named.items() if k not in options}
+    known: dict[tuple[int, ...], Any] = {}
+    for at, (parameter, value) in enumerate(zip(kernel.params, args, strict=False)):
+        special = not parameter.do_not_specialize
+        if isinstance(value, int) and value == 1 and special:
+            constants[parameter.name] = 1
+            continue
+        signature[parameter.name] = "i32" if isinstance(value, int) else f"*{TYPES[value.dtype]}"
+        if special and (not isinstance(value, int) or value % 16 == 0):
+            known[(at,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, known)
+    return lambda capability: triton.compile(source, GPUTarget("cuda", capability, 32), options)
+
+
+@lru_cache(1)
+def variants() -> dict[str, Compile]:
+    """Every kernel that the runtime can launch, by its name in the table."""
+    out: dict[str, Compile] = {}
+    cases = [(n, g, d, t, False) for n, g in FORMS for d in DTYPES for t in (1, 2048)]
+    cases += [(n, g, torch.bfloat16, t, True) for n, g in BIASED for t in (1, 2048)]
+    for name, group, dtype, tokens, bias in cases:
+        for args, named in launches(name, group, dtype, tokens, bias):
+            what = f"{'gated' if named['GATED'] else 'plain'}{' bias' if bias else ''}"
+            tile = f"{named['TOKENS']}x{named['ROWS']}x{named['COLUMNS']}"
+            version = f"{name}-{group}" if group else name
+            out[f"{version} {TYPES[dtype]} {what} {tile}"] = compiled(affine_triton._product, args, named)
+    words = [torch.empty(1, dtype=d, device="meta") for d in (torch.int64, torch.int32, torch.int32)]
+    named = {"K": exponent_triton.TILES, "num_warps": exponent_triton.TILES}
+    out["exponents' decoder"] = compiled(exponent_triton._decode, tuple(words), named)
+    return out
+
+
+def taken(kernel: Any) -> Taken:
+    """Read what a compiled kernel takes from its machine code and its PTX."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", shown)
+    assert found is not None, shown
+    registers, stack, local = map(int, found.groups())
+    assert "mma" in kernel.asm["ptx"] or kernel.metadata.name != "_product", "the product does not use tensor cores"
+    return Taken(registers, stack + local, int(kernel.metadata.shared), _least_load(kernel.asm["ptx"]))
+
+
+def _least_load(ptx: str) -> int:
+    """The bytes of the least load at the lines of affine_triton.py that load weights; 0 if there is none."""
+    source = Path(affine_triton.__file__).read_text().split("\n")
+    weights = {i for i, line in enumerate(source, 1) if "tl.load(plane +" in line or "tl.load(weights +" in line}
+    here, sizes = False, []
+    for line in ptx.split("\n"):
+        if place := re.match(r"\s*\.loc\s+\d+ (\d+)", line):
+            here = int(place[1]) in weights
+        elif here and (copy := re.search(r"cp\.async\S+ .*, (0x\w+)(?:, |;)", line)):
+            sizes.append(int(copy[1], 16))
+        elif here and (load := re.search(r"ld\.global\S*?(?:\.v(\d))?\.[bu](\d+) ", line)):
+            sizes.append(int(load[1] or 1) * int(load[2]) // 8)
+    return min(sizes, default=0)
+
+
+def digest() -> str:
+    """Of what the kernels do, without docstrings and comments, so that a table of other kernels is known."""
+    found = [v.src for m in (affine_triton, exponent_triton) for v in vars(m).values() if isinstance(v, JITFunction)]
+    trees = [ast.parse(source) for source in found]
+    for function in (f for tree in trees for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)):
+        function.body = function.body[ast.get_docstring(function) is not None :]
+    return hashlib.sha256("".join(map(ast.dump, trees)).encode()).hexdigest()[:16]
+
+
+def committed() -> tuple[dict[tuple[str, int], Taken], str, str]:
+    """The committed table, the version of Triton that made it, and the digest of the kernels."""
+    head, *rows = csv.reader(TABLE.read_text().splitlines())
+    made, of, *names = head
+    table = {(" ".join(row[:2]), int(n)): Taken.of(c) for row in rows for n, c in zip(names, row[2:], strict=True)}
+    return table, made, of
+
+
+def worst(table: Mapping[tuple[str, int], Taken]) -> list[tuple[str, int]]:
+    """Of each architecture, the variants that take the most registers and the most shared memory."""
+    out = []
+    for capability in SHARED:
+        mine = [(astuple(taken), taken.shared, key) for key, taken in table.items() if key[1] == capability]
+        out += [max(mine)[-1], max((shared, key) for _, shared, key in mine)[-1]]
+    return list(dict.fromkeys(out))
+
+
+def judged(now: Mapping[tuple[str, int], Taken]) -> list[Target]:
+    """What the kernels are held to."""
+    table, made, _ = committed()
+    same = made == triton.__version__
+    wide = [k for k, t in now.items() if same and k in table and t.load < table[k].load]
+    more = [k for k, t in now.items() if same and k in table and t.registers > table[k].registers]
+    counts: Iterable[tuple[str, int]] = (
+        ("variants with a stack", sum(t.stack > 0 for t in now.values())),
+        ("variants that pass the shared memory", sum(t.shared > SHARED[k[1]] << 10 for k, t in now.items())),
+        (f"variants with more registers than in the table: {more[:3]}", len(more)),
+        (f"variants with narrower loads than in the table: {wide[:3]}", len(wide)),
+    )
+    return [Target(name, n, 0, "lower") for name, n in counts]
+
+
+def write(now: Mapping[tuple[str, int], Taken]) -> None:
+    """Write the table."""
+    with TABLE.open("w", newline="") as file:
+        out = csv.writer(file, lineterminator="\n")
+        out.writerow([triton.__version__, digest(), *SHARED])
+        for name in variants():
+            out.writerow([*name.split(" ", 1), *(now[name, capability] for capability in SHARED)])
+
+
+def main() -> None:
+    """Compile, compare, print."""
+    parser = arguments(__doc__)
+    parser.add_argument("--write", action="store_true", help="write the table anew")
+    args = parser.parse_args()
+    of = variants()
+    keys = worst(committed()[0]) if args.quick else [(name, c) for name in of for c in SHARED]
+    now = {(name, c): taken(of[name](c)) for name, c in keys}
+    if args.write and not args.quick:
+        write(now)
+    targets = judged(now)
+    table, _, made_of = committed()
+    others = len({n for n, _ in table} ^ of.keys())
+    targets.append(Target("variants that the table has in vain or lacks", others, 0, "lower"))
+    targets.append(Target("tables of other kernels: --write", int(made_of != digest()), 0, "lower"))
+    rows = [
+        {"kernel": n, **{f"sm_{c}": str(now[n, c]) for c in SHARED if (n, c) in now}}
+        for n in dict.fromkeys(n for n, _ in keys)
+    ]
+    finish("registers / stack / shared / load", ["kernel", *(f"sm_{c}" for c in SHARED)], rows, targets, args.json)
+    raise SystemExit(not all(t.met for t in targets))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""The GPU halves of benchmarks: through Triton's interpreter, and by compiling for GPUs that need not be there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from support import ROOT
+
+from moepack.pack.spec import Version
+
+sys.path.insert(0, str(ROOT))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of a gate whose silu is 0
+def test_the_gpu_half_of_the_kernels_benchmark_runs() -> None:
+    """Every version and a mix of them, decode and prefill; experts of a run take over four times the L2."""
+    from benchmarks.kernels.gpu import measure
+
+    versions = [Version.of("bf16"), Version.of("w4", 128), Version.of("w1", 64)]
+    rows, targets = measure("small", (128, 32, 4, 2), versions, 1, torch.device("cpu"), (1, 33), cache=20_000)
+    names = ("bf16", "w4", "w1", "mixed")
+    assert [(r["version"], r["tokens"]) for r in rows] == [(name, tokens) for name in names for tokens in (1, 33)]
+    assert all(r["ours us"] > 0 and r["torch BF16 us"] > 0 and r["over floor"] > 0 for r in rows) and not targets
+    assert all(r["MB"] * 1e6 > 4 * 20_000 for r in rows)
+    assert rows[4]["MB"] * 1e6 == 5 * 4 * 4096  # of w1: five layers of four experts in one page each
+
+
+def test_no_kernel_spills_or_passes_shared_memory() -> None:
+    """Those of the committed table; and the worst of each architecture, compiled anew, take no more than there."""
+    from benchmarks.resources import SHARED, committed
+
+    table, _, _ = committed()
+    assert len(table) == 189 * len(SHARED)
+    assert all(t.stack == 0 and t.shared <= SHARED[capability] << 10 for (_, capability), t in table.items())
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks.resources", "--quick"]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=240)
+    assert run.returncode == 0 and "sm_80" in run.stdout and "sm_120" in run.stdout, run.stdout + run.stderr
+
+
+def test_a_regression_is_missed() -> None:
+    from benchmarks.resources import committed, judged
+
+    table, _, _ = committed()
+    key = next(k for k, t in table.items() if t.load == 16)
+    assert all(t.met for t in judged({key: table[key]}))
+    for worse in ({"stack": 8}, {"shared": 1 << 20}, {"registers": 256}, {"load": 4}):
+        assert sum(not t.met for t in judged({key: replace(table[key], **worse)})) == 1, worse

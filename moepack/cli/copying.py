@@ -76,15 +76,18 @@ def export(
     scales: Annotated[
         str, typer.Option("--scales", help="The dtype of compressed-tensors' scales: bf16 or fp32.")
     ] = "bf16",
+    shard: Annotated[
+        str | None, typer.Option("--shard-size", help="The most bytes of a file: 2GB; by default 5GB.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would take and lose.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write a bundle's weights in the form of another program."""
+    """Write a bundle's weights in the form of another program; run again to go on with a stopped export."""
     from moepack.export import Wanted
     from moepack.export import export as run
 
-    wanted = Wanted(bits, map_file, fit, dense, scales)
+    wanted = Wanted(bits, map_file, fit, dense, scales, shard)
     with progress(quiet) as reporter:
         made = run(bundle, output, to, wanted, dry_run, reporter)
     _tell(made, as_json)

@@ -19,6 +19,8 @@ from .targets import SCALES, ExportJob, Target
 if TYPE_CHECKING:
     from moepack.pack.reader import Bundle
 
+SHARD = 5_000_000_000  # bytes of a file's tensors; a larger tensor has a file of its own
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -29,11 +31,12 @@ class Wanted:
     fit: str | None = None  # the most bytes of the whole export
     dense: str | None = None  # the version of dense matrices; by default the most precise
     scales: str = SCALES[0]
+    shard: str | None = None  # the most bytes of a file
 
     @property
     def nothing(self) -> bool:
         """Whether it says nothing."""
-        return self.bits is self.map is self.fit is self.dense is None and self.scales == SCALES[0]
+        return self.bits is self.map is self.fit is self.dense is self.shard is None and self.scales == SCALES[0]
 
 
 def choose(bundle: Bundle, target: Target, wanted: Wanted) -> ExportJob:
@@ -42,7 +45,7 @@ def choose(bundle: Bundle, target: Target, wanted: Wanted) -> ExportJob:
         raise InputError(f"--scales {wanted.scales}: there are {', '.join(SCALES)}")
     if wanted.scales != SCALES[0] and not target.takes_scales:
         raise InputError(f"--scales {wanted.scales}: --to {target.name} has no choice of scales: leave --scales out")
-    job = ExportJob(bundle, wanted.scales, _dense(bundle, wanted.dense))
+    job = ExportJob(bundle, wanted.scales, _shard(wanted.shard), _dense(bundle, wanted.dense))
     target.check_model(job)
     given = [f"--{name}" for name in ("bits", "map", "fit") if getattr(wanted, name) is not None]
     if len(given) > 1:
@@ -90,6 +93,13 @@ def _check(job: ExportJob, target: Target) -> None:
                 f"--to {target.name} has one width for all experts of a layer, and the map gives layer {layer.index} "
                 f"{', '.join(sorted(set(row)))}: take --fit, which chooses one a layer, or --to checkpoint"
             )
+
+
+def _shard(size: str | None) -> int:
+    found = parse_size(size)
+    if found == 0:
+        raise InputError(f"--shard-size {size}: a file holds more than no bytes")
+    return found or SHARD
 
 
 def _dense(bundle: Bundle, name: str | None) -> tuple[Version, ...]:

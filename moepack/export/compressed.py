@@ -18,7 +18,8 @@ from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import Matrix, Version
 
-from .layout import CheckpointTensor, Entries
+from .files import Entries
+from .layout import CheckpointTensor
 from .plain import SafetensorsTarget
 from .targets import ExportJob
 from .values import Values

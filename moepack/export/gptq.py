@@ -15,7 +15,8 @@ from moepack.pack.reader import Bundle
 from moepack.pack.spec import Version
 
 from .compressed import Coded, matrices_of
-from .layout import CheckpointTensor, Entries
+from .files import Entries
+from .layout import CheckpointTensor
 from .targets import ExportJob
 from .values import Values
 from .words import words

@@ -22,10 +22,11 @@ from moepack.pack.errors import CODE_ERRORS, InputError, in_a_line
 from moepack.pack.safetensors_file import DTYPES
 from moepack.pack.spec import DenseMatrix
 
+from .files import Entries
+
 if TYPE_CHECKING:
     from moepack.pack.reader import Bundle
 
-Entries = dict[str, tuple[str, tuple[int, ...]]]  # names to dtypes, as safetensors calls them, and shapes
 _STORED = {getattr(torch, name): stored for stored, (_, name, _) in DTYPES.items()}
 
 

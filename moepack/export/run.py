@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
-from moepack.pack.writer import appearing
 from moepack.progress import Reporter
+from moepack.version import __version__
 
-from .beside import open_for, writing
+from .beside import identity, open_for
 from .checkpoint import export_checkpoint
 from .choice import Wanted, choose, expected_loss
+from .files import Work, working
 from .report import Exported
 from .targets import ExportJob, Target, target_of
 
@@ -26,7 +28,8 @@ def export(
     """Write the bundle at `path` in another program's form into the new directory `output`.
 
     Without `wanted`, "checkpoint" is the released one, byte for byte. A dry run checks all that can be refused before
-    weights are read, and writes nothing. Nothing is left at `output` after an error.
+    weights are read, and writes nothing. An export that was stopped goes on, if it is asked for the same of the same
+    bundle; there is nothing at `output` until it is whole.
 
     Raises:
         InputError: for what the bundle does not have, or the target cannot hold.
@@ -43,11 +46,19 @@ def export(
         reporter.note(note)
     if dry_run:
         return _report(job, form, target, form.file_bytes(job), [])
-    with writing(target), appearing(target) as partial:
-        files = form.write(job, partial, reporter)
-        written = sum((partial / name).stat().st_size for name in files)
+    with working(target, _made_for(job, form), form.file_bytes(job), reporter) as work:
+        files = form.write(job, work, reporter)
+        written = sum(work.path(Work.FILES, name).stat().st_size for name in files)
     reporter.step("done")
     return _report(job, form, target, written, files)
+
+
+def _made_for(job: ExportJob, form: Target) -> dict[str, Any]:
+    """Everything that the bytes of an export depend on."""
+    return {
+        "target": form.name, "bundle": identity(job.bundle), "moepack": __version__, "experts": job.experts,
+        "dense": [v.name for v in job.dense], "scales": job.scales, "shard": job.shard,
+    }  # fmt: skip
 
 
 def _report(job: ExportJob, form: Target, target: Path, size: int, files: list[str]) -> Exported:

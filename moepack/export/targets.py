@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moepack.pack.errors import InputError
@@ -22,6 +21,7 @@ from moepack.runtime.policies.contract import Versions
 if TYPE_CHECKING:
     from moepack.pack.reader import Bundle
 
+    from .files import Work
     from .layout import Layout
 
 SCALES = ("bf16", "fp32")  # dtypes of scales, for a target that has the choice
@@ -33,6 +33,7 @@ class ExportJob:
 
     bundle: Bundle
     scales: str  # one of SCALES
+    shard: int  # the most bytes of a file's tensors, but for one tensor that is larger
     dense: tuple[Version, ...]  # of each matrix in `manifest.dense`
     experts: Versions = field(default=())  # names, [layers][experts]
 
@@ -107,10 +108,10 @@ class Target(ABC):
         """Bytes of the files that `write` writes, headers included."""
 
     @abstractmethod
-    def write(self, job: ExportJob, folder: Path, reporter: Reporter) -> list[str]:
-        """Write the model into `folder`, ready to load; returns the names of the files with weights.
+    def write(self, job: ExportJob, work: Work, reporter: Reporter) -> list[str]:
+        """Write the model into a working directory, ready to load; returns the names of the files with weights.
 
-        Raises BundleError for a damaged bundle.
+        Files that are whole there are left alone. Raises BundleError for a damaged bundle.
         """
 
 

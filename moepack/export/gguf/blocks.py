@@ -7,6 +7,7 @@ half of byte j. MXFP4: an E8M0 scale, 16 bytes of E2M1 codes in the same order. 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -74,12 +75,11 @@ def _beyond_fp16(bundle: Bundle, version: Version, dense: bool) -> int:
     return count
 
 
-def blocks(values: Values, rows: slice) -> Bytes:
-    """The bytes of some rows of a matrix, in the type of its version."""
-    kind, decoded = type_of(values.version), values.decoded
+def blocks(values: Values, rows: slice, kind: Type) -> Bytes:
+    """The bytes of some rows of a matrix, in a type: its version's, or rounded to BF16."""
+    decoded = values.decoded
     if kind is BF16:
-        bits: npt.NDArray[np.uint16] = values.version.dequantise(decoded)[rows]  # type: ignore[assignment]
-        return np.ascontiguousarray(bits).view(np.uint8).reshape(-1)
+        return values.weight[rows].contiguous().view(_bits()).numpy().reshape(-1)
     codes = decoded.codes[rows]
     each = codes.reshape(-1, BLOCK)
     scale = np.repeat(decoded.scale[rows], values.version.group_size // BLOCK, axis=1)[:, : codes.shape[1] // BLOCK]
@@ -91,6 +91,12 @@ def blocks(values: Values, rows: slice) -> Bytes:
         half = bf16_to_float32(scale).astype(np.float16).reshape(-1, 1).view(np.uint8)
     own = each ^ np.uint8(0x80) if kind is Q8_0 else _halves(each)  # less 128, as a signed byte
     return np.concatenate([half, own], axis=1).reshape(-1)
+
+
+def _bits() -> Any:
+    import torch
+
+    return torch.uint8
 
 
 def _halves(codes: Bytes) -> Bytes:

@@ -1,9 +1,8 @@
-"""`gguf`: one file for llama.cpp, of the types that hold a version's values exactly."""
+"""`gguf`: a file for llama.cpp, or several, of the types that hold a version's values exactly."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,19 +13,24 @@ from moepack.pack.spec import Version
 from moepack.progress import Reporter
 
 from ..beside import own_config
+from ..files import Files, Work
 from ..targets import ExportJob, Target
 from ..values import Values
 from . import blocks
-from .file import BF16, F32, File, Metadata, Tensor, size_of
+from .file import BF16, F32, Metadata, Tensor, Type, open_files, size_of
 from .names import Family, family_of, settings
 from .tokens import tokenizer
-
-FILE = "model.gguf"
 
 
 @dataclass(frozen=True)
 class Gguf(Target):
     """See the module."""
+
+    def type_of(self, version: Version) -> Type:
+        """The type of matrices in a version that is not refused."""
+        kind = blocks.type_of(version)
+        assert kind is not None, "refused before"
+        return kind
 
     def refusal(self, bundle: Bundle, version: Version, dense: bool = False) -> str | None:
         """See Target."""
@@ -55,8 +59,7 @@ class Gguf(Target):
 
     def _layer(self, job: ExportJob, position: int, version: Version) -> dict[str, Tensor]:
         layer, family, out = job.bundle.layers[position], _family(job), dict[str, Tensor]()
-        kind = blocks.type_of(version)
-        assert kind is not None, "refused before"
+        kind = self.type_of(version)
         for m in layer.matrices:
             parts = family.experts[m.name]
             for part in parts:
@@ -68,8 +71,7 @@ class Gguf(Target):
         family, dense, out = _family(job), job.bundle.dense(), dict[str, tuple[str, Tensor]]()
         shapes = {name: (shape, BF16) for name, shape in dense.items()}
         for d, version in job.dense_pairs():
-            kind = blocks.type_of(version)
-            assert kind is not None, "refused before"
+            kind = self.type_of(version)
             shapes[f"{d.module}.weight"] = (d.matrix.rows, d.matrix.cols), kind
             if d.matrix.bias:
                 raise InputError(f"--to gguf: {d.module} has a bias, which {family.architecture} has not")
@@ -99,40 +101,51 @@ class Gguf(Target):
 
     def file_bytes(self, job: ExportJob) -> int:
         """See Target."""
-        return size_of(_metadata(job), self._tensors(job))
+        return size_of(_metadata(job), self._tensors(job), job.shard)
 
-    def write(self, job: ExportJob, folder: Path, reporter: Reporter) -> list[str]:
-        """See Target: one file, with the tokenizer in it."""
+    def write(self, job: ExportJob, work: Work, reporter: Reporter) -> list[str]:
+        """See Target: one file or several, with the tokenizer in the first."""
+        return self.write_into(Work.FILES, job, work, reporter)
+
+    def write_into(self, folder: str, job: ExportJob, work: Work, reporter: Reporter) -> list[str]:
+        """Write the files into a folder of the working directory; returns their names."""
         job.bundle.check()
-        file = File(folder / FILE, _metadata(job), self._tensors(job))
+        files = open_files(work, folder, _metadata(job), self._tensors(job), job.shard)
         reporter.stage("export", 1 + len(job.bundle.layers))
         reporter.step("outside the experts")
         dense, versions = job.bundle.dense(), {f"{d.module}.weight": (d, v) for d, v in job.dense_pairs()}
         for theirs, (name, tensor) in self._other(job).items():
+            if not files.wants((theirs,)):
+                continue
             if name in versions:
                 d, version = versions[name]
-                file.put(theirs, blocks.blocks(Values.of_dense(job.bundle, version.name, d.module), slice(None)))
+                values = Values.of_dense(job.bundle, version.name, d.module)
+                files.put(theirs, blocks.blocks(values, slice(None), tensor.type))
             elif tensor.type is F32:
-                file.put(theirs, blocks.plain(dense.numpy(name).astype(np.float32)))
+                files.put(theirs, blocks.plain(dense.numpy(name).astype(np.float32)))
             else:
                 own = dense.torch(name).view(-1).view(_bits()).numpy()
-                file.put(theirs, blocks.plain(own))
+                files.put(theirs, blocks.plain(own))
         for position, layer in enumerate(job.bundle.layers):
             reporter.step(f"layer {layer.index}")
-            self._write_layer(job, position, file)
-        file.close()
-        return [FILE]
+            self._write_layer(job, position, files)
+        files.close()
+        return files.names
 
-    def _write_layer(self, job: ExportJob, position: int, file: File) -> None:
+    def _write_layer(self, job: ExportJob, position: int, files: Files) -> None:
         layer, family = job.bundle.layers[position], _family(job)
+        tensors = self._layer(job, position, job.version(position, 0))
         for e in range(layer.experts):
+            if not files.wants(tensors):
+                return
             version = job.experts[position][e]
             for m, values in zip(layer.matrices, Values.of_expert(job.bundle, version, position, e), strict=True):
                 parts = family.experts[m.name]
                 step = m.rows // len(parts)
                 for i, part in enumerate(parts):
-                    data = blocks.blocks(values, slice(i * step, (i + 1) * step))
-                    file.put(f"blk.{layer.index}.{part}.weight", data, e * data.size)
+                    name = f"blk.{layer.index}.{part}.weight"
+                    data = blocks.blocks(values, slice(i * step, (i + 1) * step), tensors[name].type)
+                    files.put(name, data, e * data.size)
 
 
 def _bits() -> Any:

@@ -35,9 +35,9 @@ class Type:
     size: int
 
 
-F32, Q4_0, Q8_0, BF16, MXFP4 = (
+F32, Q4_0, Q8_0, BF16, MXFP4, Q1_0 = (
     Type("F32", 0, 1, 4), Type("Q4_0", 2, 32, 18), Type("Q8_0", 8, 32, 34), Type("BF16", 30, 1, 2),
-    Type("MXFP4", 39, 32, 17),
+    Type("MXFP4", 39, 32, 17), Type("Q1_0", 41, 128, 18),
 )  # fmt: skip
 
 

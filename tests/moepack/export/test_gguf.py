@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from ctypes import c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from gguf_reading import Reading
+from gguf_llama import greedy, library, llama_python
+from gguf_reading import Reading, whole
 from native_checkpoints import released, small
 from support import Notes, cli, refused
 
@@ -26,7 +28,7 @@ Made = Callable[[str], Path]
 NATIVE = (
     "quantize: {method: rtn, group_size: 32, loss_tokens: 64}\ncalibration: {samples: 2, length: 64, batch_size: 2}\n"
 )
-BF16, Q8_0, Q4_0, MXFP4 = 30, 8, 2, 39
+BF16, Q8_0, Q4_0, MXFP4, Q1_0 = 30, 8, 2, 39, 41
 
 
 def same_experts(read: Callable[[str], np.ndarray], bundle: Bundle, version: str) -> bool:
@@ -74,6 +76,50 @@ def test_mxfp4_is_passed_through(demo_model: Path, text: Path, tmp_path: Path) -
     file = Reading(tmp_path / "out" / "model.gguf")
     assert {n: k for n, k in file.names().items() if k == MXFP4}.keys() == {n for n in file.names() if "_exps" in n}
     assert same_experts(file.tensor, open_bundle(tmp_path / "bundle"), "mxfp4")
+
+
+def test_one_bit_in_groups_of_128(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """Signs and half of each scale, bit for bit, also by llama.cpp's own function; other groups are refused."""
+    wide = {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 4}
+    tiny_models.save_tiny("qwen3_moe", tmp_path / "checkpoint", demo_model, **wide)
+    recipe = "versions: [w2, w1]\n" + NATIVE.replace("32", "{w2: 64, w1: 128}")
+    build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(recipe, "test"), [text])
+    export(tmp_path / "bundle", tmp_path / "out", "gguf", Wanted(bits="1"))
+    file, bundle = Reading(tmp_path / "out" / "model.gguf"), open_bundle(tmp_path / "bundle")
+    assert {k for n, k in file.names().items() if "_exps" in n} == {Q1_0}
+    assert same_experts(file.tensor, bundle, "w1")
+    if (ggml := library("ggml-base")) is not None:
+        raw, out = file._raw("blk.0.ffn_down_exps.weight").copy(), np.empty((4, 128, 128), np.float32)
+        ggml.dequantize_row_q1_0(*(c_void_p(a.ctypes.data) for a in (raw, out)), c_int64(out.size))
+        assert np.array_equal(out[3], bundle.expert("w1", 0, 3).numpy()["down"])
+    if (python := llama_python()) is not None:
+        assert len(greedy(python, tmp_path / "out" / "model.gguf").split()) == 8
+    build(tmp_path / "checkpoint", tmp_path / "other", parse_recipe(recipe.replace("128", "64"), "test"), [text])
+    answer = cli("export", tmp_path / "other", "-o", tmp_path / "no", "--to", "gguf", "--bits", "1", "-q")
+    refused(answer, "w1 is not exported: Q1_0 has a scale for 128 weights, and this one for 64: build it with")
+
+
+def test_it_is_split_as_llama_cpp_does(of_zeros: Made, tmp_path: Path) -> None:
+    """Names, keys and types of keys; every value; files of at most so many bytes; and llama.cpp loads it."""
+    bundle = open_bundle(of_zeros("symmetric"))
+    wanted = Wanted(bits="4", dense="w8", shard="150kB")
+    dry, made = (export(bundle.path, tmp_path / "out", "gguf", wanted, only) for only in (True, False))
+    count = len(made.files)
+    assert list(made.files) == [f"model-{i:05d}-of-{count:05d}.gguf" for i in range(1, count + 1)] and count > 4
+    paths = [tmp_path / "out" / name for name in made.files]
+    assert dry.bytes == made.bytes == sum(p.stat().st_size for p in paths)
+    file = whole(paths)
+    assert same_experts(file.tensor, bundle, "w4")
+    export(bundle.path, tmp_path / "one", "gguf", Wanted(bits="4", dense="w8"))
+    one = Reading(tmp_path / "one" / "model.gguf")
+    assert (
+        file.names() == one.names() and {k: v for k, v in file.keys.items() if not k.startswith("split.")} == one.keys
+    )
+    assert np.array_equal(file.tensor("token_embd.weight"), one.tensor("token_embd.weight"))
+    assert all(p.stat().st_size < 152_000 or len(Reading(p).names()) == 1 for p in paths[1:])
+    if (python := llama_python()) is not None:
+        said = [greedy(python, path) for path in (tmp_path / "one" / "model.gguf", paths[0])]
+        assert said[0] == said[1] and len(said[0].split()) == 8
 
 
 def test_libraries_read_it(of_zeros: Made, tmp_path: Path) -> None:

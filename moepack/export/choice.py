@@ -32,11 +32,12 @@ class Wanted:
     dense: str | None = None  # the version of dense matrices; by default the most precise
     scales: str = SCALES[0]
     shard: str | None = None  # the most bytes of a file
+    lossy: str | None = None  # a mix of llama.cpp's types
 
     @property
     def nothing(self) -> bool:
         """Whether it says nothing."""
-        return self.bits is self.map is self.fit is self.dense is self.shard is None and self.scales == SCALES[0]
+        return self == Wanted()
 
 
 def choose(bundle: Bundle, target: Target, wanted: Wanted) -> ExportJob:
@@ -50,6 +51,8 @@ def choose(bundle: Bundle, target: Target, wanted: Wanted) -> ExportJob:
     given = [f"--{name}" for name in ("bits", "map", "fit") if getattr(wanted, name) is not None]
     if len(given) > 1:
         raise InputError(f"{' and '.join(given)}: each says what to export: give one")
+    if wanted.fit is not None and wanted.lossy is not None:
+        raise InputError("--fit and --lossy: what llama.cpp makes has its size then: leave --fit out")
     if wanted.fit is not None:
         _check(job, target)
         target.check(job)

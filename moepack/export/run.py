@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from moepack.pack.errors import InputError
 from moepack.progress import Reporter
 from moepack.version import __version__
 
@@ -37,7 +39,7 @@ def export(
         TargetError: if `output` is not new or empty, or in the bundle.
     """
     reporter, target, wanted = reporter or Reporter(), Path(output), wanted or Wanted()
-    form = target_of(to)
+    form = target_of(to, wanted.lossy)
     if to == "checkpoint" and wanted.nothing:
         return export_checkpoint(path, output, reporter, dry_run)
     bundle = open_for(path, target)
@@ -45,18 +47,22 @@ def export(
     for note in form.notes(job):
         reporter.note(note)
     if dry_run:
+        if wanted.lossy is not None:
+            raise InputError("--dry-run and --lossy: what llama.cpp makes has its size then: leave one out")
         return _report(job, form, target, form.file_bytes(job), [])
     with working(target, _made_for(job, form), form.file_bytes(job), reporter) as work:
         files = form.write(job, work, reporter)
-        written = sum(work.path(Work.FILES, name).stat().st_size for name in files)
+        paths = [work.path(Work.FILES, name) for name in files]
+        written, lost = sum(path.stat().st_size for path in paths), form.lost(job, paths, reporter)
     reporter.step("done")
-    return _report(job, form, target, written, files)
+    made = _report(job, form, target, written, files)
+    return made if lost is None else replace(made, lost=lost, bits=lost.bits)
 
 
 def _made_for(job: ExportJob, form: Target) -> dict[str, Any]:
     """Everything that the bytes of an export depend on."""
     return {
-        "target": form.name, "bundle": identity(job.bundle), "moepack": __version__, "experts": job.experts,
+        "target": repr(form), "bundle": identity(job.bundle), "moepack": __version__, "experts": job.experts,
         "dense": [v.name for v in job.dense], "scales": job.scales, "shard": job.shard,
     }  # fmt: skip
 

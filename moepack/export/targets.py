@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moepack.pack.errors import InputError
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from .files import Work
     from .layout import Layout
+    from .report import Lost
 
 SCALES = ("bf16", "fp32")  # dtypes of scales, for a target that has the choice
 
@@ -114,6 +116,10 @@ class Target(ABC):
         Files that are whole there are left alone. Raises BundleError for a damaged bundle.
         """
 
+    def lost(self, job: ExportJob, paths: list[Path], reporter: Reporter) -> Lost | None:
+        """What the files, which have been written, have lost of their versions; None where nothing was rounded."""
+        return None
+
 
 TARGETS = {
     "checkpoint": "plain",
@@ -123,9 +129,19 @@ TARGETS = {
 }  # name -> the module here with its TARGET
 
 
-def target_of(name: str) -> Target:
-    """The target of this name. Raises InputError, which lists the known names, for an unknown name."""
+def target_of(name: str, lossy: str | None = None) -> Target:
+    """The target of this name. Raises InputError, which lists the known names, for an unknown name.
+
+    `lossy` names the mix of llama.cpp's types that `gguf` is quantised to.
+    """
     if name not in TARGETS:
         raise InputError(f"--to {name}: there are {', '.join(TARGETS)}")
+    if lossy is not None:
+        from .gguf.llama import MIXES
+        from .gguf.lossy import Lossy
+
+        if name != "gguf" or lossy not in MIXES:
+            raise InputError(f"--to {name} --lossy {lossy}: there are, with --to gguf, {', '.join(MIXES)}")
+        return Lossy(name, mixes=False, mix=lossy)
     found: Target = importlib.import_module(f".{TARGETS[name]}", __package__).TARGET
     return found

@@ -68,11 +68,11 @@ class Work:
         (self.root / folder / name).parent.mkdir(parents=True, exist_ok=True)
         return self.root / folder / name
 
-    def finish(self, name: str) -> None:
-        """Record a file, named with its folder, as whole, once it is on disk."""
-        path = self.root / name
-        sync(path)
-        self._whole[name] = path.stat().st_size, _digest(path)
+    def finish(self, *names: str) -> None:
+        """Record files, named with their folders, as whole, once they are on disk."""
+        for name in names:
+            sync(self.root / name)
+        self._whole |= {name: ((self.root / name).stat().st_size, _digest(self.root / name)) for name in names}
         self._save()
 
     def at_end(self, call: Callable[[], None]) -> None:

@@ -97,11 +97,10 @@ def blocks(values: Values, rows: slice, kind: Type) -> Bytes:
         half = np.ascontiguousarray(scale).view(np.float16)
     else:
         half = (bf16_to_float32(scale) * np.float32(0.5 if kind is Q1_0 else 1)).astype(np.float16)
-    own = {
-        "Q8_0": lambda: each ^ np.uint8(0x80),  # less 128, as a signed byte
-        "Q4_0": lambda: _halves(each),
-        "Q1_0": lambda: np.packbits(each, axis=1, bitorder="little"),
-    }[kind.name]()
+    if kind is Q8_0:
+        own = each ^ np.uint8(0x80)  # less 128, as a signed byte
+    else:
+        own = _halves(each) if kind is Q4_0 else np.packbits(each, axis=1, bitorder="little")
     return np.concatenate([half.reshape(-1, 1).view(np.uint8), own], axis=1).reshape(-1)
 
 

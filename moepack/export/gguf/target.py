@@ -42,7 +42,7 @@ class Gguf(Target):
 
     def check_model(self, job: ExportJob) -> None:
         """See Target."""
-        settings(str(job.bundle.path), _family(job), _config(job))
+        settings(str(job.bundle.path), model_family(job), _config(job))
         for layer in job.bundle.layers:
             if any(m.bias for m in layer.matrices):
                 raise InputError(f"--to gguf: {job.bundle.path}: its experts have biases, which are not known here")
@@ -58,7 +58,7 @@ class Gguf(Target):
         return ("the file has no tokenizer: llama.cpp has no name here for how the model's cuts text",)
 
     def _layer(self, job: ExportJob, position: int, version: Version) -> dict[str, Tensor]:
-        layer, family, out = job.bundle.layers[position], _family(job), dict[str, Tensor]()
+        layer, family, out = job.bundle.layers[position], model_family(job), dict[str, Tensor]()
         kind = self.type_of(version)
         for m in layer.matrices:
             parts = family.experts[m.name]
@@ -68,7 +68,7 @@ class Gguf(Target):
 
     def _other(self, job: ExportJob) -> dict[str, tuple[str, Tensor]]:
         """The tensors outside the experts: their names in the bundle, by those in the file."""
-        family, dense, out = _family(job), job.bundle.dense(), dict[str, tuple[str, Tensor]]()
+        family, dense, out = model_family(job), job.bundle.dense(), dict[str, tuple[str, Tensor]]()
         shapes = {name: (shape, BF16) for name, shape in dense.items()}
         for d, version in job.dense_pairs():
             kind = self.type_of(version)
@@ -133,7 +133,7 @@ class Gguf(Target):
         return files.names
 
     def _write_layer(self, job: ExportJob, position: int, files: Files) -> None:
-        layer, family = job.bundle.layers[position], _family(job)
+        layer, family = job.bundle.layers[position], model_family(job)
         tensors = self._layer(job, position, job.version(position, 0))
         for e in range(layer.experts):
             if not files.wants(tensors):
@@ -158,13 +158,14 @@ def _config(job: ExportJob) -> dict[str, Any]:
     return own_config(job.bundle)
 
 
-def _family(job: ExportJob) -> Family:
+def model_family(job: ExportJob) -> Family:
+    """What llama.cpp knows of the job's model. Raises InputError for one that is not known here."""
     return family_of(str(job.bundle.path), _config(job))
 
 
 def _metadata(job: ExportJob) -> Metadata:
     config = _config(job)
-    keys = settings(str(job.bundle.path), _family(job), config)
+    keys = settings(str(job.bundle.path), model_family(job), config)
     return keys | (tokenizer(job.bundle.path, config["vocab_size"]) or {"tokenizer.ggml.model": "none"})
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from ctypes import c_int64, c_void_p
 from pathlib import Path
@@ -12,10 +15,10 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from gguf_llama import greedy, library, llama_python
+from gguf_llama import greedy, library, llama_python, packages
 from gguf_reading import Reading, whole
 from native_checkpoints import released, small
-from support import Notes, cli, refused
+from support import ROOT, Notes, cli, ok, refused, tree
 
 import moepack
 from moepack.export import Wanted, export
@@ -192,3 +195,86 @@ def test_what_gguf_does_not_hold(of_zeros: Made, demo_model: Path, text: Path, t
     notes = Notes()
     export(of_zeros("symmetric"), tmp_path / "out", "gguf", Wanted(fit="4MB"), True, notes)
     assert notes.notes == [] and not (tmp_path / "out").exists()
+
+
+LOSSY = """
+import os, sys
+sys.path.append(sys.argv.pop(1))
+from moepack.cli import main
+from moepack.export.files import Work
+when, real = int(sys.argv.pop(1)), Work.finish
+def finish(self, *names):
+    real(self, *names)
+    if len(self._whole) == when:
+        os._exit(9)
+Work.finish = finish
+main()
+"""
+
+
+def lossy(*words: str | Path, when: int = 0) -> tuple[int, str, str]:
+    """Run `export --lossy` where llama_cpp is found; it ends once `when` files are whole."""
+    where = packages()
+    assert where is not None
+    done = subprocess.run(
+        [sys.executable, "-c", LOSSY, where, str(when), "export", *words, "--to", "gguf", "-q"],
+        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.skipif(packages() is None, reason="llama-cpp-python is not installed")
+def test_k_quants_lose_and_say_how_much(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """The mix is llama.cpp's; errors are those of the values that the gguf package reads; a stop changes no byte."""
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
+    wide = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 4}
+    tiny_models.save_tiny("qwen3_moe", tmp_path / "checkpoint", demo_model, **wide)
+    recipe = "versions: [bf16, w4]\ndense: [w8]\n" + NATIVE
+    build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(recipe, "test"), [text])
+    words = (tmp_path / "bundle", "--bits", "4", "--lossy", "Q4_K_M", "--shard-size", "800kB")
+    said = json.loads(ok(lossy(*words, "-o", tmp_path / "out", "--json")))
+    files = [tmp_path / "out" / name for name in said["files"]]
+    assert len(files) > 2 and said["bytes"] == sum(p.stat().st_size for p in files) and not said["exact"]
+    assert said["lost"]["mix"] == "Q4_K_M" and 4.5 <= said["bits"] < 6 and said["bits"] == said["lost"]["bits"]
+    bundle, found = open_bundle(tmp_path / "bundle"), {t.name: t for p in files for t in GGUFReader(p).tensors}
+    kinds = {t.tensor_type.name for t in found.values()}
+    assert {"Q4_K", "Q6_K", "F32"} <= kinds and "BF16" not in kinds
+    squares = power = 0.0
+    for layer in bundle.layers:
+        tensor = found[f"blk.{layer.index}.ffn_down_exps.weight"]
+        got = dequantize(tensor.data, tensor.tensor_type)
+        for e in range(layer.experts):
+            own = bundle.expert("w4", layer.index, e).numpy()["down"].astype(np.float64)
+            squares, power = squares + np.square(got[e] - own).sum(), power + np.square(own).sum()
+    error = said["lost"]["error"]
+    assert error["ffn_down_exps"] == pytest.approx(squares / power, rel=1e-4) and 1e-4 < squares / power < 0.02
+    assert set(error) == {"token_embd", "output", *(f"attn_{n}" for n in ("q", "k", "v", "output"))} | {
+        f"ffn_{n}_exps" for n in ("gate", "up", "down")
+    }
+    python = llama_python()
+    assert python is not None and len(greedy(python, files[0]).split()) == 8
+    for when in (1, len(files), 2 * len(files)):  # a file in BF16, all of them, all that llama.cpp made
+        assert lossy(*words, "-o", tmp_path / "again", when=when)[0] == 9
+        assert not (tmp_path / "again").exists()
+    line = ok(lossy(*words, "-o", tmp_path / "again"))
+    assert tree(tmp_path / "again") == tree(tmp_path / "out")
+    assert "quantised to Q4_K_M, with a relative squared error of " in line and f"{error['attn_q']:.5f} (Q4_K)" in line
+
+
+def test_lossy_is_named_and_refused(of_zeros: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = of_zeros("symmetric")
+
+    def asked(*words: str) -> tuple[int, str, str]:
+        return cli("export", bundle, "-o", tmp_path / "out", "-q", "--lossy", *words)
+
+    known = "there are, with --to gguf, Q2_K, Q3_K_S, Q3_K_M, Q3_K_L, Q4_K_S, Q4_K_M, Q5_K_S, Q5_K_M, Q6_K"
+    refused(asked("Q4_K_M", "--to", "gptq", "--bits", "4"), known)
+    refused(asked("IQ1_S", "--to", "gguf", "--bits", "4"), known)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    refused(asked("Q4_K_M", "--to", "gguf", "--bits", "4"), "llama.cpp quantises, and is not here. Run: pip install ")
+    monkeypatch.setattr("moepack.export.gguf.lossy.Llama", lambda: None)
+    refused(asked("Q4_K_M", "--to", "gguf", "--bits", "4", "--dry-run"), "--dry-run and --lossy: ")
+    refused(asked("Q4_K_M", "--to", "gguf", "--fit", "4MB"), "--fit and --lossy: ")
+    assert list(tmp_path.iterdir()) == []

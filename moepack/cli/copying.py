@@ -58,7 +58,8 @@ def export(
     bundle: Bundle,
     output: Output,
     to: Annotated[
-        str, typer.Option("--to", help="The form: checkpoint, compressed-tensors, gptq or gguf (docs/export.md).")
+        str,
+        typer.Option("--to", help="checkpoint, compressed-tensors, gptq, gptq_p or gguf (docs/export.md)."),
     ] = "checkpoint",
     bits: Annotated[
         str | None, typer.Option("--bits", help="Experts at one width: 4 is w4; or a version's name, as mxfp4.")

@@ -1,5 +1,7 @@
 """`gptq`: GPTQ checkpoints of the form `gptq_v2`, with zero points as they are (the older form stores them less one).
 
+`gptq_p` has the same tensors but for codes of 3 bits, of which 32 are two words of their low bits and one of the high.
+
 Matrices are transposed: codes in 32-bit words along the columns, [cols * bits / 32, rows], zero points along the rows,
 [groups, rows * bits / 32], scales [groups, rows]. Libraries compute in the scales' dtype.
 """
@@ -19,7 +21,7 @@ from .files import Entries
 from .layout import CheckpointTensor
 from .targets import ExportJob
 from .values import Values
-from .words import words
+from .words import planar, words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Gptq(Coded):
     """See the module."""
+
+    form: str = "gptq_v2"
 
     def refusal(self, bundle: Bundle, version: Version, dense: bool = False) -> str | None:
         """See Target: rows and columns fill words."""
@@ -61,11 +65,14 @@ class Gptq(Coded):
             return super().tensors(job, piece, version, values)
         module, bits = piece.name.removesuffix(".weight"), version.bits
         return {
-            f"{module}.qweight": words(values.codes[piece.rows], bits).T.contiguous(),
-            f"{module}.qzeros": words(values.zero[piece.rows].T, bits),
+            f"{module}.qweight": self._words(values.codes[piece.rows], bits).T.contiguous(),
+            f"{module}.qzeros": self._words(values.zero[piece.rows].T, bits),
             f"{module}.scales": values.scale[piece.rows].T.contiguous(),
             f"{module}.g_idx": torch.arange(piece.shape[1], dtype=torch.int32) // version.group_size,
         }
+
+    def _words(self, codes: Tensor, bits: int) -> Tensor:
+        return planar(codes) if bits == 3 and self.form == "gptq_p" else words(codes, bits)
 
     def config(self, job: ExportJob) -> dict[str, Any]:
         """See SafetensorsTarget."""
@@ -78,7 +85,7 @@ class Gptq(Coded):
         dynamic |= {f"-:^{name.removeprefix('re:').removesuffix('$')}$": {} for name in sorted(self.ignored(job))}
         return {
             "quantization_config": {
-                "quant_method": "gptq", "checkpoint_format": "gptq_v2", "format": "gptq_v2", "bits": first.bits,
+                "quant_method": "gptq", "checkpoint_format": self.form, "format": self.form, "bits": first.bits,
                 "group_size": first.group_size, "sym": self.symmetric(job, first), "desc_act": False, "lm_head": False,
                 "pack_dtype": "int32", "dynamic": dynamic,
             }
@@ -89,4 +96,4 @@ class Gptq(Coded):
         return ()
 
 
-TARGET = Gptq("gptq", mixes=False)
+TARGET, PLANAR = Gptq("gptq", mixes=False), Gptq("gptq_p", mixes=False, form="gptq_p")

@@ -125,8 +125,9 @@ TARGETS = {
     "checkpoint": "plain",
     "compressed-tensors": "compressed",
     "gptq": "gptq",
+    "gptq_p": "gptq.PLANAR",
     "gguf": "gguf",
-}  # name -> the module here with its TARGET
+}  # name -> the module here with its TARGET, or what has another name there
 
 
 def target_of(name: str, lossy: str | None = None) -> Target:
@@ -143,5 +144,6 @@ def target_of(name: str, lossy: str | None = None) -> Target:
         if name != "gguf" or lossy not in MIXES:
             raise InputError(f"--to {name} --lossy {lossy}: there are, with --to gguf, {', '.join(MIXES)}")
         return Lossy(name, mixes=False, mix=lossy)
-    found: Target = importlib.import_module(f".{TARGETS[name]}", __package__).TARGET
+    module, _, attribute = TARGETS[name].partition(".")
+    found: Target = getattr(importlib.import_module(f".{module}", __package__), attribute or "TARGET")
     return found

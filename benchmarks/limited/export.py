@@ -3,8 +3,10 @@
     python -m benchmarks.limited.export [BUNDLE] [--to TARGET ...] [--bits N] [--work DIRECTORY]
 
 Without a bundle that of a generated model is exported, of four layers of Qwen3-30B-A3B's shape, which is made first
-where it is not there. Each export is a process of its own. The disk writes files of the same sizes one after another,
-from one buffer, and syncs each. Processor time is printed beside the clock's: on a shared machine they differ.
+where it is not there, in files of 500 MB: as many as a whole model has of 5 GB. Each export is a process of its own, in
+which a dry run has imported what an export does. The disk writes files of the same sizes one after another, from one
+buffer, and syncs each. Processor time is printed beside the clock's: on a shared machine they differ. Memory is the
+process' own, and with the pages of the bundle's files, which the system takes back when it wants them.
 """
 
 from __future__ import annotations
@@ -16,20 +18,23 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Target, arguments, finish
 
-from .cage import forget
+from .cage import anonymous, forget
 from .make import bundle_of, make
 from .shapes import SHAPES
 
 BOUND = 1.5  # times the bare write
 TARGETS = ("compressed-tensors", "gptq", "checkpoint")
 BUFFER = bytes(range(256)) * (1 << 15)
-COLUMNS = ("target", "GB", "s", "processor s", "bare write s", "times", "peak GB")
+COLUMNS = ("target", "GB", "s", "processor s", "bare write s", "times", "own GB", "peak GB")
 
 
 def main() -> None:
@@ -79,16 +84,35 @@ def written(sizes: list[int], work: Path) -> float:
 
 def once(bundle: str, out: str, target: str, bits: str) -> None:
     """Export in this process, and print what it took."""
-    import torch  # noqa: F401 - importing it is not exporting
-    import transformers  # noqa: F401
-
     from moepack.export import Wanted, export
 
+    wanted = Wanted(bits, shard="500MB")
+    export(bundle, out, target, wanted, dry_run=True)
     before, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-    export(bundle, out, target, Wanted(bits))
+    with sampled() as own:
+        export(bundle, out, target, wanted)
     seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
     busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    print(json.dumps({"s": seconds, "processor s": busy, "peak GB": after.ru_maxrss * 1024 / 1e9}))
+    peaks = {"own GB": max(own) / 1e9, "peak GB": after.ru_maxrss * 1024 / 1e9}
+    print(json.dumps({"s": seconds, "processor s": busy, **peaks}))
+
+
+@contextmanager
+def sampled() -> Iterator[list[int]]:
+    """Bytes of this process that are in memory and belong to no file, fifty times a second."""
+    found, over = [anonymous(os.getpid())], threading.Event()
+
+    def sample() -> None:
+        while not over.wait(0.02):
+            found.append(anonymous(os.getpid()))
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        thread.join()
 
 
 if __name__ == "__main__":

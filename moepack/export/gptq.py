@@ -63,16 +63,14 @@ class Gptq(Coded):
         """See SafetensorsTarget."""
         if piece.bias or not self.codes(version):
             return super().tensors(job, piece, version, values)
-        module, bits = piece.name.removesuffix(".weight"), version.bits
+        module, bits, zeros = piece.name.removesuffix(".weight"), version.bits, values.zero[piece.rows].T
+        planes = bits == 3 and self.form == "gptq_p"
         return {
-            f"{module}.qweight": self._words(values.codes[piece.rows], bits).T.contiguous(),
-            f"{module}.qzeros": self._words(values.zero[piece.rows].T, bits),
+            f"{module}.qweight": (planar(values.codes) if planes else values.words())[piece.rows].T.contiguous(),
+            f"{module}.qzeros": (planar(zeros) if planes else words(zeros, bits)),
             f"{module}.scales": values.scale[piece.rows].T.contiguous(),
             f"{module}.g_idx": torch.arange(piece.shape[1], dtype=torch.int32) // version.group_size,
         }
-
-    def _words(self, codes: Tensor, bits: int) -> Tensor:
-        return planar(codes) if bits == 3 and self.form == "gptq_p" else words(codes, bits)
 
     def config(self, job: ExportJob) -> dict[str, Any]:
         """See SafetensorsTarget."""

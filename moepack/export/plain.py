@@ -10,7 +10,7 @@ from moepack.pack.spec import DenseMatrix, Version
 from moepack.progress import Reporter
 
 from .beside import copy_others, own_config
-from .files import Entries, TensorFiles, Work, sharded, tensor_bytes, tensor_file_bytes
+from .files import Entries, TensorFiles, Work, each, sharded, tensor_bytes, tensor_file_bytes
 from .layout import CheckpointTensor
 from .targets import ExportJob, Target
 from .values import Values
@@ -142,14 +142,17 @@ class SafetensorsTarget(Target):
         for piece in pieces:
             if piece.expert is not None:
                 of_expert.setdefault(piece.expert, []).append(piece)
-        for e in range(job.bundle.layers[position].experts):
+
+        def write(e: int) -> None:
             version, own = job.version(position, e), (*of_expert.get(e, ()), *stacked)
             if not files.wants(name for piece in own for name in self.entries(job, piece, version)):
-                continue
+                return
             matrices = Values.of_expert(job.bundle, version.name, position, e)
             for piece in own:
                 for name, tensor in self.tensors(job, piece, version, matrices[piece.matrix]).items():
                     files.put_tensor(name, tensor, e if piece.expert is None else 0)
+
+        each(write, job.bundle.layers[position].experts)
 
 
 def _total(entries: Entries) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import numpy.typing as npt
 
 from moepack.pack.errors import InputError
 from moepack.pack.sections import align
+
+_SYNC = 256 << 20  # bytes after which a file is brought to the disk, so that it writes while others are made
 
 
 class FilledFile:
@@ -23,6 +26,7 @@ class FilledFile:
         for name, size in tensors.items():
             self._places[name] = at, size
             at += align(size, alignment)
+        self._lock, self._unsynced = threading.Lock(), 0
         self._left = {name: size for name, size in tensors.items() if size}
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         os.truncate(self._fd, at)
@@ -34,15 +38,24 @@ class FilledFile:
         return not self._left
 
     def put(self, name: str, data: npt.NDArray[np.uint8], at: int = 0) -> None:
-        """Write bytes of a tensor, uint8 [n], from a byte of it on. Raises InputError if it has not so many."""
+        """Write bytes of a tensor, uint8 [n], from a byte of it on; several threads may.
+
+        Raises InputError if the tensor has not so many.
+        """
         begin, size = self._places[name]
-        left = self._left.get(name, 0) - data.size
-        if at + data.size > size or left < 0:
+        if at + data.size > size or self._left.get(name, 0) < data.size:
             raise InputError(f"{self._path}: {name} has more bytes than its description: the bundle is damaged")
         self._write(np.ascontiguousarray(data).data, begin + at)
-        self._left[name] = left
-        if not left:
-            del self._left[name]
+        with self._lock:
+            self._unsynced += data.size
+            sync = self._unsynced > _SYNC
+            self._unsynced *= not sync
+        if sync:
+            os.fdatasync(self._fd)
+        with self._lock:
+            self._left[name] -= data.size
+            if not self._left[name]:
+                del self._left[name]
 
     def _write(self, data: memoryview, at: int) -> None:
         while data:

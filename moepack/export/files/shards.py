@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import threading
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Entries = dict[str, tuple[str, tuple[int, ...]]]  # names to dtypes, as safetensors calls them, and shapes
+WORKERS = min(4, len(os.sched_getaffinity(0)) + 1)  # one may wait for the disk; each holds an expert
 METADATA = {"format": "pt"}  # of every file of safetensors
 
 
@@ -42,8 +46,22 @@ def cut(tensors: Mapping[str, T], size: Callable[[T], int], most: int) -> list[d
     return out
 
 
+def each(call: Callable[[int], None], count: int) -> None:
+    """Call something with 0, 1, ... on some threads, which NumPy, digests and the disk leave free; raises an error."""
+    with ThreadPoolExecutor(WORKERS) as pool:
+        try:
+            for done in [pool.submit(call, i) for i in range(count)]:
+                done.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
 class Files:
-    """Files of tensors in a folder of a working directory. One that is whole there is not written again."""
+    """Files of tensors in a folder of a working directory. One that is whole there is not written again.
+
+    Several threads may put tensors: see `each`.
+    """
 
     def __init__(
         self,
@@ -57,6 +75,8 @@ class Files:
         self._work, self._folder, self._parts, self._head, self._alignment = work, folder, parts, head, alignment
         self._file_of = {name: file for file, part in parts.items() for name in part}
         self._open: dict[str, FilledFile] = {}
+        self._full = set[str]()  # those whose last byte is written
+        self._lock = threading.Lock()
         work.at_end(self._abandon)
 
     @property
@@ -71,11 +91,15 @@ class Files:
     def put(self, name: str, data: npt.NDArray[np.uint8], at: int = 0) -> None:
         """Write bytes of a tensor, uint8 [n], from a byte of it on."""
         file = self._file_of[name]
-        if self._done(file):
-            return
-        own = self._opened(file)
+        with self._lock:
+            if self._done(file):
+                return
+            own = self._opened(file)
         own.put(name, data, at)
-        if own.whole:
+        with self._lock:
+            last = own.whole and file not in self._full
+            self._full |= {file} if last else set()
+        if last:
             self._finish(file)
 
     def close(self) -> None:
@@ -86,7 +110,7 @@ class Files:
                 self._finish(file)
 
     def _done(self, file: str) -> bool:
-        return self._work.has(f"{self._folder}/{file}")
+        return file in self._full or self._work.has(f"{self._folder}/{file}")
 
     def _opened(self, file: str) -> FilledFile:
         if file not in self._open:

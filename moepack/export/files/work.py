@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ class Work:
         self._whole: dict[str, tuple[int, str]] = {}
         self.root = self._output.with_name(f".{self._output.name}.exporting")
         self._key = hashlib.sha256(json.dumps(made_for, sort_keys=True).encode()).hexdigest()
-        self._stack = contextlib.ExitStack()
+        self._stack, self._recording = contextlib.ExitStack(), threading.Lock()
         record, there = self.root / _RECORD, set(_names(self.root))
         if self.root.is_symlink() or (_RECORD not in there and there - {LOCK, f"{_RECORD}.partial"}):
             raise TargetError(f"{self.root}: is no export's, and an export works there: remove it")
@@ -72,8 +73,10 @@ class Work:
         """Record files, named with their folders, as whole, once they are on disk."""
         for name in names:
             sync(self.root / name)
-        self._whole |= {name: ((self.root / name).stat().st_size, _digest(self.root / name)) for name in names}
-        self._save()
+        found = {name: ((self.root / name).stat().st_size, _digest(self.root / name)) for name in names}
+        with self._recording:
+            self._whole |= found
+            self._save()
 
     def at_end(self, call: Callable[[], None]) -> None:
         """Have something called when the export ends or stops."""

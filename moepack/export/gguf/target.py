@@ -13,7 +13,7 @@ from moepack.pack.spec import Version
 from moepack.progress import Reporter
 
 from ..beside import own_config
-from ..files import Files, Work
+from ..files import Files, Work, each
 from ..targets import ExportJob, Target
 from ..values import Values
 from . import blocks
@@ -135,9 +135,8 @@ class Gguf(Target):
     def _write_layer(self, job: ExportJob, position: int, files: Files) -> None:
         layer, family = job.bundle.layers[position], model_family(job)
         tensors = self._layer(job, position, job.version(position, 0))
-        for e in range(layer.experts):
-            if not files.wants(tensors):
-                return
+
+        def write(e: int) -> None:
             version = job.experts[position][e]
             for m, values in zip(layer.matrices, Values.of_expert(job.bundle, version, position, e), strict=True):
                 parts = family.experts[m.name]
@@ -146,6 +145,9 @@ class Gguf(Target):
                     name = f"blk.{layer.index}.{part}.weight"
                     data = blocks.blocks(values, slice(i * step, (i + 1) * step), tensors[name].type)
                     files.put(name, data, e * data.size)
+
+        if files.wants(tensors):
+            each(write, layer.experts)
 
 
 def _bits() -> Any:

@@ -15,7 +15,7 @@ import torch
 from support import Notes, cli, forked, refused, spy, tree
 
 from moepack.export import Wanted, export
-from moepack.export.files import Work
+from moepack.export.files import Work, shards
 from moepack.export.files.filled import FilledFile
 from moepack.export.values import Values
 from moepack.pack.errors import BundleError, TargetError
@@ -43,6 +43,7 @@ def stop(kind: type[BaseException] | None, at: int, name: str = "finish") -> Cal
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if kind is OSError else kind()
 
         spy(monkeypatch, Work, name, end)
+        monkeypatch.setattr(shards, "WORKERS", 1)  # or files are finished side by side
 
     return patch
 

@@ -15,7 +15,7 @@ from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.writer import check_target
 from moepack.pipeline.released import TENSORS
 
-from .files import Work
+from .files import ExportDirectory
 
 _NOT_COPIED = ("manifest.json", "calibration.safetensors", TENSORS, LEFTOVERS, "README.md", "config.json", DENSE_INDEX)
 
@@ -44,9 +44,9 @@ def own_config(bundle: Bundle) -> dict[str, Any]:
     return config
 
 
-def copy_others(bundle: Bundle, work: Work, config: Mapping[str, Any]) -> None:
+def copy_others(bundle: Bundle, work: ExportDirectory, config: Mapping[str, Any]) -> None:
     """Copy the bundle's other files, and write config.json, without which what a killed export leaves is no model."""
     for name in bundle.manifest.files:
         if name not in _NOT_COPIED and not name.endswith(".safetensors"):
-            shutil.copyfile(bundle.path / name, work.path(Work.FILES, name))
-    work.path(Work.FILES, "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+            shutil.copyfile(bundle.path / name, work.path(ExportDirectory.FILES, name))
+    work.path(ExportDirectory.FILES, "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")

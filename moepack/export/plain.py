@@ -10,7 +10,7 @@ from moepack.pack.spec import DenseMatrix, Version
 from moepack.progress import Reporter
 
 from .beside import copy_others, own_config
-from .files import Entries, TensorFiles, Work, each, sharded, tensor_bytes, tensor_file_bytes
+from .files import Entries, ExportDirectory, TensorFiles, each, sharded, tensor_bytes, tensor_file_bytes
 from .layout import CheckpointTensor
 from .targets import ExportJob, Target
 from .values import Values
@@ -98,7 +98,7 @@ class SafetensorsTarget(Target):
         """See Target."""
         return tensor_file_bytes(self._everything(job), job.shard)
 
-    def write(self, job: ExportJob, work: Work, reporter: Reporter) -> list[str]:
+    def write(self, job: ExportJob, work: ExportDirectory, reporter: Reporter) -> list[str]:
         """See Target."""
         job.bundle.check()
         files = TensorFiles(work, sharded(self._everything(job), job.shard))

@@ -14,7 +14,7 @@ from moepack.version import __version__
 from .beside import identity, open_for
 from .checkpoint import export_checkpoint
 from .choice import Wanted, choose, expected_loss
-from .files import Work, working
+from .files import ExportDirectory, working
 from .report import Exported
 from .targets import ExportJob, Target, target_of
 
@@ -52,7 +52,7 @@ def export(
         return _report(job, form, target, form.file_bytes(job), [])
     with working(target, _made_for(job, form), form.file_bytes(job), reporter) as work:
         files = form.write(job, work, reporter)
-        paths = [work.path(Work.FILES, name) for name in files]
+        paths = [work.path(ExportDirectory.FILES, name) for name in files]
         written, lost = sum(path.stat().st_size for path in paths), form.lost(job, paths, reporter)
     reporter.step("done")
     made = _report(job, form, target, written, files)

@@ -22,7 +22,7 @@ from moepack.runtime.policies.contract import Versions
 if TYPE_CHECKING:
     from moepack.pack.reader import Bundle
 
-    from .files import Work
+    from .files import ExportDirectory
     from .layout import Layout
     from .report import Lost
 
@@ -110,7 +110,7 @@ class Target(ABC):
         """Bytes of the files that `write` writes, headers included."""
 
     @abstractmethod
-    def write(self, job: ExportJob, work: Work, reporter: Reporter) -> list[str]:
+    def write(self, job: ExportJob, work: ExportDirectory, reporter: Reporter) -> list[str]:
         """Write the model into a working directory, ready to load; returns the names of the files with weights.
 
         Files that are whole there are left alone. Raises BundleError for a damaged bundle.
@@ -138,12 +138,10 @@ def target_of(name: str, lossy: str | None = None) -> Target:
     if name not in TARGETS:
         raise InputError(f"--to {name}: there are {', '.join(TARGETS)}")
     if lossy is not None:
-        from .gguf.llama import MIXES
-        from .gguf.lossy import Lossy
-
-        if name != "gguf" or lossy not in MIXES:
-            raise InputError(f"--to {name} --lossy {lossy}: there are, with --to gguf, {', '.join(MIXES)}")
-        return Lossy(name, mixes=False, mix=lossy)
+        if name != "gguf":
+            raise InputError(f"--to {name} --lossy {lossy}: only --to gguf has such mixes")
+        quantised: Target = importlib.import_module(".gguf.lossy", __package__).target(lossy)
+        return quantised
     module, _, attribute = TARGETS[name].partition(".")
     found: Target = getattr(importlib.import_module(f".{module}", __package__), attribute or "TARGET")
     return found

@@ -18,7 +18,7 @@ from moepack.pack.manifest import DENSE, DENSE_INDEX
 from moepack.pack.safetensors_file import DTYPES, make_header
 
 from .filled import FilledFile
-from .work import Work
+from .work import ExportDirectory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +65,7 @@ class Files:
 
     def __init__(
         self,
-        work: Work,
+        work: ExportDirectory,
         folder: str,
         parts: Mapping[str, Mapping[str, int]],
         head: Callable[[str], bytes],
@@ -130,11 +130,11 @@ class Files:
 class TensorFiles(Files):
     """The safetensors files of a checkpoint, with an index if they are several."""
 
-    def __init__(self, work: Work, parts: Mapping[str, Entries]) -> None:
+    def __init__(self, work: ExportDirectory, parts: Mapping[str, Entries]) -> None:
         """`parts`: the tensors of each file."""
         self._entries = {name: entry for part in parts.values() for name, entry in part.items()}
         sizes = {file: {n: tensor_bytes(e) for n, e in part.items()} for file, part in parts.items()}
-        super().__init__(work, Work.FILES, sizes, lambda file: make_header(parts[file], METADATA))
+        super().__init__(work, ExportDirectory.FILES, sizes, lambda file: make_header(parts[file], METADATA))
 
     def put_tensor(self, name: str, values: Tensor, index: int = 0) -> None:
         """Write values of a tensor, from an index of its first axis on. Raises InputError if they do not fit it."""
@@ -151,7 +151,7 @@ class TensorFiles(Files):
         if len(self._parts) > 1:
             total = sum(sum(part.values()) for part in self._parts.values())
             document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(self._file_of.items()))}
-            path = self._work.path(Work.FILES, DENSE_INDEX)
+            path = self._work.path(ExportDirectory.FILES, DENSE_INDEX)
             path.write_text(json.dumps(document, indent=2) + "\n")
 
 

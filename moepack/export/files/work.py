@@ -23,7 +23,7 @@ from moepack.progress import Reporter
 _RECORD = "record.json"
 
 
-class Work:
+class ExportDirectory:
     """An open, locked working directory."""
 
     FILES = "files"  # the folder that becomes the output
@@ -113,6 +113,7 @@ class Work:
             self.remove()
             return ""
         self._tidy()
+        self._save()  # a full disk may not have taken the last one
         return f"; {self._kept('kept')}: run the same command again to go on"
 
     def close(self) -> None:
@@ -145,7 +146,7 @@ class Work:
 
 
 @contextlib.contextmanager
-def working(target: Path, made_for: Mapping[str, Any], needed: int, reporter: Reporter) -> Iterator[Work]:
+def working(target: Path, made_for: Mapping[str, Any], needed: int, reporter: Reporter) -> Iterator[ExportDirectory]:
     """Make a directory that is at `target` when the context ends, and not before.
 
     What was made for the same by an export that was stopped is there again; after a refusal nothing is left.
@@ -161,7 +162,7 @@ def working(target: Path, made_for: Mapping[str, Any], needed: int, reporter: Re
     """
     work = None
     try:
-        work = Work(target, made_for, reporter)
+        work = ExportDirectory(target, made_for, reporter)
         work.check_room(needed)
         yield work
         work.close()
@@ -178,7 +179,7 @@ def working(target: Path, made_for: Mapping[str, Any], needed: int, reporter: Re
             work.unlock()
 
 
-def _stopped(work: Work | None, error: BaseException) -> str:
+def _stopped(work: ExportDirectory | None, error: BaseException) -> str:
     """Close and tidy after an error; says what is kept. A refusal keeps nothing, as it would come again."""
     if work is None:
         return ""

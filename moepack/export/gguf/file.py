@@ -16,7 +16,7 @@ import numpy as np
 
 from moepack.pack.sections import align
 
-from ..files import Files, Work, cut
+from ..files import ExportDirectory, Files, cut
 
 ALIGNMENT = 32
 _UINT16, _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 2, 4, 5, 6, 7, 8, 9  # types of values
@@ -73,7 +73,9 @@ def size_of(metadata: Metadata, tensors: Mapping[str, Tensor], most: int) -> int
     return heads + sum(align(t.bytes, ALIGNMENT) for t in tensors.values())
 
 
-def open_files(work: Work, folder: str, metadata: Metadata, tensors: Mapping[str, Tensor], most: int) -> Files:
+def open_files(
+    work: ExportDirectory, folder: str, metadata: Metadata, tensors: Mapping[str, Tensor], most: int
+) -> Files:
     """The files of a model, to be filled in a folder of a working directory."""
     parts = _parts(metadata, tensors, most)
     sizes = {file: {name: t.bytes for name, t in part.items()} for file, (_, part) in parts.items()}

@@ -41,7 +41,7 @@ sys.exit(llama_cpp.llama_model_quantize(source.encode(), target.encode(), ctypes
 
 
 @dataclass(frozen=True, slots=True)
-class Quantised:
+class Blocks:
     """A tensor of a file: ggml's name of its type, as q4_K, and its bytes."""
 
     name: str
@@ -99,7 +99,7 @@ class Llama:
             why = next((t for t in reversed(said) if "fail" in t or "error" in t.lower()), said[-1])
             raise InputError(f"--lossy {mix}: llama.cpp does not quantise it: {why or f'status {process.returncode}'}")
 
-    def tensors(self, path: Path) -> Iterator[Quantised]:
+    def tensors(self, path: Path) -> Iterator[Blocks]:
         """The tensors of a file, mapped."""
         base = self._base
         file = base.gguf_init_from_file(os.fsencode(path), _InitParams(True, None))
@@ -110,7 +110,7 @@ class Llama:
             for i in range(base.gguf_get_n_tensors(file)):
                 at, size = begin + base.gguf_get_tensor_offset(file, i), base.gguf_get_tensor_size(file, i)
                 kind = base.ggml_type_name(base.gguf_get_tensor_type(file, i)).decode()
-                yield Quantised(base.gguf_get_tensor_name(file, i).decode(), kind, mapped[at : at + size])
+                yield Blocks(base.gguf_get_tensor_name(file, i).decode(), kind, mapped[at : at + size])
         finally:
             base.gguf_free(file)
 

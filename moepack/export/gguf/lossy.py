@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import Version
 from moepack.progress import Reporter
 
-from ..files import Work
+from ..files import ExportDirectory
 from ..report import Lost
 from ..targets import ExportJob
 from ..values import Values
 from .file import BF16, F32, Type
-from .llama import Llama, Quantised
+from .llama import MIXES, Blocks, Llama
 from .target import Gguf, model_family
 
 if TYPE_CHECKING:
@@ -69,13 +70,13 @@ class Lossy(Gguf):
         """See Target: BF16, and what is made of it, which takes half at most (Q6_K: 6.6 of 16 bits)."""
         return super().file_bytes(job) * 3 // 2
 
-    def write(self, job: ExportJob, work: Work, reporter: Reporter) -> list[str]:
+    def write(self, job: ExportJob, work: ExportDirectory, reporter: Reporter) -> list[str]:
         """See Target."""
         names = self.write_into(_BETWEEN, job, work, reporter)
-        made = [f"{Work.FILES}/{name}" for name in names]
+        made = [f"{ExportDirectory.FILES}/{name}" for name in names]
         if not all(map(work.has, made)):
             first, split = work.path(_BETWEEN, names[0]), len(names) > 1
-            out = work.path(Work.FILES, first.name.partition("-")[0] if split else first.name)
+            out = work.path(ExportDirectory.FILES, first.name.partition("-")[0] if split else first.name)
             Llama().quantise(first, out, self.mix, split, reporter)
             work.finish(*made)
         return names
@@ -106,6 +107,13 @@ class Lossy(Gguf):
         return Lost(self.mix, error, types, 8 * size / job.bundle.expert_weights)
 
 
+def target(mix: str) -> Lossy:
+    """The target of a mix. Raises InputError, which lists the known ones."""
+    if mix not in MIXES:
+        raise InputError(f"--lossy {mix}: there are {', '.join(MIXES)}")
+    return Lossy("gguf", mixes=False, mix=mix)
+
+
 def _dense(job: ExportJob, name: str) -> Tensor:
     """The exact values of a tensor outside the experts, [rows, cols]."""
     for d, version in job.dense_pairs():
@@ -123,7 +131,7 @@ def _slices(whole: Tensor) -> Iterator[tuple[npt.NDArray[np.float32], range]]:
 
 
 def _add(
-    sums: defaultdict[str, _Sum], llama: Llama, t: Quantised, exact: npt.NDArray[np.float32], rows: range, count: int
+    sums: defaultdict[str, _Sum], llama: Llama, t: Blocks, exact: npt.NDArray[np.float32], rows: range, count: int
 ) -> None:
     """Compare some of a tensor's `count` rows or experts."""
     each = t.data.size // count

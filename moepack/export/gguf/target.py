@@ -13,7 +13,7 @@ from moepack.pack.spec import Version
 from moepack.progress import Reporter
 
 from ..beside import own_config
-from ..files import Files, Work, each
+from ..files import ExportDirectory, Files, each
 from ..targets import ExportJob, Target
 from ..values import Values
 from . import blocks
@@ -103,11 +103,11 @@ class Gguf(Target):
         """See Target."""
         return size_of(_metadata(job), self._tensors(job), job.shard)
 
-    def write(self, job: ExportJob, work: Work, reporter: Reporter) -> list[str]:
+    def write(self, job: ExportJob, work: ExportDirectory, reporter: Reporter) -> list[str]:
         """See Target: one file or several, with the tokenizer in the first."""
-        return self.write_into(Work.FILES, job, work, reporter)
+        return self.write_into(ExportDirectory.FILES, job, work, reporter)
 
-    def write_into(self, folder: str, job: ExportJob, work: Work, reporter: Reporter) -> list[str]:
+    def write_into(self, folder: str, job: ExportJob, work: ExportDirectory, reporter: Reporter) -> list[str]:
         """Write the files into a folder of the working directory; returns their names."""
         job.bundle.check()
         files = open_files(work, folder, _metadata(job), self._tensors(job), job.shard)

@@ -201,13 +201,13 @@ LOSSY = """
 import os, sys
 sys.path.append(sys.argv.pop(1))
 from moepack.cli import main
-from moepack.export.files import Work
-when, real = int(sys.argv.pop(1)), Work.finish
+from moepack.export.files import ExportDirectory
+when, real = int(sys.argv.pop(1)), ExportDirectory.finish
 def finish(self, *names):
     real(self, *names)
     if len(self._whole) == when:
         os._exit(9)
-Work.finish = finish
+ExportDirectory.finish = finish
 main()
 """
 
@@ -269,8 +269,8 @@ def test_lossy_is_named_and_refused(of_zeros: Made, tmp_path: Path, monkeypatch:
     def asked(*words: str) -> tuple[int, str, str]:
         return cli("export", bundle, "-o", tmp_path / "out", "-q", "--lossy", *words)
 
-    known = "there are, with --to gguf, Q2_K, Q3_K_S, Q3_K_M, Q3_K_L, Q4_K_S, Q4_K_M, Q5_K_S, Q5_K_M, Q6_K"
-    refused(asked("Q4_K_M", "--to", "gptq", "--bits", "4"), known)
+    known = "--lossy IQ1_S: there are Q2_K, Q3_K_S, Q3_K_M, Q3_K_L, Q4_K_S, Q4_K_M, Q5_K_S, Q5_K_M, Q6_K"
+    refused(asked("Q4_K_M", "--to", "gptq", "--bits", "4"), "--to gptq --lossy Q4_K_M: only --to gguf has")
     refused(asked("IQ1_S", "--to", "gguf", "--bits", "4"), known)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     refused(asked("Q4_K_M", "--to", "gguf", "--bits", "4"), "llama.cpp quantises, and is not here. Run: pip install ")

@@ -15,7 +15,7 @@ import torch
 from support import Notes, cli, forked, refused, spy, tree
 
 from moepack.export import Wanted, export
-from moepack.export.files import Work, shards
+from moepack.export.files import ExportDirectory, shards
 from moepack.export.files.filled import FilledFile
 from moepack.export.values import Values
 from moepack.pack.errors import BundleError, TargetError
@@ -42,7 +42,7 @@ def stop(kind: type[BaseException] | None, at: int, name: str = "finish") -> Cal
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if kind is OSError else kind()
 
-        spy(monkeypatch, Work, name, end)
+        spy(monkeypatch, ExportDirectory, name, end)
         monkeypatch.setattr(shards, "WORKERS", 1)  # or files are finished side by side
 
     return patch
@@ -208,7 +208,7 @@ def test_whose_directory_it_is(of_zeros: Made, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         said: list[tuple[int, str, str]] = []
         second = ("export", bundle, "-o", out, "--bits", "2", "-q")
-        spy(patch, Work, "finish", lambda *_: said or said.append(cli(*second)))
+        spy(patch, ExportDirectory, "finish", lambda *_: said or said.append(cli(*second)))
         export(bundle, out, wanted=Wanted("4"))
     refused(said[0], f"{out}: another export is writing it: wait for it")
     assert not hidden.exists()

@@ -16,7 +16,7 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,7 @@ from .errors import TargetError
 from .manifest import MANIFEST, ExpertFileEntry, FileEntry, Manifest
 from .spec import needed_format
 
+LOCK = "lock"  # the file in a folder by which it is held
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE (renameat2(2))
 
 
@@ -108,6 +109,36 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Write or replace a small file in one step: a killed process leaves the old file or the new one."""
+    temporary = path.with_name(path.name + ".partial")
+    with temporary.open("wb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+    temporary.rename(path)
+
+
+def hold(folder: Path, busy: str) -> int:
+    """Make a folder that its holder removes in the end, and return the descriptor that holds its lock.
+
+    Raises TargetError, which says `busy`, while another process holds it.
+    """
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise TargetError(busy) from None
+        except OSError:
+            return lock  # a file system without locks
+        if os.fstat(lock).st_nlink:  # else a process that has just ended removed the folder
+            return lock
+        os.close(lock)
+
+
 def _lock(folder: Path) -> int:
     """Lock a directory and return the descriptor that holds the lock. Raises OSError when another process has it."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -117,27 +148,6 @@ def _lock(folder: Path) -> int:
         os.close(lock)
         raise
     return lock
-
-
-@contextlib.contextmanager
-def appearing(target: Path) -> Iterator[Path]:
-    """Make a directory that is at `target` when the context ends, and not before. After an error nothing is left.
-
-    What a killed process left is removed by the next one that writes to `target`. Raises TargetError unless `target`
-    is new or empty.
-    """
-    check_target(target)
-    whole = target.absolute()
-    prefix = f".{whole.name}.partial-"
-    remove_left(whole.parent, prefix)
-    partial = whole.with_name(f"{prefix}{secrets.token_hex(4)}")
-    partial.mkdir(parents=True)
-    with contextlib.ExitStack() as after:
-        after.callback(shutil.rmtree, partial, ignore_errors=True)
-        with contextlib.suppress(OSError):  # on a file system without locks remove_left removes nothing either
-            after.callback(os.close, _lock(partial))
-        yield partial
-        partial.rename(whole)
 
 
 class BundleWriter:

@@ -75,6 +75,7 @@ SHAPES = {
     s.name: s
     for s in (
         Shape("qwen3-moe", 48, 128, 8, 2048, 768, 32, 4, 128, 151_936),
+        Shape("four", 4, 128, 8, 2048, 768, 32, 4, 128, 151_936),
         Shape("tiny", 4, 32, 4, 256, 256, 4, 2, 64, 4096),
         Shape("deep", 48, 64, 8, 256, 128, 8, 2, 64, 4096),  # products take next to nothing: what a layer's calls take
     )

@@ -58,7 +58,8 @@ def export(
     bundle: Bundle,
     output: Output,
     to: Annotated[
-        str, typer.Option("--to", help="The form: checkpoint, compressed-tensors, gptq or gguf (docs/export.md).")
+        str,
+        typer.Option("--to", help="checkpoint, compressed-tensors, gptq, gptq_p or gguf (docs/export.md)."),
     ] = "checkpoint",
     bits: Annotated[
         str | None, typer.Option("--bits", help="Experts at one width: 4 is w4; or a version's name, as mxfp4.")
@@ -76,15 +77,22 @@ def export(
     scales: Annotated[
         str, typer.Option("--scales", help="The dtype of compressed-tensors' scales: bf16 or fp32.")
     ] = "bf16",
+    shard: Annotated[
+        str | None, typer.Option("--shard-size", help="The most bytes of a file: 2GB; by default 5GB.")
+    ] = None,
+    lossy: Annotated[
+        str | None,
+        typer.Option("--lossy", help="With --to gguf: let llama.cpp quantise the version's values: Q4_K_M, Q6_K ..."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would take and lose.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write a bundle's weights in the form of another program."""
+    """Write a bundle's weights in the form of another program; run again to go on with a stopped export."""
     from moepack.export import Wanted
     from moepack.export import export as run
 
-    wanted = Wanted(bits, map_file, fit, dense, scales)
+    wanted = Wanted(bits, map_file, fit, dense, scales, shard, lossy)
     with progress(quiet) as reporter:
         made = run(bundle, output, to, wanted, dry_run, reporter)
     _tell(made, as_json)
@@ -96,6 +104,9 @@ def _tell(made: Exported, as_json: bool) -> None:
     if not made.tensors:
         widths = ", ".join(f"{count:,} {name}" for name, count in made.versions.items())
         as_is = "every value as in the bundle" if made.exact else "values rounded where they are read"
+        if made.lost is not None:
+            kinds = (f"{kind} {error:.5f} ({made.lost.types[kind]})" for kind, error in made.lost.error.items())
+            as_is = f"quantised to {made.lost.mix}, with a relative squared error of {', '.join(kinds)}"
         show(made, as_json, f"{made.path}: {made.target}: {takes}; experts: {widths}; {as_is}")
         return
     left = f"; left out, as the bundle does not hold them as released: {', '.join(made.left_out[:5])}"

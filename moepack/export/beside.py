@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from moepack.pack.errors import TargetError
-from moepack.pack.manifest import DENSE_INDEX, LEFTOVERS
+from moepack.pack.manifest import DENSE_INDEX, LEFTOVERS, MANIFEST
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.writer import check_target
 from moepack.pipeline.released import TENSORS
+
+from .files import ExportDirectory
 
 _NOT_COPIED = ("manifest.json", "calibration.safetensors", TENSORS, LEFTOVERS, "README.md", "config.json", DENSE_INDEX)
 
@@ -27,13 +29,9 @@ def open_for(path: str | Path, target: Path) -> Bundle:
     return bundle
 
 
-@contextlib.contextmanager
-def writing(target: Path) -> Iterator[None]:
-    """Turn an OSError of the context into a TargetError."""
-    try:
-        yield
-    except OSError as error:
-        raise TargetError(f"{target}: cannot be written: {error}") from None
+def identity(bundle: Bundle) -> str:
+    """The digest of a bundle's manifest, which has the digests of all of its files."""
+    return hashlib.sha256((bundle.path / MANIFEST).read_bytes()).hexdigest()
 
 
 def own_config(bundle: Bundle) -> dict[str, Any]:
@@ -46,10 +44,9 @@ def own_config(bundle: Bundle) -> dict[str, Any]:
     return config
 
 
-def copy_others(bundle: Bundle, target: Path, config: Mapping[str, Any]) -> None:
-    """Copy the bundle's other files, and write config.json, without which a killed export leaves no model."""
+def copy_others(bundle: Bundle, work: ExportDirectory, config: Mapping[str, Any]) -> None:
+    """Copy the bundle's other files, and write config.json, without which what a killed export leaves is no model."""
     for name in bundle.manifest.files:
         if name not in _NOT_COPIED and not name.endswith(".safetensors"):
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(bundle.path / name, target / name)
-    (target / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+            shutil.copyfile(bundle.path / name, work.path(ExportDirectory.FILES, name))
+    work.path(ExportDirectory.FILES, "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")

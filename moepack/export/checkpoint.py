@@ -19,14 +19,13 @@ from moepack.pack.manifest.parser import safe_path
 from moepack.pack.reader import Bundle
 from moepack.pack.safetensors_file import DTYPES, Header, TensorEntry, read_header
 from moepack.pack.spec import lossless
-from moepack.pack.writer import appearing
-from moepack.pipeline.released import TENSORS, Holding, as_it_is
+from moepack.pipeline.released import TENSORS, Holding, as_it_is, of_experts
 from moepack.progress import Reporter
+from moepack.version import __version__
 
-from .beside import copy_others, open_for, writing
-from .filled import FilledFile
+from .beside import copy_others, identity, open_for
+from .files import TensorFiles, working
 from .report import Exported, released_bits
-from .shards import write_index
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,7 +62,7 @@ def export_checkpoint(
     if needed > 4 * whole:
         raise InputError(f"{bundle.path / TENSORS}: describes {needed:,} bytes, more than the bundle holds: damaged")
     left_out = tuple(sorted(set(stream.checkpoint.file_of) - wanted))
-    exact, files = stream.native, dict[str, FilledFile]()
+    exact = stream.native
     counts, dense = {exact.name: sum(x.experts for x in bundle.layers)}, lossless(bundle.dense_versions)
     report = Exported(
         "checkpoint", target, needed, released_bits(bundle, exact), (), True, 0.0, counts,
@@ -71,18 +70,19 @@ def export_checkpoint(
     )  # fmt: skip
     if dry_run:
         return report
-    with writing(target), appearing(target) as partial:
-        files = {name: FilledFile(partial / name, header, wanted) for name, header in headers.items()}
+    made_for = {"target": "released", "bundle": identity(bundle), "moepack": __version__}
+    with working(target, made_for, needed, reporter) as work:
+        parts = {
+            file: {n: (e.dtype, e.shape) for n, e in header.tensors.items() if n in wanted}
+            for file, header in headers.items()
+        }
+        files = TensorFiles(work, parts)
         reporter.stage("write the checkpoint", len(stream.layers) + 1)
-        for name, at, values in _tensors(bundle, stream, carried, held.served - carried, reporter):
-            files[stream.checkpoint.file_of[name]].put(name, at, values)
-        for file in files.values():
-            file.close()
-        if len(files) > 1:
-            write_index(partial, needed, {n: file for file, h in headers.items() for n in h.tensors if n in wanted})
-        copy_others(bundle, partial, config)
+        _write(bundle, stream, files, carried, held.served - carried, reporter)
+        files.close()
+        copy_others(bundle, work, config)
     reporter.step("done")
-    return replace(report, files=tuple(files))
+    return replace(report, files=tuple(files.names))
 
 
 def _stream(bundle: Bundle) -> tuple[StreamedModel, dict[str, Any]]:
@@ -165,33 +165,40 @@ def _carried(bundle: Bundle, stream: StreamedModel) -> set[str]:
     return set(read_header(bundle.path / LEFTOVERS).tensors) & set(stream.checkpoint.file_of)
 
 
-def _tensors(
-    bundle: Bundle, stream: StreamedModel, carried: set[str], served: frozenset[str], reporter: Reporter
-) -> Written:
-    """Every tensor that the bundle holds: dense ones, those kept as they were, experts'."""
+def _write(
+    bundle: Bundle,
+    stream: StreamedModel,
+    files: TensorFiles,
+    carried: set[str],
+    served: frozenset[str],
+    reporter: Reporter,
+) -> None:
+    """Write every tensor that the bundle holds: dense ones, those kept as they were, experts'."""
     from safetensors import safe_open
 
     reporter.step("outside the experts")
     dense = bundle.dense()
     for name in dense:  # kept MTP layers have their names in the checkpoint
         for key in as_it_is(stream, name) if stream.weights_of(name) else (name,):
-            if key in served:
-                yield key, 0, dense.torch(name)
+            if key in served and files.wants((key,)):
+                files.put_tensor(key, dense.torch(name))
     for m in bundle.manifest.dense:
         for name, tensor in _dense_matrix(bundle, stream, m.module):
             if name in served:
-                yield name, 0, tensor
+                files.put_tensor(name, tensor)
     if carried:
         with safe_open(bundle.path / LEFTOVERS, framework="pt") as file:
             for name in carried:
-                yield name, 0, file.get_tensor(name)
+                files.put_tensor(name, file.get_tensor(name))
     for position, layer in enumerate(bundle.layers):
         reporter.step(f"layer {layer.index}")
+        if not files.wants(served.intersection(of_experts(stream, layer.index))):
+            continue
         for start in range(0, layer.experts, _FEW):
             some = range(start, min(start + _FEW, layer.experts))
             for name, at, tensor in _experts(bundle, stream, position, some):
                 if name in served:
-                    yield name, at, tensor
+                    files.put_tensor(name, tensor, at)
 
 
 def _experts(bundle: Bundle, stream: StreamedModel, position: int, some: range) -> Written:

@@ -19,6 +19,8 @@ from .targets import SCALES, ExportJob, Target
 if TYPE_CHECKING:
     from moepack.pack.reader import Bundle
 
+SHARD = 5_000_000_000  # bytes of a file's tensors; a larger tensor has a file of its own
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -29,11 +31,13 @@ class Wanted:
     fit: str | None = None  # the most bytes of the whole export
     dense: str | None = None  # the version of dense matrices; by default the most precise
     scales: str = SCALES[0]
+    shard: str | None = None  # the most bytes of a file
+    lossy: str | None = None  # a mix of llama.cpp's types
 
     @property
     def nothing(self) -> bool:
         """Whether it says nothing."""
-        return self.bits is self.map is self.fit is self.dense is None and self.scales == SCALES[0]
+        return self == Wanted()
 
 
 def choose(bundle: Bundle, target: Target, wanted: Wanted) -> ExportJob:
@@ -42,11 +46,13 @@ def choose(bundle: Bundle, target: Target, wanted: Wanted) -> ExportJob:
         raise InputError(f"--scales {wanted.scales}: there are {', '.join(SCALES)}")
     if wanted.scales != SCALES[0] and not target.takes_scales:
         raise InputError(f"--scales {wanted.scales}: --to {target.name} has no choice of scales: leave --scales out")
-    job = ExportJob(bundle, wanted.scales, _dense(bundle, wanted.dense))
+    job = ExportJob(bundle, wanted.scales, _shard(wanted.shard), _dense(bundle, wanted.dense))
     target.check_model(job)
     given = [f"--{name}" for name in ("bits", "map", "fit") if getattr(wanted, name) is not None]
     if len(given) > 1:
         raise InputError(f"{' and '.join(given)}: each says what to export: give one")
+    if wanted.fit is not None and wanted.lossy is not None:
+        raise InputError("--fit and --lossy: what llama.cpp makes has its size then: leave --fit out")
     if wanted.fit is not None:
         _check(job, target)
         target.check(job)
@@ -90,6 +96,13 @@ def _check(job: ExportJob, target: Target) -> None:
                 f"--to {target.name} has one width for all experts of a layer, and the map gives layer {layer.index} "
                 f"{', '.join(sorted(set(row)))}: take --fit, which chooses one a layer, or --to checkpoint"
             )
+
+
+def _shard(size: str | None) -> int:
+    found = parse_size(size)
+    if found == 0:
+        raise InputError(f"--shard-size {size}: a file holds more than no bytes")
+    return found or SHARD
 
 
 def _dense(bundle: Bundle, name: str | None) -> tuple[Version, ...]:

@@ -18,7 +18,8 @@ from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import Matrix, Version
 
-from .layout import CheckpointTensor, Entries
+from .files import Entries
+from .layout import CheckpointTensor
 from .plain import SafetensorsTarget
 from .targets import ExportJob
 from .values import Values
@@ -145,7 +146,7 @@ class CompressedTensors(Coded):
             return super().tensors(job, piece, version, values)
         module, scale = piece.name.removesuffix(".weight"), values.scale[piece.rows]
         out = {
-            f"{module}.weight_packed": words(values.codes[piece.rows], version.bits),
+            f"{module}.weight_packed": values.words()[piece.rows],
             f"{module}.weight_scale": scale.float() if job.scales == "fp32" else scale,
             f"{module}.weight_shape": torch.tensor(piece.shape),
         }

@@ -1,5 +1,7 @@
 """`gptq`: GPTQ checkpoints of the form `gptq_v2`, with zero points as they are (the older form stores them less one).
 
+`gptq_p` has the same tensors but for codes of 3 bits, of which 32 are two words of their low bits and one of the high.
+
 Matrices are transposed: codes in 32-bit words along the columns, [cols * bits / 32, rows], zero points along the rows,
 [groups, rows * bits / 32], scales [groups, rows]. Libraries compute in the scales' dtype.
 """
@@ -15,10 +17,11 @@ from moepack.pack.reader import Bundle
 from moepack.pack.spec import Version
 
 from .compressed import Coded, matrices_of
-from .layout import CheckpointTensor, Entries
+from .files import Entries
+from .layout import CheckpointTensor
 from .targets import ExportJob
 from .values import Values
-from .words import words
+from .words import planar, words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Gptq(Coded):
     """See the module."""
+
+    form: str = "gptq_v2"
 
     def refusal(self, bundle: Bundle, version: Version, dense: bool = False) -> str | None:
         """See Target: rows and columns fill words."""
@@ -58,10 +63,11 @@ class Gptq(Coded):
         """See SafetensorsTarget."""
         if piece.bias or not self.codes(version):
             return super().tensors(job, piece, version, values)
-        module, bits = piece.name.removesuffix(".weight"), version.bits
+        module, bits, zeros = piece.name.removesuffix(".weight"), version.bits, values.zero[piece.rows].T
+        planes = bits == 3 and self.form == "gptq_p"
         return {
-            f"{module}.qweight": words(values.codes[piece.rows], bits).T.contiguous(),
-            f"{module}.qzeros": words(values.zero[piece.rows].T, bits),
+            f"{module}.qweight": (planar(values.codes) if planes else values.words())[piece.rows].T.contiguous(),
+            f"{module}.qzeros": (planar(zeros) if planes else words(zeros, bits)),
             f"{module}.scales": values.scale[piece.rows].T.contiguous(),
             f"{module}.g_idx": torch.arange(piece.shape[1], dtype=torch.int32) // version.group_size,
         }
@@ -77,7 +83,7 @@ class Gptq(Coded):
         dynamic |= {f"-:^{name.removeprefix('re:').removesuffix('$')}$": {} for name in sorted(self.ignored(job))}
         return {
             "quantization_config": {
-                "quant_method": "gptq", "checkpoint_format": "gptq_v2", "format": "gptq_v2", "bits": first.bits,
+                "quant_method": "gptq", "checkpoint_format": self.form, "format": self.form, "bits": first.bits,
                 "group_size": first.group_size, "sym": self.symmetric(job, first), "desc_act": False, "lm_head": False,
                 "pack_dtype": "int32", "dynamic": dynamic,
             }
@@ -88,4 +94,4 @@ class Gptq(Coded):
         return ()
 
 
-TARGET = Gptq("gptq", mixes=False)
+TARGET, PLANAR = Gptq("gptq", mixes=False), Gptq("gptq_p", mixes=False, form="gptq_p")

@@ -22,10 +22,11 @@ from moepack.pack.errors import CODE_ERRORS, InputError, in_a_line
 from moepack.pack.safetensors_file import DTYPES
 from moepack.pack.spec import DenseMatrix
 
+from .files import Entries
+
 if TYPE_CHECKING:
     from moepack.pack.reader import Bundle
 
-Entries = dict[str, tuple[str, tuple[int, ...]]]  # names to dtypes, as safetensors calls them, and shapes
 _STORED = {getattr(torch, name): stored for stored, (_, name, _) in DTYPES.items()}
 
 
@@ -38,7 +39,8 @@ class CheckpointTensor:
     matrix: int  # the matrix's index in its expert; 0 of a dense matrix
     bias: bool  # whether it is of the matrix's bias, [rows]
     expert: int | None  # None: all experts of the layer along the first axis
-    rows: Tensor  # int64, the rows of the matrix in their order here
+    rows: Tensor | slice  # int64, the rows of the matrix in their order here; a slice where they follow one another
+    count: int  # of them
     transposed: bool  # whether it is [.., cols, rows]
 
     @property
@@ -104,7 +106,7 @@ class Layout:
                 cols = 0 if bias else layer.matrices[m].cols
                 found = self.revert({f"{layer.module}.{name}": tags})
                 out += [self._piece(n, t, m, rows, cols) for n, t in found.items()]
-        held = sum(len(p.rows) * (layer.experts if p.expert is None else 1) for p in out)
+        held = sum(p.count * (layer.experts if p.expert is None else 1) for p in out)
         if held != layer.experts * sum(m.rows * (1 + m.bias) for m in layer.matrices):
             raise self._bad("transformers saves rows of its experts twice, or not at all")
         return tuple(out)
@@ -121,7 +123,8 @@ class Layout:
             raise self._bad(f"{name} mixes rows of several experts")
         shape = (*flat.shape[:-1], *((cols, flat.shape[-1]) if transposed else (flat.shape[-1], cols)))
         shape = tuple(flat.shape) if not cols else shape
-        return CheckpointTensor(name, shape, matrix, not cols, None if whole else int(experts[0]), first, transposed)
+        expert = None if whole else int(experts[0])
+        return CheckpointTensor(name, shape, matrix, not cols, expert, _span(first), len(first), transposed)
 
     def linear(self, dense: DenseMatrix) -> CheckpointTensor:
         """The tensor that holds a dense matrix. Raises InputError if that is not one Linear's weight of its own."""
@@ -130,7 +133,7 @@ class Layout:
         name, tags = next(iter(found.items()))
         if len(found) != 1 or tuple(tags.shape) != (m.rows, 1) or not name.endswith(".weight"):
             raise self._bad(f"its checkpoints do not keep {dense.module} as one matrix: leave --dense out")
-        return CheckpointTensor(name, (m.rows, m.cols), 0, False, 0, tags[:, 0], False)
+        return CheckpointTensor(name, (m.rows, m.cols), 0, False, 0, _span(tags[:, 0]), m.rows, False)
 
     def groups(self, coded: Sequence[DenseMatrix]) -> Iterator[list[str]]:
         """Names of the bundle's tensors outside the experts, those together that the checkpoint may have joined.
@@ -161,3 +164,8 @@ class Layout:
                 shape = (m.rows,) if leaf == "bias" else (m.rows, m.cols)
             made[name] = torch.empty(shape, dtype=dtype, device="meta")
         return {n: (_STORED[t.dtype], tuple(t.shape)) for n, t in self.revert(made).items()}
+
+
+def _span(rows: Tensor) -> Tensor | slice:
+    begin = int(rows[0]) if len(rows) else 0
+    return slice(begin, begin + len(rows)) if bool((rows == torch.arange(begin, begin + len(rows))).all()) else rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.reader import Bundle
@@ -11,8 +10,8 @@ from moepack.pack.spec import DenseMatrix, Version
 from moepack.progress import Reporter
 
 from .beside import copy_others, own_config
-from .layout import CheckpointTensor, Entries
-from .shards import ShardedFiles, file_bytes, total_bytes
+from .files import Entries, ExportDirectory, TensorFiles, each, sharded, tensor_bytes, tensor_file_bytes
+from .layout import CheckpointTensor
 from .targets import ExportJob, Target
 from .values import Values
 
@@ -64,7 +63,7 @@ class SafetensorsTarget(Target):
         for piece in job.layout.experts(position):
             stacked = piece.expert is None
             if stacked or piece.expert == 0:
-                total += total_bytes(self.entries(job, piece, version)) * (1 if stacked else experts)
+                total += _total(self.entries(job, piece, version)) * (1 if stacked else experts)
         return total
 
     def _coded(self, job: ExportJob) -> list[tuple[DenseMatrix, Version]]:
@@ -81,7 +80,7 @@ class SafetensorsTarget(Target):
 
     def other_bytes(self, job: ExportJob) -> int:
         """See Target."""
-        return total_bytes(self._other(job))
+        return _total(self._other(job))
 
     def _experts(self, job: ExportJob, position: int) -> Entries:
         out = Entries()
@@ -97,12 +96,12 @@ class SafetensorsTarget(Target):
 
     def file_bytes(self, job: ExportJob) -> int:
         """See Target."""
-        return file_bytes(self._everything(job))
+        return tensor_file_bytes(self._everything(job), job.shard)
 
-    def write(self, job: ExportJob, folder: Path, reporter: Reporter) -> list[str]:
+    def write(self, job: ExportJob, work: ExportDirectory, reporter: Reporter) -> list[str]:
         """See Target."""
         job.bundle.check()
-        files = ShardedFiles(folder, self._everything(job))
+        files = TensorFiles(work, sharded(self._everything(job), job.shard))
         reporter.stage("export", 1 + len(job.bundle.layers))
         reporter.step("outside the experts")
         self._write_other(job, files)
@@ -110,13 +109,15 @@ class SafetensorsTarget(Target):
             reporter.step(f"layer {layer.index}")
             self._write_layer(job, position, files)
         files.close()
-        copy_others(job.bundle, folder, own_config(job.bundle) | self.config(job))
+        copy_others(job.bundle, work, own_config(job.bundle) | self.config(job))
         return files.names
 
-    def _write_other(self, job: ExportJob, files: ShardedFiles) -> None:
+    def _write_other(self, job: ExportJob, files: TensorFiles) -> None:
         coded = self._coded(job)
         dense, versions = job.bundle.dense(), {d.module: v.name for d, v in job.dense_pairs()}
         for names in job.layout.groups([d for d, _ in coded]):
+            if not files.wants(job.layout.outline(names)):
+                continue
             own: dict[str, Tensor] = {}
             for name in names:
                 if name in dense:
@@ -126,25 +127,36 @@ class SafetensorsTarget(Target):
                 values = Values.of_dense(job.bundle, versions[module], module)
                 own[name] = values.bias if leaf == "bias" else values.weight
             for name, tensor in job.layout.revert(own).items():
-                files.put(name, tensor)
+                files.put_tensor(name, tensor)
         for d, v in coded:
-            values = Values.of_dense(job.bundle, v.name, d.module)
-            for name, tensor in self.tensors(job, job.layout.linear(d), v, values).items():
-                files.put(name, tensor)
+            piece = job.layout.linear(d)
+            if files.wants(self.entries(job, piece, v)):
+                values = Values.of_dense(job.bundle, v.name, d.module)
+                for name, tensor in self.tensors(job, piece, v, values).items():
+                    files.put_tensor(name, tensor)
 
-    def _write_layer(self, job: ExportJob, position: int, files: ShardedFiles) -> None:
+    def _write_layer(self, job: ExportJob, position: int, files: TensorFiles) -> None:
         pieces = job.layout.experts(position)
         stacked = [p for p in pieces if p.expert is None]
         of_expert: dict[int, list[CheckpointTensor]] = {}
         for piece in pieces:
             if piece.expert is not None:
                 of_expert.setdefault(piece.expert, []).append(piece)
-        for e in range(job.bundle.layers[position].experts):
-            version = job.version(position, e)
+
+        def write(e: int) -> None:
+            version, own = job.version(position, e), (*of_expert.get(e, ()), *stacked)
+            if not files.wants(name for piece in own for name in self.entries(job, piece, version)):
+                return
             matrices = Values.of_expert(job.bundle, version.name, position, e)
-            for piece in (*of_expert.get(e, ()), *stacked):
+            for piece in own:
                 for name, tensor in self.tensors(job, piece, version, matrices[piece.matrix]).items():
-                    files.put(name, tensor, e if piece.expert is None else 0)
+                    files.put_tensor(name, tensor, e if piece.expert is None else 0)
+
+        each(write, job.bundle.layers[position].experts)
+
+
+def _total(entries: Entries) -> int:
+    return sum(map(tensor_bytes, entries.values()))
 
 
 TARGET = SafetensorsTarget("checkpoint", mixes=True)

@@ -12,6 +12,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Lost:
+    """What a conversion that rounds has lost of the version that it was made from."""
+
+    mix: str  # its name
+    error: dict[str, float]  # by kind of matrix: the squared error of the weights over their squares
+    types: dict[str, str]  # and the types that it has now
+    bits: float  # an expert's weight
+
+
+@dataclass(frozen=True, slots=True)
 class Exported:
     """The result of an export, or of its dry run."""
 
@@ -26,6 +36,7 @@ class Exported:
     dense: tuple[str, ...] = ()  # versions of dense matrices, where these have some
     tensors: int = 0  # of a released checkpoint: those written
     left_out: tuple[str, ...] = ()  # of a released checkpoint: those that the bundle does not hold
+    lost: Lost | None = None  # with --lossy
 
 
 def released_bits(bundle: Bundle, version: Version) -> float:

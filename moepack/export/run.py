@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from moepack.pack.writer import appearing
+from moepack.pack.errors import InputError
 from moepack.progress import Reporter
+from moepack.version import __version__
 
-from .beside import open_for, writing
+from .beside import identity, open_for
 from .checkpoint import export_checkpoint
 from .choice import Wanted, choose, expected_loss
+from .files import ExportDirectory, working
 from .report import Exported
 from .targets import ExportJob, Target, target_of
 
@@ -26,7 +30,8 @@ def export(
     """Write the bundle at `path` in another program's form into the new directory `output`.
 
     Without `wanted`, "checkpoint" is the released one, byte for byte. A dry run checks all that can be refused before
-    weights are read, and writes nothing. Nothing is left at `output` after an error.
+    weights are read, and writes nothing. An export that was stopped goes on, if it is asked for the same of the same
+    bundle; there is nothing at `output` until it is whole.
 
     Raises:
         InputError: for what the bundle does not have, or the target cannot hold.
@@ -34,7 +39,7 @@ def export(
         TargetError: if `output` is not new or empty, or in the bundle.
     """
     reporter, target, wanted = reporter or Reporter(), Path(output), wanted or Wanted()
-    form = target_of(to)
+    form = target_of(to, wanted.lossy)
     if to == "checkpoint" and wanted.nothing:
         return export_checkpoint(path, output, reporter, dry_run)
     bundle = open_for(path, target)
@@ -42,12 +47,24 @@ def export(
     for note in form.notes(job):
         reporter.note(note)
     if dry_run:
+        if wanted.lossy is not None:
+            raise InputError("--dry-run and --lossy: what llama.cpp makes has its size then: leave one out")
         return _report(job, form, target, form.file_bytes(job), [])
-    with writing(target), appearing(target) as partial:
-        files = form.write(job, partial, reporter)
-        written = sum((partial / name).stat().st_size for name in files)
+    with working(target, _made_for(job, form), form.file_bytes(job), reporter) as work:
+        files = form.write(job, work, reporter)
+        paths = [work.path(ExportDirectory.FILES, name) for name in files]
+        written, lost = sum(path.stat().st_size for path in paths), form.lost(job, paths, reporter)
     reporter.step("done")
-    return _report(job, form, target, written, files)
+    made = _report(job, form, target, written, files)
+    return made if lost is None else replace(made, lost=lost, bits=lost.bits)
+
+
+def _made_for(job: ExportJob, form: Target) -> dict[str, Any]:
+    """Everything that the bytes of an export depend on."""
+    return {
+        "target": repr(form), "bundle": identity(job.bundle), "moepack": __version__, "experts": job.experts,
+        "dense": [v.name for v in job.dense], "scales": job.scales, "shard": job.shard,
+    }  # fmt: skip
 
 
 def _report(job: ExportJob, form: Target, target: Path, size: int, files: list[str]) -> Exported:

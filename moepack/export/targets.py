@@ -22,7 +22,9 @@ from moepack.runtime.policies.contract import Versions
 if TYPE_CHECKING:
     from moepack.pack.reader import Bundle
 
+    from .files import ExportDirectory
     from .layout import Layout
+    from .report import Lost
 
 SCALES = ("bf16", "fp32")  # dtypes of scales, for a target that has the choice
 
@@ -33,6 +35,7 @@ class ExportJob:
 
     bundle: Bundle
     scales: str  # one of SCALES
+    shard: int  # the most bytes of a file's tensors, but for one tensor that is larger
     dense: tuple[Version, ...]  # of each matrix in `manifest.dense`
     experts: Versions = field(default=())  # names, [layers][experts]
 
@@ -107,24 +110,38 @@ class Target(ABC):
         """Bytes of the files that `write` writes, headers included."""
 
     @abstractmethod
-    def write(self, job: ExportJob, folder: Path, reporter: Reporter) -> list[str]:
-        """Write the model into `folder`, ready to load; returns the names of the files with weights.
+    def write(self, job: ExportJob, work: ExportDirectory, reporter: Reporter) -> list[str]:
+        """Write the model into a working directory, ready to load; returns the names of the files with weights.
 
-        Raises BundleError for a damaged bundle.
+        Files that are whole there are left alone. Raises BundleError for a damaged bundle.
         """
+
+    def lost(self, job: ExportJob, paths: list[Path], reporter: Reporter) -> Lost | None:
+        """What the files, which have been written, have lost of their versions; None where nothing was rounded."""
+        return None
 
 
 TARGETS = {
     "checkpoint": "plain",
     "compressed-tensors": "compressed",
     "gptq": "gptq",
+    "gptq_p": "gptq.PLANAR",
     "gguf": "gguf",
-}  # name -> the module here with its TARGET
+}  # name -> the module here with its TARGET, or what has another name there
 
 
-def target_of(name: str) -> Target:
-    """The target of this name. Raises InputError, which lists the known names, for an unknown name."""
+def target_of(name: str, lossy: str | None = None) -> Target:
+    """The target of this name. Raises InputError, which lists the known names, for an unknown name.
+
+    `lossy` names the mix of llama.cpp's types that `gguf` is quantised to.
+    """
     if name not in TARGETS:
         raise InputError(f"--to {name}: there are {', '.join(TARGETS)}")
-    found: Target = importlib.import_module(f".{TARGETS[name]}", __package__).TARGET
+    if lossy is not None:
+        if name != "gguf":
+            raise InputError(f"--to {name} --lossy {lossy}: only --to gguf has such mixes")
+        quantised: Target = importlib.import_module(".gguf.lossy", __package__).target(lossy)
+        return quantised
+    module, _, attribute = TARGETS[name].partition(".")
+    found: Target = getattr(importlib.import_module(f".{module}", __package__), attribute or "TARGET")
     return found

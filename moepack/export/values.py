@@ -7,35 +7,74 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from moepack.pack.codec.affine import section_array
+from moepack.pack.codec.bits import from_blocks
+from moepack.pack.encodings.affine import Affine
 from moepack.pack.spec import Version
 from moepack.pack.values import Expert
+
+from .words import words
 
 if TYPE_CHECKING:
     from moepack.pack.reader import Bundle
 
 
+class _Packed:
+    """An expert or a dense matrix, decoded once where that is asked for."""
+
+    def __init__(self, one: Expert) -> None:
+        self.one = one
+
+    @cached_property
+    def decoded(self) -> Any:
+        return Expert.decode(self.one)
+
+
 @dataclass(frozen=True)
 class Values:
-    """A decoded matrix of a version."""
+    """A matrix of a version."""
 
     version: Version
-    decoded: Any  # what the version's `decode` gave
+    packed: _Packed
+    number: int  # of the matrix in it
 
     @staticmethod
     def of_expert(bundle: Bundle, version: str, position: int, expert: int) -> list[Values]:
         """The matrices of one expert; its digest is checked. Raises BundleError when it is damaged."""
         layer = bundle.layers[position]
-        one = bundle.expert(version, layer.index, expert)
-        return [Values(one.version, value) for value in Expert.decode(one)]
+        packed = _Packed(bundle.expert(version, layer.index, expert))
+        return [Values(packed.one.version, packed, i) for i in range(len(layer.matrices))]
 
     @staticmethod
     def of_dense(bundle: Bundle, version: str, module: str) -> Values:
         """One dense matrix; its digest is checked. Raises BundleError when it is damaged."""
         one = bundle.dense_matrix(version, module)
-        return Values(one.version, one.decode())
+        return Values(one.version, _Packed(one), 0)
+
+    @property
+    def decoded(self) -> Any:
+        """What the version's `decode` gives. Raises BundleError where that fails."""
+        return self.packed.decoded[self.number]
+
+    def _part(self, kind: str) -> npt.NDArray[Any]:
+        """A section of an affine version, [rows, n]."""
+        one = self.packed.one
+        (section,) = [s for s in self.version.sections(one.matrices) if (s.kind, s.matrix) == (kind, self.number)]
+        return from_blocks(section_array(one.extent, section), one.matrices[self.number].rows)
+
+    def words(self) -> Tensor:
+        """The codes of an affine version in 32-bit words along a row (words.py), int32 [rows, n].
+
+        Versions of one plane keep them so; no code is unpacked.
+        """
+        bits, cols = self.version.bits, self.packed.one.matrices[self.number].cols
+        if isinstance(self.version, Affine) and self.version.planes == (bits,) and cols * bits % 32 == 0:
+            return torch.from_numpy(self._part("plane0").view(np.int32))
+        return words(self.codes, bits)
 
     @cached_property
     def exact(self) -> Tensor:
@@ -62,12 +101,12 @@ class Values:
     def scale(self) -> Tensor:
         """The scales of an affine version [rows, groups], bfloat16 or float16 as stored."""
         dtype = torch.float16 if self.version.scale_dtype == "F16" else torch.bfloat16
-        return torch.from_numpy(self.decoded.scale.copy()).view(dtype)
+        return torch.from_numpy(self._part("scale")).view(dtype)
 
     @cached_property
     def zero(self) -> Tensor:
         """The whole zero points of an affine version, uint8 [rows, groups], in codes."""
-        return torch.from_numpy(self.decoded.zero >> (8 - self.version.bits))
+        return torch.from_numpy(self._part("zero") >> (8 - self.version.bits))
 
 
 def _bf16(bits: Any) -> Tensor:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moepack.export import Wanted, export
-from moepack.export.choice import choose, named
+from moepack.export.choice import SHARD, choose, named
 from moepack.export.report import Exported
 from moepack.export.targets import ExportJob, Target, target_of
 from moepack.pack.errors import InputError
@@ -109,7 +109,7 @@ def _chooser(form: Target, wanted: Wanted, program: str, reporter: Reporter, fou
         described = fetch([name for name in names if not name.endswith(TENSORS) or name == TABLES])
         if wanted.nothing:
             return [v.name for v in candidates]
-        form.check_model(ExportJob(described, wanted.scales, ()))
+        form.check_model(ExportJob(described, wanted.scales, SHARD, ()))
         if form.name != "checkpoint":  # which takes all zero points
             names += [expert_file(v.name, remote.manifest.layers[0].index) for v in candidates]
         names += remote.manifest.dense_files(wanted.dense)[:1] if wanted.dense else ()

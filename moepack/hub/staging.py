@@ -6,7 +6,6 @@ files here; the target is then a bundle only if it was one before.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -16,7 +15,7 @@ from types import TracebackType
 
 from moepack.pack.errors import InputError, TargetError
 from moepack.pack.manifest import MANIFEST
-from moepack.pack.writer import check_target, sync
+from moepack.pack.writer import check_target, hold, sync
 
 FOLDER = ".pulling"
 RECORD = ".pulled.json"
@@ -39,23 +38,10 @@ class Staging:
             if self._folder.is_symlink():
                 raise TargetError(f"{self._folder}: is a link: remove it")
             self._new = not self.files.is_dir()
-            self.files.mkdir(parents=True, exist_ok=True)
-            self._lock = self._locked()
+            self._lock = hold(self._folder, f"{target}: another pull is running here: wait for it")
+            self.files.mkdir(exist_ok=True)
         except OSError as error:
             raise TargetError(f"{target}: cannot be written: {error.strerror}") from None
-
-    def _locked(self) -> int:
-        while True:
-            lock = os.open(self._folder / "lock", os.O_CREAT | os.O_RDWR, 0o644)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                os.close(lock)
-                raise TargetError(f"{self.target}: another pull is running here: wait for it") from None
-            if os.fstat(lock).st_nlink:  # else a pull that has just ended removed the folder
-                return lock
-            os.close(lock)
-            self.files.mkdir(parents=True, exist_ok=True)
 
     def publish(self, names: Iterable[str], manifest: bytes, record: dict[str, str]) -> None:
         """Move fetched files into the target: new folders as a whole, and the manifest last.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moepack.pack.errors import InputError, TargetError
-from moepack.pack.writer import check_target, remove_empty, remove_left
+from moepack.pack.writer import LOCK, check_target, remove_empty, remove_left
 from moepack.progress import Reporter
 from moepack.runtime.load import check_device
 
@@ -17,7 +17,7 @@ from .assemble import BuildReport, assemble
 from .executors.engine import check_engine, open_executor
 from .recipe import Recipe, load_recipe
 from .start import resume, start
-from .work import LOCK, WorkDirectory
+from .work import WorkDirectory
 
 
 def build(

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from moepack.pack.tables import FEW_TOKENS
+from moepack.pack.writer import replace_file
 from moepack.progress import Reporter
 from moepack.runtime.devices.glibc import reusing, trim
 
@@ -56,7 +57,7 @@ def enough_windows(
     if known.get("key") != key:
         count, short = _count(directory, stream, windows, how, plan, reporter)
         known = {"key": key, "windows": count, "short": short}
-        directory.write(file, json.dumps(known).encode())
+        replace_file(file, json.dumps(known).encode())
     what = f"calibration takes {known['windows']} windows"
     if known["short"]:
         reporter.note(f"{what}, the most: {known['short']} experts still have fewer than {how.until} tokens")

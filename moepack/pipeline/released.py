@@ -43,7 +43,7 @@ class Holding:
         Raises InputError for experts whose layout is not undone.
         """
         checkpoint = stream.checkpoint
-        served = {name for layer in stream.expert_layers for name in _of_experts(stream, layer)}
+        served = {name for layer in stream.expert_layers for name in of_experts(stream, layer)}
         for name in (n for part in (None, *range(len(stream.layers))) for n in stream.dense_names(part)):
             module, _, leaf = name.rpartition(".")
             version = dense.get(module)
@@ -85,7 +85,7 @@ def as_it_is(stream: StreamedModel, name: str, bf16: bool = False) -> tuple[str,
     return keys if checkpoint.shape(keys[0]) == tuple(model.shape) and f"torch.{dtype}" == str(wanted) else ()
 
 
-def _of_experts(stream: StreamedModel, layer: int) -> Iterator[str]:
+def of_experts(stream: StreamedModel, layer: int) -> Iterator[str]:
     """The tensors that a layer's experts give back."""
     import torch
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS, Version, lossless
+from moepack.pack.writer import replace_file
 from moepack.progress import Reporter
 from moepack.version import __version__
 
@@ -110,7 +111,7 @@ def start(
         fresh,
     )
     record = _record(stream, recipe, sources, windows, keeps_mtp) | {"dense": list(dense)}
-    directory.write(directory.path / "run.json", json.dumps(record, indent=1).encode())
+    replace_file(directory.path / "run.json", json.dumps(record, indent=1).encode())
     _begin_quantize(directory, "quantize", recipe, fresh)
     return LayerWalk(directory, stream, recipe, windows.ids, dense, how, reporter, keep=keep)
 
@@ -194,7 +195,7 @@ def _identity(directory: WorkDirectory, checkpoint: Checkpoint, reporter: Report
     reporter.step(checkpoint.name)
     reporter.inner("bytes", checkpoint.bytes)
     digests, kept = identity(checkpoint, directory.read(directory.path / DIGESTS) or {}, reporter.advance)
-    directory.write(directory.path / DIGESTS, json.dumps(kept, indent=1).encode())
+    replace_file(directory.path / DIGESTS, json.dumps(kept, indent=1).encode())
     return digests
 
 
@@ -304,4 +305,4 @@ def quantize_settings(recipe: Recipe) -> dict[str, Any]:
 def _begin_quantize(directory: WorkDirectory, stage: str, recipe: Recipe, fresh: bool) -> None:
     directory.begin(stage, quantize_settings(recipe), fresh)
     if stage == "quantize":
-        directory.write(directory.path / stage / RECIPE, recipe.text.encode())
+        replace_file(directory.path / stage / RECIPE, recipe.text.encode())

@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from moepack.pack.errors import InputError, TargetError
-from moepack.pack.writer import existing, sync
+from moepack.pack.writer import LOCK, existing, replace_file, sync
 
 from .recipe import OLD_ALLOCATORS
 
 _SETTINGS = "settings.json"
 _OBJECT = re.compile(r"[0-9a-f]{64}\.safetensors")
-LOCK = "lock"
 _REMOVED = "removed-"  # prefix of folders that are being removed
 PROBE = "shared-"  # prefix of files by which machines detect a shared file system
 ADDED = "add-"  # prefix of stages that add versions
@@ -101,7 +100,7 @@ class WorkDirectory:
                     "use the old setting, another --work, or --fresh"
                 )
         (self.path / stage).mkdir(exist_ok=True)
-        self.write(self.path / _SETTINGS, json.dumps({**have, stage: dict(wanted)}, indent=1).encode())
+        replace_file(self.path / _SETTINGS, json.dumps({**have, stage: dict(wanted)}, indent=1).encode())
 
     def holds(self, stage: str) -> bool:
         """Whether any piece of a stage is finished."""
@@ -155,17 +154,8 @@ class WorkDirectory:
         directory = self.piece(stage, layer, "done.json").parent
         for file in directory.iterdir():
             sync(file)
-        self.write(directory / "done.json", json.dumps(dict(note)).encode())
+        replace_file(directory / "done.json", json.dumps(dict(note)).encode())
         sync(directory)
-
-    def write(self, path: Path, data: bytes) -> None:
-        """Write or replace a small file in one step: a killed process leaves the old file or the new one."""
-        temporary = path.with_name(path.name + ".partial")
-        with temporary.open("wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        temporary.rename(path)
 
 
 def _short(value: Any) -> str:

@@ -29,15 +29,23 @@ class AffineMatrix:
 
     def dequantise(self, version: Version) -> npt.NDArray[np.float32]:
         """The weights, float32 [rows, cols]: scale * (code - zero)."""
-        bits, cols = version.bits, self.codes.shape[1]
+        bits, (rows, cols) = version.bits, self.codes.shape
         if self.zero is None:
             zero = np.full(self.scale.shape, ((1 << bits) - 1) / 2, np.float32)
         else:
             zero = self.zero.astype(np.float32) * np.float32(2.0 ** (bits - 8))
-        group = np.arange(cols) // version.group_size
         half = version.scale_dtype == "F16"
         scale = self.scale.view(np.float16).astype(np.float32) if half else bf16_to_float32(self.scale)
-        return (self.codes.astype(np.float32) - zero[:, group]) * scale[:, group]
+        out = self.codes.astype(np.float32)
+        if cols % version.group_size:
+            group = np.arange(cols) // version.group_size
+            out -= zero[:, group]
+            out *= scale[:, group]
+            return out
+        grouped = out.reshape(rows, -1, version.group_size)
+        grouped -= zero[..., None]
+        grouped *= scale[..., None]
+        return out
 
 
 def encode(matrices: Sequence[Matrix], version: Version, values: Sequence[Any]) -> Buffer:

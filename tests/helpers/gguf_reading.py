@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-_FORMS = {4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q"}
+_FORMS = {2: "<H", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q"}
+
+
+def whole(paths: Sequence[Path]) -> Reading:
+    """The files of a split model as one: each says its number, their count and that of all tensors."""
+    files = [Reading(path) for path in paths]
+    for i, file in enumerate(files):
+        assert (file.keys["split.no"], file.keys["split.count"]) == (i, len(files))
+        assert file.keys["split.tensors.count"] == sum(len(f.names()) for f in files)
+        assert (len(file.keys) == 3) == (i > 0)
+    return Joined(files)
 
 
 class Reading:
@@ -49,7 +60,7 @@ class Reading:
 
     def _raw(self, name: str) -> np.ndarray:
         shape, kind, offset = self._infos[name]
-        block, size = {0: (1, 4), 2: (32, 18), 8: (32, 34), 30: (1, 2), 39: (32, 17)}[kind]
+        block, size = {0: (1, 4), 2: (32, 18), 8: (32, 34), 30: (1, 2), 39: (32, 17), 41: (128, 18)}[kind]
         begin = self._base + offset
         assert offset % 32 == 0
         return np.frombuffer(self._data, np.uint8, int(np.prod(shape)) // block * size, begin).reshape(-1, size)
@@ -67,7 +78,23 @@ class Reading:
             return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
         if kind == 8:
             return (raw[:, :2].copy().view("<f2").astype(np.float32) * raw[:, 2:].view(np.int8)).reshape(shape)
+        if kind == 41:
+            signs = np.unpackbits(raw[:, 2:], axis=1, bitorder="little").astype(np.float32) * 2 - 1
+            return (raw[:, :2].copy().view("<f2").astype(np.float32) * signs).reshape(shape)
         codes = np.concatenate([raw[:, -16:] & 15, raw[:, -16:] >> 4], axis=1)
         if kind == 2:
             return (raw[:, :2].copy().view("<f2").astype(np.float32) * (codes.astype(np.float32) - 8)).reshape(shape)
         return (np.exp2(raw[:, :1].astype(np.float32) - 127) * E2M1[codes]).reshape(shape)
+
+
+class Joined(Reading):
+    """Several files as one."""
+
+    def __init__(self, files: Sequence[Reading]) -> None:
+        self.keys, self._files = files[0].keys, {name: file for file in files for name in file.names()}
+
+    def names(self) -> dict[str, int]:
+        return {name: file.names()[name] for name, file in self._files.items()}
+
+    def tensor(self, name: str) -> np.ndarray:
+        return self._files[name].tensor(name)

@@ -29,7 +29,7 @@ from moepack.calibrate.native import RowPlaces
 from moepack.calibrate.released.announced import announced_version
 from moepack.calibrate.stream import StreamedModel
 from moepack.export import export_checkpoint
-from moepack.export.filled import FilledFile
+from moepack.export.files.filled import FilledFile
 from moepack.pack.errors import InputError, TargetError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import Version, encoding_of
@@ -150,12 +150,11 @@ def check_whole_or_absent(folder: Path) -> None:
     room = folder / "room"
     room.mkdir()
 
-    (room / ".c.partial-0").mkdir()  # as one that was killed leaves it
     seen: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         spy(patch, FilledFile, "close", lambda file: seen.extend(p.name for p in room.iterdir()))
         export_checkpoint(folder / "b", room / "c")
-    assert len(seen) == 1 and seen[0].startswith(".c.partial-") and seen != [".c.partial-0"]
+    assert seen == [".c.exporting"]
     assert [p.name for p in room.iterdir()] == ["c"]
     with pytest.raises(TargetError, match="lies in the bundle"):
         export_checkpoint(folder / "b", folder / "b" / "c")
@@ -188,9 +187,9 @@ def check_kills(folder: Path) -> None:
     for when in (0, len(puts) // 2, len(puts) - 1, None):
         assert os.waitpid(forked(lambda when=when: killed(when)), 0)[1] == signal.SIGKILL  # type: ignore[misc]
         (left,) = room.iterdir()
-        assert left.name.startswith(".c.partial-")
+        assert left.name == ".c.exporting"
         with pytest.raises(InputError, match=r"no config\.json"):
-            open_checkpoint(left)
+            open_checkpoint(left / "files")
     export_checkpoint(folder / "b", room / "c")
     assert [p.name for p in room.iterdir()] == ["c"] and tree(room / "c") == whole
 

@@ -1,12 +1,14 @@
 """Matrices as blocks of ggml's types: codes and scales are put in their places, and no value is rounded.
 
 Q8_0: FP16 d, 32 signed bytes q; d * q. Q4_0: FP16 d, 16 bytes; d * (q - 8), code j in the low and j + 16 in the high
-half of byte j. MXFP4: an E8M0 scale, 16 bytes of E2M1 codes in the same order. (ggml-common.h, ggml-quants.c)
+half of byte j. MXFP4: an E8M0 scale, 16 bytes of E2M1 codes in the same order. Q1_0: FP16 d, 16 bytes of bits; d where
+a bit is 1, -d where it is 0, the lowest first. (ggml-common.h, ggml-quants.c)
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +21,10 @@ from moepack.pack.spec import Version
 
 from ..values import Values
 from ..zeros import extents, zero_points
-from .file import BF16, F32, MXFP4, Q4_0, Q8_0, Type
+from .file import BF16, F32, MXFP4, Q1_0, Q4_0, Q8_0, Type
 
 Bytes = npt.NDArray[np.uint8]
-BLOCK = 32
+BLOCK, BLOCK_1 = 32, Q1_0.block
 _TINY = 0x0080  # BF16 bits of the scale of a group of zeros (quantize.grid.fix_scale): any scale gives its values
 
 
@@ -30,8 +32,8 @@ def type_of(version: Version) -> Type | None:
     """The type that holds a version's values; None if no type does."""
     if version.plain:
         return BF16
-    if isinstance(version, Affine) and version.stores_zeros:
-        return {8: Q8_0, 4: Q4_0}.get(version.bits)
+    if isinstance(version, Affine):
+        return {8: Q8_0, 4: Q4_0, 1: Q1_0}.get(version.bits)
     return MXFP4 if version.name == "mxfp4" else None
 
 
@@ -39,12 +41,17 @@ def refusal(bundle: Bundle, version: Version, dense: bool) -> str | None:
     """Why a version's matrices are not exported; None if they are."""
     kind = type_of(version)
     if kind is None:
-        return "no type of GGUF holds its values: there are bf16, w8 (Q8_0), w4 (Q4_0) and mxfp4"
+        return "no type of GGUF holds its values: there are bf16, w8 (Q8_0), w4 (Q4_0), w1 (Q1_0) and mxfp4"
     matrices = [(f"layer {x.index}, {m.name}", m) for x in bundle.layers for m in x.matrices]
     for where, m in [(d.module, d.matrix) for d in bundle.manifest.dense] if dense else matrices:
         if m.cols % kind.block:
             return f"{where} has {m.cols} columns, not whole blocks of {kind.block}"
-    if kind not in (Q8_0, Q4_0):
+    if kind is Q1_0 and version.group_size % BLOCK_1:
+        return (
+            f"Q1_0 has a scale for {BLOCK_1} weights, and this one for {version.group_size}: build it with "
+            "group_size: {w1: 128} in the recipe, or take --to checkpoint"
+        )
+    if kind not in (Q8_0, Q4_0, Q1_0):
         return None
     found = zero_points(bundle, version, dense)
     if not found.symmetric:
@@ -53,7 +60,8 @@ def refusal(bundle: Bundle, version: Version, dense: bool) -> str | None:
             "quantise with zeros: symmetric in the recipe, or take --bits bf16 or --to checkpoint"
         )
     if small := _beyond_fp16(bundle, version, dense):
-        return f"{small:,} of its scales are beyond FP16, in which {kind.name} has them: take --to compressed-tensors"
+        other = "checkpoint" if kind is Q1_0 else "compressed-tensors"
+        return f"{small:,} of its scales are beyond FP16, in which {kind.name} has them: take --to {other}"
     return None
 
 
@@ -62,35 +70,44 @@ def _beyond_fp16(bundle: Bundle, version: Version, dense: bool) -> int:
     """The number of scales that FP16 does not hold."""
     if version.scale_dtype == "F16":
         return 0
-    count = 0
+    count, half = 0, np.float32(0.5 if version.bits == 1 else 1)  # levels of one bit are half a scale
     for matrices, extent in extents(bundle, version, dense):
         for section in version.sections(matrices):
             if section.kind == "scale":
                 bits = section_array(extent, section).astype(np.uint16)
-                exact = bf16_to_float32(bits)
+                exact = bf16_to_float32(bits) * half
                 with np.errstate(over="ignore"):
                     lost = exact.astype(np.float16).astype(np.float32) != exact
-                count += int(np.count_nonzero(lost & (bits != _TINY)))
+                count += int(np.count_nonzero(lost & ((bits != _TINY) | (version.bits == 1))))
     return count
 
 
-def blocks(values: Values, rows: slice) -> Bytes:
-    """The bytes of some rows of a matrix, in the type of its version."""
-    kind, decoded = type_of(values.version), values.decoded
+def blocks(values: Values, rows: slice, kind: Type) -> Bytes:
+    """The bytes of some rows of a matrix, in a type: its version's, or rounded to BF16."""
+    version, decoded = values.version, values.decoded
     if kind is BF16:
-        bits: npt.NDArray[np.uint16] = values.version.dequantise(decoded)[rows]  # type: ignore[assignment]
-        return np.ascontiguousarray(bits).view(np.uint8).reshape(-1)
+        return values.weight[rows].contiguous().view(_bits()).numpy().reshape(-1)
     codes = decoded.codes[rows]
-    each = codes.reshape(-1, BLOCK)
-    scale = np.repeat(decoded.scale[rows], values.version.group_size // BLOCK, axis=1)[:, : codes.shape[1] // BLOCK]
+    each = codes.reshape(-1, kind.block)
+    repeat, per_row = version.group_size // kind.block, codes.shape[1] // kind.block
+    scale = np.repeat(decoded.scale[rows], repeat, axis=1)[:, :per_row]
     if kind is MXFP4:
         return np.concatenate([scale.reshape(-1, 1), _halves(each)], axis=1).reshape(-1)
-    if values.version.scale_dtype == "F16":
-        half = np.ascontiguousarray(scale).reshape(-1, 1).view(np.uint8)
+    if version.scale_dtype == "F16":
+        half = np.ascontiguousarray(scale).view(np.float16)
     else:
-        half = bf16_to_float32(scale).astype(np.float16).reshape(-1, 1).view(np.uint8)
-    own = each ^ np.uint8(0x80) if kind is Q8_0 else _halves(each)  # less 128, as a signed byte
-    return np.concatenate([half, own], axis=1).reshape(-1)
+        half = (bf16_to_float32(scale) * np.float32(0.5 if kind is Q1_0 else 1)).astype(np.float16)
+    if kind is Q8_0:
+        own = each ^ np.uint8(0x80)  # less 128, as a signed byte
+    else:
+        own = _halves(each) if kind is Q4_0 else np.packbits(each, axis=1, bitorder="little")
+    return np.concatenate([half.reshape(-1, 1).view(np.uint8), own], axis=1).reshape(-1)
+
+
+def _bits() -> Any:
+    import torch
+
+    return torch.uint8
 
 
 def _halves(codes: Bytes) -> Bytes:

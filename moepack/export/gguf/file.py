@@ -1,6 +1,7 @@
-"""The GGUF file format, version 3: keys and values, tensors of ggml's types, written in any order. No value is changed.
+"""The GGUF file format, version 3: keys and values, tensors of ggml's types, in one file or split as llama.cpp does.
 
-Numbers are little-endian; a tensor's shape stands with its columns first; data begin at multiples of ALIGNMENT.
+Numbers are little-endian; a tensor's shape stands with its columns first; data begin at multiples of ALIGNMENT. Of a
+split model the first file has the model's keys, and every one has its number, their count, and that of all tensors.
 """
 
 from __future__ import annotations
@@ -9,19 +10,19 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from moepack.pack.errors import InputError
 from moepack.pack.sections import align
 
-ALIGNMENT = 32
-_UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9  # types of values
+from ..files import ExportDirectory, Files, cut
 
-Metadata = Mapping[str, int | float | bool | str | Sequence[str] | Sequence[int]]
+ALIGNMENT = 32
+_UINT16, _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 2, 4, 5, 6, 7, 8, 9  # types of values
+FILE = "model"
+
+Metadata = Mapping[str, int | float | bool | str | np.uint16 | np.int32 | Sequence[str] | Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +35,9 @@ class Type:
     size: int
 
 
-F32, Q4_0, Q8_0, BF16, MXFP4 = (
+F32, Q4_0, Q8_0, BF16, MXFP4, Q1_0 = (
     Type("F32", 0, 1, 4), Type("Q4_0", 2, 32, 18), Type("Q8_0", 8, 32, 34), Type("BF16", 30, 1, 2),
-    Type("MXFP4", 39, 32, 17),
+    Type("MXFP4", 39, 32, 17), Type("Q1_0", 41, 128, 18),
 )  # fmt: skip
 
 
@@ -66,9 +67,34 @@ def header(metadata: Metadata, tensors: Mapping[str, Tensor]) -> bytes:
     return out + bytes(-len(out) % ALIGNMENT)
 
 
-def size_of(metadata: Metadata, tensors: Mapping[str, Tensor]) -> int:
-    """Bytes of the whole file."""
-    return len(header(metadata, tensors)) + sum(align(t.bytes, ALIGNMENT) for t in tensors.values())
+def size_of(metadata: Metadata, tensors: Mapping[str, Tensor], most: int) -> int:
+    """Bytes of the files of a model, each of at most `most`, but for one tensor that is larger."""
+    heads = sum(len(header(*part)) for part in _parts(metadata, tensors, most).values())
+    return heads + sum(align(t.bytes, ALIGNMENT) for t in tensors.values())
+
+
+def open_files(
+    work: ExportDirectory, folder: str, metadata: Metadata, tensors: Mapping[str, Tensor], most: int
+) -> Files:
+    """The files of a model, to be filled in a folder of a working directory."""
+    parts = _parts(metadata, tensors, most)
+    sizes = {file: {name: t.bytes for name, t in part.items()} for file, (_, part) in parts.items()}
+    return Files(work, folder, sizes, lambda file: header(*parts[file]), ALIGNMENT)
+
+
+def _parts(
+    metadata: Metadata, tensors: Mapping[str, Tensor], most: int
+) -> dict[str, tuple[Metadata, dict[str, Tensor]]]:
+    parts = cut(tensors, lambda t: align(t.bytes, ALIGNMENT), most)
+    if len(parts) == 1:
+        return {f"{FILE}.gguf": (metadata, parts[0])}
+    out: dict[str, tuple[Metadata, dict[str, Tensor]]] = {}
+    for i, part in enumerate(parts):
+        own: dict[str, Any] = {} if i else dict(metadata)
+        own |= {"split.no": np.uint16(i), "split.count": np.uint16(len(parts))}
+        own |= {"split.tensors.count": np.int32(len(tensors))}
+        out[f"{FILE}-{i + 1:05d}-of-{len(parts):05d}.gguf"] = own, part
+    return out
 
 
 def _text(value: str) -> bytes:
@@ -81,6 +107,10 @@ def _value(value: Any) -> bytes:
         return struct.pack("<IB", _BOOL, value)
     if isinstance(value, int):
         return struct.pack("<II", _UINT32, value)
+    if isinstance(value, np.uint16):
+        return struct.pack("<IH", _UINT16, value)
+    if isinstance(value, np.int32):
+        return struct.pack("<Ii", _INT32, value)
     if isinstance(value, float):
         return struct.pack("<If", _FLOAT32, value)
     if isinstance(value, str):
@@ -88,30 +118,3 @@ def _value(value: Any) -> bytes:
     strings = all(isinstance(item, str) for item in value)
     data = b"".join(map(_text, value)) if strings else struct.pack(f"<{len(value)}i", *value)
     return struct.pack("<IIQ", _ARRAY, _STRING if strings else _INT32, len(value)) + data
-
-
-class File:
-    """A file that has its header and its size from the start."""
-
-    def __init__(self, path: Path, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
-        self._file, head = path.open("wb"), header(metadata, tensors)
-        self._file.write(head)
-        self._places, at = dict[str, int](), len(head)
-        for name, t in tensors.items():
-            self._places[name] = at
-            at += align(t.bytes, ALIGNMENT)
-        self._file.truncate(at)
-        self._left = {name: t.bytes for name, t in tensors.items()}
-
-    def put(self, name: str, data: npt.NDArray[np.uint8], at: int = 0) -> None:
-        """Write bytes of a tensor, from a byte of it on."""
-        self._file.seek(self._places[name] + at)
-        self._file.write(np.ascontiguousarray(data).data)
-        self._left[name] -= data.size
-
-    def close(self) -> None:
-        """Finish the file. Raises InputError if bytes of a tensor were not written."""
-        self._file.close()
-        for name, left in self._left.items():
-            if left:
-                raise InputError(f"{self._file.name}: {name}: {left} bytes are not in the bundle: it is damaged")

@@ -1,9 +1,8 @@
-"""`gguf`: one file for llama.cpp, of the types that hold a version's values exactly."""
+"""`gguf`: a file for llama.cpp, or several, of the types that hold a version's values exactly."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,19 +13,24 @@ from moepack.pack.spec import Version
 from moepack.progress import Reporter
 
 from ..beside import own_config
+from ..files import ExportDirectory, Files, each
 from ..targets import ExportJob, Target
 from ..values import Values
 from . import blocks
-from .file import BF16, F32, File, Metadata, Tensor, size_of
+from .file import BF16, F32, Metadata, Tensor, Type, open_files, size_of
 from .names import Family, family_of, settings
 from .tokens import tokenizer
-
-FILE = "model.gguf"
 
 
 @dataclass(frozen=True)
 class Gguf(Target):
     """See the module."""
+
+    def type_of(self, version: Version) -> Type:
+        """The type of matrices in a version that is not refused."""
+        kind = blocks.type_of(version)
+        assert kind is not None, "refused before"
+        return kind
 
     def refusal(self, bundle: Bundle, version: Version, dense: bool = False) -> str | None:
         """See Target."""
@@ -38,7 +42,7 @@ class Gguf(Target):
 
     def check_model(self, job: ExportJob) -> None:
         """See Target."""
-        settings(str(job.bundle.path), _family(job), _config(job))
+        settings(str(job.bundle.path), model_family(job), _config(job))
         for layer in job.bundle.layers:
             if any(m.bias for m in layer.matrices):
                 raise InputError(f"--to gguf: {job.bundle.path}: its experts have biases, which are not known here")
@@ -54,9 +58,8 @@ class Gguf(Target):
         return ("the file has no tokenizer: llama.cpp has no name here for how the model's cuts text",)
 
     def _layer(self, job: ExportJob, position: int, version: Version) -> dict[str, Tensor]:
-        layer, family, out = job.bundle.layers[position], _family(job), dict[str, Tensor]()
-        kind = blocks.type_of(version)
-        assert kind is not None, "refused before"
+        layer, family, out = job.bundle.layers[position], model_family(job), dict[str, Tensor]()
+        kind = self.type_of(version)
         for m in layer.matrices:
             parts = family.experts[m.name]
             for part in parts:
@@ -65,11 +68,10 @@ class Gguf(Target):
 
     def _other(self, job: ExportJob) -> dict[str, tuple[str, Tensor]]:
         """The tensors outside the experts: their names in the bundle, by those in the file."""
-        family, dense, out = _family(job), job.bundle.dense(), dict[str, tuple[str, Tensor]]()
+        family, dense, out = model_family(job), job.bundle.dense(), dict[str, tuple[str, Tensor]]()
         shapes = {name: (shape, BF16) for name, shape in dense.items()}
         for d, version in job.dense_pairs():
-            kind = blocks.type_of(version)
-            assert kind is not None, "refused before"
+            kind = self.type_of(version)
             shapes[f"{d.module}.weight"] = (d.matrix.rows, d.matrix.cols), kind
             if d.matrix.bias:
                 raise InputError(f"--to gguf: {d.module} has a bias, which {family.architecture} has not")
@@ -99,40 +101,53 @@ class Gguf(Target):
 
     def file_bytes(self, job: ExportJob) -> int:
         """See Target."""
-        return size_of(_metadata(job), self._tensors(job))
+        return size_of(_metadata(job), self._tensors(job), job.shard)
 
-    def write(self, job: ExportJob, folder: Path, reporter: Reporter) -> list[str]:
-        """See Target: one file, with the tokenizer in it."""
+    def write(self, job: ExportJob, work: ExportDirectory, reporter: Reporter) -> list[str]:
+        """See Target: one file or several, with the tokenizer in the first."""
+        return self.write_into(ExportDirectory.FILES, job, work, reporter)
+
+    def write_into(self, folder: str, job: ExportJob, work: ExportDirectory, reporter: Reporter) -> list[str]:
+        """Write the files into a folder of the working directory; returns their names."""
         job.bundle.check()
-        file = File(folder / FILE, _metadata(job), self._tensors(job))
+        files = open_files(work, folder, _metadata(job), self._tensors(job), job.shard)
         reporter.stage("export", 1 + len(job.bundle.layers))
         reporter.step("outside the experts")
         dense, versions = job.bundle.dense(), {f"{d.module}.weight": (d, v) for d, v in job.dense_pairs()}
         for theirs, (name, tensor) in self._other(job).items():
+            if not files.wants((theirs,)):
+                continue
             if name in versions:
                 d, version = versions[name]
-                file.put(theirs, blocks.blocks(Values.of_dense(job.bundle, version.name, d.module), slice(None)))
+                values = Values.of_dense(job.bundle, version.name, d.module)
+                files.put(theirs, blocks.blocks(values, slice(None), tensor.type))
             elif tensor.type is F32:
-                file.put(theirs, blocks.plain(dense.numpy(name).astype(np.float32)))
+                files.put(theirs, blocks.plain(dense.numpy(name).astype(np.float32)))
             else:
                 own = dense.torch(name).view(-1).view(_bits()).numpy()
-                file.put(theirs, blocks.plain(own))
+                files.put(theirs, blocks.plain(own))
         for position, layer in enumerate(job.bundle.layers):
             reporter.step(f"layer {layer.index}")
-            self._write_layer(job, position, file)
-        file.close()
-        return [FILE]
+            self._write_layer(job, position, files)
+        files.close()
+        return files.names
 
-    def _write_layer(self, job: ExportJob, position: int, file: File) -> None:
-        layer, family = job.bundle.layers[position], _family(job)
-        for e in range(layer.experts):
+    def _write_layer(self, job: ExportJob, position: int, files: Files) -> None:
+        layer, family = job.bundle.layers[position], model_family(job)
+        tensors = self._layer(job, position, job.version(position, 0))
+
+        def write(e: int) -> None:
             version = job.experts[position][e]
             for m, values in zip(layer.matrices, Values.of_expert(job.bundle, version, position, e), strict=True):
                 parts = family.experts[m.name]
                 step = m.rows // len(parts)
                 for i, part in enumerate(parts):
-                    data = blocks.blocks(values, slice(i * step, (i + 1) * step))
-                    file.put(f"blk.{layer.index}.{part}.weight", data, e * data.size)
+                    name = f"blk.{layer.index}.{part}.weight"
+                    data = blocks.blocks(values, slice(i * step, (i + 1) * step), tensors[name].type)
+                    files.put(name, data, e * data.size)
+
+        if files.wants(tensors):
+            each(write, layer.experts)
 
 
 def _bits() -> Any:
@@ -145,13 +160,14 @@ def _config(job: ExportJob) -> dict[str, Any]:
     return own_config(job.bundle)
 
 
-def _family(job: ExportJob) -> Family:
+def model_family(job: ExportJob) -> Family:
+    """What llama.cpp knows of the job's model. Raises InputError for one that is not known here."""
     return family_of(str(job.bundle.path), _config(job))
 
 
 def _metadata(job: ExportJob) -> Metadata:
     config = _config(job)
-    keys = settings(str(job.bundle.path), _family(job), config)
+    keys = settings(str(job.bundle.path), model_family(job), config)
     return keys | (tokenizer(job.bundle.path, config["vocab_size"]) or {"tokenizer.ggml.model": "none"})
 
 

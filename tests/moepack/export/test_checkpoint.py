@@ -14,7 +14,6 @@ from support import cli, ok, refused
 from transformers import AutoModelForCausalLM
 
 from moepack.export import Wanted, export
-from moepack.export import shards as sharding
 from moepack.export.targets import TARGETS
 from moepack.pack.errors import TargetError
 from moepack.pack.reader import open_bundle
@@ -57,13 +56,12 @@ def test_every_layout(family: str, demo_model: Path, text: Path, tmp_path: Path)
                 assert torch.equal(own, values.to(torch.bfloat16)), (layer.index, e, name)
 
 
-def test_a_map_and_shards(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_map_and_shards(bundle: Path, tmp_path: Path) -> None:
     """A version an expert, and files of at most so many bytes, with an index that transformers reads."""
     opened = open_bundle(bundle)
     rows = [[("bf16", "w4", "w2")[(i + e) % 3] for e in range(x.experts)] for i, x in enumerate(opened.layers)]
     (tmp_path / "map.json").write_text(json.dumps({"versions": rows}))
-    monkeypatch.setattr(sharding, "SHARD", 1_000_000)
-    made = export(bundle, tmp_path / "out", wanted=Wanted(map=str(tmp_path / "map.json")))
+    made = export(bundle, tmp_path / "out", wanted=Wanted(map=str(tmp_path / "map.json"), shard="1MB"))
     sizes = [(tmp_path / "out" / name).stat().st_size for name in made.files]
     assert len(sizes) > 3 and sum(sizes) == made.bytes
     assert all(sum(t.nbytes for t in load_file(tmp_path / "out" / n).values()) <= 1_048_576 for n in made.files)
@@ -101,6 +99,7 @@ def test_a_dry_run_writes_nothing(bundle: Path, tmp_path: Path) -> None:
         (("--bits", "4", "--scales", "fp64"), "--scales fp64: there are bf16, fp32"),
         (("--bits", "4", "--scales", "fp32"), "--scales fp32: --to checkpoint has no choice of scales: leave"),
         (("--scales", "fp32"), "--scales fp32: --to checkpoint has no choice of scales: leave"),
+        (("--bits", "4", "--shard-size", "0"), "--shard-size 0: a file holds more than no bytes"),
         (("--bits", "4", "--dense", "w8"), "--dense w8: its dense matrices have no versions"),
         (("--fit", "1MB"), "--fit 1MB: the smallest that is exported takes"),
     ],

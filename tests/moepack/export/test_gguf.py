@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from ctypes import c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +15,10 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from gguf_reading import Reading
+from gguf_llama import greedy, library, llama_python, packages
+from gguf_reading import Reading, whole
 from native_checkpoints import released, small
-from support import Notes, cli, refused
+from support import ROOT, Notes, cli, ok, refused, tree
 
 import moepack
 from moepack.export import Wanted, export
@@ -26,7 +31,7 @@ Made = Callable[[str], Path]
 NATIVE = (
     "quantize: {method: rtn, group_size: 32, loss_tokens: 64}\ncalibration: {samples: 2, length: 64, batch_size: 2}\n"
 )
-BF16, Q8_0, Q4_0, MXFP4 = 30, 8, 2, 39
+BF16, Q8_0, Q4_0, MXFP4, Q1_0 = 30, 8, 2, 39, 41
 
 
 def same_experts(read: Callable[[str], np.ndarray], bundle: Bundle, version: str) -> bool:
@@ -74,6 +79,50 @@ def test_mxfp4_is_passed_through(demo_model: Path, text: Path, tmp_path: Path) -
     file = Reading(tmp_path / "out" / "model.gguf")
     assert {n: k for n, k in file.names().items() if k == MXFP4}.keys() == {n for n in file.names() if "_exps" in n}
     assert same_experts(file.tensor, open_bundle(tmp_path / "bundle"), "mxfp4")
+
+
+def test_one_bit_in_groups_of_128(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """Signs and half of each scale, bit for bit, also by llama.cpp's own function; other groups are refused."""
+    wide = {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 4}
+    tiny_models.save_tiny("qwen3_moe", tmp_path / "checkpoint", demo_model, **wide)
+    recipe = "versions: [w2, w1]\n" + NATIVE.replace("32", "{w2: 64, w1: 128}")
+    build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(recipe, "test"), [text])
+    export(tmp_path / "bundle", tmp_path / "out", "gguf", Wanted(bits="1"))
+    file, bundle = Reading(tmp_path / "out" / "model.gguf"), open_bundle(tmp_path / "bundle")
+    assert {k for n, k in file.names().items() if "_exps" in n} == {Q1_0}
+    assert same_experts(file.tensor, bundle, "w1")
+    if (ggml := library("ggml-base")) is not None:
+        raw, out = file._raw("blk.0.ffn_down_exps.weight").copy(), np.empty((4, 128, 128), np.float32)
+        ggml.dequantize_row_q1_0(*(c_void_p(a.ctypes.data) for a in (raw, out)), c_int64(out.size))
+        assert np.array_equal(out[3], bundle.expert("w1", 0, 3).numpy()["down"])
+    if (python := llama_python()) is not None:
+        assert len(greedy(python, tmp_path / "out" / "model.gguf").split()) == 8
+    build(tmp_path / "checkpoint", tmp_path / "other", parse_recipe(recipe.replace("128", "64"), "test"), [text])
+    answer = cli("export", tmp_path / "other", "-o", tmp_path / "no", "--to", "gguf", "--bits", "1", "-q")
+    refused(answer, "w1 is not exported: Q1_0 has a scale for 128 weights, and this one for 64: build it with")
+
+
+def test_it_is_split_as_llama_cpp_does(of_zeros: Made, tmp_path: Path) -> None:
+    """Names, keys and types of keys; every value; files of at most so many bytes; and llama.cpp loads it."""
+    bundle = open_bundle(of_zeros("symmetric"))
+    wanted = Wanted(bits="4", dense="w8", shard="150kB")
+    dry, made = (export(bundle.path, tmp_path / "out", "gguf", wanted, only) for only in (True, False))
+    count = len(made.files)
+    assert list(made.files) == [f"model-{i:05d}-of-{count:05d}.gguf" for i in range(1, count + 1)] and count > 4
+    paths = [tmp_path / "out" / name for name in made.files]
+    assert dry.bytes == made.bytes == sum(p.stat().st_size for p in paths)
+    file = whole(paths)
+    assert same_experts(file.tensor, bundle, "w4")
+    export(bundle.path, tmp_path / "one", "gguf", Wanted(bits="4", dense="w8"))
+    one = Reading(tmp_path / "one" / "model.gguf")
+    assert (
+        file.names() == one.names() and {k: v for k, v in file.keys.items() if not k.startswith("split.")} == one.keys
+    )
+    assert np.array_equal(file.tensor("token_embd.weight"), one.tensor("token_embd.weight"))
+    assert all(p.stat().st_size < 152_000 or len(Reading(p).names()) == 1 for p in paths[1:])
+    if (python := llama_python()) is not None:
+        said = [greedy(python, path) for path in (tmp_path / "one" / "model.gguf", paths[0])]
+        assert said[0] == said[1] and len(said[0].split()) == 8
 
 
 def test_libraries_read_it(of_zeros: Made, tmp_path: Path) -> None:
@@ -146,3 +195,86 @@ def test_what_gguf_does_not_hold(of_zeros: Made, demo_model: Path, text: Path, t
     notes = Notes()
     export(of_zeros("symmetric"), tmp_path / "out", "gguf", Wanted(fit="4MB"), True, notes)
     assert notes.notes == [] and not (tmp_path / "out").exists()
+
+
+LOSSY = """
+import os, sys
+sys.path.append(sys.argv.pop(1))
+from moepack.cli import main
+from moepack.export.files import ExportDirectory
+when, real = int(sys.argv.pop(1)), ExportDirectory.finish
+def finish(self, *names):
+    real(self, *names)
+    if len(self._whole) == when:
+        os._exit(9)
+ExportDirectory.finish = finish
+main()
+"""
+
+
+def lossy(*words: str | Path, when: int = 0) -> tuple[int, str, str]:
+    """Run `export --lossy` where llama_cpp is found; it ends once `when` files are whole."""
+    where = packages()
+    assert where is not None
+    done = subprocess.run(
+        [sys.executable, "-c", LOSSY, where, str(when), "export", *words, "--to", "gguf", "-q"],
+        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.skipif(packages() is None, reason="llama-cpp-python is not installed")
+def test_k_quants_lose_and_say_how_much(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """The mix is llama.cpp's; errors are those of the values that the gguf package reads; a stop changes no byte."""
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
+    wide = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 4}
+    tiny_models.save_tiny("qwen3_moe", tmp_path / "checkpoint", demo_model, **wide)
+    recipe = "versions: [bf16, w4]\ndense: [w8]\n" + NATIVE
+    build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(recipe, "test"), [text])
+    words = (tmp_path / "bundle", "--bits", "4", "--lossy", "Q4_K_M", "--shard-size", "800kB")
+    said = json.loads(ok(lossy(*words, "-o", tmp_path / "out", "--json")))
+    files = [tmp_path / "out" / name for name in said["files"]]
+    assert len(files) > 2 and said["bytes"] == sum(p.stat().st_size for p in files) and not said["exact"]
+    assert said["lost"]["mix"] == "Q4_K_M" and 4.5 <= said["bits"] < 6 and said["bits"] == said["lost"]["bits"]
+    bundle, found = open_bundle(tmp_path / "bundle"), {t.name: t for p in files for t in GGUFReader(p).tensors}
+    kinds = {t.tensor_type.name for t in found.values()}
+    assert {"Q4_K", "Q6_K", "F32"} <= kinds and "BF16" not in kinds
+    squares = power = 0.0
+    for layer in bundle.layers:
+        tensor = found[f"blk.{layer.index}.ffn_down_exps.weight"]
+        got = dequantize(tensor.data, tensor.tensor_type)
+        for e in range(layer.experts):
+            own = bundle.expert("w4", layer.index, e).numpy()["down"].astype(np.float64)
+            squares, power = squares + np.square(got[e] - own).sum(), power + np.square(own).sum()
+    error = said["lost"]["error"]
+    assert error["ffn_down_exps"] == pytest.approx(squares / power, rel=1e-4) and 1e-4 < squares / power < 0.02
+    assert set(error) == {"token_embd", "output", *(f"attn_{n}" for n in ("q", "k", "v", "output"))} | {
+        f"ffn_{n}_exps" for n in ("gate", "up", "down")
+    }
+    python = llama_python()
+    assert python is not None and len(greedy(python, files[0]).split()) == 8
+    for when in (1, len(files), 2 * len(files)):  # a file in BF16, all of them, all that llama.cpp made
+        assert lossy(*words, "-o", tmp_path / "again", when=when)[0] == 9
+        assert not (tmp_path / "again").exists()
+    line = ok(lossy(*words, "-o", tmp_path / "again"))
+    assert tree(tmp_path / "again") == tree(tmp_path / "out")
+    assert "quantised to Q4_K_M, with a relative squared error of " in line and f"{error['attn_q']:.5f} (Q4_K)" in line
+
+
+def test_lossy_is_named_and_refused(of_zeros: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = of_zeros("symmetric")
+
+    def asked(*words: str) -> tuple[int, str, str]:
+        return cli("export", bundle, "-o", tmp_path / "out", "-q", "--lossy", *words)
+
+    known = "--lossy IQ1_S: there are Q2_K, Q3_K_S, Q3_K_M, Q3_K_L, Q4_K_S, Q4_K_M, Q5_K_S, Q5_K_M, Q6_K"
+    refused(asked("Q4_K_M", "--to", "gptq", "--bits", "4"), "--to gptq --lossy Q4_K_M: only --to gguf has")
+    refused(asked("IQ1_S", "--to", "gguf", "--bits", "4"), known)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    refused(asked("Q4_K_M", "--to", "gguf", "--bits", "4"), "llama.cpp quantises, and is not here. Run: pip install ")
+    monkeypatch.setattr("moepack.export.gguf.lossy.Llama", lambda: None)
+    refused(asked("Q4_K_M", "--to", "gguf", "--bits", "4", "--dry-run"), "--dry-run and --lossy: ")
+    refused(asked("Q4_K_M", "--to", "gguf", "--fit", "4MB"), "--fit and --lossy: ")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,168 @@
+"""An export's files of tensors: known beforehand, filled in any order, left alone where a stopped export wrote them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from moepack.pack.errors import InputError
+from moepack.pack.manifest import DENSE, DENSE_INDEX
+from moepack.pack.safetensors_file import DTYPES, make_header
+
+from .filled import FilledFile
+from .work import ExportDirectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+Entries = dict[str, tuple[str, tuple[int, ...]]]  # names to dtypes, as safetensors calls them, and shapes
+WORKERS = min(4, len(os.sched_getaffinity(0)) + 1)  # one may wait for the disk; each holds an expert
+METADATA = {"format": "pt"}  # of every file of safetensors
+
+
+def tensor_bytes(entry: tuple[str, tuple[int, ...]]) -> int:
+    """Bytes of a tensor of this dtype and shape."""
+    return DTYPES[entry[0]][0] * math.prod(entry[1])
+
+
+def cut(tensors: Mapping[str, T], size: Callable[[T], int], most: int) -> list[dict[str, T]]:
+    """Cut tensors, in their order, into files of at most `most` bytes; a larger tensor has a file of its own."""
+    out, total = [dict[str, T]()], 0
+    for name, tensor in tensors.items():
+        total += size(tensor)
+        if out[-1] and total > most:
+            out.append({})
+            total = size(tensor)
+        out[-1][name] = tensor
+    return out
+
+
+def each(call: Callable[[int], None], count: int) -> None:
+    """Call something with 0, 1, ... on some threads, which NumPy, digests and the disk leave free; raises an error."""
+    with ThreadPoolExecutor(WORKERS) as pool:
+        try:
+            for done in [pool.submit(call, i) for i in range(count)]:
+                done.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+class Files:
+    """Files of tensors in a folder of a working directory. One that is whole there is not written again.
+
+    Several threads may put tensors: see `each`.
+    """
+
+    def __init__(
+        self,
+        work: ExportDirectory,
+        folder: str,
+        parts: Mapping[str, Mapping[str, int]],
+        head: Callable[[str], bytes],
+        alignment: int = 1,
+    ) -> None:
+        """`parts`: bytes of each tensor, by the name of its file. `head`: a file's header. See FilledFile."""
+        self._work, self._folder, self._parts, self._head, self._alignment = work, folder, parts, head, alignment
+        self._file_of = {name: file for file, part in parts.items() for name in part}
+        self._open: dict[str, FilledFile] = {}
+        self._full = set[str]()  # those whose last byte is written
+        self._lock = threading.Lock()
+        work.at_end(self._abandon)
+
+    @property
+    def names(self) -> list[str]:
+        """The files."""
+        return list(self._parts)
+
+    def wants(self, names: Iterable[str]) -> bool:
+        """Whether any of these tensors is in a file that is not whole."""
+        return any(not self._done(file) for file in {self._file_of[name] for name in names})
+
+    def put(self, name: str, data: npt.NDArray[np.uint8], at: int = 0) -> None:
+        """Write bytes of a tensor, uint8 [n], from a byte of it on."""
+        file = self._file_of[name]
+        with self._lock:
+            if self._done(file):
+                return
+            own = self._opened(file)
+        own.put(name, data, at)
+        with self._lock:
+            last = own.whole and file not in self._full
+            self._full |= {file} if last else set()
+        if last:
+            self._finish(file)
+
+    def close(self) -> None:
+        """Finish the files. Raises InputError if bytes of a tensor were not written."""
+        for file in self._parts:
+            if not self._done(file):
+                self._opened(file).check()
+                self._finish(file)
+
+    def _done(self, file: str) -> bool:
+        return file in self._full or self._work.has(f"{self._folder}/{file}")
+
+    def _opened(self, file: str) -> FilledFile:
+        if file not in self._open:
+            path = self._work.path(self._folder, file)
+            self._open[file] = FilledFile(path, self._head(file), self._parts[file], self._alignment)
+        return self._open[file]
+
+    def _finish(self, file: str) -> None:
+        self._open.pop(file).close()
+        self._work.finish(f"{self._folder}/{file}")
+
+    def _abandon(self) -> None:
+        for file in self._open.values():
+            file.close()
+
+
+class TensorFiles(Files):
+    """The safetensors files of a checkpoint, with an index if they are several."""
+
+    def __init__(self, work: ExportDirectory, parts: Mapping[str, Entries]) -> None:
+        """`parts`: the tensors of each file."""
+        self._entries = {name: entry for part in parts.values() for name, entry in part.items()}
+        sizes = {file: {n: tensor_bytes(e) for n, e in part.items()} for file, part in parts.items()}
+        super().__init__(work, ExportDirectory.FILES, sizes, lambda file: make_header(parts[file], METADATA))
+
+    def put_tensor(self, name: str, values: Tensor, index: int = 0) -> None:
+        """Write values of a tensor, from an index of its first axis on. Raises InputError if they do not fit it."""
+        import torch
+
+        if str(values.dtype) != f"torch.{DTYPES[self._entries[name][0]][1]}":
+            raise InputError(f"{name} is {values.dtype}, not as described: the bundle is damaged")
+        data = values.contiguous().reshape(-1).view(torch.uint8).numpy()
+        self.put(name, data, index * (len(data) // max(1, values.shape[0])) if values.ndim else 0)
+
+    def close(self) -> None:
+        """See Files."""
+        super().close()
+        if len(self._parts) > 1:
+            total = sum(sum(part.values()) for part in self._parts.values())
+            document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(self._file_of.items()))}
+            path = self._work.path(ExportDirectory.FILES, DENSE_INDEX)
+            path.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def sharded(entries: Entries, most: int) -> dict[str, Entries]:
+    """The files of a checkpoint of these tensors, by name."""
+    parts = cut(entries, tensor_bytes, most)
+    names = [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
+    return dict(zip([DENSE] if len(parts) == 1 else names, parts, strict=True))
+
+
+def tensor_file_bytes(entries: Entries, most: int) -> int:
+    """Bytes of the files of these tensors, with their headers."""
+    parts = sharded(entries, most).values()
+    return sum(len(make_header(part, METADATA)) + sum(map(tensor_bytes, part.values())) for part in parts)

@@ -1,0 +1,226 @@
+"""An export that was stopped: what is whole is kept, and the next one ends in the bytes of an export in one go."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import Notes, cli, forked, refused, spy, tree
+
+from moepack.export import Wanted, export
+from moepack.export.files import ExportDirectory, shards
+from moepack.export.files.filled import FilledFile
+from moepack.export.values import Values
+from moepack.pack.errors import BundleError, TargetError
+from moepack.pack.reader import Bundle
+
+Made = Callable[[str], Path]
+CASES: dict[str, tuple[str, Wanted]] = {
+    "checkpoint": ("checkpoint", Wanted("w3", dense="w8", shard="700kB")),
+    "compressed-tensors": ("compressed-tensors", Wanted("2", dense="w4", shard="100kB")),
+    "gptq": ("gptq", Wanted("3", shard="200kB")),
+    "gguf": ("gguf", Wanted("4", dense="w8", shard="150kB")),
+}
+
+
+def stop(kind: type[BaseException] | None, at: int, name: str = "finish") -> Callable[[pytest.MonkeyPatch], None]:
+    """Ends an export by an exception, or by SIGKILL, after so many calls of a function of its directory."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        seen = iter(range(1000))
+
+        def end(*_: object) -> None:
+            if next(seen) == at:
+                if kind is None:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if kind is OSError else kind()
+
+        spy(monkeypatch, ExportDirectory, name, end)
+        monkeypatch.setattr(shards, "WORKERS", 1)  # or files are finished side by side
+
+    return patch
+
+
+def stopped(bundle: Path, out: Path, target: str, wanted: Wanted, at: int, kind: type[BaseException] | None) -> str:
+    """Run an export that ends after so many files; what it says."""
+    with pytest.MonkeyPatch.context() as patch:
+        if kind is None:
+
+            def killed() -> None:
+                torch.set_num_threads(1)  # a forked child has none of its parent's threads, and would wait for them
+                stop(None, at)(patch)
+                export(bundle, out, target, wanted)
+
+            assert os.waitpid(forked(killed), 0)[1] == signal.SIGKILL
+            return ""
+        stop(kind, at)(patch)
+        notes = Notes()
+        with pytest.raises(TargetError if kind is OSError else kind) as caught:
+            export(bundle, out, target, wanted, reporter=notes)
+    return str(caught.value) if kind is OSError else " ".join(notes.notes)
+
+
+def kept(out: Path) -> dict[str, tuple[int, int]]:
+    """The files of the working directory: inodes and times."""
+    folder = out.with_name(f".{out.name}.exporting") / "files"
+    return {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in folder.iterdir()} if folder.is_dir() else {}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_goes_on_and_ends_in_the_same_bytes(case: str, of_zeros: Made, tmp_path: Path) -> None:
+    """After a kill, a full disk and Ctrl-C in turn; a file that is whole is not written again, and no more is read."""
+    target, wanted = CASES[case]
+    bundle, out = of_zeros("symmetric"), tmp_path / "out"
+    made = export(bundle, tmp_path / "whole", target, wanted)
+    whole = tree(tmp_path / "whole")
+    assert len(made.files) > 3 and all(name in whole for name in made.files)
+    before: dict[str, tuple[int, int]] = {}
+    for at, kind in enumerate((None, OSError, KeyboardInterrupt)):
+        said = stopped(bundle, out, target, wanted, 1, kind)
+        now = kept(out)
+        assert before.items() <= now.items() and len(now) > at, "whole files stay as they are"
+        if kind is not None:
+            assert set(now) <= set(made.files) and f"; {len(now)} whole files (" in said
+            assert said.endswith("kept: run the same command again to go on")
+        before = {name: now[name] for name in json.loads(record(out).read_text())["files"] for name in [name[6:]]}
+        assert not out.exists() and len(before) == at + 1
+    read: list[Any] = []
+    notes = Notes()
+    with pytest.MonkeyPatch.context() as patch:
+        spy(patch, Values, "of_expert", lambda *of: read.append(of))
+        again = export(bundle, out, target, wanted, reporter=notes)
+    assert tree(out) == whole and again.files == made.files and again.bytes == made.bytes
+    assert all((out / n).stat().st_ino == ino for n, (ino, _) in before.items())
+    assert len(read) < 32 or case == "gguf", "experts of whole files are not read"  # its tensors hold all of a layer
+    assert len(notes.notes) == 1 and "goes on: 3 whole files (" in notes.notes[0]
+    assert {p.name for p in tmp_path.iterdir()} == {"out", "whole"}
+
+
+def record(out: Path) -> Path:
+    return out.with_name(f".{out.name}.exporting") / "record.json"
+
+
+def test_the_released_checkpoint_goes_on(of_zeros: Made, short_model: Path, tmp_path: Path) -> None:
+    """One file, which a full disk leaves nothing of; a file that was whole is taken."""
+    bundle, out = of_zeros("fractional"), tmp_path / "out"
+    seen: list[str] = []
+
+    def full(file: FilledFile, name: str, *_: object) -> None:
+        seen.append(name)
+        if len(seen) == 40:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patch:
+        spy(patch, FilledFile, "put", full)
+        refused(cli("export", bundle, "-o", out, "-q"), f"{out}: cannot be written: No space left on device")
+    assert list(tmp_path.iterdir()) == [], "no file is whole: nothing is kept"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop(KeyboardInterrupt, 0, "publish")(patch)
+        export(bundle, out)
+    with pytest.MonkeyPatch.context() as patch:
+        spy(patch, FilledFile, "put", lambda *_: pytest.fail("it is whole"))
+        export(bundle, out)
+    assert (out / "model.safetensors").read_bytes() == (short_model / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("how", ["damaged", "short", "gone", "record"])
+def test_what_is_damaged_is_not_taken(how: str, of_zeros: Made, tmp_path: Path) -> None:
+    target, wanted = CASES["gguf"]
+    bundle, out = of_zeros("symmetric"), tmp_path / "out"
+    stopped(bundle, out, target, wanted, 2, None)
+    first = sorted(p for p in record(out).parent.glob("files/*00001*"))[0]
+    if how == "damaged":
+        data = bytearray(first.read_bytes())
+        data[-1] ^= 1
+        first.write_bytes(data)
+    elif how == "short":
+        os.truncate(first, first.stat().st_size - 1)
+    elif how == "gone":
+        first.unlink()
+    else:
+        record(out).write_text('{"files": {"files/model-00001-of-00005.gguf": "x"}}')
+    notes = Notes()
+    export(bundle, out, target, wanted, reporter=notes)
+    export(bundle, tmp_path / "whole", target, wanted)
+    assert tree(out) == tree(tmp_path / "whole")
+    assert any("is not as it was written: it is written again" in n for n in notes.notes) == (how != "record")
+    assert any("goes on" in n for n in notes.notes) == (how != "record")
+
+
+def test_another_export_begins_anew(of_zeros: Made, tmp_path: Path) -> None:
+    """Of other options, or of another bundle; a refusal before it begins leaves what is there."""
+    bundle, out = of_zeros("symmetric"), tmp_path / "out"
+    target, wanted = CASES["gguf"]
+    for other, options in (
+        (bundle, Wanted("4", dense="w4", shard="150kB")), (bundle, Wanted("4", dense="w8", shard="200kB")),
+        (of_zeros("integer"), Wanted("bf16", shard="150kB")),
+    ):  # fmt: skip
+        stopped(bundle, out, target, wanted, 1, None)
+        refused(cli("export", bundle, "-o", out, "--to", "gguf", "--bits", "3", "-q"), "w3 is not exported")
+        assert len(json.loads(record(out).read_text())["files"]) == 1
+        notes = Notes()
+        export(other, out, target, options, reporter=notes)
+        assert not any("goes on" in n for n in notes.notes)
+        export(other, tmp_path / "whole", target, options)
+        assert tree(out) == tree(tmp_path / "whole")
+        for path in (out, tmp_path / "whole"):
+            for file in path.iterdir():
+                file.unlink()
+            path.rmdir()
+
+
+def test_a_damaged_bundle_leaves_what_is_whole(of_zeros: Made, tmp_path: Path) -> None:
+    """It may be fetched again, and the export goes on."""
+    bundle, out, target, wanted = of_zeros("symmetric"), tmp_path / "out", *CASES["gguf"]
+    notes, extent = Notes(), Bundle.expert
+
+    def bad(self: Bundle, version: str, layer: int, expert: int) -> Any:
+        if layer == 1 and expert == 3:
+            raise BundleError.single("layer 1", "digest", "damaged")
+        return extent(self, version, layer, expert)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(BundleError):
+        patch.setattr(Bundle, "expert", bad)
+        export(bundle, out, target, wanted, reporter=notes)
+    assert "kept: run the same command again to go on" in notes.notes[-1]
+    export(bundle, out, target, wanted, reporter=notes)
+    assert "goes on" in notes.notes[-1] and {p.name for p in tmp_path.iterdir()} == {"out"}
+
+
+def test_whose_directory_it_is(of_zeros: Made, tmp_path: Path) -> None:
+    """Another's is left alone, a link is not followed, and two exports do not meet."""
+    bundle, out, hidden = of_zeros("symmetric"), tmp_path / "out", tmp_path / ".out.exporting"
+    hidden.mkdir()
+    (hidden / "mine").write_text("x")
+    refused(cli("export", bundle, "-o", out, "--bits", "4", "-q"), f"{hidden}: is no export's")
+    assert tree(tmp_path) == {".out.exporting/mine": b"x"}
+    hidden.rename(tmp_path / "elsewhere")
+    hidden.symlink_to(tmp_path / "elsewhere")
+    refused(cli("export", bundle, "-o", out, "--bits", "4", "-q"), f"{hidden}: is no export's")
+    hidden.unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        said: list[tuple[int, str, str]] = []
+        second = ("export", bundle, "-o", out, "--bits", "2", "-q")
+        spy(patch, ExportDirectory, "finish", lambda *_: said or said.append(cli(*second)))
+        export(bundle, out, wanted=Wanted("4"))
+    refused(said[0], f"{out}: another export is writing it: wait for it")
+    assert not hidden.exists()
+
+
+def test_no_room(of_zeros: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before anything is written."""
+    bundle = of_zeros("symmetric")
+    needed = export(bundle, tmp_path / "out", wanted=Wanted("4"), dry_run=True).bytes
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("usage", (), {"free": needed - 1}))
+    refused(
+        cli("export", bundle, "-o", tmp_path / "out", "--bits", "4", "-q"),
+        f"out: has no room: {needed:,} bytes are to come, {needed - 1:,} are free",
+    )
+    assert list(tmp_path.iterdir()) == []

@@ -42,7 +42,8 @@ class Method:
     name: str  # its name in recipes, loss tables and reports
     quantise: Quantiser  # quantises a batch of experts at several widths; arguments and result as in `quantise_all`
     needs_moments: bool = False  # whether it reads second moments; if not, these may be None
-    one_bit: str | None = None  # the method that makes one-bit versions instead
+    # The method that makes one-bit versions instead; other versions without stored zero points are DEFAULT's then.
+    one_bit: str | None = None
     # Methods also tried for starved experts, in this order; the best on held-out tokens is kept. A fallback reads no
     # moments.
     fallbacks: tuple[str, ...] = ()
@@ -115,7 +116,9 @@ def libraries() -> tuple[Library, ...]:
 def method_for(name: str, version: Version) -> Method:
     """The method that makes a version if a recipe names `name`."""
     entry = get(name)
-    return get(entry.one_bit) if not version.stores_zeros and entry.one_bit is not None else entry
+    if version.stores_zeros or entry.one_bit is None:
+        return entry
+    return get(entry.one_bit if version.bits == 1 else DEFAULT)
 
 
 def fallbacks(name: str, version: Version) -> tuple[Method, ...]:
@@ -124,15 +127,17 @@ def fallbacks(name: str, version: Version) -> tuple[Method, ...]:
 
 
 def quantise_all(
-    name: str, weight: Tensor, moments: Tensor | None, versions: Sequence[Version], zeros: str = FREE
+    name: str, weight: Tensor, moments: Tensor | None, versions: Sequence[Version], zeros: str = FREE, matrix: int = 0
 ) -> dict[Version, Quantised]:
     """Quantise a batch of matrices, float32 [experts, rows, cols], at several affine versions, in their order.
 
+    `matrix` is their index in an expert, which says which bits of a mixed version they get.
     `moments` are the inputs' mean second moments, float32 [experts, cols, cols], or None if the method needs none.
     `gptq` shares its work among the widths of a call. `zeros` is one of ZEROS.
     """
     wanted: dict[tuple[Quantiser, bool], list[Version]] = {}
-    for version in versions:
+    own = {v: v.at(matrix) for v in versions}
+    for version in own.values():
         entry = method_for(name, version)
         if entry.needs_moments and moments is None:
             raise ValueError(f"{name} needs second moments")
@@ -148,9 +153,11 @@ def quantise_all(
 
             found = quantise_widths(weight, moments, widths)
             made |= {v: with_zeros(weight, q, v, zeros == SYMMETRIC) for v, q in found.items()}
-    return {v: made[v] for v in versions}
+    return {v: made[own[v]] for v in versions}
 
 
-def quantise(name: str, weight: Tensor, moments: Tensor | None, version: Version, zeros: str = FREE) -> Quantised:
+def quantise(
+    name: str, weight: Tensor, moments: Tensor | None, version: Version, zeros: str = FREE, matrix: int = 0
+) -> Quantised:
     """Quantise a batch of matrices at one width; see `quantise_all`."""
-    return quantise_all(name, weight, moments, (version,), zeros)[version]
+    return quantise_all(name, weight, moments, (version,), zeros, matrix)[version]

@@ -29,7 +29,7 @@ class Values:
         """The matrices of one expert; its digest is checked. Raises BundleError when it is damaged."""
         layer = bundle.layers[position]
         one = bundle.expert(version, layer.index, expert)
-        return [Values(one.version, value) for value in Expert.decode(one)]
+        return [Values(one.version.at(i), value) for i, value in enumerate(Expert.decode(one))]
 
     @staticmethod
     def of_dense(bundle: Bundle, version: str, module: str) -> Values:

@@ -1,0 +1,48 @@
+"""Affine encodings whose `down` matrix has one bit more than the matrix before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from . import affine
+from .base import Version
+
+PLANES = {e.bits: e.planes for e in affine.ENCODINGS}
+
+
+@dataclass(frozen=True, eq=False)
+class MixedAffine(affine.Affine):
+    """Affine codes of `bits` bits, in `down` of one more (FORMAT.md, "Affine extents").
+
+    The inputs of `down` are gated activations, nearly uncorrelated, so that one column's error mends less of another's
+    than in the first matrix. Of the divergence of a trained model at two bits, `down` makes two thirds, with a third of
+    the bytes (`python -m benchmarks.formats`).
+    """
+
+    by_matrix: ClassVar[bool] = True
+
+    @property
+    def rank(self) -> float:
+        """See Version. The first matrix has twice the weights of `down`."""
+        return self.bits + 1 / 3
+
+    def at(self, matrix: int) -> Version:
+        """See Version."""
+        bits = self.bits + (matrix > 0)
+        args = self.since, PLANES[bits], self.zero, self.group_sizes, self.group_size
+        return affine.Affine(self.name, self.encoding, bits, bits, *args)
+
+    def described(self) -> str:
+        """See Version."""
+        return f"{self.bits} bits, down {self.bits + 1}, groups of {self.group_size}"
+
+
+def mixed(bits: int) -> MixedAffine:
+    """Describe a mixed encoding. Its number in kernels only names their limits: they read each matrix by its bits."""
+    name = f"w{bits}d{bits + 1}"
+    return MixedAffine(name, "affine-mixed", bits, 23 + bits, 5, PLANES[bits], "midpoint", (128,))
+
+
+# A scale for 128 columns and no zero points: a group of 64 with a zero point gains 0.25 bits a weight less than these.
+ENCODINGS = (mixed(3), mixed(2), mixed(1))

@@ -116,7 +116,9 @@ def values(extent: bytes, layer: dict, version: dict) -> list[list[list[float]]]
     """Weights of every matrix, [rows][cols], of any version but the lossless one."""
     sections, out = Sections(extent), []
     affine = version["encoding"].startswith("affine")
-    for m in layer["matrices"]:
+    for i, m in enumerate(layer["matrices"]):
+        if version["encoding"] == "affine-mixed" and i == 1:
+            version = {**version, "bits": version["bits"] + 1}
         out.append((affine_values if affine else released_values)(sections, m["rows"], m["cols"], version))
         if m["bias"]:
             sections.take(2, m["rows"])

@@ -22,7 +22,7 @@ from .trial import Trial, gaussian_levels
 GROUP = 64  # of today's versions
 WIDTHS = (4, 3, 2, 1)
 TODAY = tuple(f"w{b}" for b in WIDTHS)
-MIXED = ("w3d4", "w2d3", "w1d2")
+MIXED = ("w4d5", "w3d4", "w2d3", "w1d2")
 GGML = ("Q4_K", "IQ4_XS", "IQ4_NL", "Q3_K", "IQ3_S", "IQ3_XXS", "Q2_K", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S")
 
 
@@ -111,7 +111,8 @@ def ideas(bits: int) -> Iterator[Scheme]:
         return replace(trial, rotated=True)
 
     yield of_trials(f"w{bits}, down rotated", plain, turned(plain))
-    yield of_trials(f"w{bits}, both rotated", turned(plain), turned(plain))
+    if bits == 2:
+        yield of_trials(f"w{bits}, both rotated", turned(plain), turned(plain))
     yield of_trials(f"w{bits}, groups of 128, no zero points", wide, wide)
     yield of_trials(f"w{bits}, the same, down rotated", wide, turned(wide))
     if bits in (3, 2):
@@ -127,11 +128,7 @@ def ideas(bits: int) -> Iterator[Scheme]:
         yield of_trials("three levels", ternary, ternary)
         yield of_trials("1 bit, three levels in down", Trial(1, 128), ternary)
     yield of_trials(f"w{bits}, trellis", coded, coded)
-    yield of_trials(f"w{bits}, trellis, down rotated", coded, turned(coded))
-    if bits == 4:
-        yield of_trials("w4d5", wide, more)
-    elif bits > 1:
+    if bits == 2:
         yield of_trials(f"gate and up of {bits + 1} bits, down of {bits}", more, wide)
     yield of_trials(f"w{bits}d{bits + 1}, down rotated", wide, turned(more))
-    yield of_trials(f"w{bits}d{bits + 1}, trellis", coded_wide, replace(more, trellis=True))
     yield of_trials(f"w{bits}d{bits + 1}, trellis, down rotated", coded_wide, turned(replace(more, trellis=True)))

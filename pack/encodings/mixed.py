@@ -8,7 +8,7 @@ from typing import ClassVar
 from . import affine
 from .base import Version
 
-PLANES = {e.bits: e.planes for e in affine.ENCODINGS}
+PLANES = {e.bits: e.planes for e in affine.ENCODINGS} | {5: (4, 1)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,4 +45,4 @@ def mixed(bits: int) -> MixedAffine:
 
 
 # A scale for 128 columns and no zero points: a group of 64 with a zero point gains 0.25 bits a weight less than these.
-ENCODINGS = (mixed(3), mixed(2), mixed(1))
+ENCODINGS = (mixed(4), mixed(3), mixed(2), mixed(1))

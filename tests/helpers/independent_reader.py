@@ -102,7 +102,7 @@ class Sections:
 
     def codes(self, bits: int, rows: int, cols: int) -> list[list[int]]:
         codes, shift = [[0] * cols for _ in range(rows)], 0
-        for p in {8: [8], 4: [4], 3: [2, 1], 2: [2], 1: [1]}[bits]:
+        for p in {8: [8], 5: [4, 1], 4: [4], 3: [2, 1], 2: [2], 1: [1]}[bits]:
             plane = self.rows(4, rows, -(-cols * p // 32))
             for r in range(rows):
                 string = sum(w << 32 * i for i, w in enumerate(plane[r]))

@@ -28,7 +28,7 @@ from moepack.reports.verify import verify
 from moepack.runtime.kernels import forms, reference
 
 MATRICES = (Matrix("gate_up", 34, 130, bias=True), Matrix("down", 20, 64))
-KNOWN = ("bf16", "w8", "w4", "w3d4", "w3", "w2d3", "w2", "w1d2", "w1")
+KNOWN = ("bf16", "w8", "w4d5", "w4", "w3d4", "w3", "w2d3", "w2", "w1d2", "w1")
 RECIPE = """
 versions: [bf16, w6, w2]
 quantize: {method: rtn, group_size: {w6: 32}, loss_tokens: 64}
@@ -148,7 +148,7 @@ def test_a_bundle_holds_it_and_a_cpu_serves_it(
 
 
 MIXED = """
-versions: [bf16, w3d4, w2d3, w2, w1d2, w1]
+versions: [bf16, w4d5, w3d4, w2d3, w2, w1d2, w1]
 quantize: {loss_tokens: 256}
 calibration: {samples: 16, length: 128, batch_size: 8}
 """
@@ -158,18 +158,18 @@ def test_down_has_a_bit_more(demo_model: Path, text: Path, tmp_path: Path) -> No
     """Built, verified, measured and served from packed bytes; its down has the codes of its own width."""
     recipe = parse_recipe(MIXED, "mixed")
     sizes = {v.name: v.group_size for v in recipe.version_specs()}
-    assert sizes == {"bf16": 0, "w3d4": 128, "w2d3": 128, "w2": 64, "w1d2": 128, "w1": 64}
+    assert sizes == {"bf16": 0, "w4d5": 128, "w3d4": 128, "w2d3": 128, "w2": 64, "w1d2": 128, "w1": 64}
     build(demo_model, tmp_path / "bundle", recipe, [text])
     assert verify(tmp_path / "bundle") == []
     opened = open_bundle(tmp_path / "bundle")
     assert opened.manifest.format_version == 5
     tables = opened.calibration()
     loss = {v: np.mean([row.relative[:, i] for row in tables.layers]) for i, v in enumerate(tables.versions)}
-    assert loss["w3d4"] < loss["w2d3"] < 0.75 * loss["w2"] and loss["w1d2"] < 0.75 * loss["w1"], loss
+    assert 2 * loss["w4d5"] < loss["w3d4"] < loss["w2d3"] < 0.75 * loss["w2"] and loss["w1d2"] < 0.75 * loss["w1"], loss
     ids = torch.arange(40)[None]
     exact = moepack.load(tmp_path / "bundle", policy="static:bf16")(ids).logits.float()
     error = {}
-    for name, bits in (("w3d4", 3), ("w2d3", 2), ("w2", 2), ("w1d2", 1), ("w1", 1)):
+    for name, bits in (("w4d5", 4), ("w3d4", 3), ("w2d3", 2), ("w2", 2), ("w1d2", 1), ("w1", 1)):
         expert = opened.expert(name, opened.layers[0].index, 3)
         more = int(encoding_of(name).by_matrix)
         assert [int(m.codes.max()) for m in expert.decode()] == [2**bits - 1, 2 ** (bits + more) - 1]
@@ -180,7 +180,7 @@ def test_down_has_a_bit_more(demo_model: Path, text: Path, tmp_path: Path) -> No
         assert served.of.backend == "native", "C reads each matrix by its own bits"
         for m, want in enumerate(expert.numpy().values()):
             assert np.array_equal(served.weight(3, m, torch.float32).numpy(), want)
-    assert error["w3d4"] < error["w2d3"] < error["w2"] and error["w1d2"] < error["w1"], error
+    assert error["w4d5"] < error["w3d4"] < error["w2d3"] < error["w2"] and error["w1d2"] < error["w1"], error
 
 
 def test_mixed_versions_are_for_experts_alone(demo_model: Path) -> None:
@@ -244,7 +244,7 @@ def test_c_refuses_numbers_it_does_not_know(w6: Version, monkeypatch: pytest.Mon
         native.unpack(layer, 0, 1, extents[1], torch.empty(130, 48))
     with pytest.raises(ValueError, match="version number 5: this layer has w4, w6"):
         native.product(layer, 0, table | np.uint64(5), x, index, torch.empty(2, 34))
-    for field, bad in ((0, 0), (0, 5), (0, -1), (0, 1 << 40), (1, 0), (1, 48), (1, 256)):
+    for field, bad in ((0, 0), (0, 7), (0, -1), (0, 1 << 40), (1, 0), (1, 48), (1, 256)):
         layer = native.LayerForms(MATRICES, [Version.of("w4", 64)])
         layer._rows[0][0, field] = bad
         with pytest.raises(ValueError, match="w4: the compiled kernels do not know"):

@@ -44,7 +44,7 @@ def run(
 
 
 WIDTHS = [Version.of(*w) for w in (("w8", 64), ("w4", 128), ("w3", 32), ("w2", 64), ("w1", 32), ("w1", 128))]
-MIXED = [Version.of("w3d4").at(1), Version.of("w3d4").at(0), Version.of("w2d3").at(0)]
+MIXED = [Version.of(f"w{b}d{b + 1}").at(1) for b in (4, 3, 2, 1)]
 
 
 @pytest.mark.parametrize("version", WIDTHS + MIXED, ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}")

@@ -29,9 +29,7 @@ class Kernel:
 # product, and for `beside_amx` against AMX tiles. Those of FP8 and FP4 codes on a Sapphire Rapids: in float32 torch's
 # product overtakes FP8 at 4 tokens, and AMX tiles, for which FP8 is unpacked as numbers, overtake it only at 48.
 KERNELS = {
-    27: Kernel(
-        128, 12, 2
-    ),  # w4d5: forms name the bits of each matrix; limits as w3's, whose codes have two planes, too
+    27: Kernel(128, 12, 2),  # w4d5: forms name the bits of each matrix; w3's limits, whose codes have two planes, too
     26: Kernel(128, 12, 2),  # w3d4: of 3 and 4 the lower
     25: Kernel(128, 12, 2),  # w2d3
     24: Kernel(128, 24, 2),  # w1d2

@@ -37,7 +37,7 @@ def test_every_affine_version_at_odd_shapes(small: Path, version: Version) -> No
 @pytest.mark.parametrize("name", ["w4d5", "w3d4", "w2d3", "w1d2"])
 def test_down_has_a_bit_more(name: str, tmp_path: Path) -> None:
     """A bundle with such a version is of format 5; every code of `down` has its own bits, and its own midpoint."""
-    versions = tuple(Version.of(v, 128) for v in ("bf16", "w4", name))
+    versions = tuple(Version.of(v, 128) for v in ("bf16", "w8", name))
     manifest = reader.read_manifest(write_small_bundle(tmp_path / "b", versions, "BF16"))
     assert manifest["format_version"] == 5
     theirs = reader.values(

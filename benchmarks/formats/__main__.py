@@ -1,12 +1,13 @@
 """What encodings cost at their bytes: moepack's versions, other libraries', llama.cpp's types, and ideas.
 
-    python -m benchmarks.formats [--checkpoint MODEL --calibration FILE... --data FILE...]
+    python -m benchmarks.formats --part ideas [--checkpoint MODEL --calibration FILE... --data FILE...]
+    python -m benchmarks.formats --part generated
 
 Of the same weights and second moments, each scheme gives values. They are compared by relative output error on
 held-out tokens, gate and up apart from down, and by the divergence of a model that computes in float32 with them. The
 last column is that divergence over the one of `w4` to `w1`, in groups of 64, at as many bits (between two widths
 log-linear). ggml's types get the moments' diagonal as importance; they are left out where llama-cpp-python is not
-installed for benchmarks.peers. Ideas are tried on the first checkpoint.
+installed for benchmarks.peers.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from . import schemes
 from .measure import PARTS, of_generated, of_model
 
 RATIO = "of today's at these bits"
+MORE = ("libraries", "ideas", "generated")  # generated: matrices in place of models
 
 
 def main() -> None:
@@ -32,29 +34,32 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, action="append", help="a small Qwen3-MoE; may be given again")
     parser.add_argument("--calibration", action="append", help="text to make moments from")
     parser.add_argument("--data", action="append", help="text to measure on")
-    parser.add_argument("--windows", type=int, nargs=2, default=(384, 96), help="windows of 256 tokens, of each")
+    parser.add_argument("--windows", type=int, nargs=2, default=(256, 64), help="windows of 256 tokens, of each")
+    parser.add_argument("--part", choices=MORE, action="append", help="these alone beside versions; may be given again")
     args = parser.parse_args()
     calibration = args.calibration or [str(EXAMPLES / "text" / "calibration.jsonl")]
     data = args.data or [str(EXAMPLES / "text" / "evaluation.jsonl")]
+    parts = args.part or list(MORE[:2])
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        every = [*schemes.today(), *schemes.built()]
-        two_bits = list(schemes.ideas(2))
+        every, ideas = [*schemes.today(), *schemes.built()], list(schemes.ideas(2))
+        models = args.checkpoint or [EXAMPLES / "mini-qwen3-moe"]
         if args.quick:
-            for checkpoint in args.checkpoint or [EXAMPLES / "mini-qwen3-moe"]:
-                rows += of_model(checkpoint, calibration, data, (24, 8), [*every, *two_bits[:2]])
-            rows += of_generated("heavy", ((128, 256), (256, 128)), [*every, *two_bits])
-        else:
+            rows += of_model(models[0], calibration, data, (24, 8), [*every, *ideas[:2]])
+            rows += of_generated("heavy", ((128, 256), (256, 128)), [*every, *ideas])
+            models, parts = [], []
+        if "libraries" in parts:
             every += [scheme for method in ("gptqmodel", "hqq") for scheme in schemes.others(method)]
             if (llama := ggml(stack, scratch)) is not None:
                 every += [schemes.of_ggml(name, llama, scratch) for name in schemes.GGML]
-            ideas = [idea for bits in schemes.WIDTHS for idea in schemes.ideas(bits)]
-            for checkpoint in args.checkpoint or [EXAMPLES / "mini-qwen3-moe"]:
-                rows += of_model(checkpoint, calibration, data, tuple(args.windows), [*every, *ideas])
-                ideas = []
-            for kind in ("normal", "heavy", "outliers"):
-                rows += of_generated(kind, ((768, 2048), (2048, 768)), [*every, *two_bits])
+        if "ideas" in parts:
+            every += [idea for bits in schemes.WIDTHS for idea in schemes.ideas(bits)]
+        if "generated" not in parts:
+            for checkpoint in models:
+                rows += of_model(checkpoint, calibration, data, tuple(args.windows), every)
+        for kind in ("normal", "heavy", "outliers") if "generated" in parts else ():
+            rows += of_generated(kind, ((768, 2048), (2048, 768)), every)
     columns = ["model", "who", "encoding", "bits/weight", *(f"error {p}" for p in PARTS), "KL, mnat", "+-", RATIO]
     finish("Error and divergence by bits", columns, rows, targets(rows), args.json)
 

@@ -1,7 +1,7 @@
 """What encodings cost at their bytes: moepack's versions, other libraries', llama.cpp's types, and ideas.
 
     python -m benchmarks.formats --part ideas [--checkpoint MODEL --calibration FILE... --data FILE...]
-    python -m benchmarks.formats --part generated
+    python -m benchmarks.formats --part generated --bits 2
 
 Of the same weights and second moments, each scheme gives values. They are compared by relative output error on
 held-out tokens, gate and up apart from down, and by the divergence of a model that computes in float32 with them. The
@@ -35,31 +35,31 @@ def main() -> None:
     parser.add_argument("--calibration", action="append", help="text to make moments from")
     parser.add_argument("--data", action="append", help="text to measure on")
     parser.add_argument("--windows", type=int, nargs=2, default=(256, 64), help="windows of 256 tokens, of each")
+    parser.add_argument(
+        "--bits", type=int, choices=schemes.WIDTHS, action="append", help="ideas for these widths alone"
+    )
     parser.add_argument("--part", choices=MORE, action="append", help="these alone beside versions; may be given again")
     args = parser.parse_args()
     calibration = args.calibration or [str(EXAMPLES / "text" / "calibration.jsonl")]
     data = args.data or [str(EXAMPLES / "text" / "evaluation.jsonl")]
-    parts = args.part or list(MORE[:2])
+    parts = args.part or list(MORE if args.quick else MORE[:2])
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        every, ideas = [*schemes.today(), *schemes.built()], list(schemes.ideas(2))
-        models = args.checkpoint or [EXAMPLES / "mini-qwen3-moe"]
-        if args.quick:
-            rows += of_model(models[0], calibration, data, (24, 8), [*every, *ideas[:2]])
-            rows += of_generated("heavy", ((128, 256), (256, 128)), [*every, *ideas])
-            models, parts = [], []
-        if "libraries" in parts:
+        every = [*schemes.today(), *schemes.built()]
+        if "libraries" in parts and not args.quick:
             every += [scheme for method in ("gptqmodel", "hqq") for scheme in schemes.others(method)]
             if (llama := ggml(stack, scratch)) is not None:
                 every += [schemes.of_ggml(name, llama, scratch) for name in schemes.GGML]
+        ideas = [idea for bits in args.bits or schemes.WIDTHS for idea in schemes.ideas(bits)]
         if "ideas" in parts:
-            every += [idea for bits in schemes.WIDTHS for idea in schemes.ideas(bits)]
-        if "generated" not in parts:
-            for checkpoint in models:
-                rows += of_model(checkpoint, calibration, data, tuple(args.windows), every)
+            every += ideas[:2] if args.quick else ideas
+        windows = (24, 8) if args.quick else tuple(args.windows)
+        for checkpoint in args.checkpoint or [EXAMPLES / "mini-qwen3-moe"] if set(parts) - {"generated"} else ():
+            rows += of_model(checkpoint, calibration, data, windows, every)
+        shapes = ((128, 256), (256, 128)) if args.quick else ((768, 2048), (2048, 768))
         for kind in ("normal", "heavy", "outliers") if "generated" in parts else ():
-            rows += of_generated(kind, ((768, 2048), (2048, 768)), every)
+            rows += of_generated(kind, shapes, [*schemes.today(), *schemes.built(), *ideas])
     columns = ["model", "who", "encoding", "bits/weight", *(f"error {p}" for p in PARTS), "KL, mnat", "+-", RATIO]
     finish("Error and divergence by bits", columns, rows, targets(rows), args.json)
 

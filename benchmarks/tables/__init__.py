@@ -31,6 +31,7 @@ from .kernels import codec, kernels, released_kernels, shapes, whole_model
 from .peers import (
     encodings,
     encodings_generated,
+    encodings_mini,
     limited,
     peer_layers,
     peer_models,
@@ -77,7 +78,7 @@ TABLES: dict[str, Callable[[], str]] = {
         estimates, scale, pieces, clusters, codec, kernels, whole_model, shapes, released_kernels, residency, tpot,
         overlap, missed, policies, similarity, selector, retention, on_demand, prediction, alpha, paged, hostile,
         hostile_formats, soak, serving, kept_prompts, start, families, peer_layers, peer_mxfp4, peer_models,
-        peer_quality, peer_versions, encodings, encodings_generated,
+        peer_quality, peer_versions, encodings, encodings_mini, encodings_generated,
         formats, released, released_others, sizes, limited,
     )
 }  # fmt: skip

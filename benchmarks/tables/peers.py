@@ -71,15 +71,20 @@ def peer_quality() -> str:
     return table(["matrices of", "encoding", "bits", "error", "KL, mnat", "attention adds"], out)
 
 
-def encodings() -> str:
-    """Errors and divergence by bits on tiny-qwen3-moe, and the divergence over today's at as many bits."""
+def encodings(model: str = "tiny-qwen3-moe") -> str:
+    """Errors and divergence by bits on a model, and the divergence over today's at as many bits."""
     out = []
-    for row in results("formats-tiny-qwen3-moe")["rows"]:
+    for row in results(f"formats-{model}")["rows"]:
         name = f"`{row['encoding']}`" if row["who"] == "moepack" else f"*{row['who']}*: {row['encoding']}"
         errors = [f"{row[f'error {part}']:.2g}" for part in ("gate, up", "down")]
         ratio = f"{row[_AT_BITS]:.2f} ± {row['ratio +-']:.2f}"
         out.append([name, f"{row['bits/weight']:.4g}", *errors, f"{row['KL, mnat']:.3g} ± {row['+-']:.2g}", ratio])
     return table(["encoding", "bits", "error of gate, up", "of down", "KL, mnat", "over today's at these bits"], out)
+
+
+def encodings_mini() -> str:
+    """The same on mini-qwen3-moe."""
+    return encodings("mini-qwen3-moe")
 
 
 _AT_BITS = "of today's at these bits"

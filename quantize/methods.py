@@ -42,8 +42,7 @@ class Method:
     name: str  # its name in recipes, loss tables and reports
     quantise: Quantiser  # quantises a batch of experts at several widths; arguments and result as in `quantise_all`
     needs_moments: bool = False  # whether it reads second moments; if not, these may be None
-    # The method that makes one-bit versions instead; other versions without stored zero points are DEFAULT's then.
-    one_bit: str | None = None
+    one_bit: str | None = None  # the method that makes one-bit versions instead
     # Methods also tried for starved experts, in this order; the best on held-out tokens is kept. A fallback reads no
     # moments.
     fallbacks: tuple[str, ...] = ()
@@ -116,9 +115,7 @@ def libraries() -> tuple[Library, ...]:
 def method_for(name: str, version: Version) -> Method:
     """The method that makes a version if a recipe names `name`."""
     entry = get(name)
-    if version.stores_zeros or entry.one_bit is None:
-        return entry
-    return get(entry.one_bit if version.bits == 1 else DEFAULT)
+    return get(entry.one_bit) if not version.stores_zeros and entry.one_bit is not None else entry
 
 
 def fallbacks(name: str, version: Version) -> tuple[Method, ...]:

@@ -21,11 +21,8 @@ def quantise(weight: Tensor, version: Version) -> Quantised:
     """Quantise float32 [experts, rows, cols]; each group's grid spans its minimum, its maximum and 0.
 
     At one bit, where a grid from minimum to maximum would be worse than zeroing the weights, the levels are plus and
-    minus the group's mean magnitude. Other grids without a zero point reach the group's largest magnitude.
+    minus the group's mean magnitude.
     """
-    if not version.stores_zeros and version.bits > 1:
-        largest = grouped(weight, version.group_size).abs().amax(-1)
-        return round_to_grid(weight, fix_scale(2 * largest / ((1 << version.bits) - 1)), None, version)
     if not version.stores_zeros:
         used = grouped(torch.ones_like(weight[:1, :1]), version.group_size).sum(-1)
         scale = fix_scale(2 * grouped(weight.abs(), version.group_size).sum(-1) / used)

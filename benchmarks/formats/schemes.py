@@ -103,8 +103,8 @@ def others(method: str) -> Iterator[Scheme]:
 def ideas(bits: int) -> Iterator[Scheme]:
     """What could be stored instead of today's version of so many bits."""
     zero = 8 if bits > 1 else 0
-    plain, wide = Trial(bits, GROUP, zero), Trial(bits, 128)
-    more = Trial(bits + 1, 128)
+    plain, wide, bare = Trial(bits, GROUP, zero), Trial(bits, 128, zero), Trial(bits, 128)
+    more = Trial(bits + 1, 128, 8)
     coded, coded_wide = replace(plain, trellis=True), replace(wide, trellis=True)
 
     def turned(trial: Trial) -> Trial:
@@ -113,8 +113,8 @@ def ideas(bits: int) -> Iterator[Scheme]:
     yield of_trials(f"w{bits}, down rotated", plain, turned(plain))
     if bits == 2:
         yield of_trials(f"w{bits}, both rotated", turned(plain), turned(plain))
-    yield of_trials(f"w{bits}, groups of 128, no zero points", wide, wide)
-    yield of_trials(f"w{bits}, the same, down rotated", wide, turned(wide))
+    yield of_trials(f"w{bits}, groups of 128, no zero points", bare, bare)
+    yield of_trials(f"w{bits}, the same, down rotated", bare, turned(bare))
     if bits in (3, 2):
         small = Trial(bits, 32, 4, 6)
         yield of_trials(f"w{bits}, groups of 32, scales of 6 bits, zero points of 4", small, small)

@@ -30,7 +30,8 @@ class MixedAffine(affine.Affine):
     def at(self, matrix: int) -> Version:
         """See Version."""
         bits = self.bits + (matrix > 0)
-        args = self.since, PLANES[bits], self.zero, self.group_sizes, self.group_size
+        zero = self.zero if bits > 1 else "midpoint"
+        args = self.since, PLANES[bits], zero, self.group_sizes, self.group_size
         return affine.Affine(self.name, self.encoding, bits, bits, *args)
 
     def described(self) -> str:
@@ -41,8 +42,9 @@ class MixedAffine(affine.Affine):
 def mixed(bits: int) -> MixedAffine:
     """Describe a mixed encoding. Its number in kernels only names their limits: they read each matrix by its bits."""
     name = f"w{bits}d{bits + 1}"
-    return MixedAffine(name, "affine-mixed", bits, 23 + bits, 5, PLANES[bits], "midpoint", (128,))
+    return MixedAffine(name, "affine-mixed", bits, 23 + bits, 5, PLANES[bits], "stored", (128,))
 
 
-# A scale for 128 columns and no zero points: a group of 64 with a zero point gains 0.25 bits a weight less than these.
+# With zero points: without them a matrix takes as many bits for its error on trained models, but three times the
+# error where some inputs are much larger than others (`python -m benchmarks.formats --part generated`).
 ENCODINGS = (mixed(4), mixed(3), mixed(2), mixed(1))

@@ -103,14 +103,13 @@ def make_forms(matrices: Sequence[Matrix], version: Version) -> tuple[Form, ...]
     at: list[dict[str, int]] = [{} for _ in matrices]
     for s in version.sections(matrices):
         at[s.matrix][s.kind] = s.offset
-    size, stored = version.group_size, int(version.stores_zeros)
     return tuple(
         Form(
-            version.name, version.at(i).kernel, size, stored, of.get("weight", of.get("plane0", 0)),
+            version.name, own.kernel, version.group_size, int(own.stores_zeros), of.get("weight", of.get("plane0", 0)),
             of.get("plane1", 0), of.get("scale", 0), of.get("zero", 0), of.get("bias", -1),
             of.get("outer", -1),
         )
-        for i, of in enumerate(at)
+        for own, of in ((version.at(i), of) for i, of in enumerate(at))
     )  # fmt: skip
 
 

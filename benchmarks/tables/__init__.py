@@ -28,17 +28,7 @@ from .building import (
 from .common import RESULTS, ROOT, machine, results, table
 from .formats import formats, released, released_others, sizes
 from .kernels import codec, kernels, released_kernels, shapes, whole_model
-from .peers import (
-    encodings,
-    encodings_generated,
-    encodings_mini,
-    limited,
-    peer_layers,
-    peer_models,
-    peer_mxfp4,
-    peer_quality,
-    peer_versions,
-)
+from .peers import limited, peer_layers, peer_models, peer_mxfp4, peer_quality, peer_versions
 from .serving import (
     alpha,
     hostile,
@@ -78,7 +68,7 @@ TABLES: dict[str, Callable[[], str]] = {
         estimates, scale, pieces, clusters, codec, kernels, whole_model, shapes, released_kernels, residency, tpot,
         overlap, missed, policies, similarity, selector, retention, on_demand, prediction, alpha, paged, hostile,
         hostile_formats, soak, serving, kept_prompts, start, families, peer_layers, peer_mxfp4, peer_models,
-        peer_quality, peer_versions, encodings, encodings_mini, encodings_generated,
+        peer_quality, peer_versions,
         formats, released, released_others, sizes, limited,
     )
 }  # fmt: skip

@@ -71,39 +71,6 @@ def peer_quality() -> str:
     return table(["matrices of", "encoding", "bits", "error", "KL, mnat", "attention adds"], out)
 
 
-def encodings(model: str = "tiny-qwen3-moe") -> str:
-    """Errors and divergence by bits on a model, and the divergence over today's at as many bits."""
-    out = []
-    for row in results(f"formats-{model}")["rows"]:
-        name = f"`{row['encoding']}`" if row["who"] == "moepack" else f"*{row['who']}*: {row['encoding']}"
-        errors = [f"{row[f'error {part}']:.2g}" for part in ("gate, up", "down")]
-        ratio = f"{row[_AT_BITS]:.2f} ± {row['ratio +-']:.2f}"
-        out.append([name, f"{row['bits/weight']:.4g}", *errors, f"{row['KL, mnat']:.3g} ± {row['+-']:.2g}", ratio])
-    return table(["encoding", "bits", "error of gate, up", "of down", "KL, mnat", "over today's at these bits"], out)
-
-
-def encodings_mini() -> str:
-    """The same on mini-qwen3-moe."""
-    return encodings("mini-qwen3-moe")
-
-
-_AT_BITS = "of today's at these bits"
-
-
-def encodings_generated() -> str:
-    """Errors of generated matrices: for each kind those of gate and up's shape, and of down's."""
-    rows = results("formats-generated")["rows"]
-    kinds = list(dict.fromkeys(row["model"] for row in rows))
-    cells: dict[tuple[str, ...], list[str]] = {}
-    for row in rows:
-        who = "" if row["who"] == "moepack" else f"*{row['who']}*: "
-        key = f"{who}{row['encoding']}", f"{row['bits/weight']:.4g}"
-        cells.setdefault(key, []).append(f"{row['error gate, up']:.2g}, {row['error down']:.2g}")
-    return table(
-        ["encoding", "bits", *(kind.partition(", ")[2] for kind in kinds)], [[*k, *v] for k, v in cells.items()]
-    )
-
-
 def peer_versions() -> str:
     """What the peers are."""
     return table(["side", "what"], [[name, what] for name, what in results("peers")["peers"].items()])

@@ -117,9 +117,11 @@ def values(extent: bytes, layer: dict, version: dict) -> list[list[list[float]]]
     sections, out = Sections(extent), []
     affine = version["encoding"].startswith("affine")
     for i, m in enumerate(layer["matrices"]):
-        if version["encoding"] == "affine-mixed" and i == 1:
-            version = {**version, "bits": version["bits"] + 1}
-        out.append((affine_values if affine else released_values)(sections, m["rows"], m["cols"], version))
+        own = version
+        if version["encoding"] == "affine-mixed":
+            bits = version["bits"] + i
+            own = {**version, "bits": bits, "zero": "midpoint" if bits == 1 else "stored"}
+        out.append((affine_values if affine else released_values)(sections, m["rows"], m["cols"], own))
         if m["bias"]:
             sections.take(2, m["rows"])
     return out

@@ -89,11 +89,6 @@ class Version(ABC):
         """Whether groups have zero points of their own."""
         return self.zero == "stored"
 
-    @property
-    def rank(self) -> float:
-        """What versions are sorted by: the bits of a code, averaged over an expert's matrices."""
-        return self.bits
-
     def at(self, matrix: int) -> Version:
         """The version of one matrix of an expert, by its index: this one, unless matrices differ in bits."""
         return self

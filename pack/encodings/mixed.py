@@ -22,11 +22,6 @@ class MixedAffine(affine.Affine):
 
     by_matrix: ClassVar[bool] = True
 
-    @property
-    def rank(self) -> float:
-        """See Version. The first matrix has twice the weights of `down`."""
-        return self.bits + 1 / 3
-
     def at(self, matrix: int) -> Version:
         """See Version."""
         bits = self.bits + (matrix > 0)

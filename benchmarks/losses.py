@@ -145,7 +145,7 @@ def table_and_truth(case: Case, versions: tuple[Version, ...] = VERSIONS) -> dic
         for i, items in enumerate(quantise_batch(batch, settings)):
             rows.append(measured_row([(v.own, v.others) for v in items]))
             token = torch.where((case.truth.experts == part[i]).any(1))[0]
-            values = [[dequantise(q, v.version)[v.index] for q in v.quantised] for v in items]
+            values = [[dequantise(q, v.version.at(m))[v.index] for m, q in enumerate(v.quantised)] for v in items]
             plain = [_errors(batch, i, (a, b), batch.inputs[batch.tokens[i].measure]).mean() for a, b in values]
             kept.append(len(token) >= LEAST)
             found["plain"].append([float(p) for p in plain])

@@ -20,7 +20,7 @@ __all__ = [
 
 FORMAT_NAME = "moepack"
 FORMAT_VERSION = 3  # the version that is written, but for bundles with what only a later one has (`needed_format`)
-READABLE = (2, 3, 4)  # the versions that are read: 2 has neither all encodings nor versions of dense matrices
+READABLE = (2, 3, 4, 5)  # the versions that are read: 2 has neither all encodings nor versions of dense matrices
 DENSE_SINCE = 3  # the first version of the format in which dense matrices have versions
 HINT = "import moepack first: this is a moepack bundle"  # a tensor's name that plain transformers reports as unknown
 LOSSLESS = next(v.name for v in KNOWN if v.holds and not v.released)  # holds BF16 checkpoints

@@ -43,8 +43,8 @@ class Expert:
 
     def _parts(self) -> Iterator[tuple[str, _Exact]]:
         """Yield the name and value of each weight and bias, float32 or BF16 bits."""
-        for matrix, value in zip(self.matrices, Expert.decode(self), strict=True):
-            yield matrix.name, self.version.dequantise(value)
+        for i, (matrix, value) in enumerate(zip(self.matrices, Expert.decode(self), strict=True)):
+            yield matrix.name, self.version.at(i).dequantise(value)
             if value.bias is not None:
                 yield "bias" if matrix.name == "weight" else f"{matrix.name}.bias", value.bias
 

@@ -92,4 +92,4 @@ def _rounding(matrix: Matrix, experts: int) -> int:
 
 
 def _bytes_a_weight(versions: Sequence[Version]) -> float:
-    return sum(v.bits / 8 + 3 / v.group_size for v in versions)
+    return sum((v.bits + v.by_matrix) / 8 + 3 / v.group_size for v in versions)

@@ -46,11 +46,17 @@ def sample(rows: int) -> Tensor:
 
 
 def refit(
-    method: str, weight: Tensor, moments: Sequence[ExpertMoments], versions: Sequence[Version], zeros: str = FREE
+    method: str,
+    weight: Tensor,
+    moments: Sequence[ExpertMoments],
+    versions: Sequence[Version],
+    zeros: str = FREE,
+    matrix: int = 0,
 ) -> dict[Version, Tensor]:
     """Fit sampled rows without each fold: their errors (value less weight), float32 [experts, folds, sampled, cols].
 
-    `weight` is float32 [experts, rows, cols]; `moments` has an entry for each expert.
+    `weight` is float32 [experts, rows, cols]; `moments` has an entry for each expert; `matrix` is as in
+    `quantise_all`.
     """
     rows = weight[:, sample(weight.shape[1]).to(weight.device)]
     step = at_once(weight.shape[2], len(moments))
@@ -62,8 +68,8 @@ def refit(
         means = [moments[i].mean(without=f) for i, f in some]
         of_folds = torch.stack(means) if len(means) > 1 else means[0][None]
         del means
-        for version, made in quantise_all(method, repeated, of_folds, versions, zeros).items():
-            found[version].append(dequantise(made, version) - repeated)
+        for version, made in quantise_all(method, repeated, of_folds, versions, zeros, matrix).items():
+            found[version].append(dequantise(made, version.at(matrix)) - repeated)
         del of_folds
     return {v: torch.cat(parts).unflatten(0, (-1, FOLDS)) for v, parts in found.items()}
 

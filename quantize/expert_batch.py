@@ -142,9 +142,9 @@ def expert_batches(layer: ExpertLayer, settings: Settings) -> list[range]:
 
     Batches affect how products round, and so a bundle's bytes. So they depend on the settings, not on the machine or
     the chosen versions. An expert counts with its moments, whole and by fold, its weights in float32, and its codes at
-    all widths that exist.
+    all widths that dense matrices may have: widths that came later leave batches, and so bytes, as they were.
     """
-    widths = sum(not encoding_of(name).holds for name in version_names())
+    widths = sum(not encoding_of(name).holds for name in version_names(dense=True))
     each = sum(4 * (1 + FOLDS) * m.cols * m.cols + (4 * 3 + widths) * m.weights for m in layer.matrices)
     step = max(1, min(MOST, settings.batch_bytes // each))
     return [range(start, min(start + step, layer.experts)) for start in range(0, layer.experts, step)]
@@ -163,12 +163,12 @@ def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[Expe
     for m in (1, 0):  # down first, as its moments are larger; a matrix's moments are freed before it is quantised
         weight, each = batch.weights[m], moments[m]
         if some:
-            fitted[m] = refit(settings.method, weight[some], [each[i] for i in some], reading, settings.zeros)
+            fitted[m] = refit(settings.method, weight[some], [each[i] for i in some], reading, settings.zeros, m)
         means = [x.mean() for x in each]
         stacked = None if not reading else torch.stack(means) if len(means) > 1 else means[0][None]
         moments[m].clear()
         del means, each
-        made[m] = quantise_all(settings.method, weight, stacked, settings.versions, settings.zeros)
+        made[m] = quantise_all(settings.method, weight, stacked, settings.versions, settings.zeros, m)
         del stacked
     refitted = {
         (i, v): ((fitted[0][v][k], fitted[1][v][k]), (gains[k][0], gains[k][1]))
@@ -254,7 +254,7 @@ def _measure(
     unlearnt = torch.zeros(len(tokens.others), dtype=torch.bool)
     out = {}
     for version, pair in made.items():
-        shipped = tuple(dequantise(q.one(expert), version)[0] for q in pair)
+        shipped = tuple(dequantise(q.one(expert), version.at(m))[0] for m, q in enumerate(pair))
         got = batch.forward.out(batch.forward.act(x, shipped[0], bias[0]), shipped[1], bias[1])
         correction, again = None, refitted.get(version)
         if again is not None:
@@ -286,8 +286,10 @@ def replace_starved(
         tries = [i for i in starved if best[i] > candidate.worth * first.get(i, 0.0)]
         if not tries:
             continue
-        few = [matrices[tries] for matrices in batch.weights]
-        gate_up, down = (quantise(candidate.name, weight, None, version, settings.zeros) for weight in few)
+        gate_up, down = (
+            quantise(candidate.name, weight[tries], None, version, settings.zeros, m)
+            for m, weight in enumerate(batch.weights)
+        )
         tried = gate_up, down
         errors = _errors(batch, tried, {i: exact[i] for i in tries}, {i: k for k, i in enumerate(tries)}, version)
         first = first or errors
@@ -302,7 +304,7 @@ def _errors(
     batch: ExpertBatch, made: Pair, exact: dict[int, Tensor], at: dict[int, int], version: Version
 ) -> dict[int, float]:
     """Relative error of each expert in `exact`; at[expert] is the position of its matrices in `made`."""
-    values = [dequantise(q, version) for q in made]
+    values = [dequantise(q, version.at(m)) for m, q in enumerate(made)]
     out = {}
     for i, want in exact.items():
         got = batch.output(i, (values[0][at[i]], values[1][at[i]]), batch.tokens[i].compare)

@@ -124,15 +124,17 @@ def fallbacks(name: str, version: Version) -> tuple[Method, ...]:
 
 
 def quantise_all(
-    name: str, weight: Tensor, moments: Tensor | None, versions: Sequence[Version], zeros: str = FREE
+    name: str, weight: Tensor, moments: Tensor | None, versions: Sequence[Version], zeros: str = FREE, matrix: int = 0
 ) -> dict[Version, Quantised]:
     """Quantise a batch of matrices, float32 [experts, rows, cols], at several affine versions, in their order.
 
+    `matrix` is their index in an expert, which says which bits of a mixed version they get.
     `moments` are the inputs' mean second moments, float32 [experts, cols, cols], or None if the method needs none.
     `gptq` shares its work among the widths of a call. `zeros` is one of ZEROS.
     """
     wanted: dict[tuple[Quantiser, bool], list[Version]] = {}
-    for version in versions:
+    own = {v: v.at(matrix) for v in versions}
+    for version in own.values():
         entry = method_for(name, version)
         if entry.needs_moments and moments is None:
             raise ValueError(f"{name} needs second moments")
@@ -148,9 +150,11 @@ def quantise_all(
 
             found = quantise_widths(weight, moments, widths)
             made |= {v: with_zeros(weight, q, v, zeros == SYMMETRIC) for v, q in found.items()}
-    return {v: made[v] for v in versions}
+    return {v: made[own[v]] for v in versions}
 
 
-def quantise(name: str, weight: Tensor, moments: Tensor | None, version: Version, zeros: str = FREE) -> Quantised:
+def quantise(
+    name: str, weight: Tensor, moments: Tensor | None, version: Version, zeros: str = FREE, matrix: int = 0
+) -> Quantised:
     """Quantise a batch of matrices at one width; see `quantise_all`."""
-    return quantise_all(name, weight, moments, (version,), zeros)[version]
+    return quantise_all(name, weight, moments, (version,), zeros, matrix)[version]

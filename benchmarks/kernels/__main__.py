@@ -31,7 +31,7 @@ import torch
 from benchmarks.common import EXAMPLES, Target, arguments, finish, lower_quartile
 from moepack.pack.spec import Matrix
 
-from .layers import RELEASED, SHAPES, VERSIONS, Layer, Module, Pool, routed, torch_forward
+from .layers import MIXED, RELEASED, SHAPES, VERSIONS, Layer, Module, Pool, routed, torch_forward
 
 CACHES = 512 << 20  # bytes of experts that decode walks through: more than a server's last-level cache
 # must hold, ambition
@@ -64,7 +64,8 @@ def measure(
     x = torch.randn(tokens, hidden, generator=generator).bfloat16()
     gates = torch.full(index.shape, 1 / top_k)
     pools = {}
-    for v in [v for v in (*VERSIONS, *RELEASED) if not versions or v.name in ("bf16", *versions)]:
+    every = (*VERSIONS, *RELEASED, *(v for v in MIXED if v.name in versions))
+    for v in [v for v in every if not versions or v.name in ("bf16", *versions)]:
         least = len(used) * 2 if tokens < 64 else len(used)
         size = v.resident_size(matrices)
         pools[v.name] = Pool(matrices, v, max(least, min(caches // size, 40 * least)), pages)
@@ -157,7 +158,7 @@ def dequantised(matrices: tuple[Matrix, ...], pool: Pool) -> float:
     for which in range(3):
         began = clock()
         for i, m in enumerate(matrices):
-            dequantise(pool.memory[which][: pool.size], sections[i], m, pool.version, torch.bfloat16)
+            dequantise(pool.memory[which][: pool.size], sections[i], m, pool.version.at(i), torch.bfloat16)
         times.append(clock() - began)
     return statistics.median(times)
 

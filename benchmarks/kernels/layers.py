@@ -25,6 +25,7 @@ SHAPES = {  # hidden, intermediate, experts, top_k
 }
 VERSIONS = (Version.of("bf16"), *(Version.of(f"w{bits}", 128) for bits in (8, 4, 3, 2, 1)))
 RELEASED = tuple(Version.of(n) for n in ("mxfp4", "nvfp4", "fp8", "mxfp8", "fp8row"))  # which a GPU does not run yet
+MIXED = tuple(Version.of(f"w{bits}d{bits + 1}") for bits in (4, 3, 2, 1))  # measured where they are named
 HUGE = 2 << 20
 
 
@@ -50,7 +51,11 @@ class Pool:
         for weights in plain:
             weights.copy_(torch.from_numpy(rng.standard_normal(weights.shape, np.float32) * np.float32(0.02)))
         if not plain:
-            version.restore(matrices, version.encode(matrices, [_random(m, version, rng) for m in matrices])[0], one)
+            version.restore(
+                matrices,
+                version.encode(matrices, [_random(m, version.at(i), rng) for i, m in enumerate(matrices)])[0],
+                one,
+            )
         self.memory.copy_(torch.from_numpy(one))
         self.addresses = np.array([row.data_ptr() for row in self.memory], np.uint64)
 
@@ -93,7 +98,7 @@ class Layer:
         self.of = self
         self.layer = ExpertLayer(0, "experts", experts, matrices)
         self.device = torch.device("cpu")
-        self.versions = (*VERSIONS, *RELEASED)
+        self.versions = (*VERSIONS, *RELEASED, *MIXED)
         self.native = LayerForms(matrices, self.versions)
         self.gated: Any = None
         self.table = np.zeros(experts, np.uint64)

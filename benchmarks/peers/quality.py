@@ -216,7 +216,7 @@ def of_model(
     learn = watched(model, calibration_windows(calibration, tokenizer, windows[0], LENGTH, 0).ids, linears)
     ids = calibration_windows(data, tokenizer, windows[1], LENGTH, 0).ids
     held = watched(model, ids)
-    reference = _log_probabilities(model, ids)
+    reference = log_probabilities(model, ids)
     widths = [w.shape[2] for w in learn[0].weights()]
     block = TYPES["Q4_K"].block if any(TYPES["Q4_K"].fits(n) for n in widths) else 1
     chosen = [i for i, n in enumerate(widths) if n % block == 0]
@@ -230,8 +230,8 @@ def of_model(
         for (later, i), weight, made in zip(product(held, chosen), weights, values[key], strict=True):
             enough = later.counts >= ENOUGH
             got += errors(Case(weight[enough], weight[enough], later.moments(i)[enough]), made[enough])
-        with _replaced(weights, values[key]):
-            divergences[key] = _divergence(model, ids, reference)
+        with replaced(weights, values[key]):
+            divergences[key] = divergence_of(model, ids, reference)
         row = {"model": checkpoint.name, "quantised": parts, "who": e.who, "encoding": e.name, "bits/weight": e.bits}
         out.append({**row, "error": statistics.geometric_mean(got), **_shown(divergences[key])})
     beside = [one.module.weight.data for one in linears]
@@ -241,8 +241,8 @@ def of_model(
             continue
         pairs = zip(linears, encodings, strict=True)
         fitted = [e.values(one.module.weight.data[None], one.moments())[0] for one, e in pairs]
-        with _replaced([*weights, *beside], [*values[key], *fitted]):
-            divergence = _divergence(model, ids, reference)
+        with replaced([*weights, *beside], [*values[key], *fitted]):
+            divergence = divergence_of(model, ids, reference)
         size = fitting[key].bits * sum(w.numel() for w in weights)
         size += sum(e.bits * w.numel() for e, w in zip(encodings, beside, strict=True))
         row = {"model": checkpoint.name, "quantised": f"{parts}, attention", "who": key[0], "encoding": name}
@@ -275,7 +275,7 @@ def _alike(encoding: Encoding, one: WatchedLinear) -> Encoding:
 
 
 @contextmanager
-def _replaced(weights: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
+def replaced(weights: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
     """The weights with these values, and as they were again afterwards."""
     before = [weight.clone() for weight in weights]
     try:
@@ -292,12 +292,12 @@ def _shown(divergence: Sequence[float]) -> dict[str, float]:
     return {"KL, mnat": 1e3 * mean.value, "+-": 1e3 * mean.half}
 
 
-def _log_probabilities(model: Any, ids: Tensor) -> list[Tensor]:
+def log_probabilities(model: Any, ids: Tensor) -> list[Tensor]:
     with torch.inference_mode():
         return [torch.log_softmax(model(window[None]).logits[0].float(), -1) for window in ids]
 
 
-def _divergence(model: Any, ids: Tensor, reference: list[Tensor]) -> list[float]:
+def divergence_of(model: Any, ids: Tensor, reference: list[Tensor]) -> list[float]:
     """Of the model's own distribution from the one it has now, nats a token, by window."""
     out = []
     with torch.inference_mode():

@@ -44,6 +44,8 @@ class Coded(SafetensorsTarget):
         """See Target."""
         if dense and version.holds:
             return None
+        if version.by_matrix:
+            return "its down has other bits than the matrix before it"
         if not isinstance(version, Affine) or not version.stores_zeros:
             return "it is not integer codes of 2 to 8 bits with zero points"
         return not_whole(bundle, version, dense) or _unequal_groups(bundle, version, dense)

@@ -47,7 +47,7 @@ class Values:
         """The matrices of one expert; its digest is checked. Raises BundleError when it is damaged."""
         layer = bundle.layers[position]
         packed = _Packed(bundle.expert(version, layer.index, expert))
-        return [Values(packed.one.version, packed, i) for i in range(len(layer.matrices))]
+        return [Values(packed.one.version.at(i), packed, i) for i in range(len(layer.matrices))]
 
     @staticmethod
     def of_dense(bundle: Bundle, version: str, module: str) -> Values:
@@ -63,7 +63,7 @@ class Values:
     def _part(self, kind: str) -> npt.NDArray[Any]:
         """A section of an affine version, [rows, n]."""
         one = self.packed.one
-        (section,) = [s for s in self.version.sections(one.matrices) if (s.kind, s.matrix) == (kind, self.number)]
+        (section,) = [s for s in one.version.sections(one.matrices) if (s.kind, s.matrix) == (kind, self.number)]
         return from_blocks(section_array(one.extent, section), one.matrices[self.number].rows)
 
     def words(self) -> Tensor:

@@ -44,6 +44,9 @@ class Quantize:
 
     def size(self, version: str) -> int:
         """The group size of a version."""
+        sizes = encoding_of(version).group_sizes
+        if len(sizes) == 1:
+            return sizes[0]
         return self.group_size if isinstance(self.group_size, int) else self.group_size.get(version, 64)
 
 
@@ -165,7 +168,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
     versions = _names(f"{where}: versions", top.get("versions", list(DEFAULT_VERSIONS)), (NATIVE, *version_names()))
     if not versions:
         raise InputError(f"{where}: versions: name each version once, and at least one")
-    dense = _names(f"{where}: dense", top.get("dense", []))
+    dense = _names(f"{where}: dense", top.get("dense", []), version_names(dense=True))
     at = f"{where}: quantize"
     rules = {"method": methods.named(), "min_tokens": 0, "loss_tokens": 1, "moments": MOMENTS, "zeros": methods.ZEROS}
     quantize = Quantize(**_settings(at, top.get("quantize", {}), Quantize, rules))
@@ -178,7 +181,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
             _choice(f"{at}.group_size.{name}", value, encoding_of(name).group_sizes)
     else:
         made = [encoding_of(v) for v in (*versions, *dense) if v != NATIVE]
-        possible = [e.group_sizes for e in made if e.group_sizes and not e.released]
+        possible = [e.group_sizes for e in made if len(e.group_sizes) > 1 and not e.released]
         _choice(f"{at}.group_size", size, [g for g in GROUPS if all(g in sizes for sizes in possible)])
     calibration = _calibration(f"{where}: calibration", top.get("calibration", {}))
     allocation = (

@@ -54,7 +54,7 @@ def encode(matrices: Sequence[Matrix], version: Version, values: Sequence[Any]) 
     for m, v in zip(matrices, values, strict=True):
         if v.codes.shape != (m.rows, m.cols):
             raise ValueError(f"{m.name}: codes are {v.codes.shape}, not {(m.rows, m.cols)}")
-    packed = [split_planes(v.codes, version.planes) for v in values]
+    packed = [split_planes(v.codes, version.at(i).planes) for i, v in enumerate(values)]
     for section in version.sections(matrices):
         v = values[section.matrix]
         if section.kind.startswith("plane"):
@@ -106,9 +106,9 @@ def decode(matrices: Sequence[Matrix], version: Version, extent: Buffer) -> list
     for section in version.sections(matrices):
         parts[section.matrix][section.kind] = section_array(extent, section)
     out = []
-    for m, part in zip(matrices, parts, strict=True):
-        parts_of = [part[f"plane{p}"] for p in range(len(version.planes))]
-        codes = join_planes(parts_of, version.planes, m.rows, m.cols)  # type: ignore[arg-type]
+    for i, (m, part) in enumerate(zip(matrices, parts, strict=True)):
+        planes = version.at(i).planes
+        codes = join_planes([part[f"plane{p}"] for p in range(len(planes))], planes, m.rows, m.cols)  # type: ignore[misc]
         scale = from_blocks(part["scale"], m.rows)
         zero = from_blocks(part["zero"], m.rows) if "zero" in part else None
         out.append(AffineMatrix(codes, scale, zero, part.get("bias")))  # type: ignore[arg-type]

@@ -44,7 +44,7 @@ def check_affine(matrices: Sequence[Matrix], version: Version, extent: Buffer) -
         if m.rows % BLOCK_ROWS and array[-1, :, m.rows % BLOCK_ROWS :].any():
             yield "padding", f"{section.kind} of {m.name}: rows past the last are not zero"
         if section.kind.startswith("plane"):
-            bits = m.cols * version.planes[int(section.kind[5:])] % 32
+            bits = m.cols * version.at(section.matrix).planes[int(section.kind[5:])] % 32
             if bits and (array[:, -1] >> np.uint32(bits)).any():  # type: ignore[operator]
                 yield "padding", f"{section.kind} of {m.name}: bits past the last column are not zero"
 

@@ -46,6 +46,7 @@ class Version(ABC):
     scale_dtype: ClassVar[str] = "BF16"  # of the scales, where there are some
     # Whether the stored size depends on the values. Such a version is decoded on its device, or stays as it is stored.
     entropy_coded: ClassVar[bool] = False
+    by_matrix: ClassVar[bool] = False  # whether an expert's matrices differ in bits (`at`); no dense matrix has it
     plain: ClassVar[bool] = False  # whether memory holds BF16 matrices (section "weight") that torch can use
     transform: ClassVar[str | None] = None  # of activations before a product; kernels refuse versions that have it
     matrix_boundary: ClassVar[int] = SECTION  # alignment of a matrix's begin in memory
@@ -88,6 +89,10 @@ class Version(ABC):
         """Whether groups have zero points of their own."""
         return self.zero == "stored"
 
+    def at(self, matrix: int) -> Version:
+        """The version of one matrix of an expert, by its index: this one, unless matrices differ in bits."""
+        return self
+
     @abstractmethod
     def parts(self, matrix: Matrix) -> Iterable[Part]:
         """The sections of one matrix in memory, in order."""
@@ -97,7 +102,7 @@ class Version(ABC):
         out: list[Section] = []
         at = 0
         for i, matrix in enumerate(matrices):
-            for n, (kind, shape, item) in enumerate(self.parts(matrix)):
+            for n, (kind, shape, item) in enumerate(self.at(i).parts(matrix)):
                 out.append(Section(i, kind, at if n else align(at, self.matrix_boundary), shape, item))
                 at = align(out[-1].end, SECTION)
         return tuple(out)
@@ -172,9 +177,13 @@ def codec(name: str) -> Any:
     return importlib.import_module(f"moepack.pack.codec.{name}")
 
 
-def version_names(format_version: int | None = None) -> tuple[str, ...]:
-    """The versions' names in a version of the format (default: the latest), from the most to the least precise."""
-    return tuple(e.name for e in KNOWN if format_version is None or e.since <= format_version)
+def version_names(format_version: int | None = None, dense: bool = False) -> tuple[str, ...]:
+    """The versions' names in a version of the format (default: the latest), from the most to the least precise.
+
+    With `dense`, those that a dense matrix may have.
+    """
+    known = [e for e in KNOWN if format_version is None or e.since <= format_version]
+    return tuple(e.name for e in known if not (dense and e.by_matrix))
 
 
 def encoding_of(name: str) -> Version:

@@ -204,7 +204,8 @@ def _dense(check: Checker, value: Any, number: int) -> tuple[tuple[DenseMatrix, 
         out.append(DenseMatrix(layer, module, matrix))
     if not out:
         check.wrong("dense.matrices", "count", "no matrix has versions")
-    return tuple(out), _versions(check, "dense.versions", document.get("versions"), spec.version_names(number))
+    known = spec.version_names(number, dense=True)
+    return tuple(out), _versions(check, "dense.versions", document.get("versions"), known)
 
 
 def _order(layer: int | None) -> int:

@@ -186,7 +186,7 @@ class Snapshot:
         if made.weights:
             return made.weights[matrix].to(dtype)
         sections = self.of.sections[made.version.name][matrix]
-        return dequantise(made.extent, sections, self.of.layer.matrices[matrix], made.version, dtype)
+        return dequantise(made.extent, sections, self.of.layer.matrices[matrix], made.version.at(matrix), dtype)
 
     def bias(self, expert: int, matrix: int, dtype: torch.dtype) -> Tensor | None:
         """One bias of an expert's active version, [rows] in `dtype`."""

@@ -174,10 +174,10 @@ def _step(  # type: ignore[no-untyped-def]
             base, low, scale, cols, row, here, g, x, total, BITS, MANTISSA, SCALE, GROUP, COLUMNS, ROWS, PRECISION
         )
     else:
-        tl.static_assert((BITS == 8) | ((BITS >= 1) & (BITS <= 4)), "an encoding that this kernel does not know")
-        if BITS == 3:
-            codes = _plane(base, low, cols, row, here, g, 2, COLUMNS, ROWS)
-            codes = codes + 4 * _plane(base, high, cols, row, here, g, 1, COLUMNS, ROWS)
+        tl.static_assert((BITS == 8) | ((BITS >= 1) & (BITS <= 5)), "an encoding that this kernel does not know")
+        if (BITS == 3) | (BITS == 5):
+            codes = _plane(base, low, cols, row, here, g, BITS - 1, COLUMNS, ROWS)
+            codes = codes + (1 << (BITS - 1)) * _plane(base, high, cols, row, here, g, 1, COLUMNS, ROWS)
         else:
             codes = _plane(base, low, cols, row, here, g, BITS, COLUMNS, ROWS)
         middle: tl.constexpr = ((1 << BITS) - 1) / 2

@@ -29,6 +29,10 @@ class Kernel:
 # product, and for `beside_amx` against AMX tiles. Those of FP8 and FP4 codes on a Sapphire Rapids: in float32 torch's
 # product overtakes FP8 at 4 tokens, and AMX tiles, for which FP8 is unpacked as numbers, overtake it only at 48.
 KERNELS = {
+    27: Kernel(128, 12, 2),  # w4d5: forms name the bits of each matrix; w3's limits, whose codes have two planes, too
+    26: Kernel(128, 12, 2),  # w3d4: of 3 and 4 the lower
+    25: Kernel(128, 12, 2),  # w2d3
+    24: Kernel(128, 24, 2),  # w1d2
     16: Kernel(64, 4, 4),
     23: Kernel(128, 24, 4),  # as 8 and 4, but with FP16 scales
     22: Kernel(128, 16, 4),
@@ -99,14 +103,13 @@ def make_forms(matrices: Sequence[Matrix], version: Version) -> tuple[Form, ...]
     at: list[dict[str, int]] = [{} for _ in matrices]
     for s in version.sections(matrices):
         at[s.matrix][s.kind] = s.offset
-    size, stored = version.group_size, int(version.stores_zeros)
     return tuple(
         Form(
-            version.name, version.kernel, size, stored, of.get("weight", of.get("plane0", 0)), of.get("plane1", 0),
-            of.get("scale", 0), of.get("zero", 0), of.get("bias", -1),
+            version.name, own.kernel, version.group_size, int(own.stores_zeros), of.get("weight", of.get("plane0", 0)),
+            of.get("plane1", 0), of.get("scale", 0), of.get("zero", 0), of.get("bias", -1),
             of.get("outer", -1),
         )
-        for of in at
+        for own, of in ((version.at(i), of) for i, of in enumerate(at))
     )  # fmt: skip
 
 

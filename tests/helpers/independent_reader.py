@@ -102,7 +102,7 @@ class Sections:
 
     def codes(self, bits: int, rows: int, cols: int) -> list[list[int]]:
         codes, shift = [[0] * cols for _ in range(rows)], 0
-        for p in {8: [8], 4: [4], 3: [2, 1], 2: [2], 1: [1]}[bits]:
+        for p in {8: [8], 5: [4, 1], 4: [4], 3: [2, 1], 2: [2], 1: [1]}[bits]:
             plane = self.rows(4, rows, -(-cols * p // 32))
             for r in range(rows):
                 string = sum(w << 32 * i for i, w in enumerate(plane[r]))
@@ -116,8 +116,12 @@ def values(extent: bytes, layer: dict, version: dict) -> list[list[list[float]]]
     """Weights of every matrix, [rows][cols], of any version but the lossless one."""
     sections, out = Sections(extent), []
     affine = version["encoding"].startswith("affine")
-    for m in layer["matrices"]:
-        out.append((affine_values if affine else released_values)(sections, m["rows"], m["cols"], version))
+    for i, m in enumerate(layer["matrices"]):
+        own = version
+        if version["encoding"] == "affine-mixed":
+            bits = version["bits"] + i
+            own = {**version, "bits": bits, "zero": "midpoint" if bits == 1 else "stored"}
+        out.append((affine_values if affine else released_values)(sections, m["rows"], m["cols"], own))
         if m["bias"]:
             sections.take(2, m["rows"])
     return out

@@ -51,7 +51,7 @@ def lossless(seed: int, matrices: tuple[Matrix, ...] = MATRICES) -> list[Lossles
 
 def affine(version: Version, seed: int, matrices: tuple[Matrix, ...] = MATRICES) -> list[AffineMatrix]:
     """Random codes."""
-    return [random_matrix(m, version, seed + i) for i, m in enumerate(matrices)]
+    return [random_matrix(m, version.at(i), seed + i) for i, m in enumerate(matrices)]
 
 
 def extent(version: Version, seed: int, matrices: tuple[Matrix, ...] = MATRICES) -> tuple[np.ndarray, int]:

@@ -34,6 +34,23 @@ def test_every_affine_version_at_odd_shapes(small: Path, version: Version) -> No
         assert np.array_equal(a.dequantise(version).astype(np.float64), np.array(b))
 
 
+@pytest.mark.parametrize("name", ["w4d5", "w3d4", "w2d3", "w1d2"])
+def test_down_has_a_bit_more(name: str, tmp_path: Path) -> None:
+    """A bundle with such a version is of format 5; every code of `down` has its own bits, and its own midpoint."""
+    versions = tuple(Version.of(v, 128) for v in ("bf16", "w8", name))
+    manifest = reader.read_manifest(write_small_bundle(tmp_path / "b", versions, "BF16"))
+    assert manifest["format_version"] == 5
+    theirs = reader.values(
+        reader.read_extent(tmp_path / "b", manifest, name, 4, 2), manifest["layers"][1], manifest["versions"][2]
+    )
+    expert = open_bundle(tmp_path / "b").expert(name, 4, 2)
+    for i, (matrix, ours, b) in enumerate(
+        zip(expert.decode(), [v for n, v in expert.numpy().items() if "bias" not in n], theirs, strict=True)
+    ):
+        assert int(matrix.codes.max()) == 2 ** (versions[2].bits + i) - 1
+        assert np.array_equal(ours.astype(np.float64), np.array(b))
+
+
 @pytest.mark.parametrize(("name", "group"), [of for of in NAMES if not encoding_of(of[0]).entropy_coded])
 def test_every_released_version_at_odd_shapes(name: str, group: int, tmp_path: Path) -> None:
     """Partial words, groups and blocks, biases; products rounded to float32 as the page says."""

@@ -80,6 +80,7 @@ ALLOWED: dict[str, Do] = {
     "a link that nothing lists": lambda v: v.replace("notes", lambda p: p.symlink_to("/etc/passwd")),
     "no version w4": lambda v: v.replace("experts/w4", str),
     "version 4, without what is new in it": put("format_version")(4),
+    "version 5, without what is new in it": put("format_version")(5),
     "anything in the provenance": put("provenance")({"\x1b[31m": ["\x00", None, True, -(1 << 80)], "recipe": "a\nb\t"}),
     "more about the model": put("model", "vision")({"layers": 3}),
     "no allocation": put("allocation")(None),

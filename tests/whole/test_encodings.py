@@ -22,12 +22,13 @@ from moepack.pack.reader import open_bundle
 from moepack.pack.spec import Matrix, Version, encoding_of, version_names
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
-from moepack.quantize import rtn
+from moepack.quantize import methods, rtn
 from moepack.quantize.grid import dequantise as dequantise_batch
 from moepack.reports.verify import verify
 from moepack.runtime.kernels import forms, reference
 
 MATRICES = (Matrix("gate_up", 34, 130, bias=True), Matrix("down", 20, 64))
+KNOWN = ("bf16", "w8", "w4d5", "w4", "w3d4", "w3", "w2d3", "w2", "w1d2", "w1")
 RECIPE = """
 versions: [bf16, w6, w2]
 quantize: {method: rtn, group_size: {w6: 32}, loss_tokens: 64}
@@ -47,7 +48,7 @@ def w6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Version]:
     (tmp_path / "more" / "w6.py").write_text(blocks()[0])
     monkeypatch.setattr(encodings, "__path__", [*encodings.__path__, str(tmp_path / "more")])
     monkeypatch.setattr(base, "KNOWN", encodings.found(encodings.__path__))
-    assert [n for n in version_names() if not encoding_of(n).released] == ["bf16", "w8", "w6", "w4", "w3", "w2", "w1"]
+    assert [n for n in version_names() if not encoding_of(n).released] == ["bf16", "w8", "w6", *KNOWN[2:]]
     yield Version.of("w6", 64)
     del sys.modules["moepack.pack.encodings.w6"]
 
@@ -60,14 +61,15 @@ def in_table(w6: Version, monkeypatch: pytest.MonkeyPatch) -> Version:
 
 
 def test_the_table() -> None:
-    before = "bf16", "w8", "w4", "w3", "w2", "w1"
-    assert tuple(n for n in version_names() if not encoding_of(n).released) == before == version_names(3)
+    assert tuple(n for n in version_names() if not encoding_of(n).released) == KNOWN
+    assert tuple(n for n in version_names(4) if not encoding_of(n).released) == version_names(3)
+    assert version_names(3) == ("bf16", "w8", "w4", "w3", "w2", "w1")
     assert version_names(2) == ("bf16", "w4", "w3", "w2", "w1"), "what the format had before"
     for e in base.KNOWN:
         made = Version.of(e.name)
         assert bool(made.holds) == (made.released or not e.planes) and sum(made.planes) == (e.bits if e.planes else 0)
         assert (
-            made.since == (4 if made.released else 3 if made.name == "w8" else 2)
+            made.since == (4 if made.released else 5 if made.by_matrix else 3 if made.name == "w8" else 2)
             and Version.read(made.record()) == made
         )
         assert pickle.loads(pickle.dumps(made)) == made and hash(made) == hash(Version.of(e.name))
@@ -78,7 +80,7 @@ def test_the_table() -> None:
         "name": "w3", "encoding": "affine", "bits": 3, "group_size": 32, "zero": "stored"
     }  # fmt: skip
     assert Version.of("bf16", 64).group_size == 0
-    with pytest.raises(ValueError, match=r"'w6' is unknown: there are bf16, .*w8, .*w4, w3, w2, w1"):
+    with pytest.raises(ValueError, match=rf"'w6' is unknown: there are bf16, .*w8, w4d5, .*{', '.join(KNOWN[3:])}"):
         Version.of("w6")
     with pytest.raises(ValueError, match="w4: groups are of 128, 64, 32, not 48"):
         Version.of("w4", 48)
@@ -123,7 +125,8 @@ def test_a_bundle_holds_it_and_a_cpu_serves_it(
     expert = opened.expert("w6", opened.layers[0].index, 3)
     assert len(np.unique(expert.decode()[0].codes)) > 50
     with pytest.raises(
-        InputError, match=r"no kernel knows the encoding w6: the kernels know bf16, .*w8, .*w4, w3, w2, w1"
+        InputError,
+        match=rf"no kernel knows the encoding w6: the kernels know bf16, .*w8, w4d5, .*{', '.join(KNOWN[3:])}",
     ):
         moepack.load(tmp_path / "bundle", policy="static:w6")
 
@@ -143,6 +146,59 @@ def test_a_bundle_holds_it_and_a_cpu_serves_it(
     monkeypatch.setattr(base, "KNOWN", tuple(e for e in base.KNOWN if e.name != "w6"))
     with pytest.raises(BundleError, match="not one of bf16, "):
         open_bundle(tmp_path / "bundle")
+
+
+MIXED = """
+versions: [bf16, w4d5, w3d4, w2d3, w2, w1d2, w1]
+quantize: {loss_tokens: 256}
+calibration: {samples: 16, length: 128, batch_size: 8}
+"""
+
+
+def test_down_has_a_bit_more(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """Built, verified, measured and served from packed bytes; its down has the codes of its own width."""
+    recipe = parse_recipe(MIXED, "mixed")
+    sizes = {v.name: v.group_size for v in recipe.version_specs()}
+    assert sizes == {"bf16": 0, "w4d5": 128, "w3d4": 128, "w2d3": 128, "w2": 64, "w1d2": 128, "w1": 64}
+    build(demo_model, tmp_path / "bundle", recipe, [text])
+    assert verify(tmp_path / "bundle") == []
+    opened = open_bundle(tmp_path / "bundle")
+    assert opened.manifest.format_version == 5
+    tables = opened.calibration()
+    loss = {v: np.mean([row.relative[:, i] for row in tables.layers]) for i, v in enumerate(tables.versions)}
+    assert 2 * loss["w4d5"] < loss["w3d4"] < loss["w2d3"] < 0.75 * loss["w2"] and loss["w1d2"] < 0.75 * loss["w1"], loss
+    ids = torch.arange(40)[None]
+    exact = moepack.load(tmp_path / "bundle", policy="static:bf16")(ids).logits.float()
+    error = {}
+    for name, bits in (("w4d5", 4), ("w3d4", 3), ("w2d3", 2), ("w2", 2), ("w1d2", 1), ("w1", 1)):
+        expert = opened.expert(name, opened.layers[0].index, 3)
+        more = int(encoding_of(name).by_matrix)
+        assert [int(m.codes.max()) for m in expert.decode()] == [2**bits - 1, 2 ** (bits + more) - 1]
+        model = moepack.load(tmp_path / "bundle", policy=f"static:{name}")
+        with torch.no_grad():
+            error[name] = float((model(ids).logits.float() - exact).norm())
+        served = model.model.layers[opened.layers[0].index].mlp.experts._moepack.current
+        assert served.of.backend == "native", "C reads each matrix by its own bits"
+        for m, want in enumerate(expert.numpy().values()):
+            assert np.array_equal(served.weight(3, m, torch.float32).numpy(), want)
+    assert error["w4d5"] < error["w3d4"] < error["w2d3"] < error["w2"] and error["w1d2"] < error["w1"], error
+
+
+def test_mixed_versions_are_for_experts_alone(demo_model: Path) -> None:
+    with pytest.raises(InputError, match="dense: unknown version 'w2d3'"):
+        parse_recipe("dense: [w2d3]", "recipe")
+    with pytest.raises(InputError, match=r"group_size.w2d3: 64 is not one of 128"):
+        parse_recipe("versions: [w2d3]\nquantize: {group_size: {w2d3: 64}}", "recipe")
+
+
+@pytest.mark.parametrize(("method", "bits"), [("gptq", 3), ("gptqmodel", 3), ("hqq", 2), ("rtn", 3)])
+def test_every_method_gives_down_its_bits(method: str, bits: int) -> None:
+    weight = torch.randn(2, 32, 256, generator=torch.Generator().manual_seed(0))
+    version, moments = Version.of(f"w{bits - 1}d{bits}"), torch.eye(256)[None].repeat(2, 1, 1)
+    made = methods.quantise_all(method, weight, moments, [version], matrix=1)[version]
+    assert made.zero is not None and int(made.codes.max()) == 2**bits - 1 and made.scale.shape == (2, 32, 2)
+    error = (dequantise_batch(made, version.at(1)) - weight).square().mean()
+    assert float(error) < {3: 0.10, 2: 0.5}[bits]
 
 
 def test_a_transform_that_no_kernel_applies_is_refused(w6: Version, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +244,7 @@ def test_c_refuses_numbers_it_does_not_know(w6: Version, monkeypatch: pytest.Mon
         native.unpack(layer, 0, 1, extents[1], torch.empty(130, 48))
     with pytest.raises(ValueError, match="version number 5: this layer has w4, w6"):
         native.product(layer, 0, table | np.uint64(5), x, index, torch.empty(2, 34))
-    for field, bad in ((0, 0), (0, 5), (0, -1), (0, 1 << 40), (1, 0), (1, 48), (1, 256)):
+    for field, bad in ((0, 0), (0, 7), (0, -1), (0, 1 << 40), (1, 0), (1, 48), (1, 256)):
         layer = native.LayerForms(MATRICES, [Version.of("w4", 64)])
         layer._rows[0][0, field] = bad
         with pytest.raises(ValueError, match="w4: the compiled kernels do not know"):

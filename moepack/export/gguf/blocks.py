@@ -32,7 +32,7 @@ def type_of(version: Version) -> Type | None:
     """The type that holds a version's values; None if no type does."""
     if version.plain:
         return BF16
-    if isinstance(version, Affine):
+    if isinstance(version, Affine) and not version.by_matrix:
         return {8: Q8_0, 4: Q4_0, 1: Q1_0}.get(version.bits)
     return MXFP4 if version.name == "mxfp4" else None
 

@@ -350,16 +350,15 @@ INLINE void NAME(fixed_rows)(const int bits, const int T, const Gemm *m, const F
         UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++)
             /* in units of 2^(bits - 8) of a code, as zeros are */
             sum[r][t] = SHL(NAME(folded)(CHAINS(T), acc[r][t]), 8 - bits);
-#if PARTS == 1
-        if (bits == 3 && !HALVED(T)) {
+        if (bits == 5 || (bits == 3 && PARTS == 1 && !HALVED(T))) {
             const int32_t *above[PASS];
             UNROLL for (int t = 0; t < T; t++) above[t] = x[t]->fixed[0];
-            UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) acc[r][t][0][0] = SETI(0);
+            UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) UNROLL for (int c = 0; c < 2; c++)
+                UNROLL for (int i = 0; i < PARTS; i++) acc[r][t][c][i] = SETI(0);
             NAME(one_bit)(T, high, g * (f->group / 32), least((g + 1) * (f->group / 32), ceil_div(m->cols, 32)), above, acc);
             UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++)
-                sum[r][t] = ADDI(sum[r][t], SHL(NAME(folded)(1, acc[r][t]), 10 - bits));
+                sum[r][t] = ADDI(sum[r][t], SHL(NAME(folded)(CHAINS(T), acc[r][t]), 7));
         }
-#endif
         F unit[PASS];
         UNROLL for (int t = 0; t < T; t++) unit[t] = SET(x[t]->units[g / per] * (1.0f / (1 << (8 - bits))));
         UNROLL for (int r = 0; r < FR; r++) {
@@ -462,6 +461,7 @@ INLINE void NAME(pairs)(const int T, const int64_t cols, const uint16_t *w, cons
                 FIXED_CASE(1, T) \
                 FIXED_CASE(2, T) \
                 FIXED_CASE(3, T) \
+                FIXED_CASE(5, T) \
             case HALF4: \
                 FIXED_CASE(4, T) \
             case HALF8: \

@@ -120,10 +120,14 @@ INLINE void NAME(packed)(const int bits, const int R, const int T, const Gemm *m
         F acc[RB][TB];
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T; t++) acc[r][t] = SET(0.0f);
         int64_t to = (g + 1) * step < low_words ? (g + 1) * step : low_words;
-        NAME(plane)(fp4 ? MXFP4 : bits >= 4 ? bits : 0, R, T, low, g * step, to, values, acc);
-        if (bits == 3) {
+        NAME(plane)(fp4 ? MXFP4 : bits == 5 ? 4 : bits >= 4 ? bits : 0, R, T, low, g * step, to, values, acc);
+        if (two_planes(bits)) {
             to = (g + 1) * high_step < high_words ? (g + 1) * high_step : high_words;
-            NAME(plane)(0, R, T, high, g * high_step, to, quads, acc);
+            F above[RB][TB]; /* of five bits a quarter of what they are worth */
+            UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T; t++) above[r][t] = bits == 3 ? acc[r][t] : SET(0.0f);
+            NAME(plane)(0, R, T, high, g * high_step, to, quads, above);
+            UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T; t++)
+                acc[r][t] = bits == 3 ? above[r][t] : FMA(above[r][t], SET(4.0f), acc[r][t]);
         }
         UNROLL for (int r = 0; r < R; r++) {
             F s = SCALE(bits, half, scale[r] + g * BLOCK * item);
@@ -173,6 +177,7 @@ INLINE void NAME(plain)(const int R, const int T, const Gemm *m, const Form *f, 
     case 1: PACKED(1, R, T); break; \
     case 2: PACKED(2, R, T); break; \
     case 3: PACKED(3, R, T); break; \
+    case 5: PACKED(5, R, T); break; \
     case HALF4: \
     case 4: PACKED(4, R, T); break; \
     case HALF8: \
@@ -305,23 +310,23 @@ INLINE void NAME(unpack)(const int bits, const int R, const Unpack *m, int64_t r
                                      : SCALE(bits, half, scale[r] + g * BLOCK * item);
             less[r] = f->stored ? MUL(s[r], FMA(BYTES(zero[r] + g * BLOCK), unit, middle)) : SET(0.0f);
             w[r] = h[r] = LOADI(low[r] + word * BLOCK);
-            if (bits == 3) {
+            if (two_planes(bits)) {
                 h[r] = LOADI(high[r] + c / 32 * BLOCK);
-                if (c % 32) h[r] = DROP(h[r], 16);
+                if (c % 32) h[r] = DROP(h[r], (int)(c % 32));
             }
         }
         for (; c < end; c++) {
             F value[2];
             UNROLL for (int r = 0; r < R; r++) {
                 F code = bits == 8                       ? CODE8(w[r])
-                         : bits == 4                     ? CODE4(w[r])
+                         : bits == 4 || bits == 5        ? CODE4(w[r])
                          : bits == MXFP4 || bits == NVFP4 ? LOOKUP(fours, w[r])
                          : bits > 16                     ? MUL(CODE_E4M3(w[r]), SET(0x1p120f))
                          : bits == 1                     ? LOOKUP(ones, w[r])
                                                          : LOOKUP(twos, w[r]);
                 w[r] = DROP(w[r], p);
-                if (bits == 3) {
-                    code = FMA(LOOKUP(ones, h[r]), SET(4.0f), code);
+                if (two_planes(bits)) {
+                    code = FMA(LOOKUP(ones, h[r]), SET(bits == 3 ? 4.0f : 16.0f), code);
                     h[r] = DROP(h[r], 1);
                 }
                 value[r] = MUL(s[r], code);
@@ -348,6 +353,7 @@ INLINE void NAME(unpack)(const int bits, const int R, const Unpack *m, int64_t r
         UNPACK_CASE(1, R) \
         UNPACK_CASE(2, R) \
         UNPACK_CASE(3, R) \
+        UNPACK_CASE(5, R) \
     case HALF4: \
         UNPACK_CASE(4, R) \
     case HALF8: \

@@ -35,6 +35,7 @@ static inline int known(const Form *f) {
     case HALF8:
     case HALF4:
     case 8:
+    case 5:
     case 4:
     case 3:
     case 2:
@@ -43,11 +44,14 @@ static inline int known(const Form *f) {
     return 0;
 }
 
+/* Whether codes have their highest bit in a plane of its own. */
+static inline int two_planes(int bits) { return bits == 3 || bits == 5; }
+
 static inline int is_fp8(const Form *f) { return f->bits == MXFP8 || f->bits == FP8 || f->bits == FP8_ROW; }
 
 /* Bits of a code in the low plane. */
 static inline int low_bits(int bits) {
-    return bits == 3 ? 2 : bits == MXFP4 || bits == NVFP4 || bits == HALF4 ? 4 : bits > 16 ? 8 : bits;
+    return bits == 3 ? 2 : bits == 5 || bits == MXFP4 || bits == NVFP4 || bits == HALF4 ? 4 : bits > 16 ? 8 : bits;
 }
 
 /* One product of all experts. A handle is an extent's address, a multiple of 64, with the version's number in its low 6 bits. */

@@ -95,7 +95,7 @@ INLINE __m512 byte_code(__m512i w) { /* (w & 255) - 127.5, which has 8 significa
 /* Unpack codes of 16 rows, steps [from, from + n), into tiles B that lie 2 tiles apart. Codes count from the middle of
  * their range, so that they are exact in BF16. A word of B has two successive columns of a row: one multishift makes
  * both indices, one permutation looks both up. It reads five bits of an index. The upper ones may belong to the codes
- * that follow, so the LUT repeats itself. The third bit of three-bit codes is taken from the high plane. */
+ * that follow, so the LUT repeats itself. The highest bit of codes of three or five bits is taken from the high plane. */
 INLINE void codes(const int bits, const Gemm *m, const Form *f, const uint8_t *base, int64_t row, int64_t from, int64_t n,
                   uint8_t *out) {
     const int p = low_bits(bits); /* bits of a code in the low plane, and words of a step there */
@@ -104,9 +104,9 @@ INLINE void codes(const int bits, const Gemm *m, const Form *f, const uint8_t *b
     const uint32_t *high = (const uint32_t *)(base + f->high) + block * ceil_div(m->cols, 32) * BLOCK;
     uint16_t numbers[32] = {0};
     for (int i = 0; i < 32 && bits < 8; i++) numbers[i] = narrow((float)(i % (1 << bits)) - (float)((1 << bits) - 1) / 2);
-    const __m512i table = _mm512_loadu_si512(numbers), mask = _mm512_set1_epi16(3);
+    const __m512i table = _mm512_loadu_si512(numbers), mask = _mm512_set1_epi16((short)((1 << p) - 1));
     for (int64_t s = from; s < from + n; s++, out += 2 * TILE) {
-        __m512i h = bits == 3 ? _mm512_loadu_si512(high + s * BLOCK) : _mm512_setzero_si512();
+        __m512i h = two_planes(bits) ? _mm512_loadu_si512(high + s * BLOCK) : _mm512_setzero_si512();
         UNROLL for (int k = 0; k < p; k++) {
             const int64_t word = s * p + k;
             __m512i w = word < all ? _mm512_loadu_si512(low + word * BLOCK) : _mm512_setzero_si512();
@@ -121,8 +121,8 @@ INLINE void codes(const int bits, const Gemm *m, const Form *f, const uint8_t *b
                     continue;
                 }
                 __m512i at = _mm512_multishift_epi64_epi8(fields(2 * p * i, p), w);
-                if (bits == 3) {
-                    __m512i above = _mm512_multishift_epi64_epi8(fields(2 * pair + 62, 1), h);
+                if (two_planes(bits)) {
+                    __m512i above = _mm512_multishift_epi64_epi8(fields(2 * pair + 64 - p, 1), h);
                     at = _mm512_ternarylogic_epi64(mask, at, above, 0xCA);
                 }
                 _mm512_storeu_si512(out + 64 * pair, _mm512_permutexvar_epi16(at, table));
@@ -144,11 +144,12 @@ INLINE void weights(const int bits, const Gemm *m, const Form *f, const uint8_t 
     const uint8_t *zero = base + f->zero + block * groups * BLOCK;
     const __m512 codes = bits == MXFP4 || bits == NVFP4
                              ? _mm512_setr_ps(0, .5f, 1, 1.5f, 2, 3, 4, 6, 0, -.5f, -1, -1.5f, -2, -3, -4, -6)
-                         : bits == 4 ? _mm512_setr_ps(-7.5f, -6.5f, -5.5f, -4.5f, -3.5f, -2.5f, -1.5f, -.5f, .5f, 1.5f, 2.5f,
+                         : p == 4 ? _mm512_setr_ps(-7.5f, -6.5f, -5.5f, -4.5f, -3.5f, -2.5f, -1.5f, -.5f, .5f, 1.5f, 2.5f,
                                                     3.5f, 4.5f, 5.5f, 6.5f, 7.5f)
                          : bits == 1 ? _mm512_setr4_ps(-.5f, .5f, -.5f, .5f)
                                      : _mm512_setr4_ps(-1.5f, -.5f, .5f, 1.5f);
-    const __m512 far = _mm512_setr4_ps(-2.f, 2.f, -2.f, 2.f); /* of three bits the high plane's part */
+    const float top = bits == 3 ? 2.f : 8.f; /* of three or five bits the high plane's part */
+    const __m512 far = _mm512_setr4_ps(-top, top, -top, top);
     const __m512 unit = _mm512_set1_ps(1.0f / (1 << (8 - width))), middle = _mm512_set1_ps(-(float)((1 << width) - 1) / 2);
     const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
                                            20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
@@ -160,7 +161,7 @@ INLINE void weights(const int bits, const Gemm *m, const Form *f, const uint8_t 
             __m512 z = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(zero + g * BLOCK))));
             less = _mm512_mul_ps(by, _mm512_fmadd_ps(z, unit, middle));
         }
-        __m512i h = bits == 3 ? _mm512_loadu_si512(high + s * BLOCK) : _mm512_setzero_si512();
+        __m512i h = two_planes(bits) ? _mm512_loadu_si512(high + s * BLOCK) : _mm512_setzero_si512();
         UNROLL for (int k = 0; k < words; k++) {
             const int64_t word = s * words + k;
             __m512i w = word < all ? _mm512_loadu_si512(low + word * BLOCK) : _mm512_setzero_si512();
@@ -170,7 +171,7 @@ INLINE void weights(const int bits, const Gemm *m, const Form *f, const uint8_t 
                 __m512 v[2];
                 UNROLL for (int j = 0; j < 2; j++) {
                     __m512 code = bits == 8 ? byte_code(w) : p == 8 ? e4m3_low(w) : _mm512_permutexvar_ps(w, codes);
-                    if (bits == 3) code = _mm512_add_ps(code, _mm512_permutexvar_ps(h, far)), h = _mm512_srli_epi32(h, 1);
+                    if (two_planes(bits)) code = _mm512_add_ps(code, _mm512_permutexvar_ps(h, far)), h = _mm512_srli_epi32(h, 1);
                     w = _mm512_srli_epi32(w, p);
                     v[j] = _mm512_fmsub_ps(by, code, less);
                 }
@@ -189,6 +190,7 @@ INLINE void weights(const int bits, const Gemm *m, const Form *f, const uint8_t 
             case 1: name(1, m, f, base, row, from, n, out); break; \
             case 2: name(2, m, f, base, row, from, n, out); break; \
             case 3: name(3, m, f, base, row, from, n, out); break; \
+            case 5: name(5, m, f, base, row, from, n, out); break; \
             case HALF4: \
             case 4: name(4, m, f, base, row, from, n, out); break; \
             case HALF8: \

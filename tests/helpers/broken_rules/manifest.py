@@ -105,7 +105,7 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "not signed": (lambda v: v.write(MANIFEST, canonical({**v.manifest, "sha256": "0" * 64})), "digest"),
     "a digest that is no text": (lambda v: v.write(MANIFEST, canonical({**v.manifest, "sha256": 1})), "digest"),
     "another format": (put("format")("zip"), "format"),
-    "a later version": (put("format_version")(5), "format-version"),
+    "a later version": (put("format_version")(6), "format-version"),
     "an earlier version": (put("format_version")(1), "format-version"),
     "w8 in version 2": (put("format_version")(2), "value"),
     "a version that is true": (put("format_version")(True), "format-version"),

@@ -32,11 +32,12 @@ TILES = range(native.LEVELS.index("avx512-bf16"), len(native.LEVELS))
 ALL_IN_TILES = np.zeros(8, np.int64)  # limits
 
 
-PACKED = [Version.of(f"w{bits}", size) for bits in (8, 4, 3, 2, 1) for size in (128, 64, 32)] + RELEASED
+MIXED = [Version.of(f"w{b}d{b + 1}").at(1) for b in (4, 3, 2, 1)]
+PACKED = [*(Version.of(f"w{bits}", size) for bits in (8, 4, 3, 2, 1) for size in (128, 64, 32)), *MIXED, *RELEASED]
 
 
 def named(version: Version) -> str:
-    return f"{version.name}-{version.group_size}"
+    return f"{version.name}-{version.bits}-{version.group_size}"
 
 
 @pytest.fixture(autouse=True)

@@ -43,9 +43,13 @@ def run(
     return out.cpu()
 
 
-@pytest.mark.parametrize(("bits", "group_size"), [(8, 64), (4, 128), (3, 32), (2, 64), (1, 32), (1, 128)])
-def test_every_width_and_group(bits: int, group_size: int) -> None:
-    versions = [Version.of(f"w{bits}", group_size)]
+WIDTHS = [Version.of(*w) for w in (("w8", 64), ("w4", 128), ("w3", 32), ("w2", 64), ("w1", 32), ("w1", 128))]
+MIXED = [Version.of(f"w{b}d{b + 1}").at(1) for b in (4, 3, 2, 1)]
+
+
+@pytest.mark.parametrize("version", WIDTHS + MIXED, ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}")
+def test_every_width_and_group(version: Version) -> None:
+    versions = [version]
     index = torch.tensor([[0], [2], [2]])  # expert 1 has no tokens
     for k, (rows, cols) in enumerate([(40, 100), (17, 257), (1, 1)]):
         m = Matrix("m", rows, cols, bias=bool(k % 2))

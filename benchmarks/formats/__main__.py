@@ -1,0 +1,90 @@
+"""What encodings cost at their bytes: moepack's versions, other libraries', llama.cpp's types, and ideas.
+
+    python -m benchmarks.formats --part ideas [--checkpoint MODEL --calibration FILE... --data FILE...]
+    python -m benchmarks.formats --part generated --bits 2
+
+Of the same weights and second moments, each scheme gives values. They are compared by relative output error on
+held-out tokens, gate and up apart from down, and by the divergence of a model that computes in float32 with them. The
+last column is that divergence over the one of `w4` to `w1`, in groups of 64, at as many bits (between two widths
+log-linear). ggml's types get the moments' diagonal as importance; they are left out where llama-cpp-python is not
+installed for benchmarks.peers.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import EXAMPLES, Target, arguments, finish
+from benchmarks.peers import environments
+from benchmarks.peers.worker import PeerError, Worker
+
+from . import schemes
+from .measure import PARTS, of_generated, of_model
+
+RATIO = "of today's at these bits"
+MORE = ("libraries", "ideas", "generated")  # generated: matrices in place of models
+
+
+def main() -> None:
+    """Parse arguments, measure, print."""
+    parser = arguments(__doc__)
+    parser.add_argument("--checkpoint", type=Path, action="append", help="a small Qwen3-MoE; may be given again")
+    parser.add_argument("--calibration", action="append", help="text to make moments from")
+    parser.add_argument("--data", action="append", help="text to measure on")
+    parser.add_argument("--windows", type=int, nargs=2, default=(256, 64), help="windows of 256 tokens, of each")
+    parser.add_argument(
+        "--bits", type=int, choices=schemes.WIDTHS, action="append", help="ideas for these widths alone"
+    )
+    parser.add_argument("--part", choices=MORE, action="append", help="these alone beside versions; may be given again")
+    args = parser.parse_args()
+    calibration = args.calibration or [str(EXAMPLES / "text" / "calibration.jsonl")]
+    data = args.data or [str(EXAMPLES / "text" / "evaluation.jsonl")]
+    parts = args.part or list(MORE if args.quick else MORE[:2])
+    rows: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        every = [*schemes.today(), *schemes.built()]
+        if "libraries" in parts and not args.quick:
+            every += [scheme for method in ("gptqmodel", "hqq") for scheme in schemes.others(method)]
+            if (llama := ggml(stack, scratch)) is not None:
+                every += [schemes.of_ggml(name, llama, scratch) for name in schemes.GGML]
+        ideas = [idea for bits in args.bits or schemes.WIDTHS for idea in schemes.ideas(bits)]
+        if "ideas" in parts:
+            every += ideas[:2] if args.quick else ideas
+        windows = (24, 8) if args.quick else tuple(args.windows)
+        for checkpoint in args.checkpoint or [EXAMPLES / "mini-qwen3-moe"] if set(parts) - {"generated"} else ():
+            rows += of_model(checkpoint, calibration, data, windows, every)
+        shapes = ((128, 256), (256, 128)) if args.quick else ((768, 2048), (2048, 768))
+        for kind in ("normal", "heavy", "outliers") if "generated" in parts else ():
+            rows += of_generated(kind, shapes, [*schemes.today(), *schemes.built(), *ideas])
+    columns = ["model", "who", "encoding", "bits/weight", *(f"error {p}" for p in PARTS), "KL, mnat", "+-", RATIO]
+    finish("Error and divergence by bits", columns, rows, targets(rows), args.json)
+
+
+def ggml(stack: ExitStack, scratch: Path) -> Worker | None:
+    """llama.cpp's process; None where it is not installed."""
+    try:
+        python = environments.environment(environments.LLAMA, environments.cache(), install=False)
+    except PeerError as error:
+        print(f"llama.cpp is left out: {error}", flush=True)
+        return None
+    worker = Worker(python, "benchmarks.peers.llama", [0], scratch / "llama.log", threads=1)
+    return stack.enter_context(worker)
+
+
+def targets(rows: list[dict[str, Any]]) -> list[Target]:
+    """For each width 0.8 of its divergence, by the version whose down has a bit more."""
+    out = []
+    for model in dict.fromkeys(row["model"] for row in rows if RATIO in row):
+        found = {r["encoding"]: float(r[RATIO]) for r in rows if r["model"] == model and r["who"] == "moepack"}
+        for width, mixed in zip(schemes.TODAY, schemes.MIXED, strict=True):
+            name = f"{model}: divergence of {mixed} over {width}'s at as many bits"
+            out.append(Target(name, found[mixed], 0.8, "lower"))
+    return out
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""The quantiser on grids that no version has: what an idea would give before anyone builds it.
+
+The same steps as moepack.quantize.gptq (feedback in the order of `factor`, two sweeps of descent), one width at a time
+and slower, with its search for grids. On a version's own grid it has the version's errors. Values come back, no bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moepack.pack.spec import Version
+from moepack.quantize.factor import factor
+from moepack.quantize.gptq import SWEEPS
+from moepack.quantize.grid import fix_scale
+from moepack.quantize.lanes import Lanes, search
+
+from . import trellis
+
+SUPER = 8  # groups that share a BF16 scale, where those of groups have fewer bits
+ROTATED = 256  # the most columns that a rotation mixes
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A grid for one matrix."""
+
+    bits: float  # of a code
+    group: int = 64
+    zero_bits: int = 0  # of a stored zero point; 0: the grid is symmetric
+    scale_bits: int = 16  # BF16; fewer: whole steps of a scale that SUPER groups share
+    trellis: bool = False  # twice the levels, by `trellis`
+    levels: tuple[float, ...] = ()  # unequal levels, in place of 2^bits equal ones
+    rotated: bool = False  # columns times random signs, then Hadamard's matrix by blocks
+
+    def size(self, cols: int) -> float:
+        """Bits a weight of rows of so many columns."""
+        groups = -(-cols // self.group)
+        shared = 16 * -(-groups // SUPER) if self.scale_bits < 16 else 0
+        return self.bits + ((self.scale_bits + self.zero_bits) * groups + shared) / cols
+
+    def values(self, weight: Tensor, moments: Tensor) -> Tensor:
+        """Quantise float32 [experts, rows, cols] by moments [experts, cols, cols]; the values that come back."""
+        if not self.rotated:
+            return _Fit(self, weight, moments).run()
+        turn = rotation(weight.shape[-1])
+        return _Fit(self, weight @ turn.T, turn @ moments @ turn.T).run() @ turn
+
+
+def rotation(cols: int, seed: int = 0) -> Tensor:
+    """The orthogonal matrix [cols, cols] that an input is multiplied by: blocks of the greatest power of two."""
+    size, turn = min(cols & -cols, ROTATED), torch.ones(1, 1)
+    while len(turn) < size:
+        turn = torch.cat([torch.cat([turn, turn], 1), torch.cat([turn, -turn], 1)])
+    signs = torch.randint(0, 2, (cols,), generator=torch.Generator().manual_seed(seed)) * 2.0 - 1
+    blocks: Tensor = torch.block_diag(*[turn / size**0.5] * (cols // size))
+    return blocks * signs
+
+
+def gaussian_levels(bits: int) -> tuple[float, ...]:
+    """Lloyd's and Max's levels for normally distributed numbers, from 0 to 2^bits - 1."""
+    x = torch.erfinv(torch.linspace(-1, 1, 20001)[1:-1].double()) * 2**0.5
+    levels = torch.linspace(-2.5, 2.5, 2**bits, dtype=torch.float64)
+    for _ in range(300):
+        nearest = torch.bucketize(x, (levels[1:] + levels[:-1]) / 2)
+        levels = torch.zeros_like(levels).index_add_(0, nearest, x) / torch.bincount(nearest, minlength=len(levels))
+    return tuple(((levels - levels[0]) / (levels[-1] - levels[0]) * (2**bits - 1)).tolist())
+
+
+class _Fit:
+    """One batch on one grid. Matrices are [experts, cols, rows], as in `gptq.Work`."""
+
+    def __init__(self, trial: Trial, weight: Tensor, moments: Tensor) -> None:
+        self._trial, self._factored = trial, factor(moments, trial.group)
+        largest = weight.abs().amax((1, 2)).clamp(min=torch.finfo(torch.float32).tiny)
+        self._unit = 2.0 ** torch.floor(torch.log2(largest))
+        turned = [(w / u)[:, o].T for w, u, o in zip(weight, self._unit, self._factored.order, strict=True)]
+        self._weight = torch.stack(turned).contiguous()
+        self._levels = torch.tensor(trial.levels)
+        plain = round(2**trial.bits) - 1  # 1.6 bits, five codes a byte: 0, 1 and 2
+        self._plain, self._top = plain, 2 * plain + 1 if trial.trellis else plain
+        base = replace(Version.of("w2", 64), bits=max(1, round(trial.bits)))
+        version = replace(base, zero="stored" if trial.zero_bits else "midpoint")
+        lanes = Lanes.of([version], weight.shape[1], weight.device)
+        self._lanes = replace(
+            lanes, top=torch.full_like(lanes.top, plain), middle=torch.full_like(lanes.top, plain / 2)
+        )
+        cols, group = weight.shape[2], trial.group
+        self._blocks = [(a, min(a + group, cols)) for a in range(0, cols, group)]
+        self._shared: list[Tensor] = []
+        if trial.scale_bits < 16:
+            found = [search(self._weight[:, a:b], self._even(a, b), self._lanes)[0] for a, b in self._blocks]
+            for i in range(0, len(found), SUPER):
+                most = torch.stack(found[i : i + SUPER]).amax(0) * (1.25 / (1 + trial.trellis))
+                self._shared += [fix_scale(most / (2**trial.scale_bits - 1)).float()] * SUPER
+
+    def _even(self, start: int, end: int) -> Tensor:
+        return torch.full((len(self._weight), end - start), 1 / (end - start))
+
+    def _scale(self, group: int, scale: Tensor, other: Tensor) -> Tensor:
+        """Scales as they would be stored; `other` where one is not finite."""
+        scale = torch.where(torch.isfinite(scale), scale, other)
+        if not self._shared:
+            return fix_scale(scale).float()
+        return (scale / self._shared[group]).round().clamp(1, 2**self._trial.scale_bits - 1) * self._shared[group]
+
+    def _zero(self, zero: Tensor) -> Tensor:
+        """Zero points as they would be stored."""
+        bits = self._trial.zero_bits
+        unit = 2.0**bits / (self._top + 1)
+        return (zero * unit).round().clamp(0, 2**bits - 1) / unit if bits else torch.full_like(zero, self._top / 2)
+
+    def _grid(self, group: int, block: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+        """A first scale and zero point; of twice the levels, the same range."""
+        scale, zero = search(block, share, self._lanes)
+        ratio = 2.0 if self._trial.trellis else 1.0
+        middle = self._top / 2 - (self._plain / 2 - zero) * ratio
+        return self._scale(group, scale / ratio, scale), self._zero(middle)
+
+    def _choose(self, target: Tensor, scale: Tensor) -> Tensor:
+        """The best levels for a column [experts, rows], in units of a level."""
+        if self._trial.trellis:
+            return trellis.nearest(target, scale * scale, self._top)
+        if len(self._levels):
+            return self._levels[torch.bucketize(target, (self._levels[1:] + self._levels[:-1]) / 2)]
+        return target.round().clamp_(0, self._top)
+
+    def run(self) -> Tensor:
+        self._error, self._codes = torch.empty_like(self._weight), torch.empty_like(self._weight)
+        grids = [self._feed(g, a, b) for g, (a, b) in enumerate(self._blocks)]
+        for _ in range(SWEEPS):
+            grids = [self._sweep(g, a, b, *grids[g]) for g, (a, b) in enumerate(self._blocks)]
+        place = self._factored.order.argsort(-1)
+        made = self._weight - self._error
+        return torch.stack([v[p].T for v, p in zip(made, place, strict=True)]) * self._unit[:, None, None]
+
+    def _feed(self, group: int, start: int, end: int) -> tuple[Tensor, Tensor]:
+        feed, weight = self._factored.feed, self._factored.weight[:, start:end]
+        block = self._weight[:, start:end].clone()
+        if start:
+            block.baddbmm_(feed[:, :start, start:end].mT, self._error[:, :start])
+        scale, zero = self._grid(group, block, weight / weight.sum(-1, keepdim=True))
+        for k in range(start, end):
+            level = self._choose(block[:, k - start] / scale + zero, scale)
+            wrong = self._weight[:, k] - scale * (level - zero)
+            self._error[:, k], self._codes[:, k] = wrong, level
+            block[:, k - start + 1 :] += feed[:, k, k + 1 : end, None] * wrong[:, None]
+        return scale, zero
+
+    def _sweep(self, group: int, start: int, end: int, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
+        moments = self._factored.damped
+        inside, slope = moments[:, start:end, start:end], moments[:, start:end] @ self._error
+        codes, error = self._codes[:, start:end], self._error[:, start:end]
+        new, new_zero = self._regrid(group, codes, slope, inside, scale, zero)
+        step, offset = (new - scale)[:, None], (new * new_zero - scale * zero)[:, None]
+        error -= codes * step - offset
+        slope -= (inside @ codes) * step - inside.sum(-1)[..., None] * offset
+        for k in range(end - start):
+            target = codes[:, k] + slope[:, k] / inside[:, k, k, None] / new
+            level = self._choose(target, new)
+            change = (codes[:, k] - level) * new
+            slope[:, k + 1 :] += inside[:, k + 1 :, k, None] * change[:, None]
+            error[:, k] += change
+            codes[:, k] = level
+        return new, new_zero
+
+    def _regrid(
+        self, group: int, codes: Tensor, slope: Tensor, inside: Tensor, scale: Tensor, zero: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As `gptq.Work._regrid`: the best of scale and zero point, scale alone, and what there is."""
+        ones, product = inside.sum(-1)[:, None], inside @ codes
+        total, cc, c1 = ones.sum(-1), (codes * product).sum(1), (ones @ codes)[:, 0]
+        gc, g1 = (codes * slope).sum(1), slope.sum(1)
+        determinant = cc * total - c1 * c1
+        moved = (scale * zero - (cc * g1 - c1 * gc) / determinant) / (scale + (gc * total - g1 * c1) / determinant)
+        best: tuple[Tensor, Tensor, Tensor] = torch.zeros_like(scale), scale, zero
+        for z in (zero, self._zero(torch.where(torch.isfinite(moved), moved, zero))):
+            dd, old = (cc - 2 * a * c1 + a * a * total for a in (z, zero))
+            both, gd = cc - (z + zero) * c1 + z * zero * total, gc - z * g1
+            s = self._scale(group, (gd + scale * both) / dd, scale)
+            gain = s * s * dd - 2 * s * scale * both + scale * scale * old - 2 * (s * gd - scale * (gc - zero * g1))
+            less = gain < best[0]
+            best = torch.where(less, gain, best[0]), torch.where(less, s, best[1]), torch.where(less, z, best[2])
+        return best[1], best[2]

@@ -1,7 +1,7 @@
 /* Products straight from packed bytes, in rounds: threads prepare activations, then multiply rows by them.
  *
  * Sums are made in a fixed order, and for BF16 activations times codes in integers. So neither the number of threads
- * nor other experts change a result's bits. level.c chooses the loops, threads.c runs the threads.
+ * nor other experts change a result's bits. product.c chooses the loops, threads.c runs the threads.
  */
 #include <time.h>
 

@@ -215,7 +215,7 @@ static inline int grow(Arena *arena, size_t size) {
 /* Call `work` on `threads` threads at once. A call may begin when others have done all the work. */
 void moepack_parallel(void (*work)(void *), void *argument, int threads);
 
-/* The loops in use (level.c). */
+/* The loops in use (product.c). */
 extern const Loops *moepack_floats, *moepack_fixed, *moepack_fp8[2]; /* fp8: for float32 and BF16 activations */
 extern Unpacking *moepack_unpacking;
 /* Whether hints to fetch lines ahead are given where the processor follows a stream by itself. On one thread of a Sapphire

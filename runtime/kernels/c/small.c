@@ -1,7 +1,7 @@
 /* The work of a decoding step between products: normalisations of BF16 rows, and attention of one new token.
  *
  * Sums are float32 in LANES parts, so results differ from torch's in the last bits. runtime/dense/ compares results
- * with a module's before it uses these loops. Loops are compiled for each instruction set, and level.c chooses.
+ * with a module's before it uses these loops. Loops are compiled for each instruction set, and product.c chooses.
  */
 #include <math.h>
 

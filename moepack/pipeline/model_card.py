@@ -191,7 +191,7 @@ def _dense_row(manifest: Manifest, tables: CalibrationTables, name: str) -> str:
 def _cells(manifest: Manifest, version: Version, names: Sequence[str], weights: int, what: str, loss: str) -> str:
     files = [manifest.expert_files[name] for name in names]
     bits, size = 8 * sum(f.payload for f in files) / weights, sum(f.size for f in files) / 1e6
-    return f"| {version.name} | {what}{version.described()} | {size:,.1f} MB | {bits:.2f} | {loss} |"
+    return f"| {version.name} | {what}{_described(version)} | {size:,.1f} MB | {bits:.2f} | {loss} |"
 
 
 def _is_id(value: str | None) -> bool:
@@ -202,3 +202,11 @@ def _line(value: Any) -> str:
     """Turn untrusted text into one line of plain Markdown, without characters that do not print."""
     text = "".join(c if c.isprintable() else " " for c in str(value if value is not None else "unknown")[:200])
     return re.sub(r"[\\`*\[\]<>|#!&]", r"\\\g<0>", text)
+
+
+def _described(version: Version) -> str:
+    """How weights are stored, in words."""
+    if version.holds:
+        return "as released" if version.released else "lossless"
+    more = ", in down one more" if version.by_matrix else ""
+    return f"{version.bits} bits{more}, groups of {version.group_size}"

@@ -78,12 +78,6 @@ class Version(ABC):
         """The version's record in the manifest."""
         return {k: getattr(self, k) for k in ("name", "encoding", "bits", "group_size", "zero")}
 
-    def described(self) -> str:
-        """How weights are stored, in words."""
-        if self.holds:
-            return "as released" if self.released else "lossless"
-        return f"{self.bits} bits, groups of {self.group_size}"
-
     @property
     def stores_zeros(self) -> bool:
         """Whether groups have zero points of their own."""

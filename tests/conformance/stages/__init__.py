@@ -51,11 +51,11 @@ class Stage:
 
 
 STAGES = (
-    Stage("openai", "openai", "chats, streams, tools (200 calls that are required), Responses", "openai_client.py", 600),
+    Stage("openai", "openai", "chats, streams, tools (200 required calls), Responses", "openai_client.py", 600),
     Stage("anthropic", "anthropic", "Messages, streams, tools, counting", "anthropic_client.py", 300),
     Stage(
-        "schemathesis", "schemathesis", "up to 1,000 requests from /openapi.json: no 5xx", "commands.py", 400,
-        ("schemathesis", "1000", "300"),
+        "schemathesis", "schemathesis", "up to 100 requests a path by /openapi.json: no 5xx", "commands.py", 600,
+        ("schemathesis", "100"),
     ),
     Stage("guidellm-4", "guidellm", "200 chats, 4 at a time", "commands.py", 300, ("guidellm", "4")),
     Stage("guidellm-16", "guidellm", "200 chats, 16 at a time", "commands.py", 300, ("guidellm", "16")),

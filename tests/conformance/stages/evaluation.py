@@ -19,7 +19,8 @@ TASKS = {
     ),
     "texts": (
         'output_type: generate_until\ndoc_to_text: "{{question}}"\ndoc_to_target: "{{choices[0]}}"\n'
-        'generation_kwargs: {until: ["\\n"], max_gen_toks: 12, do_sample: false}\nmetric_list: [{metric: exact_match}]\n'
+        'generation_kwargs: {until: ["\\n"], max_gen_toks: 12, do_sample: false}\n'
+        "metric_list: [{metric: exact_match}]\n"
     ),
 }
 QUESTIONS = ("The history of the town", "Tom has 3 apples and buys", "def add(a, b):", "In the year 1900") * 3

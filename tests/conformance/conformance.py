@@ -49,6 +49,7 @@ class Row:
     run: int = 0
     failed: dict[str, str] = field(default_factory=dict)  # unexpected: name -> what the program said
     known: dict[str, str] = field(default_factory=dict)  # name -> the reason in known.yaml
+    well: list[str] = field(default_factory=list)  # the names of those that passed
     mended: list[str] = field(default_factory=list)  # passed, though known.yaml lists them
     absent: str = ""  # why nothing ran
     seconds: float = 0.0
@@ -140,6 +141,7 @@ def judged(row: Row, cases: list[dict[str, Any]], known: dict[str, str]) -> Row:
         name, reason = case["name"], reason_of(case["name"], known)
         if case["ok"]:
             row.passed += 1
+            row.well.append(name)
             row.mended += [name] * (reason is not None and not reason.startswith(SOMETIMES))
         elif reason is None:
             row.failed[name] = case["why"]
@@ -182,8 +184,9 @@ def table(rows: list[Row]) -> str:
         known: dict[str, list[str]] = {}
         for name, reason in row.known.items():
             known.setdefault(reason, []).append(name)
+        counted = f"{row.passed} of {row.run}" if row.run != 1 or not row.well else row.well[0]
         cells = [
-            row.program, row.version or "-", row.what, row.absent or f"{row.passed} of {row.run}",
+            row.program, row.version or "-", row.what, row.absent or counted,
             "; ".join(f"{', '.join(names)}: {reason}" for reason, names in known.items()),
             "; ".join(f"{name}: {why}" for name, why in row.failed.items()),
         ]  # fmt: skip

@@ -67,6 +67,7 @@ def test_cases_are_judged_by_what_is_known(environment: Path) -> None:
     )
     assert (row.passed, row.run, row.absent, serving.ended) == (3, 6, "", 0)
     assert row.failed == {"b": "it is wrong"}
+    assert row.well == ["a", "d", "f"]
     assert row.known == {"c": "a reason", "e1": "luck"} and row.mended == ["d"]
     shown = table([row]).splitlines()[-1]
     assert "| 3 of 6 | c: a reason; e1: luck | b: it is wrong |" in shown
@@ -159,5 +160,6 @@ def test_every_program_is_installed_by_the_suite() -> None:
         assert (HERE / "stages" / stage.script).is_file()
 
 
-def test_a_row_without_cases_is_counted() -> None:
-    assert judged(Row("a", "1", "x"), [], {}) == Row("a", "1", "x")
+def test_a_single_case_is_named() -> None:
+    row = judged(Row("a", "1", "x"), [{"name": "706 requests", "ok": True, "why": ""}], {})
+    assert table([row]).endswith("| a | 1 | x | 706 requests |  |  |")

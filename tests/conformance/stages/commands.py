@@ -38,7 +38,7 @@ def guidellm(streams: str) -> None:
     )  # fmt: skip
     totals = json.loads(report.read_text())["benchmarks"][0]["metrics"]["request_totals"]
     done = totals["successful"] == REQUESTS and not totals["errored"]
-    say(f"{REQUESTS} requests at {streams} streams", done, json.dumps(totals))
+    say(f"{REQUESTS} requests", done, json.dumps(totals))
 
 
 def aiperf(streams: str) -> None:
@@ -54,7 +54,7 @@ def aiperf(streams: str) -> None:
     export = json.loads(found.read_text())
     count = export["request_count"]["avg"]
     why = f"{count:.0f} requests succeeded: {export.get('error_summary')}"
-    say(f"{REQUESTS} requests at {streams} streams", count == REQUESTS and not export.get("error_summary"), why)
+    say(f"{REQUESTS} requests", count == REQUESTS and not export.get("error_summary"), why)
 
 
 def comply(form: str) -> None:

@@ -48,7 +48,9 @@ def aiperf(streams: str) -> None:
         "aiperf", "profile", "--model", MODEL, "--url", URL, "--endpoint-type", "chat", "--streaming",
         "--tokenizer", BUNDLE, "--concurrency", streams, "--request-count", str(REQUESTS), "--ui", "none",
         "--synthetic-input-tokens-mean", str(PROMPT), "--output-tokens-mean", str(ANSWER),
-        "--artifact-dir", str(report), without=("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
+        # An answer that ends at once is none to it.
+        "--extra-inputs", "ignore_eos:true", "--artifact-dir", str(report),
+        without=("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
     )  # fmt: skip
     (found,) = report.rglob("profile_export_aiperf.json")
     export = json.loads(found.read_text())

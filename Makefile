@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: demo test quick lint types check install dist clean
+.PHONY: demo test quick conformance lint types check install dist clean
 
 demo: $(VENV)/.build-installed
 	$(PY) examples/demo.py
@@ -17,6 +17,21 @@ test: $(VENV)/.dev-installed
 # The inner loop: without what tests/conftest.py calls slow.
 quick: $(VENV)/.dev-installed
 	$(TEST) -m "not slow" --durations=5
+
+# The programs that people point at such a server, against ours (docs/conformance.md): make conformance ARGS="--only openai".
+# torch comes from this environment: theirs would bring a second one, of gigabytes.
+PROGRAMS := .venv-conformance
+SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+conformance: $(VENV)/.dev-installed $(PROGRAMS)/.installed
+	$(PY) tests/conformance/conformance.py --environment $(PROGRAMS) $(ARGS)
+
+$(PROGRAMS)/.installed: $(addprefix tests/conformance/,requirements.txt overrides.txt package.json) | $(VENV)/.dev-installed
+	$(PY) -m uv venv -q --clear --python $(PY) $(PROGRAMS)
+	$(PY) -m uv pip install -q --python $(PROGRAMS)/bin/python -r tests/conformance/requirements.txt --overrides tests/conformance/overrides.txt
+	$(PY) $(SITE) > "$$($(PROGRAMS)/bin/python $(SITE))/torch.pth"
+	cp tests/conformance/package.json $(PROGRAMS)/
+	! command -v npm || npm install --prefix $(PROGRAMS) --no-audit --no-fund --loglevel error
+	touch $@
 
 lint: $(VENV)/.dev-installed
 	$(VENV)/bin/ruff check .
@@ -57,4 +72,4 @@ $(VENV)/.dev-installed: pyproject.toml setup.py $(wildcard */*.[ch] */*/*.[ch] *
 	touch $@ $(VENV)/.build-installed
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo-output
+	rm -rf $(VENV) $(PROGRAMS) build dist *.egg-info demo-output

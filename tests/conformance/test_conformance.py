@@ -1,0 +1,165 @@
+"""The suite itself, with stages that stand in for programs: what a crash, a limit and a known failure cost."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import conformance
+import pytest
+import stages
+import yaml
+from conformance import Row, judged, reason_of, table, tried
+from stages import STAGES, Stage
+
+HERE = Path(conformance.__file__).parent
+
+SAYING = """
+import json, os, sys, time
+with open(os.environ["CONFORMANCE_OUT"], "a") as out:
+    for name, ok in {cases}:
+        out.write(json.dumps({{"name": name, "ok": ok, "why": "it is wrong"}}) + "\\n")
+{then}
+"""
+
+
+class Serving:
+    """A server that is well, or not."""
+
+    wrong, ended = "", 0
+
+    def url(self) -> str:
+        return "http://127.0.0.1:9"
+
+    def trouble(self) -> str:
+        return self.wrong
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Path:
+    """An environment whose Python is this one."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    return tmp_path
+
+
+def run(environment: Path, cases: list[tuple[str, bool]], then: str = "", **known: str) -> tuple[Row, Serving]:
+    (environment / "stage.py").write_text(SAYING.format(cases=cases, then=then))
+    # A script of its own, as an absolute path replaces the folder of the stages.
+    stage = Stage("one", "pytest", "what it ran", str(environment / "stage.py"), 5.0 if "sleep" in then else 60.0)
+    serving = Serving()
+    serving.wrong = known.pop("trouble", "")
+    return tried(stage, environment, environment, serving, environment, known), serving  # type: ignore[arg-type]
+
+
+def test_cases_are_judged_by_what_is_known(environment: Path) -> None:
+    cases = [("a", True), ("b", False), ("c", False), ("d", True), ("e1", False), ("f", True)]
+    row, serving = run(
+        environment, cases, c="a reason", d="another", **{"e*": "sometimes: luck", "f": "sometimes: luck"}
+    )
+    assert (row.passed, row.run, row.absent, serving.ended) == (3, 6, "", 0)
+    assert row.failed == {"b": "it is wrong"}
+    assert row.well == ["a", "d", "f"]
+    assert row.known == {"c": "a reason", "e1": "luck"} and row.mended == ["d"]
+    shown = table([row]).splitlines()[-1]
+    assert "| 3 of 6 | c: a reason; e1: luck | b: it is wrong |" in shown
+
+
+@pytest.mark.parametrize(
+    ("then", "why"),
+    [
+        ("print('first'); print('too bad'); sys.exit(3)", "ended with 3: too bad"),
+        ("time.sleep(60)", "was ended after 5 s"),
+        ("os.kill(os.getpid(), 9)", "ended with -9: no word"),
+    ],
+)
+def test_a_stage_that_goes_wrong_keeps_its_cases(environment: Path, then: str, why: str) -> None:
+    row, _ = run(environment, [("a", True)], then)
+    assert (row.passed, row.run, row.failed) == (1, 2, {"the program": why})
+
+
+def test_a_stage_without_cases_failed(environment: Path) -> None:
+    assert run(environment, [])[0].failed == {"the program": "it ran nothing"}
+
+
+def test_a_server_in_trouble_is_a_failure_and_is_ended(environment: Path) -> None:
+    row, serving = run(environment, [("a", True)], trouble="the server ended with -11")
+    assert row.failed == {"the server afterwards": "the server ended with -11"} and serving.ended == 1
+
+
+def test_an_absent_program_costs_a_row(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known: dict[str, str] = {}
+    for stage, why in (
+        (Stage("x", "no-such-program", "", "cases.py", 1.0), "not run: not installed"),
+        (Stage("x", "no-such-program", "", "cases.mjs", 1.0), "not run: node is not here"),
+    ):
+        monkeypatch.setattr(stages.shutil, "which", lambda name: None)
+        row = tried(stage, environment, environment, Serving(), environment, known)  # type: ignore[arg-type]
+        assert row.absent == why and not row.failed and "| not run: " in table([row])
+
+
+@pytest.fixture
+def answering() -> Iterator[tuple[str, dict[str, Any]]]:
+    load: dict[str, Any] = {"server_load": 0}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(load).encode())
+
+        def log_message(self, *args: Any) -> None: ...
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", load
+        server.shutdown()
+
+
+def test_requests_that_outlive_their_client_are_trouble(
+    answering: tuple[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Process:
+        code: int | None = None
+
+        def poll(self) -> int | None:
+            return self.code
+
+    monkeypatch.setattr(conformance, "IDLE", 0.3)
+    serving, process = conformance.Serving(tmp_path, tmp_path / "log"), Process()
+    serving._url, load = answering
+    serving._process = process  # type: ignore[assignment]
+    assert serving.trouble() == ""
+    load["server_load"] = 2
+    assert serving.trouble() == "2 requests run 0 s after their client"
+    process.code = -11
+    assert serving.trouble() == "the server ended with -11"
+
+
+def test_known_failures_are_of_stages_and_have_reasons() -> None:
+    known = yaml.safe_load((HERE / "known.yaml").read_text())
+    assert set(known) <= {stage.name for stage in STAGES} and len({stage.name for stage in STAGES}) == len(STAGES)
+    for cases in known.values():
+        assert all(reason_of(name, cases) == why and len(why) > 10 for name, why in cases.items())
+
+
+def test_every_program_is_installed_by_the_suite() -> None:
+    lines = (HERE / "requirements.txt").read_text().splitlines()
+    pinned = {line.split("==")[0].split("[")[0] for line in lines if "==" in line}
+    packages = json.loads((HERE / "package.json").read_text())["dependencies"]
+    for stage in STAGES:
+        assert stage.program in (packages if stage.node else pinned), stage.name
+        assert (HERE / "stages" / stage.script).is_file()
+
+
+def test_a_single_case_is_named() -> None:
+    row = judged(Row("a", "1", "x"), [{"name": "706 requests", "ok": True, "why": ""}], {})
+    assert table([row]).endswith("| a | 1 | x | 706 requests |  |  |")

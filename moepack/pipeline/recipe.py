@@ -208,9 +208,11 @@ def with_versions(recipe: Recipe, versions: Sequence[Version], dense: Sequence[V
     document["versions"] = [NATIVE if v.released else v.name for v in versions]
     if dense or recipe.dense:
         document["dense"] = [v.name for v in dense if not v.released]
-    alike = len(set(sizes.values())) <= 1
-    size = next(iter(sizes.values()), 64) if alike else sizes
-    document["quantize"] = {**document.get("quantize", {}), "group_size": size}
+    chosen = {name: size for name, size in sizes.items() if len(encoding_of(name).group_sizes) > 1}
+    how = {"group_size": 64, **document.get("quantize", {})}
+    if chosen:
+        how["group_size"] = next(iter(chosen.values())) if len(set(chosen.values())) == 1 else chosen
+    document["quantize"] = how
     made = _written(document)
     native, own = (next((v for v in some if v.released), None) for some in (versions, dense))
     return made if native is None else with_native(made, native, own)

@@ -10,7 +10,7 @@ import pytest
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
-from moepack.pipeline.recipe import load_recipe, parse_recipe, shipped, with_native, with_text
+from moepack.pipeline.recipe import load_recipe, parse_recipe, shipped, with_native, with_text, with_versions
 
 EXPECTED = shipped()
 
@@ -58,6 +58,14 @@ def test_group_sizes_by_version() -> None:
     recipe = parse_recipe("quantize: {group_size: {w4: 128, w1: 32}}\nversions: [w1, bf16, w4, w2]", "x")
     found = [f"{v.name} {v.group_size}" for v in recipe.version_specs()]
     assert found == ["bf16 0", "w4 128", "w2 64", "w1 32"]
+
+
+def test_a_version_of_one_group_size_leaves_others_theirs() -> None:
+    """A mixed version has groups of 128 alone: versions that are added later have the recipe's groups all the same."""
+    for text, before in (("{group_size: 32}", ("bf16", "w4")), ("{group_size: 32}", ("bf16",)), ("{}", ("bf16",))):
+        recipe = parse_recipe(f"versions: [{', '.join(before)}]\nquantize: {text}", "x")
+        made = with_versions(recipe, [*recipe.version_specs(), Version.of("w2d3")], ())
+        assert made.quantize == recipe.quantize and made.quantize.size("w2d3") == 128
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,6 @@ class MixedAffine(affine.Affine):
         args = self.since, PLANES[bits], zero, self.group_sizes, self.group_size
         return affine.Affine(self.name, self.encoding, bits, bits, *args)
 
-    def described(self) -> str:
-        """See Version."""
-        return f"{self.bits} bits, down {self.bits + 1}, groups of {self.group_size}"
-
 
 def mixed(bits: int) -> MixedAffine:
     """Describe a mixed encoding. Its number in kernels only names their limits: they read each matrix by its bits."""

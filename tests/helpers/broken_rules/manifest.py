@@ -89,6 +89,7 @@ def in_version_4(change: Callable[[Any], object]) -> Do:
 
 
 MODEL = put("model")
+MIXED = {"name": "w3d4", "encoding": "affine-mixed", "bits": 3, "group_size": 128, "zero": "stored"}
 MXFP4 = {"name": "mxfp4", "encoding": "mxfp4", "bits": 4, "group_size": 32, "zero": "none"}
 ROWS, COLS = (lambda m, value, k=k: put("layers", 0, "matrices", m, k)(value) for k in ("rows", "cols"))
 MANIFESTS: dict[str, tuple[Do, str]] = {
@@ -153,6 +154,7 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "a bias that is a number": (put("layers", 0, "matrices", 0, "bias")(1), "type"),
     "a released version in version 3": (put("versions", 0)(MXFP4), "value"),
     "a dtype of version 4 in version 3": (put("model", "expert_dtype")("NVFP4"), "value"),
+    "a mixed version in version 4": (in_version_4(lambda d: d["versions"].__setitem__(3, MIXED)), "value"),
     "two versions that hold the checkpoint": (in_version_4(lambda d: d["versions"].insert(1, MXFP4)), "value"),
     "another group of a released version": (
         in_version_4(lambda d: d["versions"].__setitem__(0, {**MXFP4, "group_size": 64})), "encoding"
@@ -218,6 +220,9 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "dense: no versions": (put("dense", "versions")([]), "order"),
     "dense: versions out of order": (signs(lambda d: d["dense"]["versions"].reverse()), "order"),
     "dense: an unknown version": (put("dense", "versions", 1, "name")("w9"), "value"),
+    "dense: a mixed version": (
+        signs(lambda d: (d.update(format_version=5), d["dense"]["versions"].append(MIXED))), "value"
+    ),
     "dense: a released version in version 3": (put("dense", "versions", 0)(MXFP4), "value"),
     "dense: two versions that hold the checkpoint": (
         in_version_4(lambda d: d["dense"]["versions"].insert(1, MXFP4)), "value"

@@ -129,6 +129,8 @@ def ideas(bits: int) -> Iterator[Scheme]:
         yield of_trials("1 bit, three levels in down", Trial(1, 128), ternary)
     yield of_trials(f"w{bits}, trellis", coded, coded)
     if bits == 2:
-        yield of_trials(f"gate and up of {bits + 1} bits, down of {bits}", more, wide)
+        # Beside the idea without zero points: what share of the divergence down makes.
+        name = f"w{bits}, groups of 128, no zero points, gate and up of {bits + 1} bits"
+        yield of_trials(name, replace(bare, bits=bits + 1), bare)
     yield of_trials(f"w{bits}d{bits + 1}, down rotated", wide, turned(more))
     yield of_trials(f"w{bits}d{bits + 1}, trellis, down rotated", coded_wide, turned(replace(more, trellis=True)))

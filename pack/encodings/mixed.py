@@ -36,6 +36,6 @@ def mixed(bits: int) -> MixedAffine:
     return MixedAffine(name, "affine-mixed", bits, 23 + bits, 5, PLANES[bits], "stored", (128,))
 
 
-# With zero points: without them a matrix takes as many bits for its error on trained models, but three times the
-# error where some inputs are much larger than others (`python -m benchmarks.formats --part generated`).
+# With zero points: without them a matrix takes as many bits for its error on trained models, but 2.4 times the error
+# where some inputs are much larger than others (`python -m benchmarks.formats --quick --part generated --bits 2`).
 ENCODINGS = (mixed(4), mixed(3), mixed(2), mixed(1))

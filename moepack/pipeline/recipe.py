@@ -168,7 +168,9 @@ def parse_recipe(text: str, where: str) -> Recipe:
     versions = _names(f"{where}: versions", top.get("versions", list(DEFAULT_VERSIONS)), (NATIVE, *version_names()))
     if not versions:
         raise InputError(f"{where}: versions: name each version once, and at least one")
-    dense = _names(f"{where}: dense", top.get("dense", []), version_names(dense=True))
+    dense = _names(f"{where}: dense", top.get("dense", []), version_names())
+    if mixed := set(dense) - {*version_names(dense=True)}:
+        raise InputError(f"{where}: dense: {min(mixed)} is for experts alone: it gives their down more bits")
     at = f"{where}: quantize"
     rules = {"method": methods.named(), "min_tokens": 0, "loss_tokens": 1, "moments": MOMENTS, "zeros": methods.ZEROS}
     quantize = Quantize(**_settings(at, top.get("quantize", {}), Quantize, rules))

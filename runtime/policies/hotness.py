@@ -76,7 +76,7 @@ class HotnessOptions(DeviceOptions):
         """
         if not self.on_demand:
             return DeviceOptions.ladders(self, versions)
-        names, small = [v.name for v in versions], [v for v in versions if v.bits <= 4] or versions
+        names, small = [v.name for v in versions], [v for v in versions if v.bits + v.by_matrix <= 4] or versions
         high = find_version(self.hi, versions) if self.hi else small[0]
         below = versions[names.index(high.name) + 1 :] if self.between == "yes" else []
         return [(Placement(high), *(Placement(v) for v in below if v.bits >= LEAST), STORED)]

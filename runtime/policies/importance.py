@@ -75,7 +75,7 @@ class ImportanceOptions(LiveOptions):
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
         """Return one ladder: the high version, the low version if there is one, and absent."""
         names = [v.name for v in versions]
-        small = [v.name for v in versions if v.bits <= 4]
+        small = [v.name for v in versions if v.bits + v.by_matrix <= 4]
         high = find_version(self.hi or (small or names)[0], versions)
         below = names[names.index(high.name) + 1 :]
         lo = self.lo or ("w2" if "w2" in below else (below or [str(ABSENT)])[0])

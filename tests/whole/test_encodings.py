@@ -185,7 +185,7 @@ def test_down_has_a_bit_more(demo_model: Path, text: Path, tmp_path: Path) -> No
 
 
 def test_mixed_versions_are_for_experts_alone(demo_model: Path) -> None:
-    with pytest.raises(InputError, match="dense: unknown version 'w2d3'"):
+    with pytest.raises(InputError, match="dense: w2d3 is for experts alone"):
         parse_recipe("dense: [w2d3]", "recipe")
     with pytest.raises(InputError, match=r"group_size.w2d3: 64 is not one of 128"):
         parse_recipe("versions: [w2d3]\nquantize: {group_size: {w2d3: 64}}", "recipe")

@@ -172,6 +172,8 @@ def test_ladders_and_options() -> None:
     assert ladder("importance:hi=bf16,lo=w3") == ("bf16", "w3", "absent") and ladder("importance:hi=w3")[1] == "w2"
     assert ladder("importance", VERSIONS[:1]) == ("bf16", "absent") and ladder("importance:hi=w2") == ("w2", "absent")
     assert ladder("importance", (*VERSIONS[:1], VERSIONS[2])) == ("w3", "absent")
+    more = (VERSIONS[0], Version.of("w4d5"), *VERSIONS[1:])
+    assert ladder("importance", more) == ("w4", "w2", "absent"), "down of w4d5 has 5 bits"
     assert ladder("lru:lo=absent") == ("bf16", "absent") and ladder("lru:hi=w4,lo=absent") == ("w4", "absent")
     for text, word in (
         ("importance:hi=w1", "no version 'w1'"),

@@ -33,5 +33,10 @@ def _watched(kind: Any) -> Any:
         self.moepack_emptied = True
         kind.reset(self)
 
+    def reduce(self: Any, _: Any) -> Any:  # pickles and copies are of transformers' own class, as pickle asks by name
+        call, (_, *arguments), *state = object.__reduce_ex__(self, 0)
+        return call, (kind, *arguments), *state
+
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (kind,), {**names, "reset": reset, "moepack_watched": True})
+    own = {"reset": reset, "__reduce_ex__": reduce, "moepack_watched": True}
+    return type(kind.__name__, (kind,), {**names, **own})

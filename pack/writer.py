@@ -126,7 +126,10 @@ def hold(folder: Path, busy: str) -> int:
     """
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+        try:
+            lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+        except FileNotFoundError:  # removed in between
+            continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

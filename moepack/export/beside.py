@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from moepack.pack.manifest import DENSE_INDEX, LEFTOVERS, MANIFEST
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.writer import check_target
 from moepack.pipeline.released import TENSORS
+from moepack.version import __version__
 
 from .files import ExportDirectory
 
@@ -32,6 +35,15 @@ def open_for(path: str | Path, target: Path) -> Bundle:
 def identity(bundle: Bundle) -> str:
     """The digest of a bundle's manifest, which has the digests of all of its files."""
     return hashlib.sha256((bundle.path / MANIFEST).read_bytes()).hexdigest()
+
+
+def libraries(*names: str) -> dict[str, str]:
+    """The versions of what the bytes of an export depend on: moepack, transformers, and others by name."""
+    found = {"moepack": __version__}
+    for name in ("transformers", *names):
+        with contextlib.suppress(metadata.PackageNotFoundError):  # one that was not installed as a package
+            found[name] = metadata.version(name)
+    return found
 
 
 def own_config(bundle: Bundle) -> dict[str, Any]:

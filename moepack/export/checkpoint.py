@@ -21,9 +21,8 @@ from moepack.pack.safetensors_file import DTYPES, Header, TensorEntry, read_head
 from moepack.pack.spec import lossless
 from moepack.pipeline.released import TENSORS, Holding, as_it_is, of_experts
 from moepack.progress import Reporter
-from moepack.version import __version__
 
-from .beside import copy_others, identity, open_for
+from .beside import copy_others, identity, libraries, open_for
 from .files import TensorFiles, working
 from .report import Exported, released_bits
 
@@ -70,7 +69,7 @@ def export_checkpoint(
     )  # fmt: skip
     if dry_run:
         return report
-    made_for = {"target": "released", "bundle": identity(bundle), "moepack": __version__}
+    made_for = {"target": "released", "bundle": identity(bundle), "libraries": libraries()}
     with working(target, made_for, needed, reporter) as work:
         parts = {
             file: {n: (e.dtype, e.shape) for n, e in header.tensors.items() if n in wanted}

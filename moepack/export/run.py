@@ -9,9 +9,8 @@ from typing import Any
 
 from moepack.pack.errors import InputError
 from moepack.progress import Reporter
-from moepack.version import __version__
 
-from .beside import identity, open_for
+from .beside import identity, libraries, open_for
 from .checkpoint import export_checkpoint
 from .choice import Wanted, choose, expected_loss
 from .files import ExportDirectory, working
@@ -50,7 +49,7 @@ def export(
         if wanted.lossy is not None:
             raise InputError("--dry-run and --lossy: what llama.cpp makes has its size then: leave one out")
         return _report(job, form, target, form.file_bytes(job), [])
-    with working(target, _made_for(job, form), form.file_bytes(job), reporter) as work:
+    with working(target, made_for(job, form), form.file_bytes(job), reporter) as work:
         files = form.write(job, work, reporter)
         paths = [work.path(ExportDirectory.FILES, name) for name in files]
         written, lost = sum(path.stat().st_size for path in paths), form.lost(job, paths, reporter)
@@ -59,11 +58,11 @@ def export(
     return made if lost is None else replace(made, lost=lost, bits=lost.bits)
 
 
-def _made_for(job: ExportJob, form: Target) -> dict[str, Any]:
+def made_for(job: ExportJob, form: Target) -> dict[str, Any]:
     """Everything that the bytes of an export depend on."""
     return {
-        "target": repr(form), "bundle": identity(job.bundle), "moepack": __version__, "experts": job.experts,
-        "dense": [v.name for v in job.dense], "scales": job.scales, "shard": job.shard,
+        "target": repr(form), "bundle": identity(job.bundle), "libraries": libraries(*form.libraries),
+        "experts": job.experts, "dense": [v.name for v in job.dense], "scales": job.scales, "shard": job.shard,
     }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import DenseMatrix, Version
@@ -65,6 +65,7 @@ class ExportJob:
 class Target(ABC):
     """A form in which another program reads a model."""
 
+    libraries: ClassVar[tuple[str, ...]] = ()  # packages beside transformers whose version changes the bytes
     name: str
     mixes: bool  # whether experts of one layer may have different versions
     takes_scales: bool = False  # whether its scales have one of the dtypes in SCALES

@@ -45,6 +45,8 @@ class FilledFile:
         begin, size = self._places[name]
         if at + data.size > size or self._left.get(name, 0) < data.size:
             raise InputError(f"{self._path}: {name} has more bytes than its description: the bundle is damaged")
+        if not data.size:
+            return
         self._write(np.ascontiguousarray(data).data, begin + at)
         with self._lock:
             self._unsynced += data.size

@@ -42,7 +42,14 @@ class ExportDirectory:
         if self.root.is_symlink() or (_RECORD not in there and there - {LOCK, f"{_RECORD}.partial"}):
             raise TargetError(f"{self.root}: is no export's, and an export works there: remove it")
         self._lock = hold(self.root, f"{target}: another export is writing it: wait for it")
-        self._take_over(_read(record), reporter)
+        try:
+            self._take_over(_read(record), reporter)
+        except BaseException:  # Ctrl-C while digests are checked, or a full disk
+            with contextlib.suppress(OSError):
+                if not record.exists():
+                    self.remove()
+            self.unlock()
+            raise
 
     def _take_over(self, record: Mapping[str, Any], reporter: Reporter) -> None:
         known = record.get("files", {}) if record.get("made_for") == self._key else {}
@@ -51,7 +58,8 @@ class ExportDirectory:
         for name, (size, digest) in known.items():
             reporter.step(name)
             path = self.root / name
-            if path.is_file() and path.stat().st_size == size and _digest(path) == digest:
+            inside = path.resolve() == self.root.resolve() / name  # not by a link, nor by ".."
+            if inside and path.is_file() and path.stat().st_size == size and _digest(path) == digest:
                 self._whole[name] = size, digest
             else:
                 reporter.note(f"{path} is not as it was written: it is written again")
@@ -96,8 +104,11 @@ class ExportDirectory:
             sync(path)
         sync(made)
         made.rename(self._output)
-        sync(self._output.parent)
-        self.remove()
+        self._whole.clear()  # an error from here on keeps nothing, and does not undo the output
+        with contextlib.suppress(OSError):
+            sync(self._output.parent)
+        with contextlib.suppress(OSError):
+            self.remove()
 
     def remove(self) -> None:
         """Remove the directory; the record goes last, by which a later export knows that it may."""
@@ -123,6 +134,8 @@ class ExportDirectory:
     def unlock(self) -> None:
         """Release the lock."""
         os.close(self._lock)
+        with contextlib.suppress(OSError):  # NFS keeps a removed lock's name until here
+            self.root.rmdir()
 
     def _kept(self, where: str) -> str:
         count, size = len(self._whole), sum(size for size, _ in self._whole.values())

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,7 @@ class _Sum:
 class Lossy(Gguf):
     """See the module."""
 
+    libraries: ClassVar[tuple[str, ...]] = ("llama-cpp-python",)
     mix: str = ""
 
     def type_of(self, version: Version) -> Type:

@@ -7,19 +7,25 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import Notes, cli, forked, refused, spy, tree
 
 from moepack.export import Wanted, export
-from moepack.export.files import ExportDirectory, shards
+from moepack.export.files import ExportDirectory, shards, work
 from moepack.export.files.filled import FilledFile
+from moepack.export.gguf import lossy
+from moepack.export.run import made_for
+from moepack.export.targets import ExportJob, target_of
 from moepack.export.values import Values
 from moepack.pack.errors import BundleError, TargetError
-from moepack.pack.reader import Bundle
+from moepack.pack.reader import Bundle, open_bundle
+from moepack.pack.writer import hold
 
 Made = Callable[[str], Path]
 CASES: dict[str, tuple[str, Wanted]] = {
@@ -152,6 +158,107 @@ def test_what_is_damaged_is_not_taken(how: str, of_zeros: Made, tmp_path: Path) 
     assert tree(out) == tree(tmp_path / "whole")
     assert any("is not as it was written: it is written again" in n for n in notes.notes) == (how != "record")
     assert any("goes on" in n for n in notes.notes) == (how != "record")
+
+
+@pytest.mark.parametrize("of", ["folder", "file"])
+def test_what_lies_elsewhere_is_not_taken(of: str, of_zeros: Made, tmp_path: Path) -> None:
+    """By a link to a whole file or to its folder: the output has files of its own."""
+    target, wanted = CASES["gguf"]
+    bundle, out = of_zeros("symmetric"), tmp_path / "out"
+    stopped(bundle, out, target, wanted, 2, None)
+    files = record(out).parent / "files"
+    moved = files if of == "folder" else sorted(files.iterdir())[0]
+    moved.rename(tmp_path / "elsewhere")
+    moved.symlink_to(tmp_path / "elsewhere")
+    export(bundle, out, target, wanted)
+    export(bundle, tmp_path / "whole", target, wanted)
+    assert tree(out) == tree(tmp_path / "whole") and not any(p.is_symlink() for p in out.iterdir())
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
+def test_a_stop_while_digests_are_checked(
+    kind: type[BaseException], of_zeros: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps what is there and holds no lock: the same process may go on."""
+    target, wanted = CASES["gguf"]
+    bundle, out = of_zeros("symmetric"), tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(work, "replace_file", lambda *_: (_ for _ in ()).throw(kind(errno.ENOSPC, "full")))
+        with pytest.raises(TargetError if kind is OSError else kind):
+            export(bundle, out, target, wanted)
+    assert list(tmp_path.iterdir()) == [], "nothing was there yet"
+    stopped(bundle, out, target, wanted, 2, KeyboardInterrupt)
+    before = kept(out)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(work, "_digest", lambda _: (_ for _ in ()).throw(kind(errno.EIO, "damaged")))
+        with pytest.raises(TargetError if kind is OSError else kind):
+            export(bundle, out, target, wanted)
+    assert kept(out) == before
+    notes = Notes()
+    export(bundle, out, target, wanted, reporter=notes)
+    assert "goes on" in notes.notes[0] and {p.name for p in tmp_path.iterdir()} == {"out"}
+
+
+@pytest.mark.parametrize(("call", "kind"), [("rmdir", OSError), ("sync", OSError), ("sync", KeyboardInterrupt)])
+def test_what_fails_once_the_output_is_there(
+    call: str, kind: type[BaseException], of_zeros: Made, tmp_path: Path
+) -> None:
+    """As on NFS, where a folder keeps the name of a removed lock until that is closed: the export has ended well."""
+    bundle, out, notes = of_zeros("symmetric"), tmp_path / "out", Notes()
+    own, at = (Path, ".out.exporting") if call == "rmdir" else (work, tmp_path.name)
+    real, seen = getattr(own, call), list[Path]()
+
+    def fails(path: Path) -> None:
+        if path.name == at and not seen:
+            seen.append(path)
+            raise kind(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+        real(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own, call, fails)
+        if kind is OSError:
+            export(bundle, out, wanted=Wanted("4"), reporter=notes)
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                export(bundle, out, wanted=Wanted("4"), reporter=notes)
+    assert notes.notes == [] and seen and {p.name for p in tmp_path.iterdir()} == {"out"}
+
+
+def test_a_directory_that_is_removed_as_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, real, seen = tmp_path / "folder", os.open, list[Path]()
+
+    def late(path: Path, *how: Any) -> int:
+        if not seen:
+            seen.append(path)
+            folder.rmdir()
+        return real(path, *how)
+
+    monkeypatch.setattr(os, "open", late)
+    os.close(hold(folder, "busy"))
+    assert seen == [folder / "lock"] == list(folder.iterdir())
+
+
+@pytest.mark.parametrize("library", ["transformers", "llama-cpp-python"])
+def test_other_libraries_begin_anew(
+    library: str, of_zeros: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which a checkpoint's names and order are, and what llama.cpp makes."""
+    bundle = open_bundle(of_zeros("symmetric"))
+    form = target_of("checkpoint") if library == "transformers" else lossy.target("Q6_K")
+    job = ExportJob(bundle, "bf16", 1, ())
+    before = made_for(job, form)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0" if name == library else version(name))
+    assert made_for(job, form) != before
+
+
+def test_a_tensor_of_no_bytes(tmp_path: Path) -> None:
+    file = FilledFile(tmp_path / "file", b"head", {"none": 0, "some": 1})
+    file.put("none", np.zeros(0, np.uint8))
+    assert not file.whole
+    file.put("some", np.ones(1, np.uint8))
+    file.check()
+    file.close()
+    assert file.whole and (tmp_path / "file").read_bytes() == b"head\x01"
 
 
 def test_another_export_begins_anew(of_zeros: Made, tmp_path: Path) -> None:

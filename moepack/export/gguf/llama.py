@@ -9,6 +9,7 @@ import ctypes
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,7 +29,9 @@ MIXES = {
 }  # fmt: skip # llama.h's llama_ftype
 _BUFFER = 1 << 30  # bytes of tensors' rows that it holds at once
 _CODE = f"""
-import ctypes, sys, llama_cpp
+import ctypes, sys
+ctypes.CDLL(None).prctl(1, 9)  # ends with the export: left alone it would write among a later one's files
+import llama_cpp
 source, target, mix, threads, split = sys.argv[1:]
 log = llama_cpp.llama_log_callback(lambda level, text, _: print(text.decode(errors="replace"), end="", flush=True))
 llama_cpp.llama_log_set(log, ctypes.c_void_p(0))
@@ -78,7 +81,8 @@ class Llama:
     def quantise(self, source: Path, target: Path, mix: str, split: bool, reporter: Reporter) -> None:
         """Quantise a file, or all files of a split model of which `source` is the first, into as many.
 
-        `target` is the file, or the beginning of the files' names. Raises InputError in llama.cpp's words.
+        `target` is the file, or the beginning of the files' names. Raises InputError in llama.cpp's words; OSError
+        where it could not write, or was ended from without: after that it may go well another time.
         """
         threads = len(os.sched_getaffinity(0))
         command = [sys.executable, "-c", _CODE, str(source), str(target), str(MIXES[mix]), str(threads)]
@@ -88,15 +92,23 @@ class Llama:
             [*command, "split" if split else ""], env=path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         ) as process:
             assert process.stdout is not None
-            for line in process.stdout:
-                said = [*said[-8:], line.strip()]
-                if found := re.match(r"\[\s*\d+/\s*(\d+)\]\s+(\S+)", line):
-                    if not total:
-                        total = int(found[1])
-                        reporter.stage(f"quantise to {mix}", total)
-                    reporter.step(found[2])
+            try:
+                for line in process.stdout:
+                    said = [*said[-8:], line.strip()]
+                    if found := re.match(r"\[\s*\d+/\s*(\d+)\]\s+(\S+)", line):
+                        if not total:
+                            total = int(found[1])
+                            reporter.stage(f"quantise to {mix}", total)
+                        reporter.step(found[2])
+            except BaseException:
+                process.kill()
+                raise
         if process.returncode:
             why = next((t for t in reversed(said) if "fail" in t or "error" in t.lower()), said[-1])
+            if process.returncode < 0 and process.returncode != -signal.SIGABRT:  # which an assertion raises
+                raise OSError(f"llama.cpp was ended by {signal.Signals(-process.returncode).name}: is memory short?")
+            if "iostream" in why:  # all that it says of a full disk
+                raise OSError(f"llama.cpp says: {why}: is the disk full?")
             raise InputError(f"--lossy {mix}: llama.cpp does not quantise it: {why or f'status {process.returncode}'}")
 
     def tensors(self, path: Path) -> Iterator[Blocks]:

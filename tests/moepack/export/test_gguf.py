@@ -17,6 +17,7 @@ import tiny_models
 import torch
 from gguf_llama import greedy, library, llama_python, packages
 from gguf_reading import Reading, whole
+from live_models import wait_for
 from native_checkpoints import released, small
 from support import ROOT, Notes, cli, ok, refused, tree
 
@@ -261,6 +262,62 @@ def test_k_quants_lose_and_say_how_much(demo_model: Path, text: Path, tmp_path: 
     line = ok(lossy(*words, "-o", tmp_path / "again"))
     assert tree(tmp_path / "again") == tree(tmp_path / "out")
     assert "quantised to Q4_K_M, with a relative squared error of " in line and f"{error['attn_q']:.5f} (Q4_K)" in line
+
+
+FAKE = """
+import ctypes, os, sys, time
+llama_log_callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+def llama_log_set(log, _):
+    global say
+    say = log
+class llama_model_quantize_default_params(ctypes.Structure):
+    _fields_ = (("ftype", ctypes.c_int), ("nthread", ctypes.c_int), ("keep_split", ctypes.c_bool))
+def llama_model_quantize(source, target, how):
+    say(0, TEXT, None)
+    END
+"""
+ENDS = {
+    "killed": ("b''", "os.kill(os.getpid(), 9)", "cannot be written: llama.cpp was ended by SIGKILL: is memory short?"),
+    "full": (r"b'failed: basic_ios::clear: iostream error\n'", "return 1", "iostream error: is the disk full?"),
+    "assertion": (r"b'GGML_ASSERT failed\n'", "os.abort()", "llama.cpp does not quantise it: GGML_ASSERT failed"),
+}
+
+
+def fake(folder: Path, text: str, end: str) -> None:
+    """Write a llama_cpp whose quantiser says something and ends."""
+    (folder / "llama_cpp").mkdir(parents=True)
+    (folder / "llama_cpp" / "__init__.py").write_text(FAKE.replace("TEXT", text).replace("END", end))
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_when_llama_cpp_ends(how: str, of_zeros: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files in BF16 are kept where a second run may go well, and not where llama.cpp refuses."""
+    text, end, message = ENDS[how]
+    fake(tmp_path / "lib", text, end)
+    monkeypatch.syspath_prepend(tmp_path / "lib")
+    words = ("-o", tmp_path / "out", "--to", "gguf", "--bits", "4", "--shard-size", "300kB", "--lossy", "Q4_K_M", "-q")
+    code, _, said = cli("export", of_zeros("symmetric"), *words)
+    kept = [p.name for p in tmp_path.glob(".out.exporting/bf16/*")]
+    assert code and message in said
+    assert ("kept: run the same command again to go on" in said) == (how != "assertion") == (len(kept) > 1)
+
+
+def test_llama_cpp_ends_with_its_export(tmp_path: Path) -> None:
+    """A killed export leaves nothing behind that writes into its directory."""
+    fake(tmp_path / "lib", "b''", "open(target, 'w').write(str(os.getpid())); time.sleep(60)")
+    code = (
+        "import sys; from pathlib import Path; from moepack.export.gguf.llama import Llama; "
+        "from moepack.progress import Reporter; sys.path.insert(0, sys.argv[1]); p = Path(sys.argv[2]); "
+        "Llama().quantise(p, p, 'Q4_K_M', False, Reporter())"
+    )
+    pid = tmp_path / "pid"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path / "lib", pid], env={**os.environ, "PYTHONPATH": str(ROOT)}
+    ) as export_:
+        wait_for(lambda: pid.exists() and pid.read_text() != "")
+        export_.kill()
+    state = Path("/proc", pid.read_text(), "stat")
+    wait_for(lambda: not state.exists() or ") Z " in state.read_text())
 
 
 def test_lossy_is_named_and_refused(of_zeros: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,7 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
     from moepack.runtime.planning.choice import choose_policy
     from moepack.runtime.planning.config import read_config
     from moepack.runtime.planning.exceeded import TooSmallError
-    from moepack.runtime.planning.fixed import Fixed, top_k
+    from moepack.runtime.planning.fixed import Fixed, rounding, top_k
     from moepack.runtime.planning.measured import measured
     from moepack.runtime.planning.token_cost import dense_read, within
 
@@ -138,6 +138,7 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
     if limit is not None:
         outside -= needs.embedding
     parsed = choose_policy(options.policy, bundle, [where], True)
+    outside += rounding(1, parsed.is_live) if where.type == "cuda" else 0  # as loading holds back
     fixed = Fixed(outside, needs.kv_bytes, needs.activations)
     least = _decide(bundle, parsed, fixed, 0, where).least
     decided = _decide(bundle, parsed, fixed, budget, where)

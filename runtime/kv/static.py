@@ -34,8 +34,8 @@ def _watched(kind: Any) -> Any:
         kind.reset(self)
 
     def reduce(self: Any, _: Any) -> Any:  # pickles and copies are of transformers' own class, as pickle asks by name
-        call, (_, *arguments), *state = object.__reduce_ex__(self, 0)
-        return call, (kind, *arguments), *state
+        made: Any = object.__reduce_ex__(self, 0)
+        return made[0], (kind, *made[1][1:]), *made[2:]
 
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     own = {"reset": reset, "__reduce_ex__": reduce, "moepack_watched": True}

@@ -18,6 +18,7 @@ from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.plan import plan
 from moepack.runtime.planning.exceeded import TooSmallError
+from moepack.runtime.planning.fixed import rounding
 from moepack.runtime.planning.options import LoadOptions
 
 ROOM = 2_000_000  # beside the least that would do: some experts high, or all at a middling version
@@ -160,6 +161,10 @@ def test_what_does_not_fit(bundle: Path) -> None:
 def test_a_gpu_need_not_be_here(bundle: Path) -> None:
     planned = plan(bundle, LoadOptions(device_memory=PLENTY, device="cuda:0"))
     assert planned.feasible and planned.estimated and planned.fixed.activations > 0
+    static, live = (
+        plan(bundle, LoadOptions(device_memory=PLENTY, device="cuda:0", policy=p)) for p in ("static:w2", QUIET)
+    )
+    assert live.fixed.dense - static.fixed.dense == rounding(1, True) - rounding(1, False) == 20 << 20
 
 
 def test_mla_and_weights_kept_in_float32(tmp_path: Path, demo_model: Path, text: Path) -> None:

@@ -127,7 +127,7 @@ def hold(folder: Path, busy: str) -> int:
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+            lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o644)
         except FileNotFoundError:  # removed in between
             continue
         try:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moepack.pack.errors import InputError, TargetError
+from moepack.pack.manifest.parser import safe_path
 from moepack.pack.writer import LOCK, hold, replace_file, sync
 from moepack.progress import Reporter
 
@@ -58,7 +59,7 @@ class ExportDirectory:
         for name, (size, digest) in known.items():
             reporter.step(name)
             path = self.root / name
-            inside = path.resolve() == self.root.resolve() / name  # not by a link, nor by ".."
+            inside = path.resolve() == self.root.resolve() / name  # not by a link
             if inside and path.is_file() and path.stat().st_size == size and _digest(path) == digest:
                 self._whole[name] = size, digest
             else:
@@ -213,8 +214,9 @@ def _names(folder: Path) -> list[str]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
-        assert all(isinstance(size, int) and isinstance(digest, str) for size, digest in found["files"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError):
+        for name, (size, digest) in found["files"].items():
+            assert safe_path(name) and isinstance(size, int) and isinstance(digest, str)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -17,7 +17,7 @@ import torch
 from support import Notes, cli, forked, refused, spy, tree
 
 from moepack.export import Wanted, export
-from moepack.export.files import ExportDirectory, shards, work
+from moepack.export.files import ExportDirectory, shards, work, working
 from moepack.export.files.filled import FilledFile
 from moepack.export.gguf import lossy
 from moepack.export.run import made_for
@@ -299,6 +299,38 @@ def test_a_damaged_bundle_leaves_what_is_whole(of_zeros: Made, tmp_path: Path) -
     assert "kept: run the same command again to go on" in notes.notes[-1]
     export(bundle, out, target, wanted, reporter=notes)
     assert "goes on" in notes.notes[-1] and {p.name for p in tmp_path.iterdir()} == {"out"}
+
+
+RECORDS = {
+    "nested": '{"files": ' + "[" * 200_000, "no name": '{"files": {"files/\\u0000": [1, ""]}}',
+    "half a character": '{"files": {"files/\\ud800": [1, ""]}}', "no file": '{"files": {"": [1, ""]}}',
+    "elsewhere": '{"files": {"../theirs": [1, ""]}}', "long": '{"files": {"' + "x" * 300 + '": [1, ""]}}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", RECORDS)
+def test_a_record_that_is_none(how: str, tmp_path: Path) -> None:
+    """Nothing is taken by it, and nothing elsewhere touched."""
+    out, notes = tmp_path / "out", Notes()
+    (tmp_path / "theirs").write_text("x")
+    with pytest.raises(KeyboardInterrupt), working(out, {}, 0, notes) as made:
+        made.path("files", "model").write_text("x")
+        made.finish("files/model")
+        raise KeyboardInterrupt
+    key = json.loads(record(out).read_text())["made_for"]
+    record(out).write_text(RECORDS[how].replace("{", f'{{"made_for": "{key}", ', 1))
+    with working(out, {}, 0, notes) as made:
+        assert not any(map(made.has, ("../theirs", "files/model", "")))
+        made.path("files", "other").touch()
+    assert tree(tmp_path) == {"out/other": b"", "theirs": b"x"}
+
+
+def test_a_lock_that_is_a_link(tmp_path: Path) -> None:
+    (tmp_path / ".out.exporting").mkdir()
+    (tmp_path / ".out.exporting" / "lock").symlink_to(tmp_path / "theirs")
+    with pytest.raises(TargetError, match="cannot be written"), working(tmp_path / "out", {}, 0, Notes()):
+        pass
+    assert not (tmp_path / "theirs").exists()
 
 
 def test_whose_directory_it_is(of_zeros: Made, tmp_path: Path) -> None:

@@ -138,7 +138,8 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
     if limit is not None:
         outside -= needs.embedding
     parsed = choose_policy(options.policy, bundle, [where], True)
-    outside += rounding(1, parsed.is_live) if where.type == "cuda" else 0  # as loading holds back
+    estimated = where.type != "cpu"
+    outside += rounding(1, parsed.is_live) if estimated else 0  # as loading on a GPU holds back
     fixed = Fixed(outside, needs.kv_bytes, needs.activations)
     least = _decide(bundle, parsed, fixed, 0, where).least
     decided = _decide(bundle, parsed, fixed, budget, where)
@@ -171,7 +172,7 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
         facts["bytes_per_token"] = read + int(_experts_read(bundle, tables, table, top_k(config)))
         if bandwidth:
             facts["expected_tokens_per_second"] = bandwidth / facts["bytes_per_token"]
-        if bandwidth and where.type == "cpu" and (token := token_bytes(bundle, parsed, table, read, top_k(config))):
+        if bandwidth and not estimated and (token := token_bytes(bundle, parsed, table, read, top_k(config))):
             took = speed(token, rates(bundle, token, bandwidth))
             facts |= {"seconds_per_token": took, "expected_tokens_per_second": took.tokens_per_second}
             facts |= {"bytes_per_token": read + token.experts, "fetched_bytes_per_token": token.fetched}
@@ -179,7 +180,7 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
     return Planned(
         str(bundle.path), str(parsed), options.device, table is not None, budget, fixed.total, fixed, least, used,
         workload.kv_tokens, workload.batch, workload.prefill_tokens, workload.all_logits, needs.kv.token_bytes,
-        cached, host, layers, bandwidth=bandwidth, estimated=where.type != "cpu", message=message, table=table or (),
+        cached, host, layers, bandwidth=bandwidth, estimated=estimated, message=message, table=table or (),
         moving=decided.moving, **facts,
     )  # fmt: skip
 

@@ -30,7 +30,8 @@ MIXES = {
 _BUFFER = 1 << 30  # bytes of tensors' rows that it holds at once
 _CODE = f"""
 import ctypes, sys
-ctypes.CDLL(None).prctl(1, 9)  # ends with the export: left alone it would write among a later one's files
+# It ends with the export (Linux): left alone it would write among a later one's files.
+getattr(ctypes.CDLL(None), "prctl", print)(1, 9)
 import llama_cpp
 source, target, mix, threads, split = sys.argv[1:]
 log = llama_cpp.llama_log_callback(lambda level, text, _: print(text.decode(errors="replace"), end="", flush=True))

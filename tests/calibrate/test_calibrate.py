@@ -208,7 +208,7 @@ def test_starved_experts_take_a_fallback_that_does_better(
     """With a method that ruins everything, starved experts take another; the rest are left with it."""
 
     def ruin(
-        method: str, weight: torch.Tensor, moments: object, versions: list[Version], zeros: str
+        method: str, weight: torch.Tensor, moments: object, versions: list[Version], zeros: str, matrix: int
     ) -> dict[Version, Quantised]:
         good = quantise_all("rtn", weight, None, versions)
         return {v: Quantised(q.codes, -q.scale, q.zero) for v, q in good.items()}

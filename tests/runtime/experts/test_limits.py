@@ -143,6 +143,32 @@ def test_reports_say_where_they_come_from(file: Path, asked: list[tuple[str, int
     assert backends.autotune() == limits and len(asked) == 2 * count, "asked for, it is measured anew"
 
 
+@pytest.mark.parametrize(("fused", "limit"), [(0.5, backends.UNLIMITED), (1.5, 2)])
+def test_any_number_of_tokens(fused: float, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is faster with 512 tokens has no limit; more are never timed."""
+    timed: list[int] = []
+
+    def seconds(tokens: int, each: float) -> float:
+        timed.append(tokens)
+        return tokens * each
+
+    ways = (lambda tokens: seconds(tokens, fused), lambda tokens: seconds(tokens, 1.0))
+    monkeypatch.setattr(autotune, "_ways", lambda *_: ways)
+    assert autotune.measure_limit(BF16, "w4", backends.CANDIDATES, 1) == limit
+    assert max(timed) <= autotune.MOST and (autotune.MOST in timed) == (limit == backends.UNLIMITED)
+
+
+def test_without_measurements_integers_have_no_limit_with_avx2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(backends.VARIABLE, "fixed")
+    native = backends._native()
+    for level in native.LEVELS[: native.BEST + 1]:
+        native.use_level(native.LEVELS.index(level))
+        rows = {(row["device"], row["version"]): row["tokens"] for row in backends.table()}
+        assert (rows["cpu, bfloat16", "w4"] == "any") == (level == "avx2")
+        assert rows["cpu, bfloat16", "bf16"] != "any" and rows["cpu, float32", "w4"] != "any"
+    native.use_level()
+
+
 def test_measuring_takes_under_a_second() -> None:
     """An encoding at one dtype, on average and in this process's own time: others run beside it."""
     names = [name.split()[1] for name in backends.DEFAULTS if name.startswith("bfloat16")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moepack.pack.errors import TargetError
+from moepack.pack.files import digest_of
 from moepack.pack.manifest import DENSE_INDEX, LEFTOVERS, MANIFEST
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.writer import check_target
@@ -34,7 +34,7 @@ def open_for(path: str | Path, target: Path) -> Bundle:
 
 def identity(bundle: Bundle) -> str:
     """The digest of a bundle's manifest, which has the digests of all of its files."""
-    return hashlib.sha256((bundle.path / MANIFEST).read_bytes()).hexdigest()
+    return digest_of(bundle.path, MANIFEST)
 
 
 def libraries(*names: str) -> dict[str, str]:

@@ -37,9 +37,8 @@ DEFAULTS = {f"float32 {name}": kernel_of(name).float32 for name in compiled_name
 DEFAULTS |= {f"bfloat16 {name}": kernel_of(name).bfloat16 for name in compiled_names()}
 BESIDE_AMX = {f"bfloat16 {name}": kernel_of(name).beside_amx for name in compiled_names()}
 UNLIMITED = 1 << 30  # tokens
-# BF16 matrices and FP8 codes are multiplied as floats; others as integers, with AVX2 faster than torch's floats.
-FLOATS = ("bf16", "fp8", "fp8row", "mxfp8")
-WITH_AVX2 = {f"bfloat16 {name}": UNLIMITED for name in compiled_names() if name not in FLOATS}
+# With AVX2 alone products of integers are faster than torch's floats with any number of tokens.
+WITH_AVX2 = {f"bfloat16 {name}": UNLIMITED for name in compiled_names() if kernel_of(name).integers}
 VARIABLE = "MOEPACK_LIMITS"
 AGAINST = "by_torch, up to 512 tokens"  # what packed bytes are measured against; a new name discards old measurements
 TABLES = 15  # older measurements that the file keeps, of other machines, instruction sets and numbers of threads

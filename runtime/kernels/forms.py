@@ -22,6 +22,7 @@ class Kernel:
     float32: int = 0  # with activations in float32
     bfloat16: int = 0
     beside_amx: int = 0  # in bfloat16, if AMX runs experts with more tokens
+    integers: bool = True  # whether BF16 activations are multiplied as integers; else as floats
     compiled: bool = True  # whether C and Triton have a case for the encoding; else torch dequantises the layer, slowly
 
 
@@ -33,12 +34,12 @@ KERNELS = {
     26: Kernel(128, 12, 2),  # w3d4: of 3 and 4 the lower
     25: Kernel(128, 12, 2),  # w2d3
     24: Kernel(128, 24, 2),  # w1d2
-    16: Kernel(64, 4, 4),
+    16: Kernel(64, 4, 4, integers=False),
     23: Kernel(128, 24, 4),  # as 8 and 4, but with FP16 scales
     22: Kernel(128, 16, 4),
-    21: Kernel(2, 16, 32),  # FP8 with a scale for each row; 20: for each group of 16 rows' columns
-    20: Kernel(2, 16, 32),
-    19: Kernel(2, 16, 32),  # MXFP8
+    21: Kernel(2, 16, 32, integers=False),  # FP8 with a scale for each row; 20: for each group of 16 rows' columns
+    20: Kernel(2, 16, 32, integers=False),
+    19: Kernel(2, 16, 32, integers=False),  # MXFP8
     18: Kernel(64, 16, 4),  # NVFP4
     17: Kernel(64, 16, 4),  # MXFP4
     8: Kernel(128, 24, 4),

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from moepack.pack.errors import InputError, TargetError
+from moepack.pack.errors import BundleError, InputError, TargetError
+from moepack.pack.files import digest_of, size_of
 from moepack.pack.manifest.parser import safe_path
 from moepack.pack.writer import LOCK, hold, replace_file, sync
 from moepack.progress import Reporter
@@ -58,16 +59,21 @@ class ExportDirectory:
             reporter.stage("check what is here", len(known))
         for name, (size, digest) in known.items():
             reporter.step(name)
-            path = self.root / name
-            inside = path.resolve() == self.root.resolve() / name  # not by a link
-            if inside and path.is_file() and path.stat().st_size == size and _digest(path) == digest:
+            if self._same(name, size, digest):
                 self._whole[name] = size, digest
             else:
-                reporter.note(f"{path} is not as it was written: it is written again")
+                reporter.note(f"{self.root / name} is not as it was written: it is written again")
         self._tidy()
         self._save()
         if self._whole:
             reporter.note(f"{self._target}: goes on: {self._kept('here')}")
+
+    def _same(self, name: str, size: int, digest: str) -> bool:
+        """Whether a file is as it was recorded, and no link."""
+        try:
+            return size_of(self.root, name) == size and digest_of(self.root, name) == digest
+        except BundleError:
+            return False
 
     def has(self, name: str) -> bool:
         """Whether a file, named with its folder, is whole."""
@@ -82,7 +88,7 @@ class ExportDirectory:
         """Record files, named with their folders, as whole, once they are on disk."""
         for name in names:
             sync(self.root / name)
-        found = {name: ((self.root / name).stat().st_size, _digest(self.root / name)) for name in names}
+        found = {name: ((self.root / name).stat().st_size, digest_of(self.root, name)) for name in names}
         with self._recording:
             self._whole |= found
             self._save()
@@ -215,12 +221,8 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
         for name, (size, digest) in found["files"].items():
-            assert safe_path(name) and isinstance(size, int) and isinstance(digest, str)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
+            if not (safe_path(name) and isinstance(size, int) and isinstance(digest, str)):
+                return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

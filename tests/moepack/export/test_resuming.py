@@ -190,7 +190,7 @@ def test_a_stop_while_digests_are_checked(
     stopped(bundle, out, target, wanted, 2, KeyboardInterrupt)
     before = kept(out)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work, "_digest", lambda _: (_ for _ in ()).throw(kind(errno.EIO, "damaged")))
+        patch.setattr(work, "digest_of", lambda *_: (_ for _ in ()).throw(kind(errno.EIO, "damaged")))
         with pytest.raises(TargetError if kind is OSError else kind):
             export(bundle, out, target, wanted)
     assert kept(out) == before

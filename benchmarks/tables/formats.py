@@ -1,4 +1,4 @@
-"""The tables of docs/formats.md: bits of released formats, bytes of released models, divergence at equal bytes."""
+"""Tables of formats: bits of released ones, bytes of released models, divergence at equal bytes or bits."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ FORMATS = (
     ("int8", 128, "8-bit integers, a BF16 scale and a zero point for 128 columns", "8 + 16/128 + 8/128"),
     ("int8fp16", 128, "the same with an FP16 scale", "8 + 16/128 + 8/128"),
 )  # fmt: skip
+_AT_BITS = "of today's at these bits"  # a column of benchmarks.formats
 COLS = 4096  # columns of the matrix that the bits are counted for
 
 
@@ -96,3 +97,16 @@ def released_others() -> str:
         for r in rows:
             cells[r["allocation"]].append(f"{r['KL']:.2f}")
     return table(["bytes spent by", *columns], [[way, *row] for way, row in cells.items()])
+
+
+def encodings() -> str:
+    """Encodings of small models at their bytes: errors of a layer's matrices, and the divergence of the model."""
+    out = []
+    for row in results("formats")["rows"]:
+        name = f"`{row['encoding']}`" if row["who"] == "moepack" else f"*{row['who']}*: {row['encoding']}"
+        errors = [f"{row[f'error {part}']:.2g}" for part in ("gate, up", "down")]
+        divergence = f"{row['KL, mnat']:.3g} ± {row['+-']:.2g}"
+        ratio = f"{row[_AT_BITS]:.2f} ± {row['ratio +-']:.2f}"
+        out.append([row["model"], name, f"{row['bits/weight']:.4g}", *errors, divergence, ratio])
+    columns = ["model", "encoding", "bits", "error of gate, up", "of down", "divergence", "over today's at these bits"]
+    return table(columns, out)

@@ -103,10 +103,13 @@ def encodings() -> str:
     """Encodings of small models at their bytes: errors of a layer's matrices, and the divergence of the model."""
     out = []
     for row in results("formats")["rows"]:
+        errors = [f"{row[k]:.2g}" if (k := f"error {part}") in row else "" for part in ("gate, up", "down")]
+        if not any(errors):  # a type whose blocks no matrix of the model fills
+            continue
         name = f"`{row['encoding']}`" if row["who"] == "moepack" else f"*{row['who']}*: {row['encoding']}"
-        errors = [f"{row[f'error {part}']:.2g}" for part in ("gate, up", "down")]
-        divergence = f"{row['KL, mnat']:.3g} ± {row['+-']:.2g}"
-        ratio = f"{row[_AT_BITS]:.2f} ± {row['ratio +-']:.2f}"
+        whole = "KL, mnat" in row
+        divergence = f"{row['KL, mnat']:.3g} ± {row['+-']:.2g}" if whole else ""
+        ratio = f"{row[_AT_BITS]:.2f} ± {row['ratio +-']:.2f}" if whole else ""
         out.append([row["model"], name, f"{row['bits/weight']:.4g}", *errors, divergence, ratio])
     columns = ["model", "encoding", "bits", "error of gate, up", "of down", "divergence", "over today's at these bits"]
     return table(columns, out)

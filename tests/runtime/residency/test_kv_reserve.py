@@ -161,14 +161,17 @@ def test_a_large_pass_does_not_starve_behind_small_ones(watch: KvBudget, monkeyp
     assert [other.end() for other in others] == [None, None]
 
 
-def test_patience_begins_when_nobody_waits_before(watch: KvBudget, somebody: None) -> None:
+def test_patience_begins_when_nobody_waits_before(
+    watch: KvBudget, somebody: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_reserve, "PATIENCE", 2.0)  # a busy machine may hold a thread up for one
     held = made(watch, 600)
     first = Beside(lambda: run(watch, 450))
     wait_for(lambda: len(watch._queue.waiting) >= 1)
     time.sleep(0.6)
     second = Beside(lambda: run(watch, 440))
-    assert isinstance(first.end(), InputError) and first.seconds < 1.3
-    time.sleep(0.5)
+    assert isinstance(first.end(), InputError) and first.seconds < 3
+    time.sleep(0.7)
     assert second.is_alive(), "it has waited longer than patience, but not as the first"
     del held
     assert second.end() is None

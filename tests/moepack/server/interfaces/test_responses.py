@@ -20,9 +20,15 @@ from moepack.server.translated.responses import responses
 
 openai = pytest.importorskip("openai")
 TIME = {
-    "type": "function", "name": "time",
-    "parameters": {"type": "object", "properties": {"zone": {"enum": ["utc"]}}, "required": ["zone"]},
-}  # fmt: skip
+    "type": "function",
+    "name": "time",
+    "parameters": {
+        "type": "object",
+        "properties": {"zone": {"enum": ["utc"]}},
+        "required": ["zone"],
+        "additionalProperties": False,
+    },
+}
 EVENTS = [
     JobEvent("Let me ", generated=2),
     JobEvent("see.</think>\n\nI ask.\n", generated=6),
@@ -69,7 +75,8 @@ def test_a_stream_has_the_published_order(client: Any) -> None:
 
 def test_functions(client: Any) -> None:
     pytest.importorskip("llguidance")
-    given = {"tools": [TIME], "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 200}
+    given = {"tools": [TIME], "tool_choice": "required", "parallel_tool_calls": False, "temperature": 0}
+    given["max_output_tokens"] = 200
     (call,) = respond(client, **given).output
     assert call.type == "function_call" and json.loads(call.arguments) == {"zone": "utc"} and call.name == "time"
     events = list(respond(client, **given, stream=True))

@@ -62,6 +62,7 @@ class Metrics(Collector):
         gauges = {
             "running": ("Running sequences.", scheduler.running),
             "waiting": ("Waiting sequences.", scheduler.waiting),
+            "decoding_most": ("Sequences that decode at a time, in turns; 0 for all.", scheduler.turns.most or 0),
             "kv_bytes": ("Bytes of live KV caches.", self._engine.cache_bytes),
             "prefix_bytes": ("Bytes of kept prompts; in a budget a part of kv_bytes.", self._engine.kept_bytes),
             "resident_bytes": ("Bytes reserved on the device.", serving.resident_bytes()),

@@ -75,7 +75,7 @@ class Engine:
         self._rows: PackedKvCache | None = None
         serving = getattr(model, "moepack", None)
         self._watch: KvBudget | None = None if serving is None else serving.caches
-        manager = None if serving is None else serving.manager
+        self._manager = manager = None if serving is None else serving.manager
         try:
             if manager is not None and getattr(manager.policy.needs, "importance", False):
                 raise NotPackable("its policy reads attention weights")
@@ -100,6 +100,11 @@ class Engine:
     def is_packed(self) -> bool:
         """Whether sequences share passes."""
         return self.why_not_packed is None
+
+    @property
+    def waited(self) -> float:
+        """Seconds that passes waited for experts' bytes since the start."""
+        return 0.0 if self._manager is None else float(self._manager.waited)
 
     # --- sequences
 

@@ -1,9 +1,9 @@
 """Continuous batching: one thread owns the model, and sequences join and leave between steps.
 
 Each step reads one token of every decoding sequence, then prompt tokens until it has `step_tokens`, so that a long
-prompt does not delay other sequences. A sequence takes what the engine keeps of its prompt, and waits while another one
-reads the same chunk. If the budget has no room, kept chunks leave, then the youngest sequence is preempted: it gives up
-its cache and is read again later.
+prompt does not delay other sequences. Where steps wait for experts' bytes, sequences may decode in turns (turns.py). A
+sequence takes what the engine keeps of its prompt, and waits while another one reads the same chunk. If the budget has
+no room, kept chunks leave, then the youngest sequence is preempted: it gives up its cache and is read again later.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .prefixes import CHUNK, chunk_keys
 from .sampling import Sampler, Scored, scored
 from .text import Pieces, Stops
 from .tokens import Tokens
+from .turns import Turns
 
 log = logging.getLogger("moepack.server")
 HEADROOM = 32  # tokens of an answer that must fit before a sequence joins; with less it would soon be preempted
@@ -63,6 +64,7 @@ class _Sequence:
     keys: tuple[bytes, ...] = ()  # the prompt's `chunk_keys`; none if all of it must be read
     cached: int = 0  # tokens of the prompt that were taken from kept chunks
     made: int = 0  # tokens generated
+    served: int = 0  # the step that the sequence last decoded in, as `Turns` counts
     shown: int = 0  # characters of the answer that were posted
     decoded: int = 0  # characters of the answer so far
     # Scored tokens not posted yet, each with the position where its text begins.
@@ -82,7 +84,7 @@ class Scheduler:
         self, engine: Engine, tokens: Tokens, limits: Limits, post: Callable[[list[tuple[Job, JobEvent]]], None]
     ) -> None:
         """Prepare; `start` starts the thread, on which `post` receives each step's events."""
-        self.limits, self.totals = limits, Totals()
+        self.limits, self.totals, self.turns = limits, Totals(), Turns[_Sequence]()
         self._engine, self._tokens, self._post = engine, tokens, post
         self._arrived: deque[_Sequence] = deque()
         self._waiting: deque[_Sequence] = deque()
@@ -293,7 +295,8 @@ class Scheduler:
     def _next_inputs(self, keeps: int) -> list[tuple[_Sequence, StepInput]]:
         planned, room = [], self._token_limit
         being_read: set[tuple[bytes, ...]] = set()  # chunks that the step reads and keeps, by all keys up to theirs
-        for one in sorted(self._running, key=lambda one: one.left > 1):  # decoding sequences first
+        decoding = self.turns.choose(self._decoding(), time.monotonic())
+        for one in decoding + [one for one in self._running if one.left > 1]:
             if not room or (slot := one.slot) is None:
                 continue
             taken = min(self._engine.kept_ahead(slot), one.left - 1) if one.left > 1 else 0
@@ -309,10 +312,14 @@ class Scheduler:
             being_read |= {one.keys[: n + 1] for n in self._engine.new_chunks(item)}
         return planned
 
+    def _decoding(self) -> list[_Sequence]:
+        return [one for one in self._running if one.left <= 1]
+
     def _scores(self, one: _Sequence) -> bool:
         return one.job.wants_prompt and len(one.prompt) < len(one.job.prompt)
 
     def _step(self, planned: list[tuple[_Sequence, StepInput]]) -> None:
+        ready, began, waited = len(self._decoding()), time.monotonic(), self._engine.waited
         try:
             out = self._engine.run([item for _, item in planned])
         except BudgetExceeded as error:
@@ -335,6 +342,9 @@ class Scheduler:
         self._token_limit, self._error = self.limits.step_tokens, None
         self._crowded = self._refusing = False
         self.totals.steps += 1
+        if not any(item.is_prompt for _, item in planned):
+            seconds, waited = time.monotonic() - began, self._engine.waited - waited
+            self.turns.record([one for one, _ in planned], ready, seconds, waited)
         for (one, item), logits in zip(planned, out, strict=True):
             if item.is_prompt and not one.made:
                 self.totals.prompt_tokens += len(item.tokens)

@@ -13,6 +13,7 @@ import torch
 from live_models import wait_for
 
 from moepack.runtime.planning.exceeded import BudgetExceeded
+from moepack.server.batching import turns
 from moepack.server.batching.engine import CacheSlot, StepInput
 from moepack.server.batching.jobs import Job, JobEvent
 from moepack.server.batching.packed_cache import NotPackable
@@ -42,6 +43,7 @@ class Machine:
     before: Callable[[list[StepInput]], None] = lambda items: None
     gate: threading.Event | None = None
     most_kept = 0
+    waited: float = 0.0  # seconds that passes waited for experts
     kept: int = 0  # tokens of kept chunks, of prompts that nobody asks for
 
     def kept_ahead(self, slot: CacheSlot) -> int:
@@ -181,6 +183,29 @@ def test_a_long_prompt_does_not_hold_others_up(bench: Any) -> None:
     assert [p[1] for p in reading] == [(7, 0), (7, 7), (7, 14), (7, 21), (7, 28), (5, 35)]
     assert all(p[0][0] == 1 for p in reading) and all(sum(n for n, _ in p) <= 8 for p in b.machine.passes)
     assert text(told) == expected(list(range(40)), 3) and text(b.events[0]) == expected([1], 60)
+
+
+def test_answers_do_not_change_by_turns(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of several sequences wait, so these decode one at a time; a new one is read meanwhile, one that leaves."""
+    monkeypatch.setattr(turns, "WINDOW", 0.05)
+    monkeypatch.setattr(turns, "TURN", (0.005, 0.01))
+
+    def waits(items: list[StepInput]) -> None:
+        seconds = 0.001 if len(items) == 1 else 0.01 * len(items)
+        time.sleep(seconds)
+        machine.waited += seconds
+
+    machine = Machine(gate=threading.Event(), before=waits)
+    b = bench(machine, sequences=5)
+    told = [b.ask([n + 1] * (n + 1), 200) for n in range(4)]
+    machine.gate.set()
+    wait_for(lambda: b.scheduler.turns.most == 1)
+    told.append(b.ask([5] * 5, 200))
+    b.jobs[0].cancelled = True
+    b.ended()
+    for n, events in enumerate(told[1:], 1):
+        assert text(events) == expected([n + 1] * (n + 1), 200)
+    assert sum(len(p) == 1 for p in machine.passes) >= 50 and machine.held() == 0
 
 
 def crowded(bench: Any, room: int, count: int, tokens: int, **limits: int) -> Bench:

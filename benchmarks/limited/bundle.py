@@ -21,10 +21,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 
+from benchmarks.released.checkpoint import mxfp4
 from moepack.calibrate.forward import Observation
 from moepack.calibrate.statistics import routing_statistics
 from moepack.pack.codec.affine import put_rows
 from moepack.pack.codec.bits import Buffer
+from moepack.pack.codec.released import ReleasedMatrix
 from moepack.pack.layer_file import LayerFileWriter
 from moepack.pack.manifest import CONFIG, DENSE, TABLES, Manifest
 from moepack.pack.spec import HINT, DenseLayer, DenseMatrix, ExpertLayer, Matrix, Version, dense_layers
@@ -43,7 +45,7 @@ METHOD = "rtn"
 WINDOW, WINDOWS = 512, 8  # of the text that tables are made on: tokens of a window, windows of a topic
 # Relative losses of an expert in the tables: those of a trained model (tiny-qwen3-moe by GPTQ, `benchmarks.quality`),
 # because policies weigh them, and random weights lose an order of magnitude more.
-LOSSES = {"w4": 0.0020, "w2": 0.0325}
+LOSSES = {"mxfp4": 0.0, "w4": 0.0020, "w2": 0.0325}
 SEED = 1000  # of the text that tables are made on; sessions have others
 
 
@@ -72,9 +74,11 @@ class Maker:
         at = f"model.layers.{layer}.mlp.experts.{kind}."
         gate, up, down = (self._tensor(f"{at}{name}_proj.weight").float() for name in ("gate", "up", "down"))
         own = torch.cat([gate, up]), down
-        made = [quantise_all(METHOD, w[None], None, self.versions) for w in own]
+        affine = [v for v in self.versions if not v.released]
+        made = [quantise_all(METHOD, w[None], None, affine) for w in own]
         described = _experts(self.shape, layer).matrices
-        return [v.encode(described, [m[v].matrix(0) for m in made]) for v in self.versions]
+        values = {v: [m[v].matrix(0) for m in made] for v in affine}
+        return [v.encode(described, values.get(v) or list(map(_mxfp4, own))) for v in self.versions]
 
     def _matrix(self, name: str) -> Made:
         """A matrix outside the experts. Its inputs are taken to be white, so errors of weights stand for outputs'."""
@@ -100,6 +104,14 @@ class Maker:
             names += [f"model.layers.{i}.{name}.weight" for name in own]
         tripwire = dict.fromkeys(("model.layers.0.mlp.experts.down_proj", HINT))
         return {n: self._tensor(n) for n in names} | {n: torch.zeros(1, dtype=torch.bfloat16) for n in tripwire}
+
+
+def _mxfp4(weight: Tensor) -> ReleasedMatrix:
+    """A matrix as a checkpoint in MXFP4 has it."""
+    made = {name: tensor.numpy() for name, tensor in mxfp4(weight).items()}
+    packed = made["weight_packed"]
+    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(weight.shape)
+    return ReleasedMatrix(codes, made["weight_scale"])
 
 
 def _experts(shape: Shape, layer: int) -> ExpertLayer:
@@ -143,7 +155,7 @@ def write_bundle(shape: Shape, target: Path, aside: Path) -> None:
         for name, words in tokenizer(shape).items():
             writer.path(name).write_text(words)
             writer.add(name)
-        model = {"architecture": "Qwen3MoeForCausalLM", "decoder_layers": shape.layers, "expert_dtype": "BF16",
+        model = {"architecture": "Qwen3MoeForCausalLM", "decoder_layers": shape.layers, "expert_dtype": shape.released,
                  "model_type": "qwen3_moe"}  # fmt: skip
         calibration = {"samples": TOPICS * WINDOWS, "length": WINDOW, "sources": ["generated"]}
         provenance = {"checkpoint": {"name": shape.name}, "calibration": calibration, "method": METHOD,

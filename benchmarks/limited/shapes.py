@@ -15,6 +15,7 @@ import numpy as np
 
 TOPICS, CLUSTERS, WORDS = 3, 8, 96  # topics, clusters of a topic, tokens of a cluster
 STAY, ZIPF = 48, 0.8  # tokens that a text stays in a cluster, on average; the exponent of Zipf's law
+BITS = {"mxfp4": 4.25, "w4": 4.19, "w2": 2.375}  # of a weight
 NAMES = ("first", "second", "third")  # the topics' names in tables
 
 
@@ -35,6 +36,7 @@ class Shape:
     distinct: int = 2
     kinds: int = 4
     groups: tuple[tuple[str, int], ...] = (("w4", 128), ("w2", 64))  # versions of experts, and columns of a group
+    released: str = "BF16"  # experts' dtype in the checkpoint that it stands for
 
     @property
     def expert_weights(self) -> int:
@@ -48,13 +50,19 @@ class Shape:
 
     @property
     def bundle_bytes(self) -> float:
-        """About what the bundle takes: experts in two versions, the embedding in BF16, the rest in `w8` and `w4`."""
+        """About what the bundle takes: experts in their versions, the embedding in BF16, the rest in `w8` and `w4`."""
         rest, table = self.attention_weights, self.vocabulary * self.hidden
-        return self.expert_weights * (4.19 + 2.375) / 8 + (rest + table) * (8.19 + 4.19) / 8 + 2 * table
+        return (
+            self.expert_weights * sum(BITS[name] for name, _ in self.groups) / 8
+            + (rest + table) * (8.19 + 4.19) / 8
+            + 2 * table
+        )
 
     def gguf_bytes(self, mix: str) -> float:
         """About what a GGUF file takes."""
         rest, table = self.attention_weights, self.vocabulary * self.hidden
+        if mix == "MXFP4":
+            return (self.expert_weights * 4.25 + (rest + 2 * table) * 8.5) / 8
         bits = {"Q4_K_M": 4.9, "Q2_K": 3.0, "BF16": 16.0}[mix]
         return (self.expert_weights + rest + 2 * table) * bits / 8
 
@@ -75,6 +83,10 @@ SHAPES = {
     s.name: s
     for s in (
         Shape("qwen3-moe", 48, 128, 8, 2048, 768, 32, 4, 128, 151_936),
+        # gpt-oss-20b's sizes and encoding; biases, sinks, windows and the clamp are left out, on both sides.
+        Shape(
+            "gpt-oss", 24, 32, 4, 2880, 2880, 64, 8, 64, 201_088, groups=(("mxfp4", 32), ("w2", 64)), released="MXFP4"
+        ),
         Shape("four", 4, 128, 8, 2048, 768, 32, 4, 128, 151_936),
         Shape("tiny", 4, 32, 4, 256, 256, 4, 2, 64, 4096),
         Shape("deep", 48, 64, 8, 256, 128, 8, 2, 64, 4096),  # products take next to nothing: what a layer's calls take

@@ -21,7 +21,7 @@ from benchmarks.limited import rows as measured
 from benchmarks.limited.bundle import write_bundle
 from benchmarks.limited.cage import Cage
 from benchmarks.limited.shapes import SHAPES, TOPICS, place, text, word
-from benchmarks.limited.weights import Weights
+from benchmarks.limited.weights import Weights, to_float
 from benchmarks.peers.worker import PeerError
 from benchmarks.tables.peers import limited_rows
 from moepack.pack.reader import open_bundle
@@ -66,6 +66,31 @@ def test_a_generated_bundle_is_whole(bundle: Path) -> None:
     assert [len(layer.matrices) for layer in opened.layers] == [2] * 3
     assert [v.name for v in opened.versions] == ["w4", "w2"]
     assert [v.name for v in opened.dense_versions] == ["w8", "w4"]
+
+
+def test_a_generated_bundle_of_released_experts(tmp_path: Path) -> None:
+    """As gpt-oss' shape has them: MXFP4 as the checkpoint's own, and it is served."""
+    import torch
+
+    import moepack
+
+    (tmp_path / "aside").mkdir()
+    shape = replace(TINY, groups=SHAPES["gpt-oss"].groups, released="MXFP4", kinds=1)
+    write_bundle(shape, tmp_path / "bundle", tmp_path / "aside")
+    assert verify(tmp_path / "bundle") == []
+    assert [v.name for v in open_bundle(tmp_path / "bundle").versions] == ["mxfp4", "w2"]
+    model = moepack.load(tmp_path / "bundle", policy="static:mxfp4", dense="w8")
+    layer, x = model.model.layers[1].mlp.experts, torch.randn(5, TINY.hidden, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        got = layer(x, torch.full((5, 1), 3), torch.ones(5, 1, dtype=torch.bfloat16)).float()
+    model.moepack.close()
+    weights = Weights(shape)
+    gate, up, down = (
+        torch.from_numpy(to_float(weights.bits(f"model.layers.1.mlp.experts.0.{name}_proj.weight")))
+        for name in ("gate", "up", "down")
+    )
+    wanted = (torch.nn.functional.silu(x.float() @ gate.T) * (x.float() @ up.T)) @ down.T
+    assert 0.05 < ((got - wanted).square().mean() / wanted.square().mean()).sqrt() < 0.25  # what four bits lose
 
 
 def test_every_id_is_a_word_of_its_tokenizer(bundle: Path) -> None:

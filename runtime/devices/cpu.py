@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import mmap
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from moepack.runtime.store.files import Stored
 from .contract import Memory
 from .migration import HostEvent, HostThreads, Migration
 
+_LIBC = ctypes.CDLL(None, use_errno=True)
 HUGE = 2 << 20
 COLLAPSE = 25  # MADV_COLLAPSE, Linux 6.1
 # Reads under way while loading, and for a pass that waits. The threads sleep meanwhile, so they may be more than the
@@ -58,10 +60,14 @@ class CpuMemory(Memory):
                 (self._late.add if 0 < before < HUGE else self._late.discard)(i)
         return changed
 
-    def _advise(self, advice: int | None, pages: list[int]) -> None:
-        for i in pages:
-            with contextlib.suppress(OSError, TypeError):  # a system without huge pages
-                self._map.madvise(advice, self._first + i * HUGE, HUGE)  # type: ignore[arg-type]
+    def _advise(self, advice: int | None, pages: Iterable[int]) -> None:
+        for i in pages if advice is not None else ():
+            self._tell(advice, self._first + i * HUGE, HUGE)  # a system without huge pages refuses
+
+    def _tell(self, advice: int, start: int, size: int) -> int:
+        """Call madvise; return 0, or the error. `mmap.madvise` would hold Python's lock meanwhile, for milliseconds."""
+        at = ctypes.c_void_p(self.tensor.data_ptr() + start)
+        return ctypes.get_errno() if _LIBC.madvise(at, ctypes.c_size_t(size), advice) else 0
 
     def take(self, start: int, size: int) -> None:
         """Count the bytes, and request huge pages; the system provides memory when they are written."""
@@ -71,16 +77,18 @@ class CpuMemory(Memory):
     def settle(self, start: int, size: int) -> None:
         """Collapse ranges that were taken in parts into huge pages (MADV_COLLAPSE); call this after a write."""
         at = start - self._first
-        with self._lock:
-            late = [i for i in range(at // HUGE, -(-(at + size) // HUGE)) if i in self._late]
-            self._advise(COLLAPSE, late)
-            self._late.difference_update(late)
+        for i in range(at // HUGE, -(-(at + size) // HUGE)):
+            with self._lock:  # for one page at a time: a pass may wait for it
+                if i in self._late:
+                    self._advise(COLLAPSE, (i,))
+                    self._late.discard(i)
 
     def give_back(self, start: int, size: int) -> int:
         """Give whole pages back to the system."""
         with self._lock:
             self._advise(getattr(mmap, "MADV_NOHUGEPAGE", None), self._change(start, size, -1))
-            self._map.madvise(mmap.MADV_DONTNEED, start, size)
+            if error := self._tell(mmap.MADV_DONTNEED, start, size):
+                raise OSError(error, os.strerror(error))
         return size
 
 

@@ -37,6 +37,12 @@ Sums = Sequence[Floats]
 class Changes(dict[Key, int]):
     """An answer to `LayerReached` that names only placements that change. The base placement evicts an expert."""
 
+    def __init__(self, changes: Mapping[Key, int] | None = None) -> None:
+        super().__init__(changes or {})
+        # Versions for experts above the base, in the order of their copies: no pass waits for them, the present ones
+        # serve until they have arrived, and both take memory until the passes that read the earlier one have ended.
+        self.beside: dict[Key, int] = {}
+
 
 @dataclass(frozen=True, slots=True)
 class Event:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from moepack.runtime.allocation.ladder import Floats, Ladder, bytes_by_loss
 
+from .beside import Moves, margin
 from .contract import Event, Interval, Ints, Key, LayerReached, Needs, Setting, Wanted
 from .heat import ExpertHeat, busiest
 from .mixed_cache import MixedCache
@@ -38,9 +39,9 @@ class _HottestStay(MixedCache):
         super()._put(key, placement)
         self._here[key] = key in self.held
 
-    def _drop(self, key: Key) -> int:
+    def drop(self, key: Key) -> int:
         self._here[key] = False
-        return super()._drop(key)
+        return super().drop(key)
 
 
 class HotnessOnDemand:
@@ -51,8 +52,8 @@ class HotnessOnDemand:
     layers together: heat times the loss saved. Between stored and the lowest version the loss is a wait, as long for
     every expert; it counts as much as leaving out an average expert.
 
-    A layer's needed expert that is stored is fetched at the placement it has earned, at least the lowest version. One
-    that is in memory below its placement is replaced. The coldest experts of all layers leave for them.
+    A layer's needed expert that is stored is fetched at the lowest version, the least that the pass can wait for. One
+    that is in memory below its placement moves there beside passes (beside.py). The coldest of all layers leave.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class HotnessOnDemand:
         self._setting, self._heat, self._interval = setting, heat, interval
         self._margin, self._slack, self._lowest = margin, slack, setting.base - 1
         self._cache = _HottestStay(setting.experts, setting.sizes, setting.most)
+        self._moves = Moves(self._cache, setting.experts, setting.sizes)
         wait = float(np.mean([(row[:, -1] - row[:, -2]).mean() for row in setting.losses]))
         self._ladders = []
         for sizes, losses in zip(setting.sizes, setting.losses, strict=True):
@@ -88,7 +90,7 @@ class HotnessOnDemand:
             return self._cache.fill({k: p for k in keys if (p := self._at(k)) != self._setting.base}, room)
         if not isinstance(event, LayerReached):
             return None
-        layer = event.layer
+        layer, placed = event.layer, event.placed
         self._heat.add_layer(layer, event.counts)
         self._warm(layer)
         if self._last is None or event.time - self._last >= self._interval:
@@ -96,14 +98,18 @@ class HotnessOnDemand:
                 self._heat.turn()
                 self._earn(room)
             self._last = event.time
-        changes = self._cache.serve(layer, self._wants(layer, event.counts), room, event.placed, event.coming)
+        if placed is not None and event.coming is not None:
+            self._moves.settle(layer, placed, event.coming)
+        changes = self._cache.serve(layer, self._wants(event.counts), room, placed, event.coming)
         if event.predicted is not None:
-            changes |= self._cache.foresee(layer + 1, self._wants(layer + 1, event.predicted), room, changes)
+            changes |= self._cache.foresee(layer + 1, self._wants(event.predicted), room, changes)
+        if placed is not None:
+            self._moves.begin(layer, event.counts, self._shares(layer), self._earned[layer], room, changes)
         return changes
 
-    def _wants(self, layer: int, counts: Ints) -> dict[int, int]:
+    def _wants(self, counts: Ints) -> dict[int, int]:
         order = sorted(counts.nonzero()[0].tolist(), key=lambda e: -counts[e])
-        return {e: min(self._at((layer, e)), self._lowest) for e in order}
+        return dict.fromkeys(order, self._lowest)
 
     def _at(self, key: Key) -> int:
         return int(self._earned[key[0]][key[1]])
@@ -119,6 +125,7 @@ class HotnessOnDemand:
     def _earn(self, room: int) -> None:
         """Choose the placements that the experts earn by their heat, within `room` bytes of all layers together."""
         shares = [self._shares(p) for p in range(len(self._earned))]
+        room -= margin(self._setting.sizes, room)
         rooms = bytes_by_loss(self._ladders, shares, room)
         self._earned = [
             ladder.fill(shares[p], rooms[p], self._earned[p], self._margin, self._slack)

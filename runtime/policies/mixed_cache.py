@@ -32,7 +32,7 @@ class MixedCache:
         self.held: OrderedDict[Key, int] = OrderedDict()  # placements of the cached experts, least recently used first
         self.bytes = 0  # bytes of the cached experts
         self._sizes, self._reuse = sizes, reuse
-        self._base = len(sizes[0]) - 1 if sizes else 0
+        self.base = len(sizes[0]) - 1 if sizes else 0  # the placement of experts outside
         self._layers: list[dict[int, None]] = [{} for _ in sizes]
         self._used: dict[Key, int] = {}
         self._foreseen: dict[Key, None] = {}
@@ -52,6 +52,10 @@ class MixedCache:
     def leaving(self) -> Iterable[Key]:
         """Return the cached experts in the order in which they leave; experts may be dropped while this is read."""
         return list(self.held)
+
+    def of_layer(self, layer: int) -> list[Key]:
+        """Return a layer's cached experts, in any order."""
+        return [(layer, expert) for expert in self._layers[layer]]
 
     def fill(self, wants: Mapping[Key, int], room: int) -> dict[Key, int]:
         """Put `wants` into the empty cache, the most wanted first, as far as they fit; return those."""
@@ -96,7 +100,7 @@ class MixedCache:
         out = Changes()
         for expert in [e for e in self._layers[layer] if e not in wants]:
             if placed is not None and placed[expert] != self.held[layer, expert]:
-                out[layer, expert] = self._drop((layer, expert))
+                out[layer, expert] = self.drop((layer, expert))
         for key in [key for key in self._foreseen if key[0] == layer]:
             del self._foreseen[key]
             if key[1] not in wants:
@@ -116,7 +120,7 @@ class MixedCache:
             if not self._is_over(room):
                 break
             if (gone[0] != layer or gone[1] not in wants) and self._is_too_much(gone, room):
-                out[gone] = self._drop(gone)
+                out[gone] = self.drop(gone)
         for expert in reversed(list(wants)):
             key = layer, expert
             if not self._is_too_much(key, room):
@@ -125,14 +129,14 @@ class MixedCache:
                 if self.bytes <= room:
                     raise InputError(f"a layer's {len(wants)} experts are more than there are blocks of memory for")
                 raise InputError(f"a layer's experts take {self.bytes} bytes, which {room} do not hold")
-            out[key] = self._drop(key)
+            out[key] = self.drop(key)
         return Changes({(layer, e): out.pop((layer, e)) for e in wants} | out)
 
     def _are_here(self, layer: int, wants: Mapping[int, int], placed: Sequence[int]) -> bool:
         """Return whether all of `wants` are in memory as they are wanted, and the layer's other experts as noted."""
         held = self.held
-        pairs = ((held.get((layer, e), self._base), v) for e, v in wants.items())
-        fits = all(have < self._base and (have == v or (self._reuse and have < v)) for have, v in pairs)
+        pairs = ((held.get((layer, e), self.base), v) for e, v in wants.items())
+        fits = all(have < self.base and (have == v or (self._reuse and have < v)) for have, v in pairs)
         return fits and all(placed[e] == held[layer, e] for e in self._layers[layer])
 
     def foresee(self, layer: int, wants: Mapping[int, int], room: int, needed: Mapping[Key, int]) -> Changes:
@@ -162,11 +166,35 @@ class MixedCache:
             if short > 0 or blocks > 0:
                 break
             for other in leaving:
-                out[other] = self._drop(other)
+                out[other] = self.drop(other)
             self._put(key, asked)
             self._foreseen[key] = None
             out[key] = asked
         return out
+
+    def drop(self, key: Key) -> int:
+        """Remove an expert from the cache; return the base placement, at which it then is."""
+        if (have := self.held.pop(key, None)) is not None:
+            self.bytes -= self._size(key, have)
+            self._taken[self._kind(key, have)] -= 1
+            del self._layers[key[0]][key[1]], self._used[key]
+            self._foreseen.pop(key, None)
+        return self.base
+
+    def hold(self, key: Key, placement: int, room: int) -> bool:
+        """Count a second version of a cached expert beside its first, if it fits; return whether it does."""
+        kind = self._kind(key, placement)
+        if self.bytes + kind[1] > room or (self._most is not None and self._taken[kind] >= self._most[kind]):
+            return False
+        self.bytes += kind[1]
+        self._taken[kind] += 1
+        return True
+
+    def release(self, key: Key, placement: int) -> None:
+        """Count a second version no more."""
+        kind = self._kind(key, placement)
+        self.bytes -= kind[1]
+        self._taken[kind] -= 1
 
     def _size(self, key: Key, placement: int) -> int:
         return self._sizes[key[0]][placement]
@@ -176,11 +204,11 @@ class MixedCache:
 
     def _allowed(self, layer: int, asked: int, used: Counter[_Kind]) -> int:
         """Return the placement nearest to `asked` that has a block left beside those in `used`; count it in `used`."""
-        nearest = [*range(asked, -1, -1), *range(asked + 1, self._base)]
+        nearest = [*range(asked, -1, -1), *range(asked + 1, self.base)]
         most = self._most
-        kinds = {v: (v, self._sizes[layer][v]) for v in nearest if v != self._base}
+        kinds = {v: (v, self._sizes[layer][v]) for v in nearest if v != self.base}
         free = (v for v, kind in kinds.items() if most is None or used[kind] < most[kind])
-        found = asked if asked == self._base else next(free, asked)
+        found = asked if asked == self.base else next(free, asked)
         used[found, self._sizes[layer][found]] += 1
         return found
 
@@ -198,8 +226,8 @@ class MixedCache:
 
     def _put(self, key: Key, placement: int) -> None:
         """Set an expert's placement and mark it as used now."""
-        self._drop(key)
-        if placement != self._base:
+        self.drop(key)
+        if placement != self.base:
             self._clock += 1
             self.held[key], self._used[key] = placement, self._clock
             self._layers[key[0]][key[1]] = None
@@ -213,12 +241,3 @@ class MixedCache:
             self.held.move_to_end((layer, expert))
             self._used[layer, expert] = self._clock
         return Changes({(layer, e): self.held[layer, e] for e in wants})
-
-    def _drop(self, key: Key) -> int:
-        """Remove an expert from the cache; return the base placement, at which it then is."""
-        if (have := self.held.pop(key, None)) is not None:
-            self.bytes -= self._size(key, have)
-            self._taken[self._kind(key, have)] -= 1
-            del self._layers[key[0]][key[1]], self._used[key]
-            self._foreseen.pop(key, None)
-        return self._base

@@ -56,6 +56,7 @@ class OnDemandLoader:
         self.waits, self.waited = 0, 0.0  # how many copies passes waited for, and the seconds of that
         self._residency, self._transitions, self._size, self._name = transitions.residency, transitions, size, name
         self._ahead: dict[Key, _Prefetch] = {}
+        self._beside: dict[Key, _Prefetch] = {}  # whose present version serves meanwhile
         self._given_up: list[_Prefetch] = []
         self._waiting: set[Key] = set()
 
@@ -71,7 +72,9 @@ class OnDemandLoader:
             return residency.active[position].copy(), coming
 
     def reach(self, position: int, wanted: Wanted) -> None:
-        """Carry out `wanted`: evictions, then copies for this layer, then prefetches. Wait for this layer's copies.
+        """Carry out `wanted`: evictions, then copies for this layer, then prefetches and moves that nobody waits for.
+
+        Waits for this layer's copies.
 
         Raises:
             BundleError: when a copy for this layer fails and its expert has no other version.
@@ -99,6 +102,11 @@ class OnDemandLoader:
             for key, version in stay.items():
                 if key[0] != position and version != residency.base:
                     self._foresee(key, version)
+            for key, version in wanted.beside.items() if isinstance(wanted, Changes) else ():
+                if self._begin(key, version, must=False):
+                    flying = residency.entries[key].flying
+                    assert flying is not None
+                    self._beside[key] = _Prefetch(version, self._size(key, version), flying.event)
 
     def drop_all(self) -> None:
         """Put every expert back at the base and free all other blocks, whatever was interrupted."""
@@ -114,6 +122,8 @@ class OnDemandLoader:
     def _leave(self, key: Key) -> None:
         """Put an expert back at the base, and cancel its transition."""
         self._give_up(key)
+        if (beside := self._beside.pop(key, None)) is not None and not beside.event.done():
+            self._given_up.append(beside)
         entry = self._residency.entries[key]
         if entry.coming is not None:
             self._residency.cancel(key)
@@ -207,9 +217,14 @@ class OnDemandLoader:
 
     def _note(self) -> None:
         """Publish the copies that have arrived, and count their bytes."""
+        for key in [key for key, x in self._beside.items() if x.event.done()]:
+            beside = self._beside.pop(key)
+            if beside.event.error is None:
+                self.moved.prefetch_bytes += beside.size
         ended = [x for x in self._ahead.values() if not x.landed and x.event.done()]  # before `poll`, which finds more
         failed = self._residency.poll(lambda key, version: True)
         self._residency.publish_ready()
+        self._residency.reclaim()
         for ahead in ended:
             if ahead.event.error is None:
                 ahead.landed = True

@@ -364,3 +364,34 @@ def test_an_interruption_between_an_answer_and_its_end_costs_no_memory(bundle: P
                 spy(patch, holder, where, interrupted)
                 model(ids(after + 10), use_cache=False)
             assert torch.equal(model(tokens, use_cache=False).logits, expected)
+
+
+def test_an_expert_moves_beside_passes() -> None:
+    """Its present version serves until the other has arrived; the earlier one is freed when the pass has ended."""
+    sim = Waits()
+    sim.demand.reach(0, Changes({(0, 0): LOW}))
+    step, _ = sim.residency.begin()
+    answer = Changes({(0, 0): LOW})
+    answer.beside = {(0, 0): HIGH}
+    sim.demand.reach(0, answer)
+    assert sim.at() == {(0, 0): LOW} and sim.demand.waits == 1 and sim.demand.where(0)[1][0] == HIGH
+    sim.demand.reach(1, Changes({(1, 0): LOW}))
+    assert sim.demand.waits == 2, "what a layer needs is waited for, and not that"
+    while sim.jobs:
+        sim.arrive()
+    assert sim.demand.where(0)[0][0] == HIGH and sim.residency.leaving
+    sim.residency.end(step)
+    sim.demand.where(1)
+    assert not sim.residency.leaving and moved(sim) == [200, 200, 0, 0, 0]
+    sim.check()
+
+
+def test_an_expert_that_leaves_while_it_moves_gives_its_blocks_back() -> None:
+    sim = Waits()
+    sim.demand.reach(0, Changes({(0, 0): LOW}))
+    answer = Changes({(0, 0): LOW})
+    answer.beside = {(0, 0): HIGH}
+    sim.demand.reach(0, answer)
+    sim.demand.reach(1, Changes({(0, 0): NONE, (1, 0): HIGH, (1, 1): HIGH, (1, 2): HIGH}))
+    assert sim.at() == {(1, 0): HIGH, (1, 1): HIGH, (1, 2): HIGH}, "the seven pages hold no more"
+    sim.check()

@@ -61,8 +61,9 @@ class CpuMemory(Memory):
         return changed
 
     def _advise(self, advice: int | None, pages: Iterable[int]) -> None:
-        for i in pages if advice is not None else ():
-            self._tell(advice, self._first + i * HUGE, HUGE)  # a system without huge pages refuses
+        if advice is not None:
+            for i in pages:
+                self._tell(advice, self._first + i * HUGE, HUGE)  # a system without huge pages refuses
 
     def _tell(self, advice: int, start: int, size: int) -> int:
         """Call madvise; return 0, or the error. `mmap.madvise` would hold Python's lock meanwhile, for milliseconds."""

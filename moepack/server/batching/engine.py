@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,9 @@ class Engine:
         self._rows: PackedKvCache | None = None
         serving = getattr(model, "moepack", None)
         self._watch: KvBudget | None = None if serving is None else serving.caches
-        self._manager = manager = None if serving is None else serving.manager
+        manager = None if serving is None else serving.manager
+        # Seconds that passes waited for experts' bytes since the start.
+        self.waited: Callable[[], float] = lambda: 0.0 if manager is None else float(manager.waited)
         try:
             if manager is not None and getattr(manager.policy.needs, "importance", False):
                 raise NotPackable("its policy reads attention weights")
@@ -100,11 +102,6 @@ class Engine:
     def is_packed(self) -> bool:
         """Whether sequences share passes."""
         return self.why_not_packed is None
-
-    @property
-    def waited(self) -> float:
-        """Seconds that passes waited for experts' bytes since the start."""
-        return 0.0 if self._manager is None else float(self._manager.waited)
 
     # --- sequences
 

@@ -319,7 +319,7 @@ class Scheduler:
         return one.job.wants_prompt and len(one.prompt) < len(one.job.prompt)
 
     def _step(self, planned: list[tuple[_Sequence, StepInput]]) -> None:
-        ready, began, waited = len(self._decoding()), time.monotonic(), self._engine.waited
+        ready, began, waited = len(self._decoding()), time.monotonic(), self._engine.waited()
         try:
             out = self._engine.run([item for _, item in planned])
         except BudgetExceeded as error:
@@ -343,7 +343,7 @@ class Scheduler:
         self._crowded = self._refusing = False
         self.totals.steps += 1
         if not any(item.is_prompt for _, item in planned):
-            seconds, waited = time.monotonic() - began, self._engine.waited - waited
+            seconds, waited = time.monotonic() - began, self._engine.waited() - waited
             self.turns.record([one for one, _ in planned], ready, seconds, waited)
         for (one, item), logits in zip(planned, out, strict=True):
             if item.is_prompt and not one.made:

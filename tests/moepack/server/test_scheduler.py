@@ -43,8 +43,11 @@ class Machine:
     before: Callable[[list[StepInput]], None] = lambda items: None
     gate: threading.Event | None = None
     most_kept = 0
-    waited: float = 0.0  # seconds that passes waited for experts
+    seconds: float = 0.0  # that passes waited for experts
     kept: int = 0  # tokens of kept chunks, of prompts that nobody asks for
+
+    def waited(self) -> float:
+        return self.seconds
 
     def kept_ahead(self, slot: CacheSlot) -> int:
         return 0
@@ -193,7 +196,7 @@ def test_answers_do_not_change_by_turns(bench: Any, monkeypatch: pytest.MonkeyPa
     def waits(items: list[StepInput]) -> None:
         seconds = 0.001 if len(items) == 1 else 0.01 * len(items)
         time.sleep(seconds)
-        machine.waited += seconds
+        machine.seconds += seconds
 
     machine = Machine(gate=threading.Event(), before=waits)
     b = bench(machine, sequences=5)

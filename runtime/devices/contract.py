@@ -19,16 +19,15 @@ class Memory:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor  # all of it, uint8 [bytes], beginning on a page
 
-    def cost(self, start: int, size: int) -> int:
-        """Return the device bytes that `take` would use; they differ from `size` where memory comes in large pieces."""
-        return size
+    def at(self, start: int, size: int) -> Tensor:
+        """Return these bytes, which are taken, uint8 [size]."""
+        return self.tensor[start : start + size]
 
     def take(self, start: int, size: int) -> None:
         """Take these bytes before they are written. If memory is short, take nothing and raise MemoryError."""
 
-    def give_back(self, start: int, size: int) -> int:
-        """Give taken bytes back; their contents are lost. Returns how many bytes the device has regained."""
-        return size
+    def give_back(self, start: int, size: int) -> None:
+        """Give taken bytes back; their contents are lost."""
 
 
 class Completion(Protocol):

@@ -84,13 +84,12 @@ class CpuMemory(Memory):
                     self._advise(COLLAPSE, (i,))
                     self._late.discard(i)
 
-    def give_back(self, start: int, size: int) -> int:
+    def give_back(self, start: int, size: int) -> None:
         """Give whole pages back to the system."""
         with self._lock:
             self._advise(getattr(mmap, "MADV_NOHUGEPAGE", None), self._change(start, size, -1))
             if error := self._tell(mmap.MADV_DONTNEED, start, size):
                 raise OSError(error, os.strerror(error))
-        return size
 
 
 class CpuDevice(Migration):

@@ -33,8 +33,6 @@ from moepack.runtime.store.pinned import Held, HostStore
 
 from .contract import Completion, Memory
 from .cpu import CpuMemory
-from .driver import Driver
-from .mapped import MappedMemory
 from .migration import Going, HostEvent, HostStream, Migration
 from .torch_cuda import TorchGpu
 
@@ -71,10 +69,10 @@ class RegisteredMemory(CpuMemory):
         self._registered[start] = size
         self.pinned += size
 
-    def give_back(self, start: int, size: int) -> int:
+    def give_back(self, start: int, size: int) -> None:
         """Unpin these bytes, and give whole pages back to the system."""
         self._let_go(start)
-        return super().give_back(start, size)
+        super().give_back(start, size)
 
     def _let_go(self, start: int) -> None:
         if (size := self._registered.pop(start, None)) is not None:
@@ -86,6 +84,37 @@ class RegisteredMemory(CpuMemory):
         """Unpin everything; the memory stays. May be called twice."""
         for start in list(self._registered):
             self._let_go(start)
+
+
+class BlockMemory(Memory):
+    """Blocks that torch's allocator gives and takes back one by one. The lock of their pool guards them."""
+
+    returnable = True
+
+    def __init__(self, size: int, gpu: TorchGpu) -> None:
+        """Take nothing yet."""
+        super().__init__(torch.empty(size, dtype=torch.uint8, device="meta"))
+        self._gpu, self._blocks = gpu, dict[int, Tensor]()
+
+    def at(self, start: int, size: int) -> Tensor:
+        """Return the block that was taken at `start`."""
+        return self._blocks[start]
+
+    def take(self, start: int, size: int) -> None:
+        """Take a block of `size` bytes."""
+        try:
+            self._blocks[start] = self._gpu.block(size)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from None
+
+    def give_back(self, start: int, size: int) -> None:
+        """Give a block back, whoever still has a view of it."""
+        self._gpu.free(self._blocks.pop(start))
+
+    def close(self) -> None:
+        """Give everything back. The device must have stopped using it. May be called twice."""
+        for start in list(self._blocks):
+            self.give_back(start, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -131,24 +160,22 @@ class CudaDevice(Migration):
         slots: int = SLOTS,
         host: HostStore | None = None,
         gpu: TorchGpu | None = None,
-        calls: Driver | None = None,
-        granule: int = 0,
+        by_block: bool = False,
         pins: Cudart | None = None,
     ) -> None:
         """Allocate buffers for `slots` fetches at a time.
 
         `largest` is the size in bytes of the largest extent that is fetched, in memory where the host decodes it;
         `staging` that of the largest entropy-coded extent. `on_event` is called on the stream's thread after each fetch
-        has ended. `host` is started by `serve` and closed with the device. `pins` pins memory of experts that the host
-        runs.
+        has ended. `host` is started by `serve` and closed with the device. With `by_block`, memory is taken and given
+        back block by block. `pins` pins memory of experts that the host runs.
         """
         self.gpu = gpu = gpu or TorchGpu(device)
         size = align(max(largest, PAGE), PAGE)
         staging = align(largest if staging is None else staging, PAGE)
         self.pinned = host
-        # The driver's calls if experts are paged: memory is then mapped by `granule` bytes, and can be given back
-        self.calls, self.granule = calls, granule
-        self._mapped: list[MappedMemory] = []
+        self._by_block = by_block
+        self._memories: list[BlockMemory] = []
         self._pins, self._refused = pins, threading.Event()
         self._registered: list[RegisteredMemory] = []
         self._parts: dict[int, tuple[CodedPart, ...]] = {}
@@ -165,10 +192,10 @@ class CudaDevice(Migration):
         super().__init__(HostStream("moepack-migration", on_event, slots))
 
     def memory(self, size: int) -> Memory:
-        """Allocate device memory; if experts are paged, only reserve addresses, to which `take` maps memory."""
-        if self.calls is not None:
-            self._mapped.append(MappedMemory(size, self.calls, self.gpu.over, self.granule))
-            return self._mapped[-1]
+        """Allocate device memory; with `by_block`, `take` allocates each block."""
+        if self._by_block:
+            self._memories.append(BlockMemory(size, self.gpu))
+            return self._memories[-1]
         return Memory(self.gpu.memory(max(align(size, PAGE), PAGE)))
 
     def host_memory(self, size: int) -> Memory:
@@ -216,8 +243,8 @@ class CudaDevice(Migration):
                     try:
                         parts = find_parts(source, layer, slot.host, held)
                         forms = make_forms(layer.matrices, version)
-                        coded = GpuPackedExtent(slot.device, layer, forms, target, source.where, parts)
-                        status = self.decode([coded], range(len(parts)), slot.status)
+                        coded = GpuPackedExtent(slot.device, layer, forms, source.where, parts)
+                        status = self.decode([(coded, target)], range(len(parts)), slot.status)
                     except BaseException as caught:
                         error = caught
                     issued = self.gpu.record()
@@ -298,9 +325,14 @@ class CudaDevice(Migration):
         return self._parts[extent.data_ptr()]
 
     def decode(
-        self, all_packed: Sequence[GpuPackedExtent], matrices: Sequence[int], report: Tensor | None = None
+        self,
+        experts: Sequence[tuple[GpuPackedExtent, Tensor]],
+        matrices: Sequence[int],
+        report: Tensor | None = None,
     ) -> Tensor:
         """Decode matrices of some experts in one launch on the current stream, without waiting.
+
+        `experts` are given with the memory that each is decoded to.
 
         Returns:
             int32 [experts x matrices] in pinned memory: the decoder's reports, at the start of `report` if given.
@@ -308,9 +340,9 @@ class CudaDevice(Migration):
         Raises BundleError when any of them is not a coded matrix.
         """
         try:
-            found = self.gpu.decode([packed.job(i, self.gpu.copy) for packed in all_packed for i in matrices])
+            found = self.gpu.decode([packed.job(i, to, self.gpu.copy) for packed, to in experts for i in matrices])
         except ValueError as error:
-            raise all_packed[0].damaged(str(error)) from None
+            raise experts[0][0].damaged(str(error)) from None
         report = self.gpu.pinned(4 * len(found)).view(torch.int32) if report is None else report[: len(found)]
         self.gpu.copy(report, found)
         return report
@@ -328,9 +360,9 @@ class CudaDevice(Migration):
         """Return the state of the pinned store (`HostStore.state`), or the mode `staged` without one."""
         return self.pinned.state() if self.pinned is not None else {"mode": "staged"}
 
-    def unmap(self) -> None:
-        """Give mapped memory back after all issued work has ended. May be called twice."""
-        for memory in self._mapped:
+    def free(self) -> None:
+        """Give all blocks back after all issued work has ended. May be called twice."""
+        for memory in self._memories:
             memory.close()
 
     def close(self, wait: bool = True) -> None:
@@ -376,11 +408,11 @@ def open_cuda(
     slots: int,
     on_event: Callable[[], None],
     host_memory: int | None,
-    granule: int = 0,
+    by_block: bool = False,
 ) -> CudaDevice:
     """Open the device, and prepare to pin extents of `versions` in `host_memory` bytes (default: all that can be).
 
-    A `granule` other than 0 makes device memory mapped, in units of `granule` bytes.
+    `by_block` is as in `CudaDevice`.
     """
     gpu, host, calls = TorchGpu(device), None, None
     try:
@@ -390,8 +422,6 @@ def open_cuda(
     else:
         limit = host_limits()["pinnable_bytes"] if host_memory is None else host_memory
         host = HostStore(store, versions, calls, limit)
-    driver = Driver(gpu.device.index) if granule else None
     return CudaDevice(
-        largest, device, on_event, staging=staging, slots=slots, host=host, gpu=gpu, calls=driver, granule=granule,
-        pins=calls,
-    )  # fmt: skip
+        largest, device, on_event, staging=staging, slots=slots, host=host, gpu=gpu, by_block=by_block, pins=calls
+    )

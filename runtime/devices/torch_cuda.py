@@ -6,7 +6,6 @@ The module is small, so that tests can replace it on a machine without a GPU.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,6 +34,14 @@ class TorchGpu:
     def memory(self, size: int) -> Tensor:
         """Allocate device memory, uint8 [size]; called while loading."""
         return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def block(self, size: int) -> Tensor:
+        """Allocate device memory that `free` gives back, uint8 [size]."""
+        return self.memory(size)
+
+    def free(self, block: Tensor) -> None:
+        """Give a block back to torch's allocator, whoever has a view of it. The device must have stopped using it."""
+        block.untyped_storage().resize_(0)
 
     def pinned(self, size: int) -> Tensor:
         """Allocate pinned host memory, uint8 [size]; called while loading."""
@@ -67,10 +74,6 @@ class TorchGpu:
         """Make later work on the current stream wait for an event; the host does not wait."""
         torch.cuda.current_stream(self.device).wait_event(event)
 
-    def over(self, address: int, size: int) -> Tensor:
-        """Return a tensor, uint8 [size], over device addresses (`tensor_over`)."""
-        return tensor_over(address, size, self.device)
-
     def copy(self, to: Tensor, source: Tensor) -> None:
         """Issue one copy from or to pinned memory, or on the device. With other memory the call would wait."""
         to.copy_(source, non_blocking=True)
@@ -90,32 +93,3 @@ class TorchGpu:
     def mark(self) -> torch.cuda.Event:
         """Record an event on the calling thread's compute stream."""
         return self.record()
-
-
-class _Managed(ctypes.Structure):
-    """DLManagedTensor of dlpack.h. The fields of its nested structures stand in a row, at the same offsets."""
-
-    _fields_ = [
-        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
-        ("dimensions", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("offset", ctypes.c_uint64), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p),
-    ]  # fmt: skip
-
-
-_given: list[Any] = []  # kept: torch reads an entry when the last view of its tensor is freed
-
-
-def tensor_over(address: int, size: int, device: torch.device) -> Tensor:
-    """Return a tensor, uint8 [size], over addresses that may have no memory yet, made through DLPack.
-
-    DLPack names the device. With `__cuda_array_interface__` torch asks the driver, which knows only mapped addresses.
-    """
-    kind = {"cpu": 1, "cuda": 2}[device.type]
-    shape, strides = (ctypes.c_int64 * 1)(size), (ctypes.c_int64 * 1)(1)
-    managed = _Managed(address, kind, device.index or 0, 1, 1, 8, 1, shape, strides, 0, None, None)
-    _given.append((managed, shape, strides))
-    make = ctypes.pythonapi.PyCapsule_New
-    make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-    made: Tensor = torch.utils.dlpack.from_dlpack(make(ctypes.addressof(managed), b"dltensor", None))
-    return made

@@ -38,7 +38,8 @@ class Handle:
 
     version: Version | None  # `None` if the expert is absent
     # The expert as it is in memory (`Version.sections`), uint8, beginning on a multiple of 64. For an expert that is
-    # packed or in the backing store, these bytes are valid only while its layer runs.
+    # packed or in the backing store, these bytes are valid only while its layer runs. On a GPU such an expert has none:
+    # its handle has no address until a step writes one to the table on the device (runtime/paging/gpu_filler.py)
     extent: Tensor
     weights: tuple[Tensor, ...]  # BF16 views [rows, cols] of the matrices of a plain (BF16) version; else empty
     biases: tuple[Tensor | None, ...]  # BF16 views [rows] by matrix
@@ -87,6 +88,8 @@ class ServedLayer:
         packed: Packed | None = None,
     ) -> Handle:
         """Make the handle of a version whose bytes are in `extent`; arguments are as in `Handle`."""
+        if not extent.numel():
+            return Handle(version, extent, (), (), where, packed)
         weights = plain_weights(extent, self.sections[version.name])
         biases = tuple(section(extent, s["bias"]) if "bias" in s else None for s in self.sections[version.name])
         return Handle(version, extent, weights, biases, where, packed)

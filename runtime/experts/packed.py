@@ -1,4 +1,4 @@
-"""An entropy-coded extent that stays coded in memory, and is decoded to a fixed address when its layer runs.
+"""An entropy-coded extent that stays coded in memory, and is decoded when its layer runs.
 
 The digest was checked when the extent was read. Decoding raises errors that only decoding can find.
 """
@@ -32,8 +32,7 @@ class _Stored:
 
     extent: Tensor  # uint8, exactly the extent
     layer: ExpertLayer
-    forms: Sequence[Form]  # the place of each decoded matrix in `target`
-    target: Tensor  # uint8, the memory that matrices are decoded to; its address never changes
+    forms: Sequence[Form]  # the place of each decoded matrix in the memory that they are decoded to
     where: str  # file, layer, expert and version, for errors
 
     def damaged(self, why: str = "a matrix does not decode") -> BundleError:
@@ -44,6 +43,8 @@ class _Stored:
 @dataclass(eq=False)
 class PackedExtent(_Stored):
     """One BF16 expert's extent in host memory. Methods raise BundleError when the extent is malformed."""
+
+    target: Tensor  # uint8, the memory that matrices are decoded to; its address never changes
 
     def __post_init__(self) -> None:
         self._opened: list[Any] = [None] * len(self.layer.matrices)
@@ -86,6 +87,7 @@ class PackedExtent(_Stored):
 class RestoredExtent(_Stored):
     """One expert's extent of any encoding in host memory, with the methods of `PackedExtent` for one page an expert."""
 
+    target: Tensor
     version: Version
 
     def opened(self, matrix: int) -> int:
@@ -131,13 +133,16 @@ class GpuPackedExtent(_Stored):
 
     parts: Sequence[CodedPart]
 
-    def job(self, matrix: int, copy: Copy) -> Any:
-        """Copy the bias of one matrix by `copy`, and return the job that decodes the matrix on the current stream."""
+    def job(self, matrix: int, to: Tensor, copy: Copy) -> Any:
+        """Copy the bias of one matrix by `copy`, and return the job that decodes the matrix on the current stream.
+
+        `to` is the memory that the expert is decoded to, uint8.
+        """
         from moepack.runtime.kernels.exponent_triton import DecodeJob
 
         part, form, m = self.parts[matrix], self.forms[matrix], self.layer.matrices[matrix]
         if part.bias >= 0:
             size = 2 * m.rows
-            copy(self.target[form.bias : form.bias + size], self.extent[part.bias : part.bias + size])
-        out = self.target[form.low : form.low + 2 * m.weights].view(torch.bfloat16)
+            copy(to[form.bias : form.bias + size], self.extent[part.bias : part.bias + size])
+        out = to[form.low : form.low + 2 * m.weights].view(torch.bfloat16)
         return DecodeJob(self.extent[part.at : part.at + part.size], part.header, out)

@@ -1,1 +1,1 @@
-"""Expert paging: weights always have an address, but memory only while their layer runs."""
+"""Expert paging: experts can always be found, but their weights have memory only while their layer runs."""

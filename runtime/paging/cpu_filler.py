@@ -20,8 +20,9 @@ from moepack.runtime.kernels.forms import Form
 from moepack.runtime.planning.paging import LOADERS, by_matrix
 from moepack.runtime.store.files import Stored
 
-from .address_space import CpuAddressSpace, Page
+from .address_space import CpuAddressSpace
 from .filler import PageFiller, RunPages
+from .window import Mapped
 
 if TYPE_CHECKING:
     from moepack.runtime.kernels.affine_native import CodedExperts
@@ -86,6 +87,7 @@ class CpuFiller(PageFiller):
     """The `PageFiller` of a CPU."""
 
     run_pages = CpuRunPages
+    space: CpuAddressSpace
 
     def __init__(
         self,
@@ -103,13 +105,17 @@ class CpuFiller(PageFiller):
         self._layers, self._stored = tuple(layers), stored
         self._staging = [CpuMemory(staging).tensor.numpy() for _ in range(LOADERS)]
 
+    def extent(self, position: int, expert: int) -> Tensor:
+        """See `PageFiller`."""
+        return self.space.extent(position, expert)
+
     def over(self, position: int, expert: int, extent: Tensor, where: str) -> PackedExtent | RestoredExtent:
         """See `PageFiller`."""
         layer, forms = self._layers[position]
         target = self.space.extent(position, expert)
         if by_matrix(self._version):
-            return PackedExtent(extent, layer, forms, target, where)
-        return RestoredExtent(extent, layer, forms, target, where, self._version)
+            return PackedExtent(extent, layer, forms, where, target)
+        return RestoredExtent(extent, layer, forms, where, target, self._version)
 
     def read(self, loader: int, position: int, expert: int) -> tuple[PackedExtent | RestoredExtent | None, int]:
         """Read the extent into the loader's buffer, or to its page if it is not entropy-coded, and then return None.
@@ -124,7 +130,7 @@ class CpuFiller(PageFiller):
         stored.read_into(staging)
         return self.over(position, expert, torch.from_numpy(staging[: stored.size]), stored.where), stored.size
 
-    def fill(self, loader: int, packed: PackedExtent | RestoredExtent | None, page: Page) -> None:
+    def fill(self, loader: int, packed: PackedExtent | RestoredExtent | None, mapped: Mapped) -> None:
         """Decode the page on one core, the loader's own, unless `read` has filled it."""
         if packed is not None:
-            packed.decode(page[0], 1)
+            packed.decode(mapped.page[0], 1)

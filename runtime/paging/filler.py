@@ -11,11 +11,11 @@ from torch import Tensor
 from moepack.runtime.devices.contract import Completion
 from moepack.runtime.experts.handles import Snapshot
 
-from .address_space import CpuAddressSpace, Page
+from .address_space import CpuAddressSpace
 from .window import LayerRun, Mapped, State
 
 if TYPE_CHECKING:
-    from .cuda_space import CudaAddressSpace
+    from .arena import Arena
 
 
 class PageFiller:
@@ -24,11 +24,15 @@ class PageFiller:
     `over` and `read` return a packed extent, which the caller passes to `fill`.
     """
 
-    space: CpuAddressSpace | CudaAddressSpace
+    space: CpuAddressSpace | Arena
     run_pages: type[RunPages]
 
+    def extent(self, position: int, expert: int) -> Tensor:
+        """Return the memory at an expert's own address, uint8; empty where experts have no addresses."""
+        raise NotImplementedError
+
     def over(self, position: int, expert: int, extent: Tensor, where: str) -> Any:
-        """Return a packed extent over these coded bytes of an expert; it decodes them to the expert's pages."""
+        """Return a packed extent over these coded bytes of an expert, which `fill` decodes."""
         raise NotImplementedError
 
     def read(self, loader: int, position: int, expert: int) -> tuple[Any, int]:
@@ -39,7 +43,7 @@ class PageFiller:
         """
         raise NotImplementedError
 
-    def fill(self, loader: int, packed: Any, page: Page) -> Any:
+    def fill(self, loader: int, packed: Any, mapped: Mapped) -> Any:
         """Decode a page's bytes from a packed extent; raises BundleError when they are damaged.
 
         On a GPU the page is complete once the returned load (`GpuFilled`) has ended, on a CPU when this returns.
@@ -50,14 +54,14 @@ class PageFiller:
         """Return events that end when all work issued by loaders so far has ended."""
         return ()
 
-    def follow(self) -> None:
+    def follow_all(self) -> None:
         """Make work that this thread issues from now on wait for all work that loaders have issued."""
 
     def rest(self, loader: int) -> None:
         """Wait for a loader's work, at the end of its thread."""
 
     def close(self) -> None:
-        """Free all memory and addresses, once nothing reads or writes them. May be called twice."""
+        """Free all memory, once nothing reads or writes it. May be called twice."""
 
 
 class RunPages:

@@ -1,19 +1,21 @@
 """Pages on a GPU: all work is issued to streams, and a stream that reads a page waits for the page's load.
 
-It has not run on a GPU yet: tests put stand-ins behind torch_cuda.py and driver.py. A step decodes the packed pages
-that it misses in one launch on its own stream. The loaders' work goes to two streams, one for gate and up projections
-and one for down projections: the first product begins before the second's weights are there (fluxmoe, Algorithm 1).
-Streams do not order unmapping: before it, the loaders wait on the host for work on the page (paging.py). The decoder
-reports damaged bytes in a tensor, which is read when the next layer is reached.
+It has not run on a GPU yet: tests put a stand-in behind torch_cuda.py. A step decodes the packed pages that it misses
+in one launch on its own stream, and writes where its experts are to its own table of handles. The loaders' work goes
+to two streams, one for gate and up projections and one for down projections: the first product begins before the
+second's weights are there (fluxmoe, Algorithm 1). A stream waits for the work on a slot's old page before it fills the
+slot; the host waits for none of this. The decoder reports damaged bytes in a tensor, which is read when the next layer
+is reached.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,12 +25,11 @@ from moepack.runtime.devices.cuda import CudaDevice, StreamMark, find_parts
 from moepack.runtime.devices.torch_cuda import LOADS, TorchGpu
 from moepack.runtime.experts.packed import CodedPart, GpuPackedExtent
 from moepack.runtime.kernels.forms import Form
-from moepack.runtime.planning.paging import LOADERS
+from moepack.runtime.planning.paging import LOADERS, WindowSize
 from moepack.runtime.store.files import Stored
 from moepack.runtime.store.pinned import Held
 
-from .address_space import Page
-from .cuda_space import CudaAddressSpace
+from .arena import Arena
 from .filler import PageFiller, RunPages
 from .window import Mapped
 
@@ -101,32 +102,45 @@ class GpuRunPages(RunPages):
     def ready(self, matrix: int) -> None:
         """Have the compute stream decode one matrix of needed experts, or wait for loads. The host waits for neither.
 
-        Raises BundleError when an expert is damaged.
+        Before the first, write the experts' addresses to the step's table of handles. Raises BundleError when an expert
+        is damaged.
         """
         gpu = self._device.gpu
         if matrix == 0:
             self._gather(0)
         with gpu.computing():
+            if matrix == 0 and self._needed[0]:
+                self._write_handles()
             filled = [f for m in self._needed[0] if (f := m.filled) is not None and id(f) not in self._mine]
             events = [f.events[matrix] for f in filled if not f.events[matrix].done()]
             own = self._own[0] if matrix == 0 else {}
             if events or own:
                 first = gpu.record(timed=True)
-                for event in events:
-                    gpu.wait(event.event)
+                self._paging.filler.follow(events)
                 if own:
                     self._decode(own)
                 self.issued.append(GpuWork(between=(first, gpu.record(timed=True))))
         if matrix == 0:
             self.issued += [GpuWork(m, m.filled) for m in self._needed[0] if m.filled is not None]
 
+    def _write_handles(self) -> None:
+        """Copy the layer's handles to the step's table, which no other step reads, from memory used for this alone."""
+        gpu, snapshot = self._device.gpu, self._snapshot
+        number = snapshot.of.numbers[self._paging.filler.version.name]
+        words = self._paging.space.words(snapshot.table, self._needed[0], number)
+        pinned = gpu.pinned(words.nbytes)
+        pinned.numpy()[:] = words.view(np.uint8)
+        gpu.copy(snapshot.device_table(), pinned.view(torch.int64))
+
     def _decode(self, own: dict[int, Mapped]) -> None:
         """Decode all matrices of all missing packed experts in one launch."""
-        all_packed, count = [self._packed(expert) for expert in own], len(self._snapshot.of.layer.matrices)
-        report = self._device.decode(all_packed, range(count))
-        event = StreamMark(self._device.gpu.record())
+        gpu, space, count = self._device.gpu, self._paging.space, len(self._snapshot.of.layer.matrices)
+        self._paging.filler.follow(event for mapped in own.values() for event in mapped.after)
+        experts = [(self._packed(expert), space.slot(mapped)) for expert, mapped in own.items()]
+        report = self._device.decode(experts, range(count))
+        event = StreamMark(gpu.record())
         done = []
-        for i, (mapped, packed) in enumerate(zip(own.values(), all_packed, strict=True)):
+        for i, (mapped, (packed, _)) in enumerate(zip(own.values(), experts, strict=True)):
             filled = GpuFilled((event,) * count, packed, (report[i * count : (i + 1) * count],))
             self._mine[id(filled)] = filled
             done.append((mapped, filled))
@@ -138,7 +152,7 @@ class GpuFiller(PageFiller):
     """The `PageFiller` of a GPU."""
 
     run_pages = GpuRunPages
-    space: CudaAddressSpace
+    space: Arena
 
     def __init__(
         self,
@@ -147,22 +161,25 @@ class GpuFiller(PageFiller):
         version: Version,
         stored: Callable[[int, int], Stored],
         staging: int,
+        size: WindowSize,
     ) -> None:
-        """Reserve the addresses, and allocate each loader's buffers of `staging` bytes.
+        """Allocate the window, and each loader's buffers of `staging` bytes.
 
-        Other arguments are as in `CpuFiller`. Raises InputError when memory, addresses or Triton are missing.
+        Other arguments are as in `CpuFiller`. Raises InputError when Triton is missing.
         """
         try:
             import triton  # noqa: F401
         except ImportError:
             raise InputError("experts are paged on a GPU by Triton's kernels, which is not installed") from None
-        assert device.calls is not None
-        gpu = device.gpu
-        described = [(layer.matrices, layer.experts) for layer, _ in layers]
-        self.space = CudaAddressSpace(described, version, device.calls, gpu.over, device.granule)
-        self.gpu: TorchGpu = gpu
-        self.device, self._layers, self._stored = device, tuple(layers), stored
+        gpu: TorchGpu = device.gpu
+        self.space = Arena(gpu, [layer for layer, _ in layers], version, size)
+        self.gpu, self.device, self.version = gpu, device, version
+        self._layers, self._stored, self._none = tuple(layers), stored, torch.empty(0, dtype=torch.uint8)
         self._slots = [_Slot(gpu.pinned(staging), gpu.memory(staging)) for _ in range(LOADERS)]
+
+    def extent(self, position: int, expert: int) -> Tensor:
+        """Return nothing: a handle gets its address when a step has a slot for its expert."""
+        return self._none
 
     def over(
         self, position: int, expert: int, extent: Tensor, where: str, parts: Sequence[CodedPart] = ()
@@ -170,7 +187,7 @@ class GpuFiller(PageFiller):
         """See `PageFiller`. Without `parts`, use those that the device found when it fetched the extent."""
         layer, forms = self._layers[position]
         parts = parts or self.device.parts(extent)
-        return GpuPackedExtent(extent, layer, forms, self.space.extent(position, expert), where, parts)
+        return GpuPackedExtent(extent, layer, forms, where, parts)
 
     def read(self, loader: int, position: int, expert: int) -> tuple[GpuPackedExtent, int]:
         """Bring an extent to the loader's buffer on the device.
@@ -189,17 +206,16 @@ class GpuFiller(PageFiller):
         parts = find_parts(stored, self._layers[position][0], slot.host, slot.held)
         return self.over(position, expert, slot.device[: stored.size], stored.where, parts), stored.size
 
-    def fill(self, loader: int, packed: GpuPackedExtent, page: Page) -> GpuFilled:
-        """Decode each matrix on its stream, after the copy of its bytes."""
-        slot, gpu = self._slots[loader], self.gpu
+    def fill(self, loader: int, packed: GpuPackedExtent, mapped: Mapped) -> GpuFilled:
+        """Decode each matrix on its stream, after the copy of its bytes and all work on the slot's old page."""
+        slot, gpu, to = self._slots[loader], self.gpu, self.space.slot(mapped)
         is_read = packed.extent.data_ptr() == slot.device.data_ptr()
         copied, events, reports = slot.busy if is_read else (), [], []
-        for matrix in range(len(self._layers[page[1]][0].matrices)):
+        for matrix in range(len(self._layers[mapped.page[1]][0].matrices)):
             with gpu.loading(matrix % LOADS):
-                for event in copied:
-                    gpu.wait(event.event)
+                self.follow((*copied, *mapped.after))
                 try:
-                    reports.append(self.device.decode([packed], [matrix]))
+                    reports.append(self.device.decode([(packed, to)], [matrix]))
                 finally:
                     events.append(StreamMark(gpu.record()))
                     slot.busy = (*slot.busy, events[-1]) if is_read else slot.busy
@@ -214,20 +230,24 @@ class GpuFiller(PageFiller):
                     events.append(StreamMark(self.gpu.record()))
         return tuple(events)
 
-    def follow(self) -> None:
+    def follow(self, events: Iterable[Any]) -> None:
+        """Make the current stream wait for events of streams; the host does not wait."""
+        for event in dict.fromkeys(events):
+            self.gpu.wait(event.event)
+
+    def follow_all(self) -> None:
         """Make the compute stream wait for the loaders' reads of packed extents."""
         events = self.issued()
         with self.gpu.computing():
-            for event in events:
-                self.gpu.wait(event.event)
+            self.follow(events)
 
     def rest(self, loader: int) -> None:
         """Wait until this loader's buffers are unused."""
         self._slots[loader].wait()
 
     def close(self) -> None:
-        """Wait for the loaders' buffers, then free the window and the pools' mapped memory."""
+        """Wait for the loaders' buffers, then free the window and the pools' memory."""
         for slot in self._slots:
             slot.wait()
         self.space.close()
-        self.device.unmap()
+        self.device.free()

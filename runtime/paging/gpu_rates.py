@@ -49,8 +49,8 @@ def gpu_rates(bundle: Bundle, ladder: Ladder, device: torch.device) -> tuple[flo
             with gpu.loading(stream):
                 for i in numbers:
                     parts = parts_of(layer, pinned[i].numpy())
-                    packed = GpuPackedExtent(there[i], layer, forms, outs[i], stored[i].where, parts)
-                    jobs += [packed.job(m, gpu.copy) for m in range(len(layer.matrices))]
+                    packed = GpuPackedExtent(there[i], layer, forms, stored[i].where, parts)
+                    jobs += [packed.job(m, outs[i], gpu.copy) for m in range(len(layer.matrices))]
                 gpu.decode(jobs)
                 gpu.record().synchronize()
 

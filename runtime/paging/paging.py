@@ -1,4 +1,4 @@
-"""Expert paging: a run (a layer's experts in one step) binds, loads and releases pages (fluxmoe, Algorithm 1).
+"""Expert paging: a run (a layer's experts in one step) takes, loads and releases pages (fluxmoe, Algorithm 1).
 
 When few of a layer's experts are active, the step loads them when it reaches the layer: on a CPU in the threads that
 multiply, on a GPU in the compute stream. When a step needs most of a layer's experts (a prompt), two loader threads
@@ -26,6 +26,7 @@ from moepack.runtime.devices.contract import Completion
 from moepack.runtime.experts.handles import Snapshot
 from moepack.runtime.planning.paging import LOADERS
 
+from .address_space import CpuAddressSpace
 from .filler import PageFiller, RunPages
 from .window import LayerRun, Mapped, State, Window
 
@@ -67,6 +68,8 @@ class Paging:
         """
         self.filler, self.window, self.counts = filler, window, PagingCounts()
         self.space = filler.space
+        # Where experts have addresses, blocks are moved to them; else a block stays, and is filled where it is
+        self._addresses = filler.space if isinstance(filler.space, CpuAddressSpace) else None
         self._layers, self._mark, self._ahead = layers, mark, ahead
         self._lock = threading.RLock()  # taken directly: an interruption in Condition.__enter__ would leave it locked
         self._change = threading.Condition(self._lock)
@@ -207,7 +210,7 @@ class Paging:
                 self._withdraw(first)
             while any(load.step is step for load in (*self._going, *self._loads.values())):
                 self._change.wait()
-        self.filler.follow()
+        self.filler.follow_all()
 
     def let_go(self, ahead: LayerRun) -> None:
         """Release a run that was taken ahead and is not used."""
@@ -229,8 +232,13 @@ class Paging:
         """Mark pages resident, given as (page, load): their bytes are in place, or will be once the load has ended."""
         with self._lock:
             for mapped, filled in pages:
-                self.window.loaded(mapped, filled)
+                self._loaded(mapped, filled)
             self._change.notify_all()
+
+    def _loaded(self, mapped: Mapped, filled: Any) -> None:
+        if self._addresses is None:  # the load is on a stream that waits for the block's earlier work
+            self.window.moved(mapped)
+        self.window.loaded(mapped, filled)
 
     def finished_or_mine(self, mapped: Mapped, snapshot: Snapshot, step: Any) -> bool:
         """Wait until a page is complete; return True at once if the caller must load it, because no load has begun.
@@ -282,12 +290,12 @@ class Paging:
                 with self._lock:
                     self.counts.read += size
             for mapped in load.pages:
-                filled = filler.fill(loader, packed, mapped.page)
+                filled = filler.fill(loader, packed, mapped)
                 done = left.pop(0)
                 with self._lock:
                     if load.is_ahead:
                         self.counts.ahead[load.packed is None] += self.space.size(done.page)
-                    self.window.loaded(done, filled)
+                    self._loaded(done, filled)
                     self._change.notify_all()
         except BaseException as error:
             after = filler.issued()
@@ -297,19 +305,24 @@ class Paging:
                 self._change.notify_all()
 
     def place(self, mapped: Mapped) -> None:
-        """Wait until nothing reads a block's old page (WAR); bind it to the new page, which the caller loads."""
-        if mapped.at == mapped.page and not mapped.after:
+        """Wait until nothing reads a block's old page (WAR); bind it to the new page, which the caller loads.
+
+        Where blocks stay this does nothing: the stream that fills a block waits instead.
+        """
+        if self._addresses is None or (mapped.at == mapped.page and not mapped.after):
             return
         for event in mapped.after:
             event.wait()
         if mapped.at != mapped.page:
             mapped.is_moving = True
-            self.space.bind(mapped.at, mapped.page)
+            self._addresses.bind(mapped.at, mapped.page)
         with self._lock:
             self.window.moved(mapped)
 
     def place_all(self, pages: Sequence[dict[int, Mapped]]) -> None:
         """Place pages, given by matrix and expert. One move places both of an expert if one expert had their blocks."""
+        if self._addresses is None:
+            return
         pairs = []
         for expert, first in pages[0].items() if len(pages) == 2 else ():
             second = pages[1].get(expert)
@@ -318,7 +331,7 @@ class Paging:
             for event in (*first.after, *second.after):
                 event.wait()
             first.is_moving = second.is_moving = True
-            if not self.space.bind_both(first.at[1:], first.page[1:]):
+            if not self._addresses.bind_both(first.at[1:], first.page[1:]):
                 first.is_moving = second.is_moving = False
                 break
             pairs += [first, second]
@@ -334,14 +347,14 @@ class Paging:
         with self._lock:
             if mapped.state is State.RESIDENT:  # interrupted after it was complete
                 return
-            if mapped.is_moving:
+            if mapped.is_moving and self._addresses is not None:
                 for page in {mapped.at or mapped.page, mapped.page}:
-                    self.space.drop(page)
+                    self._addresses.drop(page)
                 self.window.lost(mapped)
             self.window.gave_up(mapped, error, after)
 
     def forget(self) -> None:
-        """Wait for all computation to end, then free memory and addresses. Called when no step can run any more."""
+        """Wait for all computation to end, then free memory. Called when no step can run any more."""
         self._join()
         for event in self.window.running():
             event.wait()

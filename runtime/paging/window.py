@@ -3,7 +3,8 @@
 A page is one matrix of one expert. It is unmapped, loading (it has a block, its bytes are on their way), resident, or
 evicting (its block was promised to another page and has not been moved yet). Two orders are kept:
 
-- WAR (write after read): a block moves to another page only after every computation that reads its old page has ended;
+- WAR (write after read): a block moves to another page, or on a GPU is filled with its bytes, only after every
+  computation that reads the old page has ended;
 - RAW (read after write): a computation reads a page only once the page's bytes are complete.
 
 A run is one layer's experts in one step. It takes all its pages or none, so that two runs never wait for each other,
@@ -143,7 +144,10 @@ class Window:
         return made
 
     def moved(self, mapped: Mapped) -> None:
-        """Note that the block's earlier work has ended and it is bound to this page; its old page is unmapped."""
+        """Note that the block is bound to this page, and its old page unmapped.
+
+        The block's earlier work has ended, or the stream that fills the block waits for it.
+        """
         if mapped.at is not None:
             self._of[mapped.page[0]].evicting.pop(mapped.at, None)
         mapped.at, mapped.after, mapped.is_moving = mapped.page, (), False

@@ -23,7 +23,9 @@ from moepack.runtime.policies.contract import Ladder
 from moepack.runtime.policies.placements import PAGED, Where
 
 LOADERS = 2  # threads that load experts beside the forward pass
-GRANULE = 2 << 20  # bytes of the units in which a GPU's memory is mapped
+# Bytes of torch's segments (c10/core/AllocatorConfig.h): blocks up to SMALL share 2 MiB, below LARGE 20 MiB; each
+# larger one takes whole 2 MiB
+SMALL, LARGE, SMALL_SEGMENT, LARGE_SEGMENT = 1 << 20, 10 << 20, 2 << 20, 20 << 20
 BRIEFLY = 0.08  # seconds for which the bandwidth of one source is measured
 
 
@@ -58,12 +60,24 @@ def page_sizes(matrices: Sequence[Matrix], version: Version) -> tuple[int, ...]:
     return tuple(b - a for a, b in pairwise([*page_starts(matrices, version), whole]))
 
 
-def window_size(layers: Sequence[ExpertLayer], version: Version, granule: int = 0) -> WindowSize:
-    """Return the window's size for these layers; with `granule`, for a GPU, whose blocks are whole experts."""
+def segment(size: int) -> int:
+    """Return the bytes of the segment from which torch's allocator gives a GPU's block of `size` bytes."""
+    if size >= LARGE:
+        return align(size, SMALL_SEGMENT)
+    return SMALL_SEGMENT if size <= SMALL else LARGE_SEGMENT
+
+
+def block_on_gpu(size: int) -> int:
+    """Return what a block of `size` bytes takes of a GPU where torch's allocator gives it: its share of a segment."""
+    return segment(size) // (segment(size) // size) // PAGE * PAGE
+
+
+def window_size(layers: Sequence[ExpertLayer], version: Version, on_gpu: bool = False) -> WindowSize:
+    """Return the window's size for these layers; `on_gpu` its blocks are whole experts, in one range."""
     experts = [x.experts for x in layers]
     blocks = max(a + b for a, b in pairwise([experts[-1], *experts])) if len(experts) > 1 else experts[0]
-    if granule:
-        return WindowSize(blocks, (align(max(version.resident_size(x.matrices) for x in layers), granule),))
+    if on_gpu:
+        return WindowSize(blocks, (align(max(version.resident_size(x.matrices) for x in layers), PAGE),))
     rows = [page_sizes(x.matrices, version) for x in layers]
     return WindowSize(blocks, tuple(max(row[d] for row in rows) for d in range(len(rows[0]))))
 

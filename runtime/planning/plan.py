@@ -21,12 +21,11 @@ from moepack.runtime.policies.contract import Ladder as Placements
 from moepack.runtime.policies.placements import Placement, Where
 from moepack.runtime.policies.registry import Policy
 
-from . import paging
 from .capacity import base_bytes, even_bytes
 from .choice import ladders_of
 from .exceeded import TooSmallError
 from .fixed import Fixed
-from .paging import LOADERS, by_matrix, measure_rates, paged_version, window_size
+from .paging import LOADERS, block_on_gpu, by_matrix, measure_rates, paged_version, segment, window_size
 
 ROOMY = 32  # a workspace gets 1/32 of the bytes beyond the least budget
 FEW = 256  # with this many tokens, an expert's own loss counts as much as the mean of its layer
@@ -58,7 +57,6 @@ class Plan:
     # `rates`, `together`: as in `Setting`
     rates: tuple[float, ...] = ()
     together: bool = False
-    granule: int = 0  # bytes of the units in which a GPU's memory for paged experts is mapped; 0 on a CPU
 
     @property
     def base(self) -> int:
@@ -169,14 +167,15 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int, o
             raise InputError(f"{bundle.path}: {paged.name} is paged on a CPU alone: a GPU's pages are bf16")
     experts = tuple(x.experts for x in bundle.layers)
     traffic, losses = calibration(bundle, ladders)
-    granule = paging.GRANULE if on_gpu else 0
     plans: list[tuple[int, Plan]] = []  # each with the least budget that it needs
     for ladder, loss in zip(ladders, losses, strict=True):
         blocks = tuple(tuple(block_bytes(bundle, position, p) for p in ladder) for position in range(len(experts)))
+        if on_gpu and paged_version(ladder) is not None:
+            blocks = tuple(tuple(n and block_on_gpu(n) for n in row) for row in blocks)
         on_device = [p.where in (Where.DEVICE, Where.PACKED) for p in ladder]
         sizes = tuple(tuple(n if here else 0 for n, here in zip(row, on_device, strict=True)) for row in blocks)
         staging = max((staging_bytes(bundle, p.version) for p in ladder if p.version is not None), default=0)
-        window = window_bytes(bundle, ladder, staging, granule)
+        window = window_bytes(bundle, ladder, staging, blocks if on_gpu else ())
         demand = max((row[0] * n for row, n in zip(sizes, experts, strict=True)), default=0) * options.on_demand
         work, most = options.workspace
         fixed = outside + staging + window
@@ -185,7 +184,6 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int, o
         plan = Plan(
             ladder, blocks, sizes, experts, fixed + work, staging, budget, options.keeps_low, options.spare_blocks,
             traffic, loss, options.share == "loss", demand=demand, workspace=work, window=window,
-            granule=granule if window else 0,
         )  # fmt: skip
         plans.append((needed, plan))
     fitting = [plan for needed, plan in plans if needed <= budget]
@@ -211,17 +209,16 @@ def block_bytes(bundle: Bundle, position: int, placement: Placement) -> int:
     return align(placement.version.resident_size(bundle.layers[position].matrices), PAGE)
 
 
-def window_bytes(bundle: Bundle, ladder: Placements, staging: int, granule: int = 0) -> int:
+def window_bytes(bundle: Bundle, ladder: Placements, staging: int, on_gpu: Sequence[Sequence[int]]) -> int:
     """Return the bytes of the window for paged experts and of the loaders' buffers; 0 without paged experts.
 
-    With `granule`, on a GPU, the bytes include the unused end of each pool's last granule.
+    With `on_gpu`, the bytes of blocks [layers][placements], they include the unused end of each size's last segment.
     """
     found = paged_version(ladder)
     if found is None:
         return 0
-    pools = {(p, block_bytes(bundle, position, p)) for p in ladder for position in range(len(bundle.layers))}
-    ends = granule * sum(size > 0 for _, size in pools)
-    return window_size(bundle.layers, found, granule).bytes + LOADERS * staging + ends
+    ends = sum(map(segment, {size for row in on_gpu for size in row if size}))
+    return window_size(bundle.layers, found, bool(on_gpu)).bytes + LOADERS * staging + ends
 
 
 def calibration(bundle: Bundle, ladders: Sequence[Placements]) -> tuple[list[list[float]], list[Sums]]:

@@ -91,7 +91,7 @@ class ResidencyManager:
             raise InputError(f"policy {policy}: versions change on one CPU or one CUDA device, not on {devices}")
         self._on_gpu = torch_cuda.is_gpu(devices[0])
         self._can_shrink = not self._on_gpu or bool(plan.window)
-        if plan.granule:
+        if plan.window and self._on_gpu:
             plan = replace(plan, rates=gpu_rates(bundle, plan.ladder, devices[0]), together=True)
         plan, buffers = (plan, 1) if self._can_shrink else second_buffer(plan)
         plan = plan if self._can_shrink else plan.divided()
@@ -205,7 +205,7 @@ class ResidencyManager:
             if tensor is not None:
                 stored = self.store.stored(described.name, *key)
                 packed = self.paging.filler.over(*key, tensor[: stored.size], stored.where)
-            return layer.of.over(described, self.paging.space.extent(*key), placement.where, packed)
+            return layer.of.over(described, self.paging.filler.extent(*key), placement.where, packed)
         if tensor is None:
             return replace(NOTHING, where=placement.where)
         described = version_of(self.plan, version)

@@ -67,7 +67,7 @@ def open_device(
     as_in_memory = [v for v in on_device if not by_matrix(version_of(plan, v))]  # those that no GPU kernel decodes
     largest = max([staging, *(row[v] for row in plan.sizes for v in as_in_memory)])
     served = [version_of(plan, v).name for v in on_device if v < last]
-    return open_cuda(store, served, device, largest, staging, buffers, on_event, host, plan.granule)
+    return open_cuda(store, served, device, largest, staging, buffers, on_event, host, bool(plan.window))
 
 
 def check_host(bundle: Bundle, plan: Plan, host_memory: int | None) -> None:
@@ -122,18 +122,18 @@ def make_pools(
 def open_paging(
     plan: Plan, layers: Sequence[LayerExperts], store: BackingStore, device: Device, looks_ahead: bool
 ) -> Paging:
-    """Reserve addresses for every expert, and memory blocks for the experts of two layers.
+    """Open the window: memory blocks for the experts of two layers; on a CPU with addresses for every expert.
 
     Raises:
-        InputError: when the device or the system has too few addresses or too little memory.
+        InputError: when the system has too few addresses, or a GPU lacks Triton.
     """
     version = paged_version(plan.ladder)
     assert version is not None
     described = [layer.of.layer for layer in layers]
-    size = window_size(described, version, plan.granule)
     forms = [(x.of.layer, x.of.forms[version.name]) for x in layers]
     stored = partial(store.stored, version.name)
     if isinstance(device, CpuDevice):
+        size = window_size(described, version)
         space = CpuAddressSpace([(x.matrices, x.experts) for x in described], version)
         filler: PageFiller = CpuFiller(space, forms, version, stored, plan.staging)
     else:
@@ -141,5 +141,6 @@ def open_paging(
         from moepack.runtime.paging.gpu_filler import GpuFiller
 
         assert isinstance(device, CudaDevice)
-        filler = GpuFiller(device, forms, version, stored, plan.staging)
+        size = window_size(described, version, on_gpu=True)
+        filler = GpuFiller(device, forms, version, stored, plan.staging, size)
     return Paging(filler, Window([size.blocks] * len(size.sizes), len(layers)), len(layers), device.mark, looks_ahead)

@@ -77,19 +77,16 @@ class Pool:
                 return None
             self._taken[index] = True
             start = index * self.block_bytes
-            tensor = self._memory.tensor[start : start + self.block_bytes]
-            return Block(self, index, self._generation[index], tensor)
+            return Block(self, index, self._generation[index], self._memory.at(start, self.block_bytes))
 
     def _take(self, index: int) -> bool:
         """Reserve a block's bytes in the budget and take them from the device; return whether both succeeded."""
-        start = index * self.block_bytes
-        cost = self._memory.cost(start, self.block_bytes)
-        if not self._tracker.try_reserve(self.name, cost):
+        if not self._tracker.try_reserve(self.name, self.block_bytes):
             return False
         try:
-            self._memory.take(start, self.block_bytes)
+            self._memory.take(index * self.block_bytes, self.block_bytes)
         except MemoryError:
-            self._tracker.release(self.name, cost)
+            self._tracker.release(self.name, self.block_bytes)
             return False
         return True
 
@@ -120,10 +117,10 @@ class Pool:
                 if not self._reserved:
                     break
                 index = self._reserved.pop()
-                back = self._memory.give_back(index * self.block_bytes, self.block_bytes)
-                self._tracker.release(self.name, back)
+                self._memory.give_back(index * self.block_bytes, self.block_bytes)
+                self._tracker.release(self.name, self.block_bytes)
                 self._untouched.append(index)
-            given += back
+            given += self.block_bytes
         return given
 
     @property

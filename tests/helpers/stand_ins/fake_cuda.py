@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from moepack.pack.codec import exponent_fast
-from moepack.runtime.devices.torch_cuda import tensor_over
 
 REGISTERS, READS_ONLY = 99, 113
 Ranges = list[tuple[int, int]]  # first address, bytes
@@ -142,6 +141,8 @@ class FakeGpu:
         self.log: list[str] = []
         self.wrong: list[str] = []
         self.own: list[tuple[int, int]] = []  # pinned by torch, or on the device
+        self.blocks: dict[int, int] = {}  # of the latter, what is to be given back: bytes by address
+        self.capacity, self.most = 1 << 40, 0  # of all blocks, and the most that there were
         streams = ("copies", "decoder", "load0", "load1", "compute")
         self._work: dict[str, list[tuple[Callable[[], None], Ranges]]] = {name: [] for name in streams}
         self._done = dict.fromkeys(self._work, 0)
@@ -149,7 +150,6 @@ class FakeGpu:
         self.reading: dict[int, Ranges] = {}  # by the compute stream, until an event after it is found to have ended
         self.device = torch.device("cpu")
         self.decodes_by = decodes_by
-        self.may_touch: Callable[[Ranges], bool] = lambda ranges: True
         self._stream = threading.local()
 
     def memory(self, size: int) -> Tensor:
@@ -160,9 +160,22 @@ class FakeGpu:
 
     pinned = memory
 
-    def over(self, address: int, size: int) -> Tensor:
-        self.own.append((address, size))
-        return tensor_over(address, size, self.device)
+    def block(self, size: int) -> Tensor:
+        if sum(self.blocks.values()) + size > self.capacity:
+            raise torch.OutOfMemoryError("out of memory")
+        made = self.memory(size)
+        self.blocks[made.data_ptr()] = size
+        self.most = max(self.most, sum(self.blocks.values()))
+        return made
+
+    def free(self, block: Tensor) -> None:
+        """Torch would give these bytes to whoever asks next, who writes to them."""
+        if size := self.blocks.pop(block.data_ptr(), 0):
+            given = block.data_ptr(), size
+            if overlap([given], self.busy()):
+                self.wrong.append("given back while it is read or written")
+            self.own.remove(given)
+            block.fill_(0xA5)
 
     @contextlib.contextmanager
     def _on(self, stream: str) -> Iterator[None]:
@@ -222,7 +235,7 @@ class FakeGpu:
             kept = [(at, size, ctypes.string_at(at, size)) for at, size in ranges]
 
             def end() -> None:
-                if self.may_touch(ranges) and any(ctypes.string_at(at, n) != bytes_ for at, n, bytes_ in kept):
+                if any(ctypes.string_at(at, n) != bytes_ for at, n, bytes_ in kept):
                     self.wrong.append("written to while it is read")
                 del self.reading[number]
 

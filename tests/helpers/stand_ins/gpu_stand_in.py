@@ -1,7 +1,7 @@
-"""Whole models served as on a GPU, on a machine without one: kernels by Triton's interpreter, streams and the driver by
-stand-ins that hold their callers to the rules.
+"""Whole models served as on a GPU, on a machine without one: kernels by Triton's interpreter, streams by a stand-in.
 
-Device memory is the host's, and so is torch's device: `torch_cuda.is_gpu` says otherwise.
+The stand-in holds its callers to the rules. Device memory is the host's, and so is torch's device: `torch_cuda.is_gpu`
+says otherwise.
 """
 
 from __future__ import annotations
@@ -10,36 +10,33 @@ from typing import Any
 
 import pytest
 from fake_cuda import FakeCudart, FakeGpu, Ranges
-from fake_driver import FakeBindings
 from triton import knobs
 
-from moepack.runtime.devices import cuda, driver, torch_cuda
+from moepack.pack.spec import Version
+from moepack.runtime.devices import cuda, torch_cuda
 from moepack.runtime.experts import backends
 from moepack.runtime.experts import gpu as gpu_module
-from moepack.runtime.planning import paging as planning
 from moepack.runtime.residency import manager
 from moepack.runtime.store.cudart import Cudart
 
-GRANULE = 8192  # of so small experts: blocks are made of several, and pools of packed ones share some
 RATES = (float("inf"), 2e9, 1e9)
+PLAIN = Version.of("bf16").kernel
 
 
 class StandIn:
-    """One GPU: stand-ins of its streams, its driver, and the runtime's calls on host memory."""
+    """One GPU: stand-ins of its streams, and of the runtime's calls on host memory."""
 
     def __init__(self, patience: int = 3, decodes_by: Any = None) -> None:
         self.cudart = FakeCudart()
         self.gpu = FakeGpu(self.cudart, patience, decodes_by)
-        self.bindings = FakeBindings(busy=self.gpu.busy)
-        self.gpu.may_touch = self.bindings.may_touch
 
     def wrong(self) -> list[str]:
         """Every rule that was broken."""
-        return self.gpu.wrong + self.bindings.wrong
+        return self.gpu.wrong
 
     def leaks(self) -> list[str]:
         """What was not given back."""
-        return [*self.bindings.leaks(), *(f"pinned at {a:#x}" for a in self.cudart.registered)]
+        return [*(f"block at {a:#x}" for a in self.gpu.blocks), *(f"pinned at {a:#x}" for a in self.cudart.registered)]
 
 
 def install(
@@ -52,22 +49,22 @@ def install(
     monkeypatch.setattr(cuda, "TorchGpu", lambda device: made.gpu)
     monkeypatch.setattr(torch_cuda, "TorchGpu", lambda device: made.gpu)
     monkeypatch.setattr(cuda, "Cudart", lambda index: Cudart(0, made.cudart))
-    monkeypatch.setattr(cuda, "Driver", lambda index: driver.Driver(0, made.bindings))
-    monkeypatch.setattr(planning, "GRANULE", GRANULE)
     monkeypatch.setattr(manager, "gpu_rates", lambda *args: RATES)
     kernels(monkeypatch)
     real = gpu_module.product
 
     def watched(matrix: Any, forms: Any, served: Any, handles: Any, geometry: Any, *more: Any) -> None:
         active = geometry.expert[geometry.count > 0].unique()
-        words = handles[active].tolist()
-        ranges: Ranges = [((w & ~63) + forms[w & 63].low, 2 * matrix.weights) for w in words if w & 63 in served]
-        paged = [r for r in ranges if any(a <= r[0] < a + n for a, n in made.bindings.reserved.items())]
+        words = [w for w in handles[active].tolist() if w & 63 in served]
+        plain = [w for w in words if forms[w & 63].bits == PLAIN]
+        ranges: Ranges = [((w & ~63) + forms[w & 63].low, 2 * matrix.weights) for w in plain]
+        if handles.untyped_storage().nbytes() > handles.nbytes:  # a row of a step's table
+            ranges.append((handles.data_ptr(), handles.nbytes))
         with made.gpu.lock:
-            if not made.bindings.may_touch(paged):
-                made.bindings.wrong.append("read where nothing is mapped")
+            if any(w < 64 for w in words):
+                made.gpu.wrong.append("read where nothing is")
                 raise RuntimeError("an illegal memory access was encountered")
-            made.gpu.launch(paged)
+            made.gpu.launch(ranges)
             if computes:
                 real(matrix, forms, served, handles, geometry, *more)
             else:

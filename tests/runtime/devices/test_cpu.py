@@ -54,7 +54,7 @@ def test_only_what_is_taken_is_there(changes: list[tuple[int, bool]]) -> None:
             memory.settle(i * block, block)
             kept.add(i)
         elif not wanted and i in kept:
-            assert memory.give_back(i * block, block) == block
+            memory.give_back(i * block, block)
             kept.remove(i)
         assert resident(memory) == len(kept) * block
         assert all(int(memory.tensor[k * block]) == int(memory.tensor[(k + 1) * block - 1]) == k + 1 for k in kept)

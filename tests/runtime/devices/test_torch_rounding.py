@@ -7,15 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from fake_cuda import FakeCudart, FakeGpu
 from gpu_stand_in import StandIn
 from live_models import least
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moepack
 from moepack.pack.reader import open_bundle
-from moepack.pack.spec import Matrix, Version
+from moepack.pack.spec import PAGE, Matrix, Version
 from moepack.runtime.attach import load_map
+from moepack.runtime.devices.cuda import BlockMemory
+from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.fixed import rounding
+from moepack.runtime.planning.paging import block_on_gpu, segment
+from moepack.runtime.residency.pools import Pool
 
 MIB = 1 << 20
 QWEN = (Matrix("gate_up", 1536, 2048), Matrix("down", 2048, 768))  # an expert of Qwen3-30B-A3B, which has 48 x 128
@@ -89,3 +94,35 @@ def test_pools_are_one_range(gpu: StandIn, small: Path, monkeypatch: pytest.Monk
     model = moepack.load(small, policy=policy, device_memory=least(small, policy) + 200_000)
     pools = sum(p.block_bytes * p.blocks for p in model.moepack.manager.transitions.pools)
     assert len(asked) == 2 and asked[1] == pools, "staging buffers, and all pools"
+
+
+def test_blocks_are_given_back_whoever_looks_at_them() -> None:
+    """And of a GPU that is full no more are taken."""
+    gpu = FakeGpu(FakeCudart())
+    memory, tracker = BlockMemory(4 * PAGE, gpu), BudgetTracker(3 * PAGE)
+    pool = Pool("p", PAGE, 4, tracker, memory)
+    assert not gpu.blocks
+    taken = [pool.allocate() for _ in range(4)]
+    assert taken[3] is None and gpu.most == 3 * PAGE == tracker.held("p")
+    views = [one.tensor.fill_(7) for one in taken if one is not None]
+    for one in taken[:2]:
+        assert one is not None
+        pool.free(one)
+    assert pool.trim(1) == PAGE == tracker.free and sum(gpu.blocks.values()) == 2 * PAGE
+    assert [bool((view == 7).all()) for view in views] == [True, False, True]
+    gpu.capacity = 2 * PAGE
+    assert pool.allocate() is not None and pool.allocate() is None and tracker.held("p") == 2 * PAGE
+    gpu.launch([(views[2].data_ptr(), 8)])
+    memory.close()
+    memory.close()
+    assert not gpu.blocks and gpu.wrong == ["given back while it is read or written"]
+
+
+@pytest.mark.parametrize("size", [PAGE, 300 * PAGE, 6 * MIB + PAGE, 9 * MIB, 10 * MIB, 235 * MIB + PAGE])
+def test_what_blocks_take_of_torch(size: int) -> None:
+    """Any number of them, one after another: their bytes, and the end of the last segment."""
+    allocator, block = Allocator(), block_on_gpu(size)
+    for n in range(1, 100):
+        allocator.allocate(block)
+        assert allocator.reserved <= n * block + segment(size)
+    assert size <= block < 1.5 * size or size == PAGE == block

@@ -24,7 +24,7 @@ MOMENTS = ("routed", "gated", "all")
 
 ALLOCATORS = ("greedy", "prefix_split", "uniform")
 OLD_ALLOCATORS = {"milp": "greedy"}  # milp solved greedy's problem, with gains too small to measure
-WEIGHTS = ("gates", "tokens", "none")
+WEIGHTS = ("gates", "tokens", "none", "logits")
 MOST = 8  # the default of `most` is this many times `samples`
 
 # Without w8: experts at 8 bits are seldom worth their bytes over 4 bits.
@@ -86,7 +86,7 @@ class Allocate:
 
     average_bits: float  # the budget: bytes of all extents, with tables and padding, in bits per expert weight
     method: str = "greedy"  # "greedy", "prefix_split" or "uniform"
-    weight: str = "gates"  # what weights the losses in greedy: "gates", "tokens" or "none" (`allocate.expected_losses`)
+    weight: str = "gates"  # what weights the losses in greedy, one of WEIGHTS (`allocate.expected_losses`)
     dense: bool = False  # also choose versions of dense matrices, and count their bytes and weights
 
     def __str__(self) -> str:

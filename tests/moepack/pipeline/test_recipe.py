@@ -126,7 +126,7 @@ BAD = {
     "allocation: {average_bits: yes}": "True is not a number",
     "allocation: {average_bits: 3, methd: greedy}": "unknown key 'methd': did you mean 'method'?",
     "allocation: {average_bits: 3, method: best}": "'best' is not one of greedy, prefix_split, uniform",
-    "allocation: {average_bits: 3, weight: bytes}": "'bytes' is not one of gates, tokens, none",
+    "allocation: {average_bits: 3, weight: bytes}": "'bytes' is not one of gates, tokens, none, logits",
     "allocation: {average_bits: 3, method: uniform, weight: none}": "uniform reads no weighted loss",
     "versions: [w4, w2]\nallocation: {average_bits: 3, method: prefix_split}": "needs the versions w4, w3, w2 and w1",
     "- a": "must be a mapping",

@@ -166,7 +166,9 @@ def main() -> None:
     if args.reach:
         with tempfile.TemporaryDirectory() as work:
             more = "\nallocation: {average_bits: 4, weight: logits}"
-            bundle = open_bundle(built(args, Path(work) / "b", "bf16, w4, w3, w2, w1", samples=samples, more=more))
+            bundle = open_bundle(
+                built(args, Path(work) / "b", "bf16, w4, w3, w2, w1", method="gptq", samples=samples, more=more)
+            )
             budgets = (2.5,) if args.quick else BUDGETS
             compared = [row for bits in budgets for row in divergence_rows(bundle, data, bits, windows, REACH)]
         most = max(row["from the default, %"] for row in compared if row["losses weighted by"] == "logits")

@@ -41,6 +41,7 @@ class Quantize:
     loss_tokens: int = 4096
     moments: str = "routed"
     zeros: str = methods.FREE
+    refine: bool = False
 
     def size(self, version: str) -> int:
         """The group size of a version."""
@@ -176,6 +177,10 @@ def parse_recipe(text: str, where: str) -> Recipe:
     quantize = Quantize(**_settings(at, top.get("quantize", {}), Quantize, rules))
     if quantize.zeros == methods.SYMMETRIC and quantize.method in methods.ASYMMETRIC:
         raise InputError(f"{at}.zeros: {quantize.method} makes no symmetric codes: gptq and rtn do")
+    if not isinstance(quantize.refine, bool):
+        raise InputError(f"{at}.refine: {quantize.refine!r} is not true or false")
+    if quantize.refine and not methods.get(quantize.method).needs_moments:
+        raise InputError(f"{at}.refine: {quantize.method} fits nothing to tokens: gptq and gptqmodel do")
     size = quantize.group_size
     if isinstance(size, dict):
         _mapping(f"{at}.group_size", size, [v for v in version_names() if encoding_of(v).group_sizes])

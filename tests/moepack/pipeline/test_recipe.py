@@ -111,6 +111,8 @@ BAD = {
     "calibration: {data: [{source: b, weight: .nan}]}": "nan is not a number",
     "quantize: {zeros: whole}": "'whole' is not one of fractional, integer, symmetric",
     "quantize: {zeros: symmetric, method: hqq}": "hqq makes no symmetric codes: gptq and rtn do",
+    "quantize: {refine: 2}": "refine: 2 is not true or false",
+    "quantize: {refine: true, method: hqq}": "hqq fits nothing to tokens: gptq and gptqmodel do",
     "calibration: {most: 9}": "give until as well",
     "calibration: {until: 9, most: 9}": "most: 9 is not an integer of at least 128",
     "calibration: {until: -1}": "-1 is not an integer",

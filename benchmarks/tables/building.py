@@ -97,6 +97,16 @@ def reach() -> str:
     )
 
 
+def tried() -> str:
+    """Divergence of ways of quantising, over the build's own."""
+    out = []
+    for model in ("tiny-qwen3-moe", "mini-qwen3-moe"):
+        for r in results(f"tried-{model}")["rows"]:
+            own = [model, r["version"], r["way"], f"{r['KL, mnat']:.3g}"]
+            out.append([*own, f"{r['over as built']:.3f} ± {r['+-']:.3f}" if r["+-"] else "1"])
+    return table(["model", "version", "way", "mnat a token", "over as built"], out)
+
+
 SETS = {
     "generated 1536x2048": "Qwen3-30B-A3B's gate and up, generated",
     "generated 2048x768": "its down, generated",

@@ -9,7 +9,8 @@ depends on chance is averaged over several seeds. The mix made by gptqmodel and 
 the model and texts in examples/.
 
 With `--divergence`, only what losses are weighted by is compared, by the divergence from `bf16` in nats a token: each
-with its 95 % interval, and that of its difference from the default on the same text.
+with its 95 % interval, and that of its difference from the default on the same text. With `--reach`, weighting by the
+logits is compared so with the default at several budgets.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.policies.contract import Versions
 
 RANDOM_PREFIX = "prefix, random order"
+LOCAL = tuple(w for w in WEIGHTS if w != "logits")  # what needs no pass of its own
+BUDGETS, REACH = (1.5, 2.0, 2.5, 3.0), ("gates", "logits", "uniform mix")
 
 
 def mix_bytes(versions: Sequence[Version], costs: list[LayerCosts], average: float) -> int:
@@ -60,12 +63,12 @@ def maps(bundle: Bundle, costs: list[LayerCosts], average: float, seeds: int) ->
     """Each allocation by its name; those by chance several times."""
     versions, budget = bundle.versions, mix_bytes(bundle.versions, costs, average)
     sizes = [row for layer in costs for row in layer.sizes]
-    losses = {w: [row for layer in costs for row in expected_losses(layer, w)] for w in WEIGHTS}
+    losses = {w: [row for layer in costs for row in expected_losses(layer, w)] for w in LOCAL}
     mix = uniform(sizes, budget)
     yield "uniform mix", [named(mix, versions, costs)]
     shuffled = [random.Random(seed).sample(mix, len(mix)) for seed in range(seeds)]
     yield "uniform mix, random experts", [named(m, versions, costs) for m in shuffled]
-    for weight in WEIGHTS:
+    for weight in LOCAL:
         yield f"greedy, {weight}", [named(greedy(sizes, losses[weight], budget), versions, costs)]
     yield "prefix_split", [split_layers(versions, costs, calibrated_importance(costs), average)]
     orders = [[[r.random() for _ in c.tokens] for c in costs] for r in map(random.Random, range(seeds))]
@@ -80,6 +83,8 @@ def weighed(costs: list[LayerCosts]) -> dict[str, list[list[float]]]:
     loss: an allocation that is shy of what is not well known.
     """
     out = {w: [row for layer in costs for row in expected_losses(layer, w)] for w in WEIGHTS}
+    if out["logits"] == out["gates"]:  # a bundle that was built without
+        del out["logits"]
     powers = []
     for layer in costs:
         squares = [max((g / r for g, r in zip(*rows, strict=True) if r), default=0.0) for rows in
@@ -98,14 +103,17 @@ def weighed(costs: list[LayerCosts]) -> dict[str, list[list[float]]]:
     return out
 
 
-def divergence_rows(bundle: Bundle, data: list[str], average: float, windows: int) -> list[dict[str, Any]]:
-    """What each weighting's map loses, by divergence from `bf16`."""
+def divergence_rows(
+    bundle: Bundle, data: list[str], average: float, windows: int, some: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """What each weighting's map loses, or that of `some`, by divergence from `bf16`."""
     small = lossy(bundle.versions)
     costs = bundle_costs(bundle, small)
     sizes = [row for layer in costs for row in layer.sizes]
     budget = mix_bytes(small, costs, average)
     tables = {name: named(greedy(sizes, losses, budget), small, costs) for name, losses in weighed(costs).items()}
     tables["uniform mix"] = named(uniform(sizes, budget), small, costs)
+    tables = {name: table for name, table in tables.items() if not some or name in some}
     with tempfile.TemporaryDirectory() as work:
         policies = []
         for i, table in enumerate(tables.values()):
@@ -119,6 +127,7 @@ def divergence_rows(bundle: Bundle, data: list[str], average: float, windows: in
         less = clustered([a - b for a, b in zip(got.sums, first.sums, strict=True)], got.counts)
         rows.append(
             {
+                "bits": average,
                 "losses weighted by": name,
                 "KL, mnats": 1e3 * one.mean,
                 "95 %": f"{1e3 * one.low:.4g}-{1e3 * one.high:.4g}",
@@ -142,6 +151,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=128, help="windows of 512 tokens to evaluate on, a file")
     parser.add_argument("--seeds", type=int, default=3, help="random orders to average over")
     parser.add_argument("--divergence", action="store_true", help="compare what losses are weighted by, and no more")
+    parser.add_argument("--reach", action="store_true", help="compare weighting by the logits at several budgets")
     args = parser.parse_args()
     if not 1 <= args.average_bits <= 4:
         parser.error("--average-bits is from 1 to 4")
@@ -153,6 +163,19 @@ def main() -> None:
         exact = "bf16, " if args.divergence else ""
         return open_bundle(built(args, into, f"{exact}w4, w3, w2, w1", method=method, samples=samples))
 
+    if args.reach:
+        with tempfile.TemporaryDirectory() as work:
+            more = "\nallocation: {average_bits: 4, weight: logits}"
+            bundle = open_bundle(
+                built(args, Path(work) / "b", "bf16, w4, w3, w2, w1", method="gptq", samples=samples, more=more)
+            )
+            budgets = (2.5,) if args.quick else BUDGETS
+            compared = [row for bits in budgets for row in divergence_rows(bundle, data, bits, windows, REACH)]
+        most = max(row["from the default, %"] for row in compared if row["losses weighted by"] == "logits")
+        held = [Target("divergence over the default's, at the worst budget", 1 + most / 100, 1, "lower")]
+        what = f"divergence of {args.checkpoint.name} from bf16, by bits of code on average"
+        finish(what, list(compared[0]), compared, held, args.json)
+        return
     if args.divergence:
         with tempfile.TemporaryDirectory() as work:
             compared = divergence_rows(made_by("gptq", Path(work) / "gptq"), data, args.average_bits, windows)

@@ -90,14 +90,16 @@ def texts(args: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 
 def built(args: argparse.Namespace, bundle: Path, versions: str, **own: Any) -> Path:
-    """A bundle of the model at these versions. `own` stands in place of arguments."""
+    """A bundle of the model at these versions. `own` stands in place of arguments; `more` is more of the recipe."""
     from moepack.pipeline.build import build
     from moepack.pipeline.recipe import parse_recipe
     from moepack.progress import progress
 
-    asked = {"length": 256, **vars(args), **own}
+    asked = {"length": 256, "more": "", **vars(args), **own}
     shown = f"calibration: {{samples: {asked['samples']}, length: {asked['length']}, batch_size: 16}}"
-    recipe = parse_recipe(f"versions: [{versions}]\nquantize: {{method: {asked['method']}}}\n{shown}", "benchmark")
+    recipe = parse_recipe(
+        f"versions: [{versions}]\nquantize: {{method: {asked['method']}}}\n{shown}{asked['more']}", "benchmark"
+    )
     with progress() as reporter:
         build(asked["checkpoint"], bundle, recipe, texts(args)[0], reporter=reporter)
     return bundle

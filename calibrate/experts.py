@@ -6,7 +6,8 @@ own `_apply_gate` works on them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,6 +83,21 @@ class ExpertWeights:
         """One bias in BF16, [rows]."""
         bias = self.biases[matrix]
         return None if bias is None else bias[expert].to(torch.bfloat16)
+
+
+@contextmanager
+def replaced(module: Any, matrices: Sequence[Tensor]) -> Iterator[None]:
+    """Compute with other matrices, [experts, rows, cols] each, in a loaded experts module inside the context."""
+    parameters = [getattr(module, weight) for weight, _ in parameter_names(module).values()]
+    own = [p.data for p in parameters]
+    for p, matrix in zip(parameters, matrices, strict=True):
+        turned = matrix.transpose(1, 2) if module.is_transposed else matrix
+        p.data = turned.to(p.device, p.dtype).contiguous()
+    try:
+        yield
+    finally:
+        for p, weight in zip(parameters, own, strict=True):
+            p.data = weight
 
 
 def bits_of(tensor: Tensor) -> Bf16Bits:

@@ -216,6 +216,41 @@ class CalibrationPass:
         """Number of windows in all batches."""
         return sum(len(batch) for batch in self._batches)
 
+    def fork(self, source: int, batch: int) -> None:
+        """Give a batch the activations of another batch of the same text."""
+        self._keep(batch, self.hidden[source])
+        self._passed[batch] = self._passed[source].copy()
+
+    def run_batches(self, index: int, batches: Iterable[int]) -> None:
+        """Run some batches through a loaded layer, unobserved."""
+        module = self._stream.experts_module(index) if index in self._stream.expert_layers else None
+        with observing(module, lambda *_: None), torch.inference_mode():
+            for i in batches:
+                self._through(index, i)
+
+    def head_inputs(self, batch: int) -> Tensor:
+        """What the output projection reads of a batch after all layers, [batch, length, hidden_size] on the device.
+
+        The part outside the layers must be loaded.
+        """
+        found: list[Tensor] = []
+
+        def stop(_: Any, args: tuple[Tensor, ...]) -> None:
+            found.append(args[0])
+            raise _HeadReached
+
+        hook = self._stream.model.get_output_embeddings().register_forward_pre_hook(stop)
+        try:
+            with torch.inference_mode(), self._own_code(), suppress(_HeadReached):
+                self._run_after_layers(batch)
+        finally:
+            hook.remove()
+        return found[0]
+
+    def _run_after_layers(self, batch: int) -> None:
+        with self._in_place_of_layers(self._after_layers(batch)):
+            self._stream.model(input_ids=self._batches[batch].to(self._stream.device), use_cache=False)
+
     def run_head(self, watch: DenseWatch) -> None:
         """Pass the last layer's output to the watched output projection. The part outside the layers must be loaded."""
         head = self._stream.model.get_output_embeddings()
@@ -227,8 +262,8 @@ class CalibrationPass:
             hook = head.register_forward_pre_hook(stop)  # runs after the watch's hook and skips the product
             try:
                 for i, batch in enumerate(self._batches):
-                    with suppress(_HeadReached), self._in_place_of_layers(self._after_layers(i)):
-                        self._stream.model(input_ids=batch.to(self._stream.device), use_cache=False)
+                    with suppress(_HeadReached):
+                        self._run_after_layers(i)
                     watch.batch(len(batch))
             finally:
                 hook.remove()

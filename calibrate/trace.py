@@ -184,6 +184,12 @@ class Passed:
         self.values: dict[int, Any] = {}
         self.stores: dict[int, dict[str, tuple[Tensor, ...]]] = {}
 
+    def copy(self) -> Passed:
+        """A copy for another batch; no tensor is written to once it is here."""
+        out = Passed()
+        out.values, out.stores = dict(self.values), dict(self.stores)
+        return out
+
     def resolve(self, recorded: Any, values: Mapping[int, Any], device: torch.device) -> tuple[Any, dict[int, Any]]:
         """Recorded arguments with values in place of Refs and Stores, on `device`; and the mappings by number."""
         stores: dict[int, Any] = {}

@@ -31,6 +31,7 @@ _TENSORS = {
 }  # fmt: skip
 # Standard errors of the losses: all of them in every layer, or none in any.
 _ERRORS = {"mse_error": ("F32", "EV"), "relative_error": ("F32", "EV"), "gated_error": ("F32", "EV")}
+_LOGITS = {"logits": ("F32", "V")}  # in every layer, or in none
 # The same for the dense matrices, with names under "dense.": M matrices, D dense versions.
 _DENSE = {
     "relative": ("F32", "MD"), "mse": ("F32", "MD"), "method": ("U8", "MD"),
@@ -60,6 +61,25 @@ class LayerTables:
     mse_error: Array | None = None
     relative_error: Array | None = None
     gated_error: Array | None = None
+    logits: Array | None = None
+    # float64 [versions], what `gated` is multiplied by where layers are compared: the divergence in `logits` over the
+    # layer's expected losses, in units in which both have one sum over all layers and versions. None without `logits`.
+    reach: Array | None = None
+
+    @property
+    def weighed(self) -> Array:
+        """Float64 [experts, versions]: `gated`, as far as it reaches the logits where that is known."""
+        gated = self.gated.astype(np.float64)
+        return gated if self.reach is None else gated * self.reach
+
+    @property
+    def expected(self) -> Array:
+        """Float64 [versions]: the squared error that the layer's experts add to its output over calibration.
+
+        One token is added to each expert's count: in use, tokens may reach one that calibration did not reach.
+        """
+        total: Array = ((self.tokens[:, None] + 1) * self.gated.astype(np.float64)).sum(0)
+        return total
 
 
 @dataclass(frozen=True)
@@ -172,7 +192,7 @@ class _File:
         counts = self.header.tensors.get(f"layers.{layer}.prefill_counts")
         windows = counts.shape[0] if counts is not None and counts.shape else 0
         sizes = {"E": experts, "V": versions, "N": windows}
-        return self.place(f"layers.{layer}.{name}", *(_TENSORS | _ERRORS)[name], sizes)
+        return self.place(f"layers.{layer}.{name}", *(_TENSORS | _ERRORS | _LOGITS)[name], sizes)
 
     def place(self, name: str, dtype: str, shape: str, sizes: Mapping[str, int]) -> tuple[str, TensorEntry]:
         """Find a table and check its dtype and shape; `sizes` gives the number for each letter of `shape`."""
@@ -208,12 +228,16 @@ def read_tables(
     with opened(path.parent, path.name) as f:
         file = _File(path, f, sha256)
         versions, methods = file.versions("versions"), file.methods()
-        errors = any(f"layers.{layer.index}.{name}" in file.header.tensors for layer in layers for name in _ERRORS)
+        some = [
+            kind
+            for kind in (_ERRORS, _LOGITS)
+            if any(f"layers.{layer.index}.{name}" in file.header.tensors for layer in layers for name in kind)
+        ]
         tables = []
         for layer in layers:
-            names = (*_TENSORS, *(_ERRORS if errors else ()))
+            names = (*_TENSORS, *(name for kind in some for name in kind))
             places = {n: file.of_layer(layer.index, n, layer.experts, len(versions)) for n in names}
-            arrays = {n: file.read(*places[n]) for n in names if n in _EAGER or n in _ERRORS}
+            arrays = {n: file.read(*places[n]) for n in names if n in _EAGER or n not in _TENSORS}
             file.check_methods(f"layer {layer.index}", arrays["method"], methods)
             tables.append(LayerTables(layer.index, **arrays))
         dense = None
@@ -222,7 +246,16 @@ def read_tables(
             sizes = {"M": matrices, "D": len(columns)}
             dense = DenseTables(columns, **{n: file.read(*file.place(f"dense.{n}", *_DENSE[n], sizes)) for n in _DENSE})
             file.check_methods("dense", dense.method, methods)
-    return CalibrationTables(path, versions, methods, tuple(tables), dense)
+    return CalibrationTables(path, versions, methods, _with_reach(tables), dense)
+
+
+def _with_reach(layers: Sequence[LayerTables]) -> tuple[LayerTables, ...]:
+    if any(layer.logits is None for layer in layers):
+        return tuple(layers)
+    moved, expected = (np.array([getattr(x, k) for x in layers], np.float64) for k in ("logits", "expected"))
+    unit = expected.sum() / moved.sum() if moved.sum() > 0 else 0.0
+    reach = np.divide(unit * moved, expected, out=np.zeros_like(moved), where=expected > 0)
+    return tuple(replace(layer, reach=row) for layer, row in zip(layers, reach, strict=True))
 
 
 def metadata(versions: Sequence[str], methods: Sequence[str]) -> dict[str, str]:
@@ -231,15 +264,15 @@ def metadata(versions: Sequence[str], methods: Sequence[str]) -> dict[str, str]:
 
 
 def write_tables(
-    path: Path, layers: Mapping[int, tuple[Path, Path]], dense: tuple[Path, Sequence[str]] | None = None
+    path: Path, layers: Mapping[int, Sequence[Path]], dense: tuple[Path, Sequence[str]] | None = None
 ) -> None:
     """Merge the tables into one file.
 
-    `layers` maps a layer's index to two safetensors files, its routing statistics and its losses. Their tables are
-    named as in FORMAT.md. The loss files of all layers carry the same `metadata`. `dense` is the file of the dense
-    matrices' tables, and the versions of its columns.
+    `layers` maps a layer's index to safetensors files: its routing statistics, its losses, and other tables if it has
+    any. Their tables are named as in FORMAT.md. The loss files of all layers carry the same `metadata`. `dense` is the
+    file of the dense matrices' tables, and the versions of its columns.
     """
-    parts = [(part, f"layers.{index}.") for index, pair in layers.items() for part in pair]
+    parts = [(part, f"layers.{index}.") for index, files in layers.items() for part in files]
     columns = dict(read_header(next(iter(layers.values()))[1]).metadata)
     if dense is not None:
         parts.append((dense[0], "dense."))

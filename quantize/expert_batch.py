@@ -20,13 +20,16 @@ from .crossfit import FOLDS, cluster_of, refit, row_errors
 from .grid import Quantised, dequantise
 from .losses import GROUPS, Correction, Measured, loss, measure
 from .methods import FREE, fallbacks, method_for, quantise, quantise_all
-from .moments import NEGLIGIBLE, PRIOR, ExpertMoments, FoldSums
+from .moments import NEGLIGIBLE, PRIOR, ExpertMoments, FoldSums, shrink
 
 Pair = tuple[Quantised, Quantised]
 # An expert's sampled rows at a width, fitted without each fold: the errors of both matrices (value less weight, float32
 # [folds, sampled, cols]), and the factor a of each (`losses`).
 Refitted = tuple[tuple[Tensor, Tensor], tuple[float, float]]
 PART = 4096  # tokens whose inputs and activations are in memory at once, in float32
+# Damping of the prediction of inputs in `refit_down`, as a share of their mean second moment: always, and times columns
+# over tokens. Without the latter an expert of two tokens a column gained nothing; its table said a fifth too little.
+RIDGE, SPARSE = 0.05, 4.0
 MOST = 16  # experts of a batch: the work that a killed build loses, and the unit of work of a cluster
 
 
@@ -46,6 +49,7 @@ class Settings:
     # The most bytes of second moments and working copies in memory at once, at least one expert's.
     batch_bytes: int = 1 << 29
     zeros: str = FREE  # which zero points, one of `methods.ZEROS`
+    refine: bool = False  # whether down is quantised again on what the quantised first matrix makes (`refit_down`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +174,9 @@ def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[Expe
         del means, each
         made[m] = quantise_all(settings.method, weight, stacked, settings.versions, settings.zeros, m)
         del stacked
+    fit = made[1]  # what cross-fitting compares its rows with: fitted as they are
+    if settings.refine:
+        made[1] = fit | {v: refit_down(batch, settings, v, made[0][v]) for v in reading}
     refitted = {
         (i, v): ((fitted[0][v][k], fitted[1][v][k]), (gains[k][0], gains[k][1]))
         for k, i in enumerate(some)
@@ -181,7 +188,7 @@ def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[Expe
     }
     for i, e in enumerate(batch.experts):
         known = {v: refitted.get((i, v)) for v, maker in makers.items() if chosen[v][1][i] == maker.name}
-        found = _measure(batch, i, {v: pair for v, (pair, _) in chosen.items()}, known)
+        found = _measure(batch, i, {v: pair for v, (pair, _) in chosen.items()}, known, fit)
         yield [ExpertVersion(e, v, pair, names[i], *found[v], i) for v, (pair, names) in chosen.items()]
 
 
@@ -235,10 +242,61 @@ def _gain(moments: ExpertMoments) -> float:
     return 2 / (1 + sum(moments.fewer(f) for f in range(FOLDS)) / FOLDS)
 
 
+def refit_down(batch: ExpertBatch, settings: Settings, version: Version, first: Quantised) -> Quantised:
+    """Quantise every expert's down again, on what its quantised first matrix makes, towards the exact expert's output.
+
+    Let a be the input that the exact first matrix gives to down, and q the one that the quantised gives. The best
+    linear guess of a is (1 + M) q with M = E[(a - q) q^T] E[q q^T]^-1, so down's codes are fitted to W (1 + M), by the
+    moments of q. What the first matrix's errors do to the output is so undone as far as q tells.
+    """
+    down, values = batch.weights[1], dequantise(first, version.at(0))
+    wanted, moments = torch.empty_like(down), []
+    for i in range(len(batch.experts)):
+        product, missing = _moments_of(batch, settings.moments, i, values[i])
+        damping = RIDGE + SPARSE * len(product) / max(1, len(batch.tokens[i].learn))
+        ridge = (damping * product.diagonal().mean()).clamp(min=torch.finfo(torch.float32).tiny)
+        shift = torch.linalg.solve(product + ridge * torch.eye(len(product), device=batch.device), missing)
+        wanted[i] = down[i] + down[i] @ shift.T
+        moments.append(product)
+    return quantise(settings.method, wanted, torch.stack(moments), version, settings.zeros, 1)
+
+
+def _moments_of(batch: ExpertBatch, kind: str, expert: int, first: Tensor) -> Tensor:
+    """E[q q^T] and E[q (a - q)^T] of `refit_down`, [2, cols, cols], over the tokens of `batch_moments`."""
+    tokens, bias = batch.tokens[expert], batch.biases[expert][0]
+    cols = batch.weights[1].shape[-1]
+
+    def means(at: Tensor, gates: Tensor | None) -> Tensor:
+        sums, total = torch.zeros(2, cols, cols, device=batch.device), 0.0
+        for start in range(0, len(at), PART):
+            x = batch.gather(at[start : start + PART])
+            q = batch.forward.act(x, first, bias)
+            gate = torch.ones(len(x)) if gates is None else gates[start : start + PART]
+            weighted = (q * gate.to(batch.device)[:, None]).T
+            sums[0].addmm_(weighted, q)
+            sums[1].addmm_(weighted, batch.act(expert, x) - q)
+            total += float(gate.sum())
+        return sums.div_(max(total, torch.finfo(torch.float32).tiny))
+
+    if kind == "all":
+        return means(batch.common, None)
+    own, prior = means(tokens.learn, tokens.learn_gates if kind == "gated" else None), PRIOR * cols
+    if len(tokens.learn) >= NEGLIGIBLE * prior:
+        return own
+    return shrink(own, len(tokens.learn), means(batch.common, None), prior)
+
+
 def _measure(
-    batch: ExpertBatch, expert: int, made: dict[Version, Pair], refitted: dict[Version, Refitted | None]
+    batch: ExpertBatch,
+    expert: int,
+    made: dict[Version, Pair],
+    refitted: dict[Version, Refitted | None],
+    fit: dict[Version, Quantised],
 ) -> dict[Version, tuple[Measured, Measured]]:
-    """Measure an expert's losses at every version, on its own tokens and on others of the layer."""
+    """Measure an expert's losses at every version, on its own tokens and on others of the layer.
+
+    `fit` has down as it was fitted to the same moments as cross-fitting's rows (it may have been fitted again since).
+    """
     tokens, n = batch.tokens[expert], len(batch.tokens[expert].measure)
     clusters, around = (cluster_of(t, batch.block, batch.spare) for t in (tokens.measure, tokens.others))
     groups = clusters % GROUPS
@@ -260,7 +318,8 @@ def _measure(
         if again is not None:
             assert reads is not None and fold is not None and group is not None
             errors, gain = again
-            found = [row_errors(reads[m], group, fold, original[m], shipped[m], errors[m]) for m in range(2)]
+            compared = shipped[0], dequantise(fit[version].one(expert), version.at(1))[0]
+            found = [row_errors(reads[m], group, fold, original[m], compared[m], errors[m]) for m in range(2)]
             correction = Correction((found[0], found[1]), gain)
         own = measure(exact[:n], got[:n], tokens.gates, groups, tokens.learnt, correction)
         out[version] = own, measure(exact[n:], got[n:], rest, around % GROUPS, unlearnt, None)

@@ -82,6 +82,31 @@ def weighting() -> str:
     return table(["losses weighted by", *models], out)
 
 
+def reach() -> str:
+    """Divergence by budget, of allocations by the default weighting and by the logits."""
+    out = []
+    for model in ("tiny-qwen3-moe", "mini-qwen3-moe"):
+        rows = results(f"reach-{model}")["rows"]
+        for bits in dict.fromkeys(r["bits"] for r in rows):
+            own = {r["losses weighted by"]: r for r in rows if r["bits"] == bits}
+            cells = [f"{r['KL, mnats']:.3g}" for r in own.values()]
+            less = percent(own["logits"]["from the default, %"]) + f" ({own['logits']['its 95 %']})"
+            out.append([model, f"{bits:g}", *cells, less])
+    return table(
+        ["model", "bits of code", "gates, mnat", "logits, mnat", "uniform mix, mnat", "logits from gates"], out
+    )
+
+
+def tried() -> str:
+    """Divergence of ways of quantising, over the build's own."""
+    out = []
+    for model in ("tiny-qwen3-moe", "mini-qwen3-moe"):
+        for r in results(f"tried-{model}")["rows"]:
+            own = [model, r["version"], r["way"], f"{r['KL, mnat']:.3g}"]
+            out.append([*own, f"{r['over as built']:.3f} ± {r['+-']:.3f}" if r["+-"] else "1"])
+    return table(["model", "version", "way", "mnat a token", "over as built"], out)
+
+
 SETS = {
     "generated 1536x2048": "Qwen3-30B-A3B's gate and up, generated",
     "generated 2048x768": "its down, generated",

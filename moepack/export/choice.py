@@ -155,7 +155,7 @@ def _fitting(job: ExportJob, target: Target, size: str) -> Versions:
 
 
 def _losses(bundle: Bundle, versions: Sequence[Version]) -> list[list[list[float]]]:
-    return [expected_losses(costs, "gates") for costs in bundle_costs(bundle, versions)]
+    return [expected_losses(costs, "logits") for costs in bundle_costs(bundle, versions)]
 
 
 def _layer_losses(experts: Sequence[Sequence[float]]) -> list[float]:

@@ -35,12 +35,15 @@ class LayerCosts:
     gated: Rows
     relative: Rows
     gated_error: Rows  # standard errors of `gated`, zeros where the bundle has none
+    weighed: Rows  # `gated`, as far as it reaches the logits (`LayerTables.weighed`)
 
     @staticmethod
     def of(layer: LayerTables, columns: Sequence[int], sizes: Rows) -> LayerCosts:
         """Read a layer's tables, at the versions in these columns."""
         error = 0 * layer.gated if layer.gated_error is None else layer.gated_error
-        losses = (table[:, columns].tolist() for table in (layer.mse, layer.gated, layer.relative, error))
+        losses = (
+            table[:, columns].tolist() for table in (layer.mse, layer.gated, layer.relative, error, layer.weighed)
+        )
         return LayerCosts(layer.tokens.tolist(), layer.gate_sum.tolist(), sizes, *losses)
 
 
@@ -85,12 +88,13 @@ def expected_losses(costs: LayerCosts, weight: str) -> Rows:
     Args:
         weight: "gates": the squared error that the expert adds to the layer's output over the calibration tokens, each
             token weighted by its squared gate weight. "tokens": the squared error of the expert's own output over those
-            tokens. "none": the mean squared error. For "gates" and "tokens", each expert counts one token more than it
-            had: in use, tokens may reach an expert that calibration did not reach, and its error then counts.
+            tokens. "none": the mean squared error. "logits": as "gates", times how far each layer's error reaches the
+            logits; equal to "gates" where that was not measured. But for "none", each expert counts one token more than
+            it had: in use, tokens may reach an expert that calibration did not reach, and its error then counts.
     """
     if weight == "none":
         return costs.mse
-    table = costs.gated if weight == "gates" else costs.mse
+    table = {"gates": costs.gated, "tokens": costs.mse, "logits": costs.weighed}[weight]
     return [[(n + 1) * x for x in row] for n, row in zip(costs.tokens, table, strict=True)]
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 MOMENTS = "moments.safetensors"
 DIGESTS = "digests.json"  # of the checkpoint's files
+PROBE = "probe.safetensors"  # the text of `moepack.calibrate.logits`, token ids
 RECIPE = "recipe.yaml"  # in a stage's folder: the recipe that it quantises by
 SHARD = 4 << 30  # the most bytes of dense tensors in one file
 _WRITTEN = 1 << 24  # bytes written at once; no more of a mapped tensor is in memory

@@ -38,6 +38,7 @@ from .model_card import carried, hub_commit, hub_id, model_card
 from .recipe import Allocate, Recipe
 from .released import keep_released
 from .tasks.layer import LOSSES, file_name, join_losses
+from .tasks.logits import logits_tables
 from .work import WorkDirectory
 
 LOSSES_OF_EXPERTS = "losses.safetensors"
@@ -96,6 +97,7 @@ def assemble(
     notes = {(v, x.index): finished(work, stage, x.index) for v, stage in chosen.stages.items() for x in layers}
     parts = _dense_parts(work, record["dense"], chosen.dense) if chosen.dense else []
     dense = tuple(m for _, matrices, _ in parts for m in matrices)
+    logits = _logits(work, record, layers, chosen, reporter)
     reporter.stage("pack", len(layers) + 2)
     with BundleWriter(target, keep) as writer:
         reporter.step("dense tensors")
@@ -105,7 +107,7 @@ def assemble(
                 source = work.piece(stage, part, file_name(version.name))
                 writer.adopt(dense_file(version.name, part), source, files[version.name])
         reporter.step("tables")
-        tables = _tables(work, writer, layers, parts, chosen)
+        tables = _tables(work, writer, layers, parts, chosen, logits)
         for layer in layers:
             reporter.step(f"layer {layer.index}")
             for version, stage in chosen.stages.items():
@@ -213,6 +215,7 @@ def _tables(
     layers: Sequence[ExpertLayer],
     parts: Sequence[_DenseFiles],
     chosen: Chosen,
+    logits: Mapping[int, Path],
 ) -> CalibrationTables:
     joined = work.piece(JOINED, None, "all-dense-losses.safetensors")
     if parts:
@@ -222,13 +225,31 @@ def _tables(
     write_tables(
         writer.path(TABLES),
         {
-            x.index: (work.piece("calibrate", x.index, "statistics.safetensors"), _losses(work, x.index, chosen.stages))
+            x.index: (
+                work.piece("calibrate", x.index, "statistics.safetensors"),
+                _losses(work, x.index, chosen.stages),
+                *([logits[x.index]] if logits else []),
+            )
             for x in layers
         },
         (joined, [v.name for v in chosen.dense]) if parts else None,
     )
     writer.add(TABLES)
     return read_tables(writer.path(TABLES), layers, matrices=sum(len(matrices) for _, matrices, _ in parts))
+
+
+def _logits(
+    work: WorkDirectory,
+    record: Mapping[str, Any],
+    layers: Sequence[ExpertLayer],
+    chosen: Chosen,
+    reporter: Reporter,
+) -> dict[int, Path]:
+    """The files of the layers' tables `logits`, where the allocation weighs losses by them."""
+    how = chosen.recipe.allocation
+    if how is None or how.weight != "logits":
+        return {}
+    return logits_tables(work, record, layers, chosen.stages, JOINED, reporter)
 
 
 def _losses(work: WorkDirectory, layer: int, stages: Mapping[Version, str]) -> Path:

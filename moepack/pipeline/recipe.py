@@ -24,7 +24,7 @@ MOMENTS = ("routed", "gated", "all")
 
 ALLOCATORS = ("greedy", "prefix_split", "uniform")
 OLD_ALLOCATORS = {"milp": "greedy"}  # milp solved greedy's problem, with gains too small to measure
-WEIGHTS = ("gates", "tokens", "none")
+WEIGHTS = ("gates", "tokens", "none", "logits")
 MOST = 8  # the default of `most` is this many times `samples`
 
 # Without w8: experts at 8 bits are seldom worth their bytes over 4 bits.
@@ -41,6 +41,7 @@ class Quantize:
     loss_tokens: int = 4096
     moments: str = "routed"
     zeros: str = methods.FREE
+    refine: bool = False
 
     def size(self, version: str) -> int:
         """The group size of a version."""
@@ -86,7 +87,7 @@ class Allocate:
 
     average_bits: float  # the budget: bytes of all extents, with tables and padding, in bits per expert weight
     method: str = "greedy"  # "greedy", "prefix_split" or "uniform"
-    weight: str = "gates"  # what weights the losses in greedy: "gates", "tokens" or "none" (`allocate.expected_losses`)
+    weight: str = "gates"  # what weights the losses in greedy, one of WEIGHTS (`allocate.expected_losses`)
     dense: bool = False  # also choose versions of dense matrices, and count their bytes and weights
 
     def __str__(self) -> str:
@@ -176,6 +177,10 @@ def parse_recipe(text: str, where: str) -> Recipe:
     quantize = Quantize(**_settings(at, top.get("quantize", {}), Quantize, rules))
     if quantize.zeros == methods.SYMMETRIC and quantize.method in methods.ASYMMETRIC:
         raise InputError(f"{at}.zeros: {quantize.method} makes no symmetric codes: gptq and rtn do")
+    if not isinstance(quantize.refine, bool):
+        raise InputError(f"{at}.refine: {quantize.refine!r} is not true or false")
+    if quantize.refine and not methods.get(quantize.method).needs_moments:
+        raise InputError(f"{at}.refine: {quantize.method} fits nothing to tokens: gptq and gptqmodel do")
     size = quantize.group_size
     if isinstance(size, dict):
         _mapping(f"{at}.group_size", size, [v for v in version_names() if encoding_of(v).group_sizes])

@@ -18,7 +18,7 @@ from moepack.progress import Reporter
 from moepack.version import __version__
 
 from .allocate import check_allocation
-from .artifacts import DIGESTS, RECIPE, run_record, watched
+from .artifacts import DIGESTS, PROBE, RECIPE, run_record, save, watched
 from .bound import MAPPED, MemoryPlan, place
 from .enough import enough_windows
 from .needs import Dense, needs_of
@@ -76,6 +76,7 @@ def start(
 ) -> LayerWalk:
     """Open a walk that calibrates, in `memory` bytes. `keep` saves activations, from which another run can resume."""
     from moepack.calibrate.checkpoint import open_checkpoint
+    from moepack.calibrate.logits import probe
 
     recipe = with_text(recipe)
     with reporter.hub_bars():
@@ -84,6 +85,8 @@ def start(
     from moepack.calibrate.stream import StreamedModel
 
     stream = StreamedModel(opened, device)
+    if memory is not None and recipe.allocation is not None and recipe.allocation.weight == "logits":
+        raise InputError("allocation.weight: logits takes a pass that --memory does not count: leave one of them out")
     keeps_mtp = recipe.mtp == "keep" and bool(stream.mtp)
     recipe, dense = named(stream, recipe, reporter)
     announce(stream, recipe, [m for part in dense.values() for m in part], reporter)
@@ -113,6 +116,7 @@ def start(
     record = _record(stream, recipe, sources, windows, keeps_mtp) | {"dense": list(dense)}
     replace_file(directory.path / "run.json", json.dumps(record, indent=1).encode())
     _begin_quantize(directory, "quantize", recipe, fresh)
+    save(directory.piece("calibrate", None, PROBE), {"ids": probe(windows.ids)})
     return LayerWalk(directory, stream, recipe, windows.ids, dense, how, reporter, keep=keep)
 
 
@@ -293,6 +297,8 @@ def quantize_settings(recipe: Recipe) -> dict[str, Any]:
 
     by_recipe = asdict(recipe.quantize)
     del by_recipe["group_size"]  # each version's record has it
+    if not recipe.quantize.refine:  # older work directories do not have it
+        del by_recipe["refine"]
     return by_recipe | {
         "versions": [v.record() for v in recipe.version_specs()],
         "estimate of losses": ESTIMATE,

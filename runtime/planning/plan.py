@@ -226,7 +226,7 @@ def calibration(bundle: Bundle, ladders: Sequence[Placements]) -> tuple[list[lis
 
     Losses with standard errors are used as they are: for rarely used experts they lean on the layer's already. Without
     standard errors, the layer's mean counts as `FEW` more tokens of each expert. An absent expert loses all of its
-    output.
+    output. Losses are multiplied by how far they reach the logits, where the bundle says (`LayerTables.reach`).
 
     Returns:
         Tokens routed to each expert plus one, [layers][experts]. For each ladder and layer, the squared error a token
@@ -236,7 +236,7 @@ def calibration(bundle: Bundle, ladders: Sequence[Placements]) -> tuple[list[lis
     losses: list[list[Floats]] = [[] for _ in ladders]
     for layer in tables.layers:
         tokens = layer.tokens.astype("float64")[:, None] + 1
-        gated = layer.gated.astype("float64")
+        gated = layer.weighed
         relative = layer.relative.astype("float64")
         shares = np.divide(gated, relative, out=np.zeros_like(gated), where=relative > 0)
         known = np.concatenate([gated, shares.max(1, keepdims=True)], 1)  # the last column: absent

@@ -81,7 +81,8 @@ def batch_settings(recipe: Recipe) -> Settings:
     from moepack.quantize.expert_batch import Settings
 
     q = recipe.quantize
-    return Settings(q.method, lossy(recipe.version_specs()), q.min_tokens, q.loss_tokens, q.moments, zeros=q.zeros)
+    versions = lossy(recipe.version_specs())
+    return Settings(q.method, versions, q.min_tokens, q.loss_tokens, q.moments, zeros=q.zeros, refine=q.refine)
 
 
 def observation_digest(observation: Observation) -> str:

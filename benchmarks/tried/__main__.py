@@ -1,0 +1,77 @@
+"""What lowers a version's divergence in building, and what does not, in one run.
+
+    python -m benchmarks.tried [--checkpoint MODEL --calibration FILE... --data FILE...]
+
+Every expert is quantised at one version, in one way after another (`ways.WAYS`). Shown are the divergence from the
+exact model, its ratio to that of the first way (a build's) with a 95 % interval over windows of text, and the seconds
+that the way took. Without arguments: the model and texts in examples/.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.common import Target, finish, model_arguments, texts
+from benchmarks.decoding import Mean
+from benchmarks.peers.quality import LENGTH, divergence_of, log_probabilities, replaced
+from moepack.calibrate.text.windows import calibration_windows, load_tokenizer
+from moepack.pack.spec import Version
+from moepack.runtime.patches import quiet_libraries
+
+from .ways import WAYS, Way, of_model
+
+
+def main() -> None:
+    """Parse arguments, quantise, measure, print."""
+    parser = model_arguments(__doc__, 384)
+    parser.add_argument("--windows", type=int, default=96, help=f"windows of {LENGTH} tokens to measure on")
+    parser.add_argument("--versions", nargs="+", default=["w4", "w3", "w2", "w1"])
+    parser.add_argument(
+        "--ways", nargs="+", type=int, default=list(range(len(WAYS))), help="by number; 0 is the build's"
+    )
+    args = parser.parse_args()
+    quiet_libraries()
+    calibration, data = texts(args)
+    samples, windows = (16, 6) if args.quick else (args.samples, args.windows)
+    versions = ["w2"] if args.quick else args.versions
+    ways = [WAYS[i] for i in ([0, 1, 3] if args.quick else args.ways)]
+    tokenizer = load_tokenizer(args.checkpoint)
+    learn, ids = (
+        calibration_windows(t, tokenizer, n, 256, 0).ids for t, n in ((calibration, samples), (data, windows))
+    )
+    rows: list[dict[str, Any]] = []
+    for name in versions:
+        rows += _rows(args.checkpoint, learn, ids, Version.of(name, 64), ways)
+    best = min((r["over as built"] for r in rows if r["way"] != ways[0].name), default=1.0)
+    target = Target("divergence of the best way over a build's", best, 0.98, "lower")
+    what = f"divergence of {args.checkpoint.name} from its exact self, every expert at one version"
+    finish(what, list(rows[0]), rows, [target], args.json)
+
+
+def _rows(checkpoint: Any, learn: torch.Tensor, ids: torch.Tensor, version: Version, ways: list[Way]) -> Any:
+    """One row a way."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, experts_implementation="eager")
+    reference, out, first = log_probabilities(model, ids), list[dict[str, Any]](), list[float]()
+    weights = [w for layer in model.model.layers for w in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj)]
+    for way in ways:
+        began = time.perf_counter()
+        values = of_model(checkpoint, learn, version, way)
+        seconds = time.perf_counter() - began
+        with replaced([w.data for w in weights], [v for pair in values for v in pair]):
+            found = divergence_of(model, ids, reference)
+        first = first or found
+        ratio = sum(found) / sum(first)
+        rest = Mean.of([a - ratio * b for a, b in zip(found, first, strict=True)])
+        row = {"version": version.name, "way": way.name, "KL, mnat": 1e3 * Mean.of(found).value, "over as built": ratio}
+        out.append(row | {"+-": rest.half * len(first) / sum(first), "seconds": seconds})
+        print(", ".join(f"{k} {v:.4g}" if isinstance(v, float) else str(v) for k, v in out[-1].items()), flush=True)
+    return out
+
+
+if __name__ == "__main__":
+    main()

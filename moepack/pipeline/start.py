@@ -22,7 +22,7 @@ from .artifacts import DIGESTS, RECIPE, run_record, watched
 from .bound import MAPPED, MemoryPlan, place
 from .enough import enough_windows
 from .needs import Dense, needs_of
-from .recipe import Recipe, TextSource, parse_recipe, with_native, with_text
+from .recipe import Recipe, TextSource, check_rotation, parse_recipe, with_native, with_text
 from .released import announce
 from .run import LayerWalk
 from .tasks.result import THREADS
@@ -228,6 +228,7 @@ def named(
     for matrix in kept:
         found.setdefault(matrix.layer, []).append(matrix)
     layers = list(stream.expert_layers.values())
+    check_rotation(recipe, layers)
     check_allocation(recipe.allocation, layers, recipe.version_specs(), kept, recipe.dense_specs())
     return recipe, found
 
@@ -292,7 +293,7 @@ def quantize_settings(recipe: Recipe) -> dict[str, Any]:
     from moepack.quantize.losses import ESTIMATE
 
     by_recipe = asdict(recipe.quantize)
-    del by_recipe["group_size"]  # each version's record has it
+    del by_recipe["group_size"], by_recipe["rotate"]  # each version's record has them
     return by_recipe | {
         "versions": [v.record() for v in recipe.version_specs()],
         "estimate of losses": ESTIMATE,

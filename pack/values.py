@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .codec.bits import Buffer, bf16_to_float32
-from .codec.rotation import plain_weights
+from .codec.rotation import turned_back
 from .errors import BundleError, CodecError
 from .spec import Matrix, Version
 
@@ -45,7 +45,7 @@ class Expert:
     def _parts(self) -> Iterator[tuple[str, _Exact]]:
         """Yield the name and value of each weight and bias, float32 or BF16 bits."""
         for i, (matrix, value) in enumerate(zip(self.matrices, Expert.decode(self), strict=True)):
-            yield matrix.name, plain_weights(self.version, i, self.version.at(i).dequantise(value))
+            yield matrix.name, turned_back(self.version, i, self.version.at(i).dequantise(value))
             if value.bias is not None:
                 yield "bias" if matrix.name == "weight" else f"{matrix.name}.bias", value.bias
 

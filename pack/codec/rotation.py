@@ -55,6 +55,6 @@ def rotate(x: Any, rotation: Rotation, back: bool = False) -> Any:
     return out
 
 
-def plain_weights(version: Version, matrix: int, stored: Any) -> Any:
+def turned_back(version: Version, matrix: int, stored: Any) -> Any:
     """The weights [rows, cols] that multiply plain inputs, of those that `version.at(matrix).dequantise` gave."""
     return rotate(stored, version.rotation, back=True) if matrix == 1 and version.rotation is not None else stored

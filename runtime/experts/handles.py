@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moepack.pack.codec.rotation import plain_weights
+from moepack.pack.codec.rotation import turned_back
 from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer, Version
 from moepack.runtime.kernels.forms import compiled, handle, make_forms
@@ -196,7 +196,7 @@ class Snapshot:
             return made.weights[matrix].to(dtype)
         sections, m = self.of.sections[made.version.name][matrix], self.of.layer.matrices[matrix]
         stored = dequantise(made.extent, sections, m, made.version.at(matrix), torch.float32)
-        plain: Tensor = plain_weights(made.version, matrix, stored)
+        plain: Tensor = turned_back(made.version, matrix, stored)
         return plain.to(dtype)
 
     def bias(self, expert: int, matrix: int, dtype: torch.dtype) -> Tensor | None:

@@ -17,7 +17,7 @@ from ..encodings.base import Rotation, Version
 
 @lru_cache(maxsize=64)
 def signs(cols: int, seed: int) -> npt.NDArray[np.float32]:
-    """The sign of each column, 1 or -1, float32 [cols], read-only: the lowest bit of Murmur3's mix of seed and column."""
+    """The sign of each column, 1 or -1, float32 [cols], read-only: bit 0 of Murmur3's mix of seed and column."""
     h = (seed + np.arange(cols, dtype=np.uint64) * 0x9E3779B9).astype(np.uint32)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         h = (h ^ h >> np.uint32(shift)) * np.uint32(factor)

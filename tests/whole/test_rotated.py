@@ -109,7 +109,7 @@ def test_kernels_rotate_the_slots_of_rotated_experts(block: int, cols: int, dtyp
 
 
 def test_a_bundle_of_them(made: Path) -> None:
-    """Built, verified and measured: less loss at every width; the manifest says how, and the second reader reads it."""
+    """Built, verified, measured: less loss at every width. The manifest says how, and the second reader reads it."""
     assert verify(made / "rotated") == []
     plain, rotated = (open_bundle(made / name) for name in ("plain", "rotated"))
     assert {v.name: v.rotation for v in rotated.versions} == {"bf16": None} | dict.fromkeys(WIDTHS, Rotation(64, 0))
@@ -120,12 +120,14 @@ def test_a_bundle_of_them(made: Path) -> None:
     assert max(gain) < 0.99 and max(gain[3:]) < 0.95, loss
     facts = inspect(made / "rotated")
     assert facts["versions"]["w2"]["rotated"] == 64 and facts["versions"]["bf16"]["rotated"] == 0
-    assert "down of w4, w3, w2d3, w2, w1 multiplies rotated inputs" in " ".join(cli("inspect", made / "rotated")[1].split())
+    said = " ".join(cli("inspect", made / "rotated")[1].split())
+    assert "down of w4, w3, w2d3, w2, w1 multiplies rotated inputs" in said
     manifest = reader.read_manifest(made / "rotated")
     for position, version in ((0, "w4"), (1, "w2d3")):
         layer = manifest["layers"][position]
         described = next(v for v in manifest["versions"] if v["name"] == version)
-        theirs = reader.values(reader.read_extent(made / "rotated", manifest, version, layer["index"], 5), layer, described)
+        extent = reader.read_extent(made / "rotated", manifest, version, layer["index"], 5)
+        theirs = reader.values(extent, layer, described)
         ours = rotated.expert(version, layer["index"], 5).numpy()
         for a, b in zip(ours.values(), theirs, strict=True):
             assert np.allclose(a, np.array(b), rtol=0, atol=2e-7 * np.abs(a).max())

@@ -6,8 +6,8 @@
 Of the same weights and second moments, each scheme gives values. They are compared by relative output error on
 held-out tokens, gate and up apart from down, and by the divergence of a model that computes in float32 with them. The
 last columns are that divergence over the one of `w4` to `w1`, in groups of 64, at as many bits (between two widths
-log-linear), and, of versions whose down is rotated, over the plain version's. ggml's types get the moments' diagonal as importance; they are left out where llama-cpp-python is not
-installed for benchmarks.peers.
+log-linear), and, of versions whose down is rotated, over the plain version's. ggml's types get the moments' diagonal as
+importance; they are left out where llama-cpp-python is not installed for benchmarks.peers.
 """
 
 from __future__ import annotations

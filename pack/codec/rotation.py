@@ -35,8 +35,11 @@ def rotate(x: Any, rotation: Rotation, back: bool = False) -> Any:
     """Rotate the rows of x [..., cols], or turn rotated ones `back`; a new array, float32 as x.
 
     `x` is a NumPy array or a torch tensor, contiguous: inputs, or weights, of which W x = rotate(W) rotate(x).
+    Raises ValueError for columns that are not whole blocks.
     """
-    sign = signs(x.shape[-1], rotation.seed)
+    if x.shape[-1] % rotation.block:
+        raise ValueError(f"{x.shape[-1]} columns are not whole blocks of {rotation.block}")
+    sign: Any = signs(x.shape[-1], rotation.seed)
     if not isinstance(x, np.ndarray):
         import torch
 

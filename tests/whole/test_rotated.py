@@ -70,6 +70,8 @@ def test_products_stay_and_wrong_rotations_show(block: int, cols: int) -> None:
         return float((got - want).norm() / want.norm())
 
     assert error(right) < 1e-6
+    with pytest.raises(ValueError, match="are not whole blocks of"):
+        rotate(x[:, 1:].contiguous(), right)
     others = [replace(right, seed=8), *(replace(right, block=b) for b in BLOCKS if b != block and cols % b == 0)]
     assert all(error(other) > 0.5 for other in others)
 
@@ -145,23 +147,28 @@ def served(bundle: Path, policy: str, dtype: str) -> tuple[torch.Tensor, SimpleN
     return logits, SimpleNamespace(module=module, experts=module._moepack.current, model=model)
 
 
+@pytest.mark.parametrize("kernels", ["native", "triton"])
 @pytest.mark.parametrize(("dtype", "near"), [("float32", 1e-5), ("bfloat16", 0.02)])
-def test_layers_that_mix_rotated_and_plain_experts(made: Path, tmp_path: Path, dtype: str, near: float) -> None:
-    """Kernels against weights turned back, with few tokens, as in decoding, and with many."""
+def test_layers_that_mix_rotated_and_plain_experts(
+    made: Path, tmp_path: Path, dtype: str, near: float, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels against weights turned back: with few tokens, as in decoding, and with many."""
+    if kernels == "triton":
+        pytest.importorskip("gpu_stand_in").kernels(monkeypatch)
     layers = open_bundle(made / "rotated").layers
     names = ("bf16", *WIDTHS)
     chosen = [[names[(e + i) % len(names)] for e in range(layer.experts)] for i, layer in enumerate(layers)]
     (tmp_path / "map.json").write_text(f'{{"versions": {str(chosen).replace(chr(39), chr(34))}}}')
     _, at = served(made / "rotated", f"static:{tmp_path / 'map.json'}", dtype)
     g, layer = torch.Generator().manual_seed(0), layers[0]
-    for tokens in (1, 5, 300):
+    for tokens in (1, 5, 300) if kernels == "native" else (1, 20):
         x = torch.randn(tokens, layer.matrices[0].cols, generator=g).to(getattr(torch, dtype))
         index = torch.stack([torch.randperm(layer.experts, generator=g)[:2] for _ in range(tokens)])
         gates = torch.rand(tokens, 2, generator=g)
         with torch.no_grad():
             got = at.module(x, index, gates).float()
             want = reference_forward(LayerCall(at.module, at.experts, x.float(), index, gates))
-        assert at.experts.of.backend == "native" and float((got - want).norm() / want.norm()) < near
+        assert at.experts.of.backend == kernels and float((got - want).norm() / want.norm()) < near
 
 
 def test_served_logits_have_less_error(made: Path) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..codec.bits import Buffer
 
 Part = tuple[str, tuple[int, ...], int]  # a section that has no offset yet: kind, shape, bytes of an element
-BLOCKS = (16, 32, 64, 128, 256)  # columns that a rotation may mix; with 256 a weight's error is spread well enough
+BLOCKS = (16, 32, 64, 128, 256)  # columns that a rotation may mix: few enough for a first cache
 SEEDS = 1 << 32
 ROTATED_SINCE = 5  # the first version of the format with rotations
 

@@ -8,13 +8,14 @@ bytes do not grow with a layer's experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moepack.pack.spec import ExpertLayer, Version, encoding_of, version_names
+from moepack.pack.codec.rotation import rotate
+from moepack.pack.spec import ExpertLayer, Rotation, Version, encoding_of, version_names
 
 from .crossfit import FOLDS, cluster_of, refit, row_errors
 from .grid import Quantised, dequantise
@@ -155,7 +156,12 @@ def expert_batches(layer: ExpertLayer, settings: Settings) -> list[range]:
 
 
 def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[ExpertVersion]]:
-    """Quantise a batch at every width and measure it; yields each expert's entries, one for each version."""
+    """Quantise a batch at every width and measure it; yields each expert's entries, one for each version.
+
+    Raises ValueError for versions that differ in their rotation: they share moments and fitted rows.
+    """
+    (turn,) = {v.rotation for v in settings.versions} or {None}
+    batch = batch if turn is None else _rotated(batch, turn)
     makers = {v: method_for(settings.method, v) for v in settings.versions}
     reading = [v for v, maker in makers.items() if maker.needs_moments]
     moments: tuple[list[ExpertMoments], list[ExpertMoments]] = (
@@ -190,6 +196,19 @@ def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[Expe
         known = {v: refitted.get((i, v)) for v, maker in makers.items() if chosen[v][1][i] == maker.name}
         found = _measure(batch, i, {v: pair for v, (pair, _) in chosen.items()}, known, fit)
         yield [ExpertVersion(e, v, pair, names[i], *found[v], i) for v, (pair, names) in chosen.items()]
+
+
+def _rotated(batch: ExpertBatch, rotation: Rotation) -> ExpertBatch:
+    """The batch with `down` and its inputs rotated: its outputs are the same, its moments those of rotated inputs."""
+    act = batch.forward.act
+
+    def turned(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        made = act(x, weight, bias)
+        return rotate(made.float(), rotation).to(made.dtype)  # type: ignore[no-any-return]
+
+    first, second = batch.weights
+    down = torch.stack([rotate(w, rotation) for w in second])  # singly, for its working copies
+    return replace(batch, weights=(first, down), forward=replace(batch.forward, act=turned))
 
 
 def batch_moments(batch: ExpertBatch, kind: str) -> tuple[list[ExpertMoments], list[ExpertMoments]]:

@@ -310,8 +310,36 @@ def released() -> Any:
     return figure
 
 
+def divergence() -> Any:
+    """What a bit costs in divergence: as many bits everywhere, one more in down, and both with down rotated."""
+    import matplotlib.pyplot as plt
+
+    rows = [r for r in results("rotated")["rows"] if r["model"] == "tiny-qwen3-moe"]
+    figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")
+    plain_axes(axis)
+    for more, turned, colour, mark, label in (
+        (False, False, THEIRS, "s-", "as many bits in every matrix"),
+        (False, True, THEIRS, "s--", "the same, down rotated"),
+        (True, False, OURS, "o-", "one bit more in down"),
+        (True, True, OURS, "o--", "the same, down rotated"),
+    ):
+        mine = [
+            r for r in rows if ("d" in r["encoding"].split()[0], r["encoding"].endswith("rotated")) == (more, turned)
+        ]
+        axis.plot([r["bits/weight"] for r in mine], [r["KL, mnat"] for r in mine], mark, color=colour, linewidth=2,
+                  markersize=8, markerfacecolor=PAPER if turned else colour, label=label)  # fmt: skip
+    axis.set_yscale("log")
+    axis.set_yticks([1, 3, 10, 30, 100], ["1", "3", "10", "30", "100"])
+    axis.set_xlabel("bits a weight, tables included", fontsize=15, color=INK)
+    axis.set_title(
+        "Divergence of tiny-qwen3-moe, thousandths of a nat", fontsize=15, color=INK, loc="left", weight="bold"
+    )
+    axis.legend(fontsize=13, frameon=False, labelcolor=INK)
+    return figure
+
+
 PICTURES: dict[str, Callable[[], Any]] = {
-    f.__name__: f for f in (bundle, process, bits, budgets, peers, policies, released, limited)
+    f.__name__: f for f in (bundle, process, bits, divergence, budgets, peers, policies, released, limited)
 }
 
 

@@ -5,9 +5,9 @@
 
 Of the same weights and second moments, each scheme gives values. They are compared by relative output error on
 held-out tokens, gate and up apart from down, and by the divergence of a model that computes in float32 with them. The
-last column is that divergence over the one of `w4` to `w1`, in groups of 64, at as many bits (between two widths
-log-linear). ggml's types get the moments' diagonal as importance; they are left out where llama-cpp-python is not
-installed for benchmarks.peers.
+last columns are that divergence over the one of `w4` to `w1`, in groups of 64, at as many bits (between two widths
+log-linear), and, of versions whose down is rotated, over the plain version's. ggml's types get the moments' diagonal as
+importance; they are left out where llama-cpp-python is not installed for benchmarks.peers.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from benchmarks.peers.worker import PeerError, Worker
 from . import schemes
 from .measure import PARTS, of_generated, of_model
 
-RATIO = "of today's at these bits"
-MORE = ("libraries", "ideas", "generated")  # generated: matrices in place of models
+RATIO, PLAIN = "of today's at these bits", "of the plain version's"
+MORE = ("libraries", "ideas", "rotated", "generated")  # generated: matrices in place of models
 
 
 def main() -> None:
@@ -42,11 +42,12 @@ def main() -> None:
     args = parser.parse_args()
     calibration = args.calibration or [str(EXAMPLES / "text" / "calibration.jsonl")]
     data = args.data or [str(EXAMPLES / "text" / "evaluation.jsonl")]
-    parts = args.part or list(MORE if args.quick else MORE[:2])
+    parts = args.part or list(MORE if args.quick else MORE[:3])
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         every = [*schemes.today(), *schemes.built()]
+        every += schemes.rotated() if "rotated" in parts else ()
         if "libraries" in parts and not args.quick:
             every += [scheme for method in ("gptqmodel", "hqq") for scheme in schemes.others(method)]
             if (llama := ggml(stack, scratch)) is not None:
@@ -59,8 +60,9 @@ def main() -> None:
             rows += of_model(checkpoint, calibration, data, windows, every)
         shapes = ((128, 256), (256, 128)) if args.quick else ((768, 2048), (2048, 768))
         for kind in ("normal", "heavy", "outliers") if "generated" in parts else ():
-            rows += of_generated(kind, shapes, [*schemes.today(), *schemes.built(), *ideas])
-    columns = ["model", "who", "encoding", "bits/weight", *(f"error {p}" for p in PARTS), "KL, mnat", "+-", RATIO]
+            rows += of_generated(kind, shapes, [*schemes.today(), *schemes.built(), *schemes.rotated(), *ideas])
+    errors = [f"error {p}" for p in PARTS]
+    columns = ["model", "who", "encoding", "bits/weight", *errors, "KL, mnat", "+-", RATIO, PLAIN]
     finish("Error and divergence by bits", columns, rows, targets(rows), args.json)
 
 
@@ -83,6 +85,8 @@ def targets(rows: list[dict[str, Any]]) -> list[Target]:
         for width, mixed in zip(schemes.TODAY, schemes.MIXED, strict=True):
             name = f"{model}: divergence of {mixed} over {width}'s at as many bits"
             out.append(Target(name, found[mixed], 0.8, "lower"))
+        turned = [r for r in rows if r["model"] == model and PLAIN in r]
+        out += [Target(f"{model}: divergence of {r['encoding']} over plain", r[PLAIN], 1.0, "lower") for r in turned]
     return out
 
 

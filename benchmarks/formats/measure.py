@@ -15,7 +15,7 @@ from benchmarks.decoding import Mean
 from benchmarks.peers.quality import LENGTH, Watched, divergence_of, errors, log_probabilities, replaced, watched
 from benchmarks.quantise import ENOUGH, Case
 
-from .schemes import TODAY, Scheme
+from .schemes import TODAY, TURNED, Scheme
 
 PARTS = ("gate, up", "down")
 Rows = list[dict[str, Any]]
@@ -79,18 +79,24 @@ def _error(learn: Sequence[Watched], held: Sequence[Watched], matrix: int, made:
 def _compare(rows: Rows, by_window: Mapping[str, Sequence[float]]) -> None:
     """Add each divergence over that of today's versions at as many bits: between two of them, and beyond, log-linear.
 
-    The interval is for the windows, each compared with itself.
+    Of a rotated version also over that of the plain one.
     """
     known = {row["encoding"]: row["bits/weight"] for row in rows if row["who"] == "moepack"}
     anchors = [(known[name], by_window[f"moepack {name}"]) for name in reversed(TODAY)]
     for row in rows:
         own = by_window.get(f"{row['who']} {row['encoding']}")
         if own is not None:
-            beside = at_bits(anchors, row["bits/weight"])
-            ratio = sum(own) / sum(beside)
-            rest = [a - ratio * b for a, b in zip(own, beside, strict=True)]
-            row["of today's at these bits"] = ratio
-            row["ratio +-"] = Mean.of(rest).half / statistics.fmean(beside)
+            row["of today's at these bits"], row["ratio +-"] = _ratio(own, at_bits(anchors, row["bits/weight"]))
+            if row["encoding"].endswith(TURNED):
+                plain = by_window[f"{row['who']} {row['encoding'].removesuffix(TURNED)}"]
+                row["of the plain version's"], row["plain +-"] = _ratio(own, plain)
+
+
+def _ratio(own: Sequence[float], beside: Sequence[float]) -> tuple[float, float]:
+    """A sum over another, and half of its 95 % interval: each window is compared with itself."""
+    ratio = sum(own) / sum(beside)
+    rest = [a - ratio * b for a, b in zip(own, beside, strict=True)]
+    return ratio, Mean.of(rest).half / statistics.fmean(beside)
 
 
 def at_bits(anchors: Sequence[tuple[float, Sequence[float]]], bits: float) -> list[float]:

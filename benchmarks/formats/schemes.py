@@ -13,16 +13,18 @@ from torch import Tensor
 
 from benchmarks.peers.ggml_types import TYPES
 from benchmarks.peers.worker import Worker
+from moepack.pack.codec.rotation import rotate
 from moepack.pack.spec import Matrix, Version
 from moepack.quantize.grid import dequantise
 from moepack.quantize.methods import DEFAULT, quantise_all
 
-from .trial import Trial, gaussian_levels
+from .trial import Trial, gaussian_levels, largest_rotation, rotated_moments
 
 GROUP = 64  # of today's versions
 WIDTHS = (4, 3, 2, 1)
 TODAY = tuple(f"w{b}" for b in WIDTHS)
 MIXED = ("w4d5", "w3d4", "w2d3", "w1d2")
+TURNED = " rotated"  # behind a version's name
 GGML = ("Q4_K", "IQ4_XS", "IQ4_NL", "Q3_K", "IQ3_S", "IQ3_XXS", "Q2_K", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S")
 
 
@@ -48,8 +50,8 @@ class Scheme:
         return cols % self.sides[matrix].block == 0
 
 
-def of_version(who: str, name: str, group: int = 0, method: str = DEFAULT) -> Scheme:
-    """A version of moepack's, made by a method."""
+def of_version(who: str, name: str, group: int = 0, method: str = DEFAULT, rotated: bool = False) -> Scheme:
+    """A version of moepack's, made by a method; `rotated`: its down for rotated inputs."""
     version = Version.of(name, group)
 
     def size(matrix: int, cols: int) -> float:
@@ -57,11 +59,14 @@ def of_version(who: str, name: str, group: int = 0, method: str = DEFAULT) -> Sc
         return 8 * sum(s.size for s in version.at(matrix).sections((m,))) / m.weights
 
     def values(matrix: int, weight: Tensor, moments: Tensor) -> Tensor:
-        made = quantise_all(method, weight, moments, [version], matrix=matrix)[version]
-        return dequantise(made, version.at(matrix))
+        turn = largest_rotation(weight.shape[-1]) if rotated and matrix == 1 else None
+        if turn is not None:
+            weight, moments = rotate(weight, turn), rotated_moments(moments, turn)
+        made = dequantise(quantise_all(method, weight, moments, [version], matrix=matrix)[version], version.at(matrix))
+        return made if turn is None else rotate(made, turn, back=True)
 
     first, second = (Side(partial(size, m), partial(values, m)) for m in range(2))
-    return Scheme(who, name, (first, second))
+    return Scheme(who, f"{name}{TURNED * rotated}", (first, second))
 
 
 def of_trials(name: str, first: Trial, down: Trial) -> Scheme:
@@ -94,6 +99,14 @@ def built() -> Iterator[Scheme]:
         yield of_version("moepack", name)
 
 
+def rotated() -> Iterator[Scheme]:
+    """All of these with a rotated down."""
+    for name in TODAY:
+        yield of_version("moepack", name, GROUP, rotated=True)
+    for name in MIXED:
+        yield of_version("moepack", name, rotated=True)
+
+
 def others(method: str) -> Iterator[Scheme]:
     """Today's grids by a library."""
     for name in TODAY[:3]:
@@ -110,7 +123,6 @@ def ideas(bits: int) -> Iterator[Scheme]:
     def turned(trial: Trial) -> Trial:
         return replace(trial, rotated=True)
 
-    yield of_trials(f"w{bits}, down rotated", plain, turned(plain))
     if bits == 2:
         yield of_trials(f"w{bits}, both rotated", turned(plain), turned(plain))
     yield of_trials(f"w{bits}, groups of 128, no zero points", bare, bare)
@@ -132,5 +144,4 @@ def ideas(bits: int) -> Iterator[Scheme]:
         # Beside the idea without zero points: what share of the divergence down makes.
         name = f"w{bits}, groups of 128, no zero points, gate and up of {bits + 1} bits"
         yield of_trials(name, replace(bare, bits=bits + 1), bare)
-    yield of_trials(f"w{bits}d{bits + 1}, down rotated", wide, turned(more))
     yield of_trials(f"w{bits}d{bits + 1}, trellis, down rotated", coded_wide, turned(replace(more, trellis=True)))

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moepack.pack.spec import Version
+from moepack.pack.codec.rotation import rotate
+from moepack.pack.spec import BLOCKS, Rotation, Version
 from moepack.quantize.factor import factor
 from moepack.quantize.gptq import SWEEPS
 from moepack.quantize.grid import fix_scale
@@ -20,7 +21,6 @@ from moepack.quantize.lanes import Lanes, search
 from . import trellis
 
 SUPER = 8  # groups that share a BF16 scale, where those of groups have fewer bits
-ROTATED = 256  # the most columns that a rotation mixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +45,20 @@ class Trial:
         """Quantise float32 [experts, rows, cols] by moments [experts, cols, cols]; the values that come back."""
         if not self.rotated:
             return _Fit(self, weight, moments).run()
-        turn = rotation(weight.shape[-1])
-        return _Fit(self, weight @ turn.T, turn @ moments @ turn.T).run() @ turn
+        turn = largest_rotation(weight.shape[-1])
+        made = _Fit(self, rotate(weight, turn), rotated_moments(moments, turn)).run()
+        return rotate(made, turn, back=True)  # type: ignore[no-any-return]
 
 
-def rotation(cols: int, seed: int = 0) -> Tensor:
-    """The orthogonal matrix [cols, cols] that an input is multiplied by: blocks of the greatest power of two."""
-    size, turn = min(cols & -cols, ROTATED), torch.ones(1, 1)
-    while len(turn) < size:
-        turn = torch.cat([torch.cat([turn, turn], 1), torch.cat([turn, -turn], 1)])
-    signs = torch.randint(0, 2, (cols,), generator=torch.Generator().manual_seed(seed)) * 2.0 - 1
-    blocks: Tensor = torch.block_diag(*[turn / size**0.5] * (cols // size))
-    return blocks * signs
+def largest_rotation(cols: int) -> Rotation:
+    """The rotation of inputs of so many columns in the largest blocks that there are."""
+    return Rotation(min(cols & -cols, BLOCKS[-1]))
+
+
+def rotated_moments(moments: Tensor, rotation: Rotation) -> Tensor:
+    """Second moments [experts, cols, cols] of rotated inputs."""
+    rows = rotate(moments, rotation).mT.contiguous()
+    return rotate(rows, rotation)  # type: ignore[no-any-return]
 
 
 def gaussian_levels(bits: int) -> tuple[float, ...]:

@@ -9,7 +9,8 @@ lie in huge pages where the system gives them (`--pages 4k`: in small ones, whos
 turns; lower quartiles, because medians on a machine that others use are times of waiting for it, and of one thread its
 own time. Decode walks through more experts than caches hold. `--checkpoint` (default: the one in examples/) is built
 into a bundle, rounded to nearest, and served end to end beside transformers' own experts implementations. `--version`
-leaves that and torch's side out.
+leaves that and torch's side out. `--rotated` measures the named versions beside the same ones whose down multiplies
+rotated inputs.
 """
 
 from __future__ import annotations
@@ -47,7 +48,14 @@ BESIDE = {
 
 
 def measure(
-    shape: str, tokens: int, runs: int, caches: int, mixed: bool, pages: str, versions: Sequence[str] = ()
+    shape: str,
+    tokens: int,
+    runs: int,
+    caches: int,
+    mixed: bool,
+    pages: str,
+    versions: Sequence[str] = (),
+    rotated: bool = False,
 ) -> list[dict[str, Any]]:
     """A row a version (bf16 and those of `versions`, or all), and one for a layer whose experts are in all of them."""
     from moepack.runtime.experts.cpu import forward
@@ -72,13 +80,14 @@ def measure(
     module, work = Module(), {}
     clock = _clock()
 
-    def layer_of(versions: list[str]) -> Callable[[int], object]:
-        layer = Layer(matrices, experts)
+    def layer_of(versions: list[str], rotate: bool = False) -> Callable[[int], object]:
+        layer = Layer(matrices, experts, rotate)
 
         def run(i: int) -> object:
             for k, e in enumerate(used):
                 pool = pools[versions[k]]
-                layer.use(e, pool, (i * len(used) + k) % len(pool))
+                far = len(pool) // 2 * rotate  # from those that the plain layer has just brought into the caches
+                layer.use(e, pool, (i * len(used) + k + far) % len(pool))
             began = clock()
             forward(LayerCall(module, layer, x, index, gates))  # type: ignore[arg-type]
             spent.append(clock() - began)
@@ -119,6 +128,8 @@ def measure(
 
     for name, pool in pools.items():
         work[name] = layer_of([name] * len(used))
+        if rotated and not pool.version.holds:
+            work[f"{name} rotated"] = layer_of([name] * len(used), rotate=True)
         work[f"read {name}"] = reading(pool)
     if mixed:
         names = itertools.cycle([v.name for v in VERSIONS])
@@ -128,13 +139,17 @@ def measure(
         work["torch"] = torch_run()
     with torch.inference_mode():
         for i in range(runs + 1):
-            for one in work.values():
+            for one in list(work.values())[:: -1 if rotated and i % 2 else 1]:  # each as often after the other
                 one(i)
     seconds = {name: lower_quartile(one.spent[1:]) for name, one in work.items()}  # type: ignore[attr-defined]
     rows = []
     for name, pool in pools.items():
         rows.append(_row(shape, name, tokens, seconds[name], seconds.get("torch"), seconds[f"read {name}"]))
         rows[-1]["MB"] = pool.size * len(used) / 1e6
+        if (turned := f"{name} rotated") in seconds:
+            rows.append(_row(shape, turned, tokens, seconds[turned], None, seconds[f"read {name}"]))
+            rows[-1]["over plain"] = seconds[turned] / seconds[name]
+            continue
         if (peer := BESIDE.get(name)) in pools:
             own, others = seconds[name] / pool.size, seconds[peer] / pools[peer].size
             rows[-1]["a byte's time over"] = own / others
@@ -254,6 +269,8 @@ def judged(rows: Sequence[dict[str, Any]]) -> list[Target]:
             targets.append(Target(f"{name}: over torch's BF16, ambition", r["speed-up"], ambition, "higher"))
             targets.append(Target(f"{name}: time over the bytes floor", r["over floor"], 2.0, "lower"))
             targets.append(Target(f"{name}: time over the bytes floor, ambition", r["over floor"], 1.3, "lower"))
+        if "over plain" in r:
+            targets.append(Target(f"{name}: time over the plain version's", r["over plain"], 1.03, "lower"))
         if r["tokens"] == 1 and r["version"] in BESIDE:
             label = f"{name}: time a byte over {BESIDE[r['version']]}'s"
             targets.append(Target(label, r["a byte's time over"], 1.1, "lower"))
@@ -270,6 +287,7 @@ def main() -> None:
     parser.add_argument("--shape", action="append", choices=list(SHAPES), help="default: Qwen3-30B-A3B")
     parser.add_argument("--tokens", action="append", type=int, help="default: 1, 4, 16 and 512")
     parser.add_argument("--version", action="append", help="default: all")
+    parser.add_argument("--rotated", action="store_true", help="beside each of them, the same with a rotated down")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--pages", choices=("huge", "4k"), default="huge")
     parser.add_argument("--checkpoint", type=Path, default=EXAMPLES / "mini-qwen3-moe")
@@ -282,9 +300,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for shape in args.shape or ["Qwen3-30B-A3B"]:
         for tokens in args.tokens or ((1, 16) if args.quick else (1, 4, 16, 512)):
-            runs = (8 if args.quick else 40) if tokens < 64 else 5
+            runs = (8 if args.quick else 400 if args.rotated else 40) if tokens < 64 else 5
             caches = CACHES // 8 if args.quick else CACHES
-            rows += measure(shape, tokens, runs, caches, not args.version, args.pages, args.version or ())
+            named = args.version or ()
+            rows += measure(shape, tokens, runs, caches, not named, args.pages, named, bool(named) and args.rotated)
             gc.collect()  # gigabytes of experts
     rows = [{"instructions": LEVELS[level], **row} for row in rows]
     targets = judged(rows)
@@ -304,7 +323,7 @@ def main() -> None:
         more, held = end_to_end(args.checkpoint, 2 if args.quick else 7, ("bf16", "w4", "w2", "w1"))
         targets += held
     columns = ["shape", "version", "tokens", "MB", "ours us", "torch BF16 us", "bytes floor us", "speed-up",
-               "over floor", "a byte's time over", "over uniform", "over dequantise", "decode tokens/s",
+               "over floor", "a byte's time over", "over plain", "over uniform", "over dequantise", "decode tokens/s",
                "prefill tokens/s"]  # fmt: skip
     pool = f"{args.threads} threads ({'torch' if openmp else 'own'} pool)"
     title = f"experts' forward, {LEVELS[level]}, {pool}, {args.pages} pages"

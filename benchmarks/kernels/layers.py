@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from moepack.pack.codec.affine import AffineMatrix
 from moepack.pack.codec.released import CODES, ReleasedMatrix
-from moepack.pack.spec import ExpertLayer, Matrix, Version
+from moepack.pack.spec import BLOCKS, ExpertLayer, Matrix, Rotation, Version
 from moepack.runtime.kernels.forms import handle
 from moepack.runtime.kernels.reference import plain_weights, sections_of
 
@@ -92,13 +93,18 @@ def _released(m: Matrix, version: Version, rng: np.random.Generator) -> Released
 class Layer:
     """What the forward reads of a layer and its snapshot: handles that a benchmark moves from expert to expert."""
 
-    def __init__(self, matrices: tuple[Matrix, ...], experts: int) -> None:
+    def __init__(self, matrices: tuple[Matrix, ...], experts: int, rotate: bool = False) -> None:
+        """With `rotate`, versions multiply rotated inputs, in the largest blocks that fit."""
         from moepack.runtime.kernels.affine_native import LayerForms
+
+        cols = matrices[1].cols
+        turn = Rotation(min(cols & -cols, BLOCKS[-1])) if rotate else None
 
         self.of = self
         self.layer = ExpertLayer(0, "experts", experts, matrices)
         self.device = torch.device("cpu")
-        self.versions = (*VERSIONS, *RELEASED, *MIXED)
+        every = (*VERSIONS, *RELEASED, *MIXED)
+        self.versions = tuple(v if v.holds else replace(v, rotation=turn) for v in every)
         self.native = LayerForms(matrices, self.versions)
         self.gated: Any = None
         self.table = np.zeros(experts, np.uint64)

@@ -28,8 +28,8 @@ from .building import (
     weighting,
 )
 from .common import RESULTS, ROOT, machine, results, table
-from .formats import encodings, formats, released, released_others, sizes
-from .kernels import codec, kernels, released_kernels, shapes, whole_model
+from .formats import encodings, formats, released, released_others, rotations, sizes
+from .kernels import codec, kernels, released_kernels, rotated_kernels, shapes, whole_model
 from .peers import limited, peer_layers, peer_models, peer_mxfp4, peer_quality, peer_versions
 from .serving import (
     alpha,
@@ -72,7 +72,7 @@ TABLES: dict[str, Callable[[], str]] = {
         overlap, missed, policies, similarity, selector, retention, on_demand, prediction, alpha, paged, hostile,
         hostile_formats, soak, serving, kept_prompts, start, families, peer_layers, peer_mxfp4, peer_models,
         peer_quality, peer_versions,
-        encodings, formats, released, released_others, sizes, limited, limited_clients,
+        encodings, rotations, formats, released, released_others, sizes, limited, limited_clients, rotated_kernels,
     )
 }  # fmt: skip
 _TABLE = re.compile(r"<!-- table: ([a-z0-9_]+) -->\n.*?<!-- end of table -->", re.S)

@@ -17,7 +17,7 @@ FORMATS = (
     ("int8", 128, "8-bit integers, a BF16 scale and a zero point for 128 columns", "8 + 16/128 + 8/128"),
     ("int8fp16", 128, "the same with an FP16 scale", "8 + 16/128 + 8/128"),
 )  # fmt: skip
-_AT_BITS = "of today's at these bits"  # a column of benchmarks.formats
+_AT_BITS, _PLAIN = "of today's at these bits", "of the plain version's"  # columns of benchmarks.formats
 COLS = 4096  # columns of the matrix that the bits are counted for
 
 
@@ -113,3 +113,19 @@ def encodings() -> str:
         out.append([row["model"], name, f"{row['bits/weight']:.4g}", *errors, divergence, ratio])
     columns = ["model", "encoding", "bits", "error of gate, up", "of down", "divergence", "over today's at these bits"]
     return table(columns, out)
+
+
+def rotations() -> str:
+    """Versions with a rotated down beside plain ones."""
+    rows = results("rotated")["rows"]
+    plain = {(r["model"], r["encoding"]): r for r in rows}
+    out = []
+    for row in rows:
+        if _PLAIN in row:
+            own = plain[row["model"], row["encoding"].removesuffix(" rotated")]
+            errors = [f"{r['error down']:.2g}" for r in (own, row)]
+            divergence = [f"{r['KL, mnat']:.3g} ± {r['+-']:.2g}" for r in (own, row)]
+            ratio = f"{row[_PLAIN]:.3f} ± {row['plain +-']:.3f}"
+            out.append([row["model"], f"`{own['encoding']}`", *errors, *divergence, ratio, f"{row[_AT_BITS]:.2f}"])
+    columns = ["model", "version", "error of down", "rotated", "divergence", "rotated", "rotated over plain"]
+    return table([*columns, "over today's at these bits"], out)

@@ -67,3 +67,12 @@ def released_kernels() -> str:
         out.append([*map(str, key), row["version"], f"{row['ours us'] / 1000:.2f} ms", f"{1 / mine * 1000:.1f}", *over])
     columns = ["instructions", "tokens", "version", "ours", "GB/s"]
     return table([*columns, "a byte's time over bf16's", "over w4's"], out)
+
+
+def rotated_kernels() -> str:
+    """Versions whose down multiplies rotated inputs over the same without, one thread."""
+    rows = [r for r in results("kernels-rotated")["rows"] if "over plain" in r]
+    names = list(dict.fromkeys(r["version"] for r in rows))
+    found = {(r["tokens"], r["version"]): f"{r['over plain']:.3f}" for r in rows}
+    out = [[str(n), *(found[n, v] for v in names)] for n in dict.fromkeys(r["tokens"] for r in rows)]
+    return table(["tokens", *(f"`{v.removesuffix(' rotated')}`" for v in names)], out)

@@ -21,7 +21,7 @@ from moepack.pack.spec import Matrix, Version
 from .files import Entries
 from .layout import CheckpointTensor
 from .plain import SafetensorsTarget
-from .targets import ExportJob
+from .targets import ROTATED, ExportJob
 from .values import Values
 from .words import words
 from .zeros import not_whole, zero_points
@@ -44,6 +44,8 @@ class Coded(SafetensorsTarget):
         """See Target."""
         if dense and version.holds:
             return None
+        if version.rotation is not None:
+            return ROTATED
         if version.by_matrix:
             return "its down has other bits than the matrix before it"
         if not isinstance(version, Affine) or not version.stores_zeros:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .layout import Layout
     from .report import Lost
 
+ROTATED = "its down multiplies rotated inputs, for which the format has no word: take --to checkpoint"
 SCALES = ("bf16", "fp32")  # dtypes of scales, for a target that has the choice
 
 

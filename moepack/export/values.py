@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moepack.pack.codec.affine import section_array
 from moepack.pack.codec.bits import from_blocks
+from moepack.pack.codec.rotation import turned_back
 from moepack.pack.encodings.affine import Affine
 from moepack.pack.spec import Version
 from moepack.pack.values import Expert
@@ -78,8 +79,8 @@ class Values:
 
     @cached_property
     def exact(self) -> Tensor:
-        """The weights [rows, cols], float32; bfloat16 where that holds them."""
-        made = self.version.dequantise(self.decoded)
+        """The weights [rows, cols], float32, of a rotated matrix turned back; bfloat16 where that holds them."""
+        made = turned_back(self.packed.one.version, self.number, self.version.dequantise(self.decoded))
         return _bf16(made) if made.dtype == np.uint16 else torch.from_numpy(made)
 
     @cached_property

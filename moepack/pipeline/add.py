@@ -17,7 +17,16 @@ from typing import Any
 from moepack.pack.errors import InputError
 from moepack.pack.manifest import MANIFEST
 from moepack.pack.reader import Bundle, open_bundle
-from moepack.pack.spec import LOSSLESS, Version, dense_file, dense_layers, encoding_of, expert_file, version_names
+from moepack.pack.spec import (
+    LOSSLESS,
+    Rotation,
+    Version,
+    dense_file,
+    dense_layers,
+    encoding_of,
+    expert_file,
+    version_names,
+)
 from moepack.pack.writer import check_replaceable, check_target
 from moepack.progress import Reporter
 from moepack.runtime.load import check_device
@@ -178,7 +187,7 @@ def _wanted(
             check_beside(native, names)
     for name in sorted(set(sizes) - {*names, *dense}):
         raise InputError(f"--group-size {name}: this version is not added: name it with --add or --add-dense as well")
-    wanted = _merged(before, recipe, names, sizes)
+    wanted = _merged(before, recipe, names, sizes, recipe.rotation)
     # Dense matrices that have any version have the lossless one too.
     exact = next((name for name in recipe.dense if encoding_of(name).released), LOSSLESS)
     dense_wanted = _merged(dense_before, recipe, (exact, *dense) if dense or dense_before else (), sizes)
@@ -203,7 +212,13 @@ def _recipe_of(old: Bundle, directory: WorkDirectory, record: Mapping[str, Any])
     return with_native(recipe, *natives_of(record))
 
 
-def _merged(before: Sequence[Version], recipe: Recipe, names: Sequence[str], sizes: Mapping[str, int]) -> Versions:
+def _merged(
+    before: Sequence[Version],
+    recipe: Recipe,
+    names: Sequence[str],
+    sizes: Mapping[str, int],
+    rotation: Rotation | None = None,
+) -> Versions:
     """The versions `before`, with those in `names` added or replaced, the most precise first."""
     wanted = {v.name: v for v in before}
     for name in names:
@@ -211,7 +226,7 @@ def _merged(before: Sequence[Version], recipe: Recipe, names: Sequence[str], siz
         size = sizes.get(name, recipe.quantize.size(name))
         if possible and size not in possible:
             raise InputError(f"--group-size {name}={size}: groups are of {', '.join(map(str, possible))}")
-        wanted[name] = Version.of(name, size)
+        wanted[name] = Version.of(name, size, rotation)
     return tuple(wanted[name] for name in version_names() if name in wanted)
 
 

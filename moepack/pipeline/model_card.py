@@ -209,4 +209,5 @@ def _described(version: Version) -> str:
     if version.holds:
         return "as released" if version.released else "lossless"
     more = ", in down one more" if version.by_matrix else ""
-    return f"{version.bits} bits{more}, groups of {version.group_size}"
+    turned = f", down rotated in blocks of {version.rotation.block}" if version.rotation else ""
+    return f"{version.bits} bits{more}, groups of {version.group_size}{turned}"

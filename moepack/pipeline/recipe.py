@@ -13,7 +13,18 @@ import yaml
 
 from moepack.families import mtp
 from moepack.pack.errors import InputError
-from moepack.pack.spec import GROUPS, KNOWN, LOSSLESS, Version, encoding_of, lossy, version_names
+from moepack.pack.spec import (
+    BLOCKS,
+    GROUPS,
+    KNOWN,
+    LOSSLESS,
+    ExpertLayer,
+    Rotation,
+    Version,
+    encoding_of,
+    lossy,
+    version_names,
+)
 from moepack.quantize import methods
 
 if TYPE_CHECKING:
@@ -42,6 +53,7 @@ class Quantize:
     moments: str = "routed"
     zeros: str = methods.FREE
     refine: bool = False
+    rotate: int = 0  # columns of down that are mixed by a rotation of its inputs (`spec.Rotation`); 0: not rotated
 
     def size(self, version: str) -> int:
         """The group size of a version."""
@@ -110,7 +122,12 @@ class Recipe:
 
     def version_specs(self) -> tuple[Version, ...]:
         """The versions of experts as descriptors, from most to least precise."""
-        return self._specs(self.versions)
+        return self._specs(self.versions, self.rotation)
+
+    @property
+    def rotation(self) -> Rotation | None:
+        """The rotation of the experts' versions that are quantised."""
+        return Rotation(self.quantize.rotate) if self.quantize.rotate else None
 
     @property
     def keeps_released(self) -> bool:
@@ -127,9 +144,9 @@ class Recipe:
         """Whether versions of dense matrices take the moments of their inputs, which the released one does not."""
         return any(not v.released for v in self.dense_specs())
 
-    def _specs(self, names: Sequence[str]) -> tuple[Version, ...]:
+    def _specs(self, names: Sequence[str], rotation: Rotation | None = None) -> tuple[Version, ...]:
         assert NATIVE not in names, "with_native names the version"
-        return tuple(Version.of(name, self.quantize.size(name)) for name in version_names() if name in names)
+        return tuple(Version.of(name, self.quantize.size(name), rotation) for name in version_names() if name in names)
 
 
 def shipped() -> list[str]:
@@ -174,6 +191,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
         raise InputError(f"{where}: dense: {min(mixed)} is for experts alone: it gives their down more bits")
     at = f"{where}: quantize"
     rules = {"method": methods.named(), "min_tokens": 0, "loss_tokens": 1, "moments": MOMENTS, "zeros": methods.ZEROS}
+    rules |= {"rotate": (0, *BLOCKS)}
     quantize = Quantize(**_settings(at, top.get("quantize", {}), Quantize, rules))
     if quantize.zeros == methods.SYMMETRIC and quantize.method in methods.ASYMMETRIC:
         raise InputError(f"{at}.zeros: {quantize.method} makes no symmetric codes: gptq and rtn do")
@@ -261,6 +279,19 @@ def check_beside(own: Version, names: Iterable[str], at: str = "versions") -> No
     for name in names:
         if encoding_of(name).bits >= own.bits:
             raise InputError(f"{at}: {name} saves no bits over the checkpoint's own {own.name}: leave it out")
+
+
+def check_rotation(recipe: Recipe, layers: Iterable[ExpertLayer]) -> None:
+    """Raise InputError where the recipe's rotation does not divide the columns of a layer's `down`."""
+    block = recipe.quantize.rotate
+    for layer in layers:
+        cols = layer.matrices[1].cols
+        if block and cols % block:
+            fits = min(cols & -cols, BLOCKS[-1])
+            other = f"{fits} does" if fits in BLOCKS else "leave rotate out: no possible size does"
+            raise InputError(
+                f"quantize.rotate: {block} does not divide the {cols} columns of down in layer {layer.index}: {other}"
+            )
 
 
 def with_text(recipe: Recipe) -> Recipe:

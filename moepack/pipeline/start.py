@@ -22,7 +22,7 @@ from .artifacts import DIGESTS, PROBE, RECIPE, run_record, save, watched
 from .bound import MAPPED, MemoryPlan, place
 from .enough import enough_windows
 from .needs import Dense, needs_of
-from .recipe import Recipe, TextSource, parse_recipe, with_native, with_text
+from .recipe import Recipe, TextSource, check_rotation, parse_recipe, with_native, with_text
 from .released import announce
 from .run import LayerWalk
 from .tasks.result import THREADS
@@ -232,6 +232,7 @@ def named(
     for matrix in kept:
         found.setdefault(matrix.layer, []).append(matrix)
     layers = list(stream.expert_layers.values())
+    check_rotation(recipe, layers)
     check_allocation(recipe.allocation, layers, recipe.version_specs(), kept, recipe.dense_specs())
     return recipe, found
 
@@ -296,7 +297,7 @@ def quantize_settings(recipe: Recipe) -> dict[str, Any]:
     from moepack.quantize.losses import ESTIMATE
 
     by_recipe = asdict(recipe.quantize)
-    del by_recipe["group_size"]  # each version's record has it
+    del by_recipe["group_size"], by_recipe["rotate"]  # each version's record has them
     if not recipe.quantize.refine:  # older work directories do not have it
         del by_recipe["refine"]
     return by_recipe | {

@@ -28,6 +28,7 @@ def inspect(path: str | Path) -> dict[str, Any]:
             "bytes": bundle.version_bytes(version.name),
             "bits_per_weight": round(bundle.bits_per_weight(version.name), 4),
             "group_size": version.group_size,
+            "rotated": version.rotation.block if version.rotation else 0,
         }
         loss[version.name], loss_error[version.name] = tables.mean_loss(version.name)
         methods[version.name] = tables.made_by(version.name)
@@ -76,6 +77,8 @@ def render(facts: dict[str, Any]) -> Table:
     notes = ["± two standard errors"] if any(facts["loss_error"].values()) else []
     if exact := lossless(map(encoding_of, facts["versions"])):
         notes.insert(0, f"{exact.name} holds {exact.holds[facts['expert_dtype']]}")
+    if turned := [n for n, v in facts["versions"].items() if v["rotated"]]:
+        notes.append(f"down of {', '.join(turned)} multiplies rotated inputs")
     if few := facts["few_tokens"]["experts"]:
         below = facts["few_tokens"]["below"]
         notes.append(f"{few:,} experts had fewer than {below} calibration tokens: their losses draw on their layers'")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import Kind
@@ -18,14 +18,25 @@ if TYPE_CHECKING:
     from ..codec.bits import Buffer
 
 Part = tuple[str, tuple[int, ...], int]  # a section that has no offset yet: kind, shape, bytes of an element
+BLOCKS = (16, 32, 64, 128, 256)  # columns that a rotation may mix: few enough for a first cache
+SEEDS = 1 << 32
+ROTATED_SINCE = 5  # the first version of the format with rotations
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What the input of `down` goes through before the product (FORMAT.md, "Rotated versions")."""
+
+    block: int  # neighbouring columns that are mixed, one of BLOCKS; it divides the columns of every layer's `down`
+    seed: int = 0  # of the columns' signs, below SEEDS
 
 
 @dataclass(frozen=True)
 class Version(ABC):
     """One version of a bundle's experts: how codes become bytes, and how bytes become weights.
 
-    The manifest records `name`, `encoding`, `bits`, `group_size` and `zero`; versions are equal where these are. The
-    other attributes follow from the name.
+    The manifest records `name`, `encoding`, `bits`, `group_size`, `zero` and `rotation`; versions are equal where these
+    are. The other attributes follow from the name.
     """
 
     name: str  # the version's name, its folder in a bundle and its column in tables
@@ -38,6 +49,8 @@ class Version(ABC):
     zero: str = "none"  # "stored", "midpoint" (half the greatest code, not stored) or "none"
     group_sizes: tuple[int, ...] = field(default=(), compare=False)  # the numbers of columns that may share a scale
     group_size: int = 0  # columns that share a scale; 0 without groups
+    # Of the input of an expert's `down`, whose codes are then those of the rotated weights; None for a plain version.
+    rotation: Rotation | None = None
 
     holds: ClassVar[
         Mapping[str, str]
@@ -48,17 +61,19 @@ class Version(ABC):
     entropy_coded: ClassVar[bool] = False
     by_matrix: ClassVar[bool] = False  # whether an expert's matrices differ in bits (`at`); no dense matrix has it
     plain: ClassVar[bool] = False  # whether memory holds BF16 matrices (section "weight") that torch can use
-    transform: ClassVar[str | None] = None  # of activations before a product; kernels refuse versions that have it
     matrix_boundary: ClassVar[int] = SECTION  # alignment of a matrix's begin in memory
     extent_boundary: ClassVar[int] = PAGE  # alignment of an extent's end in memory
 
     @staticmethod
-    def of(name: str, group_size: int = 0) -> Version:
+    def of(name: str, group_size: int = 0, rotation: Rotation | None = None) -> Version:
         """Find a version by name. Encodings without groups ignore the size; 0 stands for the largest.
 
-        Raises ValueError for an unknown name, or a group size that the encoding does not have.
+        Encodings that hold a checkpoint ignore `rotation`. Raises ValueError for an unknown name, or a group size that
+        the encoding does not have.
         """
         e = encoding_of(name)
+        if rotation is not None and not e.holds:
+            e = replace(e, rotation=rotation, since=max(e.since, ROTATED_SINCE))
         if not e.group_sizes:
             return e
         group_size = group_size or max(e.group_sizes)
@@ -69,14 +84,17 @@ class Version(ABC):
     @staticmethod
     def read(record: Mapping[str, Any]) -> Version:
         """Find the version of a record in the manifest. Raises ValueError if no version has this record."""
-        made = Version.of(str(record.get("name")), record.get("group_size") or 0)
+        turn = record.get("rotation")
+        rotation = None if turn is None else Rotation(turn["block"], turn["seed"])
+        made = Version.of(str(record.get("name")), record.get("group_size") or 0, rotation)
         if made.record() != record:
             raise ValueError(f"this moepack does not know this form of {made.name}")
         return made
 
     def record(self) -> dict[str, Any]:
         """The version's record in the manifest."""
-        return {k: getattr(self, k) for k in ("name", "encoding", "bits", "group_size", "zero")}
+        found = {k: getattr(self, k) for k in ("name", "encoding", "bits", "group_size", "zero")}
+        return found if self.rotation is None else found | {"rotation": asdict(self.rotation)}
 
     @property
     def stores_zeros(self) -> bool:
@@ -130,9 +148,10 @@ class Version(ABC):
 
     @abstractmethod
     def dequantise(self, value: Any) -> npt.NDArray[np.float32] | npt.NDArray[np.uint16]:
-        """The reference for every kernel: the weights [rows, cols] of a matrix that `decode` gave.
+        """The reference for every kernel: the weights [rows, cols] of a matrix that `decode` gave, as stored.
 
-        Values are exact: float32, or the bits of BF16 (uint16) where BF16 holds them.
+        Values are exact: float32, or the bits of BF16 (uint16) where BF16 holds them. Those of a rotated matrix are to
+        be multiplied by the rotated input; `codec.rotation` turns them back.
         """
 
     def restore(

@@ -14,8 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from .. import manifest, spec
+from ..encodings.base import ROTATED_SINCE, SEEDS
 from ..errors import BundleError, Kind, Problem
-from ..spec import DenseLayer, DenseMatrix, ExpertLayer, Matrix, Version
+from ..spec import DenseLayer, DenseMatrix, ExpertLayer, Matrix, Rotation, Version
 from . import Allocation, ExpertFileEntry, FileEntry, Manifest, canonical, strict_json
 
 _HEX = re.compile(r"[0-9a-f]{64}")
@@ -109,7 +110,8 @@ def parse_manifest(data: bytes) -> Manifest:
     has_dense = number >= spec.DENSE_SINCE and "dense" in document
     check.object("top level", document, [*keys, "dense"] if has_dense else keys)
     layers = _layers(check, document.get("layers"))
-    versions = _versions(check, "versions", document.get("versions"), spec.version_names(number))
+    may_rotate = layers if number >= ROTATED_SINCE else ()
+    versions = _versions(check, "versions", document.get("versions"), spec.version_names(number), may_rotate)
     dense, dense_versions = _dense(check, document["dense"], number) if has_dense else ((), ())
     packed = manifest.PACKED if number >= spec.DENSE_SINCE else manifest.PACKED[:1]
     files, expert_files = _files(check, document.get("files"), packed)
@@ -221,15 +223,22 @@ def _matrix(check: Checker, at: str, item: Mapping[str, Any], name: str) -> Matr
     return Matrix(name, rows, cols, item.get("bias") is True)
 
 
-def _versions(check: Checker, where: str, value: Any, known: Sequence[str]) -> tuple[Version, ...]:
+def _versions(
+    check: Checker, where: str, value: Any, known: Sequence[str], may_rotate: Sequence[ExpertLayer] = ()
+) -> tuple[Version, ...]:
+    """Check a list of versions; those of the layers `may_rotate` may have a rotation of their `down`."""
     out: list[Version] = []
     for i, item in enumerate(check.items(where, value, len(known))):
         at = f"{where}[{i}]"
-        item = check.object(at, item, ["name", "encoding", "bits", "group_size", "zero"])
+        item = check.object(at, item)
         name = check.text(f"{at}.name", item.get("name"), known)
+        rotated = bool(may_rotate) and "rotation" in item and not spec.encoding_of(name).holds
+        keys = ["name", "encoding", "bits", "group_size", "zero", *(["rotation"] if rotated else [])]
+        item = dict(check.object(at, item, keys))
+        rotation = _rotation(check, f"{at}.rotation", item.pop("rotation"), may_rotate) if rotated else None
         size, sizes = item.get("group_size"), spec.encoding_of(name).group_sizes
-        expected = Version.of(name, size if size in sizes else max(sizes, default=0))
-        if canonical(item) != canonical(expected.record()):  # as JSON: in Python, True == 1
+        expected = Version.of(name, size if size in sizes else max(sizes, default=0), rotation)
+        if canonical(item) != canonical(replace(expected, rotation=None).record()):  # as JSON: in Python, True == 1
             check.wrong(at, "encoding", f"this moepack does not know this form of {name}: {show(item)}")
         out.append(expected)
     names = [v.name for v in out]
@@ -239,6 +248,22 @@ def _versions(check: Checker, where: str, value: Any, known: Sequence[str]) -> t
     if len(holding) > 1:
         check.wrong(where, "value", f"more than one version holds the checkpoint: {', '.join(holding)}")
     return tuple(out)
+
+
+def _rotation(check: Checker, at: str, value: Any, layers: Sequence[ExpertLayer]) -> Rotation:
+    """Check a version's rotation against every layer's `down`; return one for a wrong one, too."""
+    item = check.object(at, value, ["block", "seed"])
+    block, known = item.get("block"), ", ".join(map(str, spec.BLOCKS))
+    seed = check.integer(f"{at}.seed", item.get("seed"), 0, SEEDS - 1)
+    if type(block) is not int or block not in spec.BLOCKS:
+        check.wrong(f"{at}.block", "range", f"not one of {known}: {show(block)}")
+        return Rotation(spec.BLOCKS[0], seed)
+    for layer in layers:
+        if layer.matrices[1:] and layer.matrices[1].cols % block:
+            columns = f"{layer.matrices[1].cols} columns of down in layer {layer.index}"
+            check.wrong(f"{at}.block", "shape", f"{block} does not divide the {columns}")
+            break
+    return Rotation(block, seed)
 
 
 def safe_path(path: str) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moepack.pack.isa import emulated
-from moepack.runtime.kernels.affine_native import DTYPES, combine, has_tiles, product, unpack
+from moepack.runtime.kernels.affine_native import DTYPES, combine, has_tiles, product, rotate, unpack
 from moepack.runtime.kernels.by_torch import multiply, of_matrix, of_packed
 from moepack.runtime.kernels.token_native import GatedExperts, silu_gate
 
@@ -82,7 +82,10 @@ def rows(call: LayerCall, threads: int | None = None) -> Tensor:
         limits = experts.of.native.unlimited
     h = _matrix(call, 0, x, index, many, limits, threads)
     h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
-    y = _matrix(call, 1, h.contiguous(), index, many, limits, threads)
+    h = h.contiguous()
+    if experts.of.native is not None and experts.of.native.rotates:
+        rotate(experts.of.native, experts.table, h, index, threads)
+    y = _matrix(call, 1, h, index, many, limits, threads)
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y.to(x.dtype)).contiguous()
     return y

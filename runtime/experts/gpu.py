@@ -41,6 +41,8 @@ def _forward(call: LayerCall) -> Tensor:
     product(first, first_forms, experts.served, handles, geometry, x, h, tiling, fused)
     if not fused:
         h = (module._apply_gate(h) if module.has_gate else module.act_fn(h)).contiguous()
+    if experts.of.rotation is not None:
+        h = experts.of.rotation.run(h, call.index.long().reshape(-1), handles, experts.served)
     if pages is not None:
         pages.ready(1)
     y = x.new_zeros(slots, second.rows)  # rows of slots with an index past the last expert stay zero

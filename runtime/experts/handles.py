@@ -15,10 +15,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from moepack.pack.codec.rotation import turned_back
 from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer, Version
 from moepack.runtime.kernels.forms import compiled, handle, make_forms
 from moepack.runtime.kernels.reference import dequantise, plain_weights, section, sections_of
+from moepack.runtime.kernels.rotation import SlotRotation
 from moepack.runtime.policies.placements import PAGED, Placement, Where
 from moepack.runtime.step import StepOpener
 
@@ -75,6 +77,10 @@ class ServedLayer:
         self.sections = {v.name: sections_of(layer.matrices, v) for v in self.versions}
         self.native = backends.native_layer(layer, self.versions, device)  # the forms that CPU kernels read
         self.backend = backends.backend(device) if compiled(self.versions) else "reference"
+        # Rotates the inputs of `down` on a GPU; None where no version is rotated (on a CPU, `native` has what C reads)
+        self.rotation = None
+        if self.backend == "triton" and any(v.rotation for v in self.versions):
+            self.rotation = SlotRotation(self.versions, layer.matrices[1].cols, device)
         self.tier: HostTier | None = None  # runs experts on the host, beside the device's
         self.makes_up_for_absent = False  # whether a token's other experts take over gate weights of absent ones
         # The experts module's gate, and the kernel that runs few tokens in one call if the gate is its own (cpu.py)
@@ -183,13 +189,15 @@ class Snapshot:
         return Snapshot(self.of.on_host, self.table, self.handles)
 
     def weight(self, expert: int, matrix: int, dtype: torch.dtype) -> Tensor:
-        """One matrix of an expert's active version, [rows, cols] in `dtype`."""
+        """One matrix of an expert's active version, [rows, cols] in `dtype`, for plain inputs."""
         made = self.handles[expert]
         assert made.version is not None
         if made.weights:
             return made.weights[matrix].to(dtype)
-        sections = self.of.sections[made.version.name][matrix]
-        return dequantise(made.extent, sections, self.of.layer.matrices[matrix], made.version.at(matrix), dtype)
+        sections, m = self.of.sections[made.version.name][matrix], self.of.layer.matrices[matrix]
+        stored = dequantise(made.extent, sections, m, made.version.at(matrix), torch.float32)
+        plain: Tensor = turned_back(made.version, matrix, stored)
+        return plain.to(dtype)
 
     def bias(self, expert: int, matrix: int, dtype: torch.dtype) -> Tensor | None:
         """One bias of an expert's active version, [rows] in `dtype`."""

@@ -53,11 +53,9 @@ KERNELS = {
 def kernel_of(name: str) -> Kernel:
     """Return the entry of KERNELS for an encoding's name.
 
-    Raises InputError for an encoding without an entry, or with a transform that no kernel applies.
+    Raises InputError for an encoding without an entry.
     """
     encoding = encoding_of(name)
-    if encoding.transform is not None:
-        raise InputError(f"{name}: no kernel applies its transform {encoding.transform} to activations")
     if encoding.kernel not in KERNELS:
         known = ", ".join(n for n in version_names() if encoding_of(n).kernel in KERNELS)
         raise InputError(f"no kernel knows the encoding {name}: the kernels know {known}")

@@ -201,12 +201,6 @@ def test_every_method_gives_down_its_bits(method: str, bits: int) -> None:
     assert float(error) < {3: 0.10, 2: 0.5}[bits]
 
 
-def test_a_transform_that_no_kernel_applies_is_refused(w6: Version, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(w6), "transform", "hadamard")
-    with pytest.raises(InputError, match="w4: no kernel applies its transform hadamard"):
-        forms.make_forms(MATRICES, Version.of("w4"))
-
-
 def test_names_of_versions_need_no_numpy() -> None:
     code = "import sys; from moepack.pack.spec import Version; Version.of('w4'); print('numpy' in sys.modules)"
     assert python("-c", code) == "False\n"

@@ -19,6 +19,7 @@ from moepack.pack.encodings.affine import Affine
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import Version
 
+from ..targets import ROTATED
 from ..values import Values
 from ..zeros import extents, zero_points
 from .file import BF16, F32, MXFP4, Q1_0, Q4_0, Q8_0, Type
@@ -42,6 +43,8 @@ def refusal(bundle: Bundle, version: Version, dense: bool) -> str | None:
     kind = type_of(version)
     if kind is None:
         return "no type of GGUF holds its values: there are bf16, w8 (Q8_0), w4 (Q4_0), w1 (Q1_0) and mxfp4"
+    if version.rotation is not None:
+        return ROTATED
     matrices = [(f"layer {x.index}, {m.name}", m) for x in bundle.layers for m in x.matrices]
     for where, m in [(d.module, d.matrix) for d in bundle.manifest.dense] if dense else matrices:
         if m.cols % kind.block:

@@ -124,7 +124,8 @@ class OutlineRun(DryRun):
 
         layer, settings = experts.layer, batch_settings(self._recipe)
         batches = expert_batches(layer, settings)
-        few = small_experts(layer, min(PROBED, len(batches[0])), experts.transposed)
+        blocks = [v.rotation.block for v in settings.versions if v.rotation]
+        few = small_experts(layer, min(PROBED, len(batches[0])), experts.transposed, max([64, *blocks]))
         widest, narrow = (max(m.cols for m in x.matrices) for x in (layer, few.layer))
         tokens = self._ids.numel() * self._top_k // layer.experts  # of an expert in a build
         tokens = max(1, tokens * narrow // widest)
@@ -163,15 +164,15 @@ def _products(matrix: Matrix, tokens: int, widths: int) -> float:
     return float(matrix.cols**2 * (tokens + matrix.cols + widths * matrix.rows))
 
 
-def small_experts(layer: ExpertLayer, few: int, transposed: bool) -> ExpertWeights:
-    """Random experts like a layer's, with fewer rows and columns."""
+def small_experts(layer: ExpertLayer, few: int, transposed: bool, step: int = 64) -> ExpertWeights:
+    """Random experts like a layer's, with fewer rows and columns, a multiple of `step`."""
     import torch
 
     from moepack.calibrate.experts import ExpertWeights
 
     first, second = layer.matrices[0], layer.matrices[-1]
     share = min(1.0, WIDE / max(first.cols, second.cols))
-    hidden, inner = (max(64, int(share * cols) // 64 * 64) for cols in (first.cols, second.cols))
+    hidden, inner = (max(step, int(share * cols) // step * step) for cols in (first.cols, second.cols))
     rows = inner * first.rows // second.cols, hidden
     matrices = tuple(replace(m, rows=r, cols=c) for m, r, c in zip(layer.matrices, rows, (hidden, inner), strict=True))
     shapes = [(few, m.cols, m.rows) if transposed else (few, m.rows, m.cols) for m in matrices]

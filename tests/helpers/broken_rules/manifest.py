@@ -88,6 +88,18 @@ def in_version_4(change: Callable[[Any], object]) -> Do:
     return signs(lambda d: (d.update(format_version=4), change(d)))
 
 
+def rotated(version: int, value: Any, *where: Any, number: int = 5) -> Do:
+    """A rotation in a version's record, of experts or, with `where`, of others."""
+
+    def change(document: Any) -> None:
+        document["format_version"] = number
+        for key in where:
+            document = document[key]
+        document["versions"][version]["rotation"] = value
+
+    return signs(change)
+
+
 MODEL = put("model")
 MIXED = {"name": "w3d4", "encoding": "affine-mixed", "bits": 3, "group_size": 128, "zero": "stored"}
 MXFP4 = {"name": "mxfp4", "encoding": "mxfp4", "bits": 4, "group_size": 32, "zero": "none"}
@@ -168,6 +180,19 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "bits that are true": (put("versions", 5, "bits")(True), "encoding"),
     "another group": (put("versions", 1, "group_size")(48), "encoding"),
     "another zero": (put("versions", 5, "zero")("stored"), "encoding"),
+    "a rotation of no columns": (rotated(1, {"block": 0, "seed": 0}), "range"),
+    "a rotation of 48 columns": (rotated(1, {"block": 48, "seed": 0}), "range"),
+    "a rotation of 512 columns": (rotated(1, {"block": 512, "seed": 0}), "range"),
+    "a rotation of true columns": (rotated(1, {"block": True, "seed": 0}), "range"),
+    "a rotation that does not divide down": (rotated(1, {"block": 16, "seed": 0}), "shape"),
+    "a seed below zero": (rotated(1, {"block": 16, "seed": -1}), "range"),
+    "a seed of 33 bits": (rotated(1, {"block": 16, "seed": 1 << 32}), "range"),
+    "a rotation of no object": (rotated(1, 16), "type"),
+    "a rotation with more": (rotated(1, {"block": 16, "seed": 0, "matrix": "up"}), "keys"),
+    "a rotation without a seed": (rotated(1, {"block": 16}), "keys"),
+    "a rotation in version 4": (rotated(1, {"block": 16, "seed": 0}, number=4), "keys"),
+    "a rotation of what holds the checkpoint": (rotated(0, {"block": 16, "seed": 0}), "keys"),
+    "dense: a rotation": (rotated(1, {"block": 16, "seed": 0}, "dense"), "keys"),
     "a file of no list": (put("files")([]), "type"),
     "an entry of no object": (put("files", CONFIG)([]), "type"),
     "an entry with more": (put("files", CONFIG, "mode")(1), "keys"),

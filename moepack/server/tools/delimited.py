@@ -61,6 +61,7 @@ class _Reader(StateReader):
     def __init__(self, form: Delimited) -> None:
         super().__init__(self._content)
         self._form, self._json = form, JsonEnd()
+        self._loose = ""  # what stands behind arguments: a call's end, or the answer's text
 
     def _content(self) -> bool:
         form = self._form
@@ -106,9 +107,15 @@ class _Reader(StateReader):
         return at is not None
 
     def _tail(self) -> bool:
-        """Behind the arguments; some models leave the closing mark out before the next call."""
+        """Behind the arguments; some models leave the closing mark out. Then what is no end of a call is content."""
         form = self._form
-        _, mark = self.until(form.close, form.open, *(() if form.section is None else (form.section[1],)))
+        text, mark = self.until(form.close, form.open, *(() if form.section is None else (form.section[1],)))
+        self._loose += text
+        if mark is not None or self.ended:
+            shown = self._loose.lstrip().removeprefix(form.after.removesuffix(form.close).strip()).lstrip()
+            self._loose = ""
+            if mark != form.close:
+                self.add("content", shown if mark is None else shown.rstrip())
         if mark is not None:
             self.state = {form.close: self._behind(), form.open: self._head}.get(mark, self._content)
         return mark is not None

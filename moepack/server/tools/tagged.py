@@ -109,7 +109,10 @@ class _Reader(StateReader):
         return bool(self.held)
 
     def _argument(self) -> bool:
-        """Read an argument, or the end of the call. What a call is cut off in is left out."""
+        """Read an argument, or the end of the call. An argument that is cut off is left out.
+
+        What stands behind a call without its end is content.
+        """
         before, mark, _ = self.held.partition(CLOSE)
         # a long argument comes in many pieces: the pattern would read all of it at each
         ends = self._form.argument[1].strip() in self.held
@@ -127,7 +130,16 @@ class _Reader(StateReader):
         if mark or self.ended:
             self.add("arguments", "}" if self._seen else "{}")
             self.state = self._content if mark else self._nothing
+            if not mark:
+                self._behind(before.lstrip())
         return bool(mark)
+
+    def _behind(self, text: str) -> None:
+        """Show what stands at the answer's end behind a call without its mark, but for an argument that is cut off."""
+        ends, argument = self._form.after.removesuffix(CLOSE).strip(), self._form.argument[0].partition("KEY")[0].strip()
+        text = text.removeprefix(ends).lstrip()
+        if not text.startswith(argument) and not any(mark.startswith(text) for mark in (ends, argument)):
+            self.add("content", text)
 
     def _nothing(self) -> bool:
         return False

@@ -147,6 +147,23 @@ def test_grammars(form: CallForm, added: str, demo_model: Path) -> None:
         assert not passes(must, whole)
 
 
+@pytest.mark.parametrize("form", forms.FORMS[1:], ids=named)
+def test_text_behind_a_call_without_its_end_is_content(form: CallForm) -> None:
+    """The call's own end, but for the mark that a model left out, is none."""
+    mine, whole = manners(form), ANSWERS[form.name]
+    close = {"deepseek": DS("call▁end"), "kimi": "<|tool_call_end|>"}.get(form.name.split("-")[0], "</tool_call>")
+    first = whole[: whole.index(close)]
+    wanted = [("content", "Sure."), ("call", "weather"), ("arguments", GIVEN)]
+    for size in (1, 7, 1000):
+        assert read(mine.reader(Tools(FUNCTIONS), ""), first, size) == wanted
+        said = read(mine.reader(Tools(FUNCTIONS), ""), first + "\n<b> 1 of {2}.\n", size)
+        assert said == [*wanted, ("content", "<b> 1 of {2}.\n")]
+    if form is HERMES:
+        two = first + "And then\n" + ANSWERS["hermes"].removeprefix("Sure.\n")
+        assert read(mine.reader(Tools(FUNCTIONS), ""), two, 3)[3:6] == [("content", "And then"), *wanted[1:]]
+        assert read(mine.reader(Tools(FUNCTIONS), ""), first[:-12], 3)[:2] == wanted[:2]  # cut inside the arguments
+
+
 def test_thinking() -> None:
     template = '<tool_call> {"enable_thinking"} </think>'
     mine = Manners(template, {}, ())

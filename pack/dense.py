@@ -5,6 +5,7 @@ Headers are checked when the files are opened, and a file's digest before its fi
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,22 +77,38 @@ class DenseTensors(Mapping[str, tuple[int, ...]]):
         array = np.frombuffer(self._bytes(name), kind).reshape(entry.shape)
         return bf16_to_float32(array) if entry.dtype == "BF16" else array
 
-    def torch(self, name: str) -> Tensor:
-        """Read a tensor in its stored dtype, to the CPU. Raises BundleError when its file is damaged."""
+    def torch(self, name: str, mapped: bool = False) -> Tensor:
+        """Read a tensor in its stored dtype, to the CPU. Raises BundleError when its file is damaged.
+
+        With `mapped` it stays in the file until it is read or written; what is written to it is its own.
+        """
         import torch
 
-        entry, data = self._places[name][1], self._bytes(name)
+        entry, data = self._places[name][1], self._mapped(name) if mapped else self._bytes(name)
         dtype = getattr(torch, DTYPES[entry.dtype][1])
         flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
         return flat.reshape(entry.shape)
 
-    def _bytes(self, name: str) -> bytearray:
+    def _checked_place(self, name: str) -> tuple[str, TensorEntry]:
         file, entry = self._places[name]
-        location = f"{self._root}/{file}"
         if self._checks and file not in self._checked:
             if digest_of(self._root, file) != self._manifest.files[file].sha256:
-                raise BundleError.single(location, "digest", "its bytes do not match their digest")
+                raise BundleError.single(f"{self._root}/{file}", "digest", "its bytes do not match their digest")
             self._checked.add(file)
+        return file, entry
+
+    def _mapped(self, name: str) -> memoryview:
+        file, entry = self._checked_place(name)
+        if entry.begin == entry.end:
+            return memoryview(b"")
+        start = entry.begin - entry.begin % mmap.ALLOCATIONGRANULARITY
+        with opened(self._root, file) as f:
+            whole = mmap.mmap(f.fileno(), entry.end - start, access=mmap.ACCESS_COPY, offset=start)
+        return memoryview(whole)[entry.begin - start :]
+
+    def _bytes(self, name: str) -> bytearray:
+        file, entry = self._checked_place(name)
+        location = f"{self._root}/{file}"
         data = bytearray(entry.end - entry.begin)
         with opened(self._root, file) as f:
             f.seek(entry.begin)

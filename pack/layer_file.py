@@ -150,6 +150,11 @@ class LayerFile:
             raise BundleError.single(self.place(number), "digest", "its bytes do not match their digest")
         return view
 
+    def ahead(self, number: int) -> None:
+        """Have the system begin to read an extent."""
+        begin, end = self._spans[number]
+        self._map.madvise(mmap.MADV_WILLNEED, begin, end - begin)
+
     def place(self, number: int) -> str:
         """The place of an extent, in words for messages."""
         return f"{self.location}: {self.layer.place(number)}, version {self.version.name}"

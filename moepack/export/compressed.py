@@ -150,7 +150,7 @@ class CompressedTensors(Coded):
             return super().tensors(job, piece, version, values)
         module, scale = piece.name.removesuffix(".weight"), values.scale[piece.rows]
         out = {
-            f"{module}.weight_packed": values.words()[piece.rows],
+            f"{module}.weight_packed": values.words[piece.rows],
             f"{module}.weight_scale": scale.float() if job.scales == "fp32" else scale,
             f"{module}.weight_shape": torch.tensor(piece.shape),
         }

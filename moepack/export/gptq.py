@@ -66,7 +66,7 @@ class Gptq(Coded):
         module, bits, zeros = piece.name.removesuffix(".weight"), version.bits, values.zero[piece.rows].T
         planes = bits == 3 and self.form == "gptq_p"
         return {
-            f"{module}.qweight": (planar(values.codes) if planes else values.words())[piece.rows].T.contiguous(),
+            f"{module}.qweight": (planar(values.codes).T if planes else values.turned_words)[:, piece.rows],
             f"{module}.qzeros": (planar(zeros) if planes else words(zeros, bits)),
             f"{module}.scales": values.scale[piece.rows].T.contiguous(),
             f"{module}.g_idx": torch.arange(piece.shape[1], dtype=torch.int32) // version.group_size,

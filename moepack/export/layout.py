@@ -7,6 +7,7 @@ weights, so that a writer can take one expert at a time. No weight is read here.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -61,6 +62,7 @@ class Layout:
     def __init__(self, bundle: Bundle) -> None:
         from transformers import AutoConfig
 
+        self._lock = threading.Lock()  # transformers' conversions hold what they convert
         self._bundle, self.config = bundle, AutoConfig.from_pretrained(bundle.path)
         del self.config.quantization_config
         try:
@@ -80,7 +82,8 @@ class Layout:
 
         own = {n: t for n, t in tensors.items() if n in self._names}
         try:
-            made = revert_weight_conversion(self.model, own) if own else {}
+            with self._lock:
+                made = revert_weight_conversion(self.model, own) if own else {}
         except CODE_ERRORS as error:
             raise self._bad(f"transformers does not undo its loading: {in_a_line(error)}") from error
         return made | {n: t for n, t in tensors.items() if n not in self._names}

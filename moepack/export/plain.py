@@ -10,7 +10,7 @@ from moepack.pack.spec import DenseMatrix, Version
 from moepack.progress import Reporter
 
 from .beside import copy_others, own_config
-from .files import Entries, ExportDirectory, TensorFiles, each, sharded, tensor_bytes, tensor_file_bytes
+from .files import Entries, ExportDirectory, TensorFiles, Workers, sharded, tensor_bytes, tensor_file_bytes
 from .layout import CheckpointTensor
 from .targets import ExportJob, Target
 from .values import Values
@@ -84,7 +84,8 @@ class SafetensorsTarget(Target):
 
     def _experts(self, job: ExportJob, position: int) -> Entries:
         out = Entries()
-        for piece in job.layout.experts(position):
+        # An expert's together, as they are written: the disk takes long runs.
+        for piece in sorted(job.layout.experts(position), key=lambda p: -1 if p.expert is None else p.expert):
             out |= self.entries(job, piece, job.version(position, piece.expert or 0))
         return out
 
@@ -104,10 +105,11 @@ class SafetensorsTarget(Target):
         files = TensorFiles(work, sharded(self._everything(job), job.shard))
         reporter.stage("export", 1 + len(job.bundle.layers))
         reporter.step("outside the experts")
-        self._write_other(job, files)
-        for position, layer in enumerate(job.bundle.layers):
-            reporter.step(f"layer {layer.index}")
-            self._write_layer(job, position, files)
+        with Workers() as workers:
+            workers.submit(self._write_other, job, files)
+            for position, layer in enumerate(job.bundle.layers):
+                reporter.step(f"layer {layer.index}")
+                self._write_layer(job, position, files, workers)
         files.close()
         copy_others(job.bundle, work, own_config(job.bundle) | self.config(job))
         return files.names
@@ -121,7 +123,7 @@ class SafetensorsTarget(Target):
             own: dict[str, Tensor] = {}
             for name in names:
                 if name in dense:
-                    own[name] = dense.torch(name)
+                    own[name] = dense.torch(name, mapped=True)
                     continue
                 module, _, leaf = name.rpartition(".")
                 values = Values.of_dense(job.bundle, versions[module], module)
@@ -135,7 +137,7 @@ class SafetensorsTarget(Target):
                 for name, tensor in self.tensors(job, piece, v, values).items():
                     files.put_tensor(name, tensor)
 
-    def _write_layer(self, job: ExportJob, position: int, files: TensorFiles) -> None:
+    def _write_layer(self, job: ExportJob, position: int, files: TensorFiles, workers: Workers) -> None:
         pieces = job.layout.experts(position)
         stacked = [p for p in pieces if p.expert is None]
         of_expert: dict[int, list[CheckpointTensor]] = {}
@@ -143,16 +145,17 @@ class SafetensorsTarget(Target):
             if piece.expert is not None:
                 of_expert.setdefault(piece.expert, []).append(piece)
 
-        def write(e: int) -> None:
-            version, own = job.version(position, e), (*of_expert.get(e, ()), *stacked)
-            if not files.wants(name for piece in own for name in self.entries(job, piece, version)):
-                return
+        def write(e: int, version: Version, own: tuple[CheckpointTensor, ...]) -> None:
             matrices = Values.of_expert(job.bundle, version.name, position, e)
             for piece in own:
                 for name, tensor in self.tensors(job, piece, version, matrices[piece.matrix]).items():
                     files.put_tensor(name, tensor, e if piece.expert is None else 0)
 
-        each(write, job.bundle.layers[position].experts)
+        for e in range(job.bundle.layers[position].experts):
+            version, own = job.version(position, e), (*of_expert.get(e, ()), *stacked)
+            if files.wants(name for piece in own for name in self.entries(job, piece, version)):
+                job.bundle.layer_file(version.name, position).ahead(e)
+                workers.submit(write, e, version, own)
 
 
 def _total(entries: Entries) -> int:

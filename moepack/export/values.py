@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moepack.pack.codec.affine import section_array
+from moepack.pack.codec.affine import AffineMatrix, section_array
 from moepack.pack.codec.bits import from_blocks
 from moepack.pack.codec.rotation import turned_back
 from moepack.pack.encodings.affine import Affine
@@ -22,6 +22,9 @@ from .words import words
 
 if TYPE_CHECKING:
     from moepack.pack.reader import Bundle
+
+
+_FEW = 1 << 18  # weights that are float32 at once: they stay in the processor's cache
 
 
 class _Packed:
@@ -61,21 +64,39 @@ class Values:
         """What the version's `decode` gives. Raises BundleError where that fails."""
         return self.packed.decoded[self.number]
 
-    def _part(self, kind: str) -> npt.NDArray[Any]:
-        """A section of an affine version, [rows, n]."""
+    @property
+    def _rows(self) -> int:
+        return self.packed.one.matrices[self.number].rows
+
+    def _blocks(self, kind: str) -> npt.NDArray[Any]:
+        """A section of an affine version, [blocks, n, 16]."""
         one = self.packed.one
         (section,) = [s for s in one.version.sections(one.matrices) if (s.kind, s.matrix) == (kind, self.number)]
-        return from_blocks(section_array(one.extent, section), one.matrices[self.number].rows)
+        return section_array(one.extent, section)
 
+    @cached_property
     def words(self) -> Tensor:
         """The codes of an affine version in 32-bit words along a row (words.py), int32 [rows, n].
 
         Versions of one plane keep them so; no code is unpacked.
         """
+        if self._whole_words:
+            return torch.from_numpy(from_blocks(self._blocks("plane0"), self._rows).view(np.int32))
+        return words(self.codes, self.version.bits)
+
+    @cached_property
+    def turned_words(self) -> Tensor:
+        """The same, turned: int32 [n, rows]. Sixteen rows of a word lie together in a bundle: they are copied so."""
+        if not self._whole_words:
+            return words(self.codes, self.version.bits).T.contiguous()
+        blocks = self._blocks("plane0").view(np.int32)
+        turned = np.ascontiguousarray(blocks.transpose(1, 0, 2)).reshape(blocks.shape[1], -1)
+        return torch.from_numpy(turned[:, : self._rows])
+
+    @property
+    def _whole_words(self) -> bool:
         bits, cols = self.version.bits, self.packed.one.matrices[self.number].cols
-        if isinstance(self.version, Affine) and self.version.planes == (bits,) and cols * bits % 32 == 0:
-            return torch.from_numpy(self._part("plane0").view(np.int32))
-        return words(self.codes, bits)
+        return isinstance(self.version, Affine) and self.version.planes == (bits,) and cols * bits % 32 == 0
 
     @cached_property
     def exact(self) -> Tensor:
@@ -86,7 +107,16 @@ class Values:
     @cached_property
     def weight(self) -> Tensor:
         """The weights [rows, cols] rounded to bfloat16."""
-        return self.exact.to(torch.bfloat16)
+        whole = self.decoded
+        if not isinstance(whole, AffineMatrix):
+            return self.exact.to(torch.bfloat16)
+        (rows, cols), zero = whole.codes.shape, whole.zero
+        out = torch.empty(rows, cols, dtype=torch.bfloat16)
+        step = max(1, _FEW // cols)
+        for some in (slice(at, at + step) for at in range(0, rows, step)):
+            few = AffineMatrix(whole.codes[some], whole.scale[some], None if zero is None else zero[some])
+            out[some] = torch.from_numpy(self.version.dequantise(few))
+        return out
 
     @property
     def bias(self) -> Tensor:
@@ -102,12 +132,12 @@ class Values:
     def scale(self) -> Tensor:
         """The scales of an affine version [rows, groups], bfloat16 or float16 as stored."""
         dtype = torch.float16 if self.version.scale_dtype == "F16" else torch.bfloat16
-        return torch.from_numpy(self._part("scale")).view(dtype)
+        return torch.from_numpy(from_blocks(self._blocks("scale"), self._rows)).view(dtype)
 
     @cached_property
     def zero(self) -> Tensor:
         """The whole zero points of an affine version, uint8 [rows, groups], in codes."""
-        return torch.from_numpy(self._part("zero") >> (8 - self.version.bits))
+        return torch.from_numpy(from_blocks(self._blocks("zero"), self._rows) >> (8 - self.version.bits))
 
 
 def _bf16(bits: Any) -> Tensor:

@@ -68,7 +68,7 @@ def not_whole(bundle: Bundle, version: Version, dense: bool) -> str | None:
     return (
         f"{found.fractional:,} of its {found.total:,} zero points are not whole codes; to round them would add "
         f"{_cost(bundle, version, dense):.2%} squared error to the weights. Quantise with zeros: integer or "
-        "zeros: symmetric in the recipe, or take --to checkpoint"
+        "zeros: symmetric in the recipe of a new build, or take --to checkpoint"
     )
 
 

@@ -1,6 +1,6 @@
 """The files of an export: tensors put in any order, whole files kept until the last, gone on with after a stop."""
 
-from .shards import Entries, Files, TensorFiles, cut, each, sharded, tensor_bytes, tensor_file_bytes
+from .shards import Entries, Files, TensorFiles, Workers, cut, each, sharded, tensor_bytes, tensor_file_bytes
 from .work import ExportDirectory, working
 
 __all__ = [
@@ -8,6 +8,7 @@ __all__ = [
     "ExportDirectory",
     "Files",
     "TensorFiles",
+    "Workers",
     "cut",
     "each",
     "sharded",

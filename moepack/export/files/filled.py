@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -13,20 +13,35 @@ import numpy.typing as npt
 from moepack.pack.errors import InputError
 from moepack.pack.sections import align
 
-_SYNC = 256 << 20  # bytes after which a file is brought to the disk, so that it writes while others are made
+SYNC = 64 << 20  # bytes after which a file is brought to the disk, so that it writes while others are made
 
 
 class FilledFile:
     """A file that has its header and its size from the start."""
 
-    def __init__(self, path: Path, head: bytes, tensors: Mapping[str, int], alignment: int = 1) -> None:
-        """`tensors`: the bytes of each by name, in their order, each at a multiple of `alignment` after the header."""
+    def __init__(
+        self,
+        path: Path,
+        head: bytes,
+        tensors: Mapping[str, int],
+        alignment: int = 1,
+        sync: Callable[[int], None] = os.fdatasync,
+    ) -> None:
+        """Make the file.
+
+        Args:
+            path: its name.
+            head: its first bytes.
+            tensors: the bytes of each by name, in their order, each at a multiple of `alignment` after the header.
+            alignment: see `tensors`.
+            sync: called with the file's descriptor each time SYNC bytes were written.
+        """
         self._path, at = path, len(head)
         self._places: dict[str, tuple[int, int]] = {}  # offset and bytes
         for name, size in tensors.items():
             self._places[name] = at, size
             at += align(size, alignment)
-        self._lock, self._unsynced = threading.Lock(), 0
+        self._lock, self._unsynced, self._sync = threading.Lock(), 0, sync
         self._left = {name: size for name, size in tensors.items() if size}
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         os.truncate(self._fd, at)
@@ -47,13 +62,15 @@ class FilledFile:
             raise InputError(f"{self._path}: {name} has more bytes than its description: the bundle is damaged")
         if not data.size:
             return
-        self._write(np.ascontiguousarray(data).data, begin + at)
-        with self._lock:
-            self._unsynced += data.size
-            sync = self._unsynced > _SYNC
-            self._unsynced *= not sync
-        if sync:
-            os.fdatasync(self._fd)
+        view = np.ascontiguousarray(data).data
+        for i in range(0, data.size, SYNC):
+            self._write(view[i : i + SYNC], begin + at + i)
+            with self._lock:
+                self._unsynced += len(view[i : i + SYNC])
+                sync = self._unsynced >= SYNC
+                self._unsynced *= not sync
+            if sync:
+                self._sync(self._fd)
         with self._lock:
             self._left[name] -= data.size
             if not self._left[name]:

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Entries = dict[str, tuple[str, tuple[int, ...]]]  # names to dtypes, as safetensors calls them, and shapes
 WORKERS = min(4, len(os.sched_getaffinity(0)) + 1)  # one may wait for the disk; each holds an expert
+AHEAD = 4  # calls that wait for the disk: as many times filled.SYNC are not on it
 METADATA = {"format": "pt"}  # of every file of safetensors
 
 
@@ -46,21 +47,54 @@ def cut(tensors: Mapping[str, T], size: Callable[[T], int], most: int) -> list[d
     return out
 
 
-def each(call: Callable[[int], None], count: int) -> None:
-    """Call something with 0, 1, ... on some threads, which NumPy, digests and the disk leave free; raises an error."""
-    with ThreadPoolExecutor(WORKERS) as pool:
+class Workers:
+    """Threads that take calls, a few ahead of what is done; NumPy, digests and the disk leave Python free.
+
+    Leaving the context waits for them. An error of one ends the others, and comes from `submit` or at the end.
+    """
+
+    def __init__(self) -> None:
+        self._pool, self._room = ThreadPoolExecutor(WORKERS), threading.Semaphore(2 * WORKERS)
+        self._error: BaseException | None = None
+
+    def submit(self, call: Callable[..., None], *given: Any) -> None:
+        """Have something called, once there is room."""
+        self._room.acquire()
+        if self._error is not None:
+            raise self._error
+        self._pool.submit(self._run, call, given)
+
+    def _run(self, call: Callable[..., None], given: tuple[Any, ...]) -> None:
         try:
-            for done in [pool.submit(call, i) for i in range(count)]:
-                done.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+            if self._error is None:
+                call(*given)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._room.release()
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
+        self._error = self._error or error
+        self._pool.shutdown()
+        if error is None and self._error is not None:
+            raise self._error
+
+
+def each(call: Callable[[int], None], count: int) -> None:
+    """Call something with 0, 1, ... by `Workers`."""
+    with Workers() as workers:
+        for i in range(count):
+            workers.submit(call, i)
 
 
 class Files:
     """Files of tensors in a folder of a working directory. One that is whole there is not written again.
 
-    Several threads may put tensors: see `each`.
+    Several threads may put tensors: see `Workers`. A thread of its own brings them to the disk and records them, at
+    most AHEAD calls behind, so that no other waits for the disk while that keeps up.
     """
 
     def __init__(
@@ -77,6 +111,8 @@ class Files:
         self._open: dict[str, FilledFile] = {}
         self._full = set[str]()  # those whose last byte is written
         self._lock = threading.Lock()
+        self._disk, self._room = ThreadPoolExecutor(1), threading.Semaphore(AHEAD)
+        self._error: BaseException | None = None  # of the disk's thread
         work.at_end(self._abandon)
 
     @property
@@ -100,14 +136,33 @@ class Files:
             last = own.whole and file not in self._full
             self._full |= {file} if last else set()
         if last:
-            self._finish(file)
+            self._behind(self._finish, file)
 
     def close(self) -> None:
         """Finish the files. Raises InputError if bytes of a tensor were not written."""
         for file in self._parts:
             if not self._done(file):
                 self._opened(file).check()
-                self._finish(file)
+                self._behind(self._finish, file)
+        self._disk.shutdown()
+        if self._error is not None:
+            raise self._error
+
+    def _behind(self, call: Callable[[Any], None], given: Any) -> None:
+        """Have the disk's thread call something. Raises its error, after which it calls nothing."""
+        self._room.acquire()
+        if self._error is not None:
+            raise self._error
+        self._disk.submit(self._on_disk, call, given)
+
+    def _on_disk(self, call: Callable[[Any], None], given: Any) -> None:
+        try:
+            if self._error is None:
+                call(given)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._room.release()
 
     def _done(self, file: str) -> bool:
         return file in self._full or self._work.has(f"{self._folder}/{file}")
@@ -115,7 +170,8 @@ class Files:
     def _opened(self, file: str) -> FilledFile:
         if file not in self._open:
             path = self._work.path(self._folder, file)
-            self._open[file] = FilledFile(path, self._head(file), self._parts[file], self._alignment)
+            own = self._head(file), self._parts[file], self._alignment
+            self._open[file] = FilledFile(path, *own, lambda fd: self._behind(os.fdatasync, fd))
         return self._open[file]
 
     def _finish(self, file: str) -> None:
@@ -123,6 +179,7 @@ class Files:
         self._work.finish(f"{self._folder}/{file}")
 
     def _abandon(self) -> None:
+        self._disk.shutdown(cancel_futures=True)
         for file in self._open.values():
             file.close()
 

@@ -13,6 +13,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,11 @@ class ExportDirectory:
 
     def finish(self, *names: str) -> None:
         """Record files, named with their folders, as whole, once they are on disk."""
-        for name in names:
-            sync(self.root / name)
-        found = {name: ((self.root / name).stat().st_size, digest_of(self.root, name)) for name in names}
+        with ThreadPoolExecutor(1) as pool:  # digests while the disk writes
+            digests = {name: pool.submit(digest_of, self.root, name) for name in names}
+            for name in names:
+                sync(self.root / name)
+            found = {name: ((self.root / name).stat().st_size, digests[name].result()) for name in names}
         with self._recording:
             self._whole |= found
             self._save()

@@ -124,7 +124,7 @@ class Gguf(Target):
             elif tensor.type is F32:
                 files.put(theirs, blocks.plain(dense.numpy(name).astype(np.float32)))
             else:
-                own = dense.torch(name).view(-1).view(_bits()).numpy()
+                own = dense.torch(name, mapped=True).view(-1).view(_bits()).numpy()
                 files.put(theirs, blocks.plain(own))
         for position, layer in enumerate(job.bundle.layers):
             reporter.step(f"layer {layer.index}")

@@ -54,7 +54,7 @@ allocation: {average_bits: 3}
 # What `make quick` leaves out: files and tests that build, serve, or start other processes for seconds.
 SLOW = (
     "benchmarks/test_peers",
-    "docs/test_commands", "moepack/export/test_pulled",
+    "docs/test_commands", "moepack/export/test_greedy", "moepack/export/test_pulled",
     "moepack/pipeline/test_add", "moepack/pipeline/test_build", "moepack/pipeline/test_enough",
     "moepack/pipeline/test_outline",
     "moepack/pipeline/test_ray", "moepack/pipeline/test_identity.py::test_kills",

@@ -59,7 +59,8 @@ def build(
             raise InputError("--dry-run estimates a whole build, not additions: leave one of them out")
         if calibration or recipe != "default" or keep:
             raise InputError(
-                "additions use the recipe and text of --work: leave out --recipe, --calibration and --keep"
+                "additions use the recipe and text of --work: leave out --recipe, --calibration and --keep; other "
+                "zeros or another method are another build"
             )
         names, dense = flag.names_of(added or ""), flag.names_of(added_dense or "")
         sizes = parse_group_sizes(group_sizes or ())

@@ -318,7 +318,7 @@ def test_on_the_command_line(short_model: Path, text: Path, tmp_path: Path) -> N
     for more, word in (
         (("--add", "w1"), "name its --work"),
         ((*work, "--add", "w1", "--dry-run"), "leave one of them out"),
-        ((*work, "--add", "w1", "-r", "x.yaml"), out),
+        ((*work, "--add", "w1", "-r", "x.yaml"), f"{out}; other zeros or another method are another build"),
         ((*work, "--add", "w1", "-c", text), out),
         ((*work, "--add", "w1", "--keep"), out),
         ((*work, "--add", "w1", "--memory", "1MiB"), "--memory 1MiB cannot be kept"),

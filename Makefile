@@ -29,6 +29,9 @@ $(PROGRAMS)/.installed: $(addprefix tests/conformance/,requirements.txt override
 	$(PY) -m uv venv -q --clear --python $(PY) $(PROGRAMS)
 	$(PY) -m uv pip install -q --python $(PROGRAMS)/bin/python -r tests/conformance/requirements.txt --overrides tests/conformance/overrides.txt
 	$(PY) $(SITE) > "$$($(PROGRAMS)/bin/python $(SITE))/torch.pth"
+	v=$$($(PROGRAMS)/bin/python -c 'import transformers; print(transformers.__version__)') && cd $(PROGRAMS) && \
+	    $(abspath $(PY)) -m pip download -q --no-deps --no-binary :all: transformers==$$v && \
+	    tar -xzf transformers-$$v.tar.gz transformers-$$v/tests
 	cp tests/conformance/package.json $(PROGRAMS)/
 	! command -v npm || npm install --prefix $(PROGRAMS) --no-audit --no-fund --loglevel error
 	touch $@

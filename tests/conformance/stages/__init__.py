@@ -66,6 +66,10 @@ STAGES = (
     Stage("comply-messages", "llm-comply", "its cases of Messages", "commands.py", 600, ("comply", "anthropic")),
     Stage("langchain", "langchain-openai", "the standard tests of a chat model", "langchain_standard.py", 900),
     Stage("lm-eval", "lm-eval", "a task of choices and one of texts, over completions", "evaluation.py", 300),
+    *(
+        Stage(f"models-{family}", "transformers", f"its tests of a model: {family}", "model_tests.py", 900, (family,))
+        for family in ("qwen3_moe", "deepseek_v3", "gpt_oss")
+    ),
     Stage("openai-node", "openai", "chats, streams, tools, Responses, on node", "openai_node.mjs", 300),
     Stage("ai-sdk", "@ai-sdk/openai-compatible", "texts, streams, tools, an object by a schema", "ai_sdk.mjs", 300),
 )  # fmt: skip

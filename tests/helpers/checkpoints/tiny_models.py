@@ -65,7 +65,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def _config(family: str, extra: dict[str, Any]) -> Any:
+def config_of(family: str, extra: dict[str, Any]) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     torch.manual_seed(0)
@@ -76,7 +76,7 @@ def random_model(family: str, dtype: torch.dtype, attention: str | None = None, 
     """A random model of `family` in memory, and its layers of experts."""
     from transformers import AutoModelForCausalLM
 
-    config = _config(family, extra)
+    config = config_of(family, extra)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
     layers = []
     for name, module in model.named_modules():
@@ -103,7 +103,7 @@ def save_tiny(
     """Save a random model of `family` at `path`, with a tokenizer copied from another checkpoint."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(_config(family, extra), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config_of(family, extra), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 and "bias" in name:  # random, so that a lost bias shows

@@ -53,7 +53,7 @@ def test_a_mask_picks_all_where_values_are_unknown() -> None:
 def test_leaving_out_repeated_layers_changes_no_byte(family: str, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a prompt and a token take, at a short and a long cache: of eight layers, and of those that differ."""
     every = {"layer_types": ["sliding_attention", "full_attention"] * 4} if family == "gpt_oss" else {}
-    config = tiny_models._config(family, {"num_hidden_layers": 8, **every})
+    config = tiny_models.config_of(family, {"num_hidden_layers": 8, **every})
     found = [(n, m) for n, m in skeleton(config, torch.bfloat16)[0].named_modules() if is_experts_module(m)]
     layers = [describe(i, n, m) for i, (n, m) in enumerate(found)]
     numbers: list[int] = []

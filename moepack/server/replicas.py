@@ -60,6 +60,12 @@ class Replica:
         if self._started and not found["ok"]:
             raise RuntimeError(f"answers fail: {found['error']}")
 
+    async def load(self) -> dict[str, int]:
+        """Return how busy it is."""
+        from .about.info import load_of
+
+        return load_of(self._server.scheduler)
+
     async def answer(self, scope: dict[str, Any], raw: bytes) -> AsyncIterator[dict[str, Any]]:
         """Yield the ASGI messages of a request's answer; cancel the request when the caller stops reading."""
         from ray import serve as ray_serve
@@ -167,7 +173,11 @@ class Door:
                 raise stopping()
             if scope["method"] == "POST":
                 raw = await body(Request(scope, receive), self._options.body)
-            handle = ray_serve.get_app_handle(self._name).options(
+            handle = ray_serve.get_app_handle(self._name)
+            if (scope["method"], scope["path"]) == ("GET", "/load") and hasattr(handle, "broadcast"):
+                await _loads(await handle.broadcast("load").results_async(timeout_s=HEALTH))(scope, receive, send)
+                return
+            handle = handle.options(
                 stream=True, method_name="answer", multiplexed_model_id=beginning(raw) if raw else PAGE
             )
             pieces: Any = handle.remote({name: scope[name] for name in SCOPE if name in scope}, raw)
@@ -194,6 +204,16 @@ class Door:
                 raise
             why = f"no replica answers: {type(error).__name__}"
             await refusal(ApiError(503, why, None, "unavailable"), scope["path"])(scope, receive, send)
+
+
+def _loads(replicas: list[dict[str, int]]) -> Any:
+    """The answer to /load: the sums, and each replica's own numbers."""
+    from starlette.responses import JSONResponse
+
+    from .about.info import FRESH
+
+    sums: dict[str, Any] = {name: sum(one[name] for one in replicas) for name in replicas[0]}
+    return JSONResponse({**sums, "replicas": replicas}, headers=FRESH)
 
 
 def serve(asked: Serve, say: Callable[[str], None]) -> None:

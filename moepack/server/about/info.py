@@ -67,12 +67,10 @@ class Info:
 
     async def _load(self, request: Request) -> Response:
         """Answer how busy the server is, for balancers; `server_load` is vLLM's name."""
-        running, waiting, limits = self._scheduler.running, self._scheduler.waiting, self._scheduler.limits
-        found = {"server_load": running + waiting, "running": running, "waiting": waiting}
-        return JSONResponse({**found, "max_sequences": limits.sequences, "max_waiting": limits.waiting}, headers=_FRESH)
+        return JSONResponse(load_of(self._scheduler), headers=FRESH)
 
     async def _live(self, request: Request) -> Response:
-        return JSONResponse({**await self._aside(self._view), "chats": self._chats}, headers=_FRESH)
+        return JSONResponse({**await self._aside(self._view), "chats": self._chats}, headers=FRESH)
 
     async def _text(self, request: Request) -> Response:
         made = await self._aside(self._metrics.text)
@@ -97,7 +95,16 @@ class Info:
         return JSONResponse(self._described())
 
 
-_FRESH = {"cache-control": "no-store"}
+FRESH = {"cache-control": "no-store"}
+
+
+def load_of(scheduler: Scheduler) -> dict[str, int]:
+    """How busy a server is: numbers of requests, and the most that may run and wait."""
+    running, waiting, limits = scheduler.running, scheduler.waiting, scheduler.limits
+    return {
+        "server_load": running + waiting, "running": running, "waiting": waiting,
+        "max_sequences": limits.sequences, "max_waiting": limits.waiting,
+    }  # fmt: skip
 
 
 @functools.cache

@@ -136,7 +136,8 @@ class _Reader(StateReader):
 
     def _behind(self, text: str) -> None:
         """Show what stands at the answer's end behind a call without its mark, but for an argument that is cut off."""
-        ends, argument = self._form.after.removesuffix(CLOSE).strip(), self._form.argument[0].partition("KEY")[0].strip()
+        ends = self._form.after.removesuffix(CLOSE).strip()
+        argument = self._form.argument[0].partition("KEY")[0].strip()
         text = text.removeprefix(ends).lstrip()
         if not text.startswith(argument) and not any(mark.startswith(text) for mark in (ends, argument)):
             self.add("content", text)

@@ -96,6 +96,24 @@ def test_many_are_answered_and_each_replica_keeps_its_beginnings(served: Served)
         served.ask("x", -1)
 
 
+def test_the_load_is_that_of_all_replicas(served: Served) -> None:
+    def load() -> dict[str, Any]:
+        found: dict[str, Any] = json.load(urllib.request.urlopen(f"{served.url}/load"))
+        each = found.pop("replicas")
+        assert len(each) == 2 and found == {name: sum(one[name] for one in each) for name in found}
+        return {**found, "busy": sum(one["running"] > 0 for one in each)}
+
+    idle = load()
+    assert idle["server_load"] == idle["busy"] == 0 and idle["max_sequences"] > 2
+    prompts = [f"{letter} town of" for letter in "abcdefgh"]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(served.ask, prompt, 200) for prompt in prompts]
+        until, most, busy = time.monotonic() + 60, 0, 0
+        while time.monotonic() < until and (most < 3 or busy < 2) and not all(one.done() for one in answers):
+            most, busy = max(most, (now := load())["server_load"]), max(busy, now["busy"])
+    assert most >= 3 and busy == 2
+
+
 def test_a_replica_that_dies_is_started_anew(served: Served) -> None:
     gone = served.replicas()[0]
     gone.kill()

@@ -11,6 +11,7 @@ a token.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -92,10 +93,9 @@ def _gptqmodel(path: str) -> Reader:
 
 
 def _llama(path: str) -> Reader:
-    from llama_cpp import Llama
-
     (file,) = Path(path).glob("*.gguf")
-    return OfLlama(Llama(str(file), n_ctx=512, n_batch=512, n_threads=1, logits_all=True, verbose=False))
+    llama = importlib.import_module("llama_cpp").Llama
+    return OfLlama(llama(str(file), n_ctx=512, n_batch=512, n_threads=1, logits_all=True, verbose=False))
 
 
 READERS: dict[str, Callable[[str], Reader]] = {

@@ -18,6 +18,7 @@ DOCUMENTS = (
     ROOT / "docs" / "limited.md",
     ROOT / "docs" / "papers.md",
     ROOT / "docs" / "policies.md",
+    ROOT / "docs" / "quality.md",
     ROOT / "docs" / "reliability.md",
     ROOT / "docs" / "server.md",
 )

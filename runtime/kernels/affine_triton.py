@@ -210,22 +210,28 @@ def _finish(  # type: ignore[no-untyped-def]
     return total
 
 
-@triton.jit(do_not_specialize=["share", "version"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["slots", "share", "version"])  # type: ignore[untyped-decorator]
 def _product(  # type: ignore[no-untyped-def]
     handles, order, block_expert, block_first, block_count, x, out,
-    rows, cols, share, version, low, high, scale, zero, bias, outer,
+    rows, cols, slots, share, version, low, high, scale, zero, bias, outer,
     BITS: tl.constexpr, MANTISSA: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
-    STORED: tl.constexpr, BIAS: tl.constexpr, OUTER: tl.constexpr, GATED: tl.constexpr,
+    STORED: tl.constexpr, BIAS: tl.constexpr, OUTER: tl.constexpr, GATED: tl.constexpr, DENSE: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
-    count = tl.load(block_count + block)
-    word = tl.load(handles + tl.load(block_expert + block))
-    if (count > 0) & ((word & 63) == version):
+    lane = tl.arange(0, TOKENS)
+    if DENSE:  # `handles` is the matrix's extent, and slots are tokens in order
+        base, runs = handles, True
+        live = block * TOKENS + lane < slots
+        slot = (block * TOKENS + lane).to(tl.int64)
+    else:
+        count = tl.load(block_count + block)
+        word = tl.load(handles + tl.load(block_expert + block))
+        runs = (count > 0) & ((word & 63) == version)
         base = (word - (word & 63)).to(tl.pointer_type(tl.uint8))
-        lane = tl.arange(0, TOKENS)
         live = lane < count
         slot = tl.load(order + tl.load(block_first + block) + lane, mask=live, other=0).to(tl.int64)
+    if runs:
         row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         made = rows // 2 if GATED else rows  # rows of the result
         here = row < made
@@ -293,8 +299,6 @@ def product(
         InputError: for an encoding that the kernels do not know.
         ValueError: for shapes or dtypes that do not fit.
     """
-    for number in served:
-        kernel_of(forms[number].name)
     slots, made = len(geometry.order), matrix.rows // 2 if gated else matrix.rows
     if x.shape[-1] != matrix.cols or out.shape != (slots, made) or not slots or slots % len(x):
         raise ValueError(f"{matrix.name}: x {tuple(x.shape)}, out {tuple(out.shape)} and {slots} slots do not fit")
@@ -302,15 +306,48 @@ def product(
         raise ValueError(f"{matrix.name}: x {x.dtype}, handles {handles.dtype}, {matrix.rows} rows")
     if geometry.tokens != tiling.tokens or not (x.is_contiguous() and out.is_contiguous()):
         raise ValueError(f"{matrix.name}: the geometry is of another tiling, or a tensor is not contiguous")
-    # Triton's interpreter multiplies the bits of BF16 numbers instead of their values, so it gets float32.
-    precision = _PRECISION[x.dtype if x.is_cuda else torch.float32]
+    blocks = geometry.order, geometry.expert, geometry.first, geometry.count
     grid = (len(geometry.expert), triton.cdiv(made, tiling.rows))
     for number in served:
-        f = forms[number]
-        _product[grid](
-            handles, geometry.order, geometry.expert, geometry.first, geometry.count, x, out,
-            matrix.rows, matrix.cols, slots // len(x), number, f.low, f.high, f.scale, f.zero, max(f.bias, 0),
-            max(f.outer, 0), **_cases(f, tiling), BIAS=f.bias >= 0, OUTER=f.outer >= 0, GATED=gated,
-            TOKENS=tiling.tokens, ROWS=tiling.rows, PRECISION=precision,
-            num_warps=tiling.warps, num_stages=tiling.stages, maxnreg=tiling.registers,
-        )  # fmt: skip
+        _launch(grid, forms[number], matrix, handles, blocks, x, out, tiling, number, gated)
+
+
+def dense(matrix: Matrix, form: Form, extent: Tensor, x: Tensor, out: Tensor) -> None:
+    """Compute y = W x + b for every token by one matrix alone, with one launch on the current stream.
+
+    Args:
+        form: the matrix's form in its version.
+        extent: uint8, on the device, beginning on a multiple of 16.
+        x: float32, float16 or bfloat16 [tokens, cols].
+        out: [tokens, rows].
+
+    Raises:
+        InputError: for an encoding that the kernels do not know.
+        ValueError: for shapes or dtypes that do not fit.
+    """
+    tokens = len(x)
+    if x.shape != (tokens, matrix.cols) or out.shape != (tokens, matrix.rows) or not tokens or x.dtype not in TILINGS:
+        raise ValueError(f"{matrix.name}: x {tuple(x.shape)}, {x.dtype} and out {tuple(out.shape)} do not fit")
+    if not (x.is_contiguous() and out.is_contiguous()) or extent.dtype != torch.uint8 or extent.data_ptr() % 16:
+        raise ValueError(f"{matrix.name}: an extent of {extent.dtype} or its place, or a tensor that is not contiguous")
+    few, many = TILINGS[x.dtype]
+    tiling = few if tokens <= few.tokens else many
+    grid = (triton.cdiv(tokens, tiling.tokens), triton.cdiv(matrix.rows, tiling.rows))
+    _launch(grid, form, matrix, extent, None, x, out, tiling)
+
+
+def _launch(
+    grid: tuple[int, int], f: Form, matrix: Matrix, of: Tensor, blocks: Sequence[Tensor] | None,
+    x: Tensor, out: Tensor, tiling: Tiling, version: int = 0, gated: bool = False,
+) -> None:  # fmt: skip
+    """Launch `_product` for one version of experts, whose handles are `of`; or for one extent, without `blocks`."""
+    kernel_of(f.name)
+    # Triton's interpreter multiplies the bits of BF16 numbers instead of their values, so it gets float32.
+    precision = _PRECISION[x.dtype if x.is_cuda else torch.float32]
+    _product[grid](
+        of, *(blocks or [None] * 4), x, out, matrix.rows, matrix.cols, len(out), len(out) // len(x), version,
+        f.low, f.high, f.scale, f.zero, max(f.bias, 0), max(f.outer, 0),
+        **_cases(f, tiling), BIAS=f.bias >= 0, OUTER=f.outer >= 0, GATED=gated, DENSE=blocks is None,
+        TOKENS=tiling.tokens, ROWS=tiling.rows, PRECISION=precision,
+        num_warps=tiling.warps, num_stages=tiling.stages, maxnreg=tiling.registers,
+    )  # fmt: skip

@@ -1,12 +1,14 @@
 """What each GPU kernel that the runtime can launch takes: registers, stack, shared memory, and the width of its loads.
 
     python -m benchmarks.resources [--quick] [--write]
+    python -m benchmarks.resources --loops
 
 Needs no GPU: kernels are compiled for six architectures, with what is known of a launch's numbers when it is launched.
 A cell is registers a thread / bytes of stack a thread / bytes of shared memory / bytes of the least load of weights.
 Compared with the committed table (results/gpu-resources.csv), which `--write` writes anew: a stack, more shared memory
 than the architecture has, and with the table's Triton more registers or narrower loads than in the table are missed
-targets. `--quick` compiles the worst variants of each architecture. Triton keeps what it compiled.
+targets. `--quick` compiles the worst variants of each architecture. Triton keeps what it compiled. `--loops` counts the
+instructions that a thread takes for a weight in the loop of the kernel for few tokens, and its barriers, on sm_90.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from benchmarks.kernels.gpu import module_like
 from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.experts import gpu
 from moepack.runtime.experts.handles import LayerCall
-from moepack.runtime.kernels import affine_triton, exponent_triton
+from moepack.runtime.kernels import affine_triton, exponent_triton, gemv_triton
 from moepack.runtime.kernels.forms import make_forms
 
 TABLE = Path(__file__).parent / "results" / "gpu-resources.csv"
@@ -49,9 +51,19 @@ FORMS = (  # what shipped recipes make or keep, and what the kernels read in a w
     ("nvfp4", 16), ("mxfp8", 32), ("fp8", 128), ("fp8row", 0), ("int4fp16", 32), ("int8fp16", 128),
 )  # fmt: skip
 BIASED = (("mxfp4", 32), ("w3", 64), ("w2", 64), ("w1", 64))  # gpt-oss's, whose gate is its own
+DENSE = (("w8", 128), ("w4", 128), ("mxfp4", 32), ("fp8", 128))  # in which matrices outside the experts are served
+# The most instructions for a weight of BF16 activations' products, so that an H100 waits for bytes at 3.35 TB/s.
+CEILINGS = {"w8": 3.0, "w4": 4.5, "w3": 5.0, "w2": 2.5, "w1": 2.5, "mxfp4": 4.5, "bf16": 1.5}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8  # Qwen3-30B-A3B's layers
-TYPES = {torch.int64: "i64", torch.int32: "i32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+TYPES = {
+    torch.uint8: "u8",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+}
 
 
 @dataclass(frozen=True)
@@ -77,21 +89,25 @@ Compile = Callable[[int], Any]  # from a compute capability to Triton's compiled
 
 @contextmanager
 def recorded() -> Any:
-    """Keep the launches of the experts' product instead of making them, on a GPU that need not be there."""
-    kept: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    """Keep the launches of the products instead of making them, on a GPU that need not be there."""
+    kept: list[tuple[JITFunction[Any], tuple[Any, ...], dict[str, Any]]] = []
 
     class Launches:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
         def __getitem__(self, grid: Any) -> Any:
-            return lambda *args, **named: kept.append((args, named))
+            return lambda *args, **named: kept.append((self.kernel, args, named))
 
     with (
-        patch.object(affine_triton, "_product", Launches()),
+        patch.object(affine_triton, "_product", Launches(affine_triton._product)),
+        patch.object(affine_triton, "few", Launches(gemv_triton.few)),
         patch.object(torch.cuda, "device", lambda device: nullcontext()),
     ):
         yield kept
 
 
-def launches(name: str, group: int, dtype: torch.dtype, tokens: int, bias: bool) -> list[tuple[Any, Any]]:
+def launches(name: str, group: int, dtype: torch.dtype, tokens: int, bias: bool) -> list[tuple[Any, Any, Any]]:
     """The launches of one layer's forward on a GPU, as the runtime makes them."""
     matrices = (Matrix("gate_up", 2 * INNER, HIDDEN, bias=bias), Matrix("down", HIDDEN, INNER, bias=bias))
     module = module_like()
@@ -109,6 +125,17 @@ def launches(name: str, group: int, dtype: torch.dtype, tokens: int, bias: bool)
     return list(kept)
 
 
+def dense_launches(name: str, group: int, tokens: int) -> list[tuple[Any, Any, Any]]:
+    """The launch of one dense matrix."""
+    matrix, version = Matrix("weight", HIDDEN, HIDDEN), Version.of(name, group)
+    with FakeTensorMode(), recorded() as kept:
+        x = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")
+        extent = torch.zeros(version.resident_size((matrix,)), dtype=torch.uint8, device="cuda")
+        with patch.object(torch.Tensor, "data_ptr", lambda self: 0):
+            affine_triton.dense(matrix, make_forms((matrix,), version)[0], extent, x, torch.empty_like(x))
+    return list(kept)
+
+
 def compiled(kernel: JITFunction[Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> Compile:
     """The kernel of a launch, specialised as Triton does: numbers that are 1, numbers and addresses divisible by 16."""
     options = {k: v for k, v in named.items() if k in ("num_warps", "num_stages", "maxnreg")}
@@ -117,8 +144,8 @@ def compiled(kernel: JITFunction[Any], args: tuple[Any, ...], named: Mapping[str
     known: dict[tuple[int, ...], Any] = {}
     for at, (parameter, value) in enumerate(zip(kernel.params, args, strict=False)):
         special = not parameter.do_not_specialize
-        if isinstance(value, int) and value == 1 and special:
-            constants[parameter.name] = 1
+        if value is None or (isinstance(value, int) and value == 1 and special):
+            constants[parameter.name] = value
             continue
         signature[parameter.name] = "i32" if isinstance(value, int) else f"*{TYPES[value.dtype]}"
         if special and (not isinstance(value, int) or value % 16 == 0):
@@ -134,39 +161,72 @@ def variants() -> dict[str, Compile]:
     cases = [(n, g, d, t, False) for n, g in FORMS for d in DTYPES for t in (1, 2048)]
     cases += [(n, g, torch.bfloat16, t, True) for n, g in BIASED for t in (1, 2048)]
     for name, group, dtype, tokens, bias in cases:
-        for args, named in launches(name, group, dtype, tokens, bias):
+        for kernel, args, named in launches(name, group, dtype, tokens, bias):
             what = f"{'gated' if named['GATED'] else 'plain'}{' bias' if bias else ''}"
-            tile = f"{named['TOKENS']}x{named['ROWS']}x{named['COLUMNS']}"
-            version = f"{name}-{group}" if group else name
-            out[f"{version} {TYPES[dtype]} {what} {tile}"] = compiled(affine_triton._product, args, named)
+            out[_name(name, group, dtype, what, named)] = compiled(kernel, args, named)
+    for name, group, tokens in ((n, g, t) for n, g in DENSE for t in (1, 2048)):
+        for kernel, args, named in dense_launches(name, group, tokens):
+            out[_name(name, group, torch.bfloat16, "dense", named)] = compiled(kernel, args, named)
     words = [torch.empty(1, dtype=d, device="meta") for d in (torch.int64, torch.int32, torch.int32)]
     named = {"K": exponent_triton.TILES, "num_warps": exponent_triton.TILES}
     out["exponents' decoder"] = compiled(exponent_triton._decode, tuple(words), named)
     return out
 
 
-def taken(kernel: Any) -> Taken:
-    """Read what a compiled kernel takes from its machine code and its PTX."""
+def _name(name: str, group: int, dtype: torch.dtype, what: str, named: Mapping[str, Any]) -> str:
+    """A variant's name in the table: encoding, activations, what is computed, tile."""
+    few = (gemv_triton.SLOTS.value, gemv_triton.ROWS.value, named["GROUP"] * named.get("S", 1))
+    tile = few if "S" in named else (named["TOKENS"], named["ROWS"], named["COLUMNS"])
+    return f"{name}{f'-{group}' if group else ''} {TYPES[dtype]} {what} {'x'.join(map(str, tile))}"
+
+
+def _shown(kernel: Any, option: str) -> str:
+    """What cuobjdump says of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [knobs.nvidia.cuobjdump.path, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def loops() -> list[tuple[str, float, int]]:
+    """Of the kernel for few tokens: a variant's name, instructions a weight in its loop, barriers there."""
+    out = []
+    cases = [(name, next(g for n, g in FORMS if n == name)) for name in CEILINGS]
+    for name, group in cases:
+        for kernel, args, named in launches(name, group, torch.bfloat16, 1, False):
+            found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", _shown(compiled(kernel, args, named)(90), "-sass"))
+            code = [(int(at, 16), text) for at, text in found]
+            back = [(int(to[1], 16), at) for at, text in code if (to := re.search(r"\bBRA\b.* 0x(\w+)", text))]
+            body = max(([text for at, text in code if a <= at <= b] for a, b in back), key=len)
+            weights = (1 + named["GATED"]) * gemv_triton.ROWS.value * named["GROUP"] * named["S"]
+            barriers = sum("BAR" in text for text in body)
+            what = _name(name, group, torch.bfloat16, "gated" if named["GATED"] else "plain", named)
+            out.append((what, len(body) * 32 * named["num_warps"] / weights, barriers))
+    return out
+
+
+def taken(kernel: Any) -> Taken:
+    """Read what a compiled kernel takes from its machine code and its PTX."""
+    shown = _shown(kernel, "--dump-resource-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", shown)
     assert found is not None, shown
     registers, stack, local = map(int, found.groups())
-    assert "mma" in kernel.asm["ptx"] or kernel.metadata.name != "_product", "the product does not use tensor cores"
+    assert "mma" in kernel.asm["ptx"] or kernel.metadata.name == "_decode", "a product does not use tensor cores"
     return Taken(registers, stack + local, int(kernel.metadata.shared), _least_load(kernel.asm["ptx"]))
 
 
 def _least_load(ptx: str) -> int:
-    """The bytes of the least load at the lines of affine_triton.py that load weights; 0 if there is none."""
-    source = Path(affine_triton.__file__).read_text().split("\n")
-    weights = {i for i, line in enumerate(source, 1) if "tl.load(plane +" in line or "tl.load(weights +" in line}
+    """The bytes of the least load at the lines that load weights; 0 if there is none."""
+    weights = set()
+    for number, path in re.findall(r'\.file\s+(\d+) "(.*)"', ptx):
+        lines = Path(path).read_text().split("\n") if Path(path).parent == Path(affine_triton.__file__).parent else []
+        named = (i for i, line in enumerate(lines, 1) if "tl.load(plane +" in line or "tl.load(weights +" in line)
+        weights |= {(int(number), i + n) for i in named for n in range(5)}  # PTX counts the lines of Triton's assembly
     here, sizes = False, []
     for line in ptx.split("\n"):
-        if place := re.match(r"\s*\.loc\s+\d+ (\d+)", line):
-            here = int(place[1]) in weights
+        if place := re.match(r"\s*\.loc\s+(\d+) (\d+)", line):
+            here = (int(place[1]), int(place[2])) in weights
         elif here and (copy := re.search(r"cp\.async\S+ .*, (0x\w+)(?:, |;)", line)):
             sizes.append(int(copy[1], 16))
         elif here and (load := re.search(r"ld\.global\S*?(?:\.v(\d))?\.[bu](\d+) ", line)):
@@ -176,7 +236,8 @@ def _least_load(ptx: str) -> int:
 
 def digest() -> str:
     """Of what the kernels do, without docstrings and comments, so that a table of other kernels is known."""
-    found = [v.src for m in (affine_triton, exponent_triton) for v in vars(m).values() if isinstance(v, JITFunction)]
+    modules = (affine_triton, gemv_triton, exponent_triton)
+    found = [v.src for m in modules for v in vars(m).values() if isinstance(v, JITFunction)]
     trees = [ast.parse(source) for source in found]
     for function in (f for tree in trees for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)):
         function.body = function.body[ast.get_docstring(function) is not None :]
@@ -224,11 +285,24 @@ def write(now: Mapping[tuple[str, int], Taken]) -> None:
             out.writerow([*name.split(" ", 1), *(now[name, capability] for capability in SHARED)])
 
 
+def show_loops(json: Path | None) -> None:
+    """Print what `loops` counts, and exit by whether it is within its ceilings."""
+    made = loops()
+    targets = [Target(f"{w}, instructions a weight", n, CEILINGS[re.split("[- ]", w)[0]], "lower") for w, n, _ in made]
+    targets.append(Target("loops with barriers", sum(barriers > 0 for _, _, barriers in made), 0, "lower"))
+    rows = [{"kernel": what, "instructions": f"{n:.2f}", "barriers": barriers} for what, n, barriers in made]
+    finish("instructions of a thread for a weight, sm_90", ["kernel", "instructions", "barriers"], rows, targets, json)
+    raise SystemExit(not all(t.met for t in targets))
+
+
 def main() -> None:
     """Compile, compare, print."""
     parser = arguments(__doc__)
     parser.add_argument("--write", action="store_true", help="write the table anew")
+    parser.add_argument("--loops", action="store_true", help="count instructions a weight instead")
     args = parser.parse_args()
+    if args.loops:
+        show_loops(args.json)
     of = variants()
     keys = worst(committed()[0]) if args.quick else [(name, c) for name in of for c in SHARED]
     now = {(name, c): taken(of[name](c)) for name, c in keys}

@@ -96,6 +96,7 @@ NUMERIC = (
 
 # Of what `.ci/run` repeats at every instruction set, what is the same at each, or goes through all of them itself.
 ONCE = (
+    "runtime/dense/test_on_gpu",
     "runtime/kernels/test_affine_native.py::test_without_the_extension", "runtime/kernels/test_affine_triton",
     "runtime/kernels/test_exponent_triton", "runtime/kernels/test_isa",
     "runtime/planning/test_choice.py::test_it_is_the_same_everywhere",

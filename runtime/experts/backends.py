@@ -269,6 +269,6 @@ def table() -> list[dict[str, str]]:
                 rows.append({"device": f"cpu, {dtype}", "version": version, "tokens": tokens, "kernel": kernel})
     if torch.cuda.is_available():
         kind = backend(torch.device("cuda"))
-        for tokens, tile in (("1-16", "decode"), ("17-", "prefill")):
+        for tokens, tile in (("1-8", "decode"), ("9-", "prefill")):
             rows.append({"device": "cuda", "version": "all", "tokens": tokens, "kernel": f"{kind}, {tile} tiles"})
     return rows

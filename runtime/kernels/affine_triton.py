@@ -22,6 +22,7 @@ from torch import Tensor
 from moepack.pack.spec import Matrix
 
 from .forms import Form, kernel_of
+from .gemv_triton import ROWS, SLOTS, few, finish, section
 
 _BLOCK: tl.constexpr = tl.constexpr(16)  # rows stored side by side
 
@@ -35,18 +36,18 @@ class Tiling:
     columns: int = 64
     warps: int = 4
     stages: int = 3
-    registers: int | None = None  # the most that a thread may take; without this some spill so that more programs fit
 
 
 # Chosen so that no kernel spills registers or passes an architecture's shared memory: `python -m benchmarks.resources`.
-DECODE = Tiling(16, 32, columns=128)  # few rows, so that one token's eight experts fill a GPU
+DECODE = Tiling(SLOTS.value, ROWS.value)  # gemv_triton.py's
 PREFILL = Tiling(64, 128, warps=8)  # with 128 columns at 8 bits it took 128 KiB of shared memory
 # For few and for many tokens of an expert. FP16 operands take twice the registers of BF16 ones, float32 ones four.
 TILINGS = {
     torch.bfloat16: (DECODE, PREFILL),
-    torch.float16: (Tiling(16, 32), Tiling(32, 64)),
-    torch.float32: (Tiling(16, 32, columns=32, registers=128), Tiling(32, 64, columns=32, stages=2)),
+    torch.float16: (DECODE, Tiling(32, 64)),
+    torch.float32: (DECODE, Tiling(32, 64, columns=32, stages=2)),
 }
+_TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # BF16 numbers of an activation, for few tokens
 _PRECISION = {torch.bfloat16: "ieee", torch.float16: "tf32", torch.float32: "tf32x3"}  # of tensor cores
 
 # By an encoding's number in KERNELS: the bits of its codes, the mantissa bits of codes that are floating-point numbers,
@@ -96,18 +97,12 @@ def route(index: Tensor, experts: int, tokens: int) -> Geometry:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _section(base, offset, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return a section's address as a pointer, of which a cast would forget that 16 bytes may be loaded at a time."""
-    return tl.multiple_of((base + offset).to(tl.pointer_type(DTYPE)), 16)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _plane(base, offset, cols, row, here, g, P: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Read the P-bit codes of one plane for one step's columns: int32 [ROWS, COLUMNS]."""
     words = (cols * P + 31) // 32
     w = g * (COLUMNS * P // 32) + tl.arange(0, COLUMNS * P // 32)
     at = ((row // _BLOCK)[:, None] * words + w[None, :]) * _BLOCK + (row % _BLOCK)[:, None]
-    plane = _section(base, offset, tl.uint32)
+    plane = section(base, offset, tl.uint32)
     v = tl.load(plane + at, mask=here[:, None] & (w < words)[None, :], other=0)
     shift = (tl.arange(0, 32 // P) * P).to(tl.uint32)
     codes = (v[:, :, None] >> shift[None, None, :]) & ((1 << P) - 1)
@@ -140,7 +135,7 @@ def _floats(  # type: ignore[no-untyped-def]
         total = tl.dot(x, tl.trans(w.to(x.dtype)), total, input_precision=PRECISION)
     elif SCALE == "block":
         at = (row // _BLOCK) * groups + g * COLUMNS // GROUP
-        s = tl.load(_section(base, scale, tl.float32) + at, mask=here, other=0.0)
+        s = tl.load(section(base, scale, tl.float32) + at, mask=here, other=0.0)
         total += tl.dot(x, tl.trans(w.to(x.dtype)), input_precision=PRECISION) * s[None, :]
     else:
         n = g * (COLUMNS // GROUP) + tl.arange(0, COLUMNS // GROUP)
@@ -165,7 +160,7 @@ def _step(  # type: ignore[no-untyped-def]
     """Return total [TOKENS, ROWS] plus the product over the g-th COLUMNS columns."""
     if BITS == 16:
         k = g * COLUMNS + tl.arange(0, COLUMNS)
-        weights = _section(base, low, tl.bfloat16)
+        weights = section(base, low, tl.bfloat16)
         at = row.to(tl.int64)[:, None] * cols + k[None, :]
         w = tl.load(weights + at, mask=here[:, None] & (k < cols)[None, :], other=0.0)
         return tl.dot(x, tl.trans(w.to(x.dtype)), total, input_precision=PRECISION)
@@ -186,46 +181,36 @@ def _step(  # type: ignore[no-untyped-def]
         groups = (cols + GROUP - 1) // GROUP
         at = ((row // _BLOCK) * groups + g * COLUMNS // GROUP) * _BLOCK + row % _BLOCK
         of: tl.constexpr = tl.float16 if SCALE == "fp16" else tl.bfloat16
-        s = tl.load(_section(base, scale, of) + at, mask=here, other=0.0).to(tl.float32)
+        s = tl.load(section(base, scale, of) + at, mask=here, other=0.0).to(tl.float32)
         if STORED:
-            z = tl.load(_section(base, zero, tl.uint8) + at, mask=here, other=0).to(tl.float32)
+            z = tl.load(section(base, zero, tl.uint8) + at, mask=here, other=0).to(tl.float32)
             z = z * (1.0 / (1 << (8 - BITS))) - middle
             part = part - sums[:, None] * z[None, :]
         return total + part * s[None, :]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _finish(  # type: ignore[no-untyped-def]
-    total, base, scale, outer, bias, row, here, SCALE: tl.constexpr, OUTER: tl.constexpr, BIAS: tl.constexpr
-):  # fmt: skip
-    """Apply what holds for whole rows to their sums: scales, then biases."""
-    if SCALE == "row":
-        total *= tl.load(_section(base, scale, tl.float32) + row, mask=here, other=0.0)[None, :]
-    if OUTER:
-        at = row // _BLOCK
-        total *= tl.load(_section(base, outer, tl.float32) + at, mask=here, other=0.0)[None, :]
-    if BIAS:
-        b = tl.load(_section(base, bias, tl.bfloat16) + row, mask=here, other=0.0)
-        total += b.to(tl.float32)[None, :]
-    return total
-
-
-@triton.jit(do_not_specialize=["share", "version"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["slots", "share", "version"])  # type: ignore[untyped-decorator]
 def _product(  # type: ignore[no-untyped-def]
     handles, order, block_expert, block_first, block_count, x, out,
-    rows, cols, share, version, low, high, scale, zero, bias, outer,
+    rows, cols, slots, share, version, low, high, scale, zero, bias, outer,
     BITS: tl.constexpr, MANTISSA: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
-    STORED: tl.constexpr, BIAS: tl.constexpr, OUTER: tl.constexpr, GATED: tl.constexpr,
+    STORED: tl.constexpr, BIAS: tl.constexpr, OUTER: tl.constexpr, GATED: tl.constexpr, DENSE: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
-    count = tl.load(block_count + block)
-    word = tl.load(handles + tl.load(block_expert + block))
-    if (count > 0) & ((word & 63) == version):
+    lane = tl.arange(0, TOKENS)
+    if DENSE:  # `handles` is the matrix's extent, and slots are tokens in order
+        base, runs = handles, True
+        live = block * TOKENS + lane < slots
+        slot = (block * TOKENS + lane).to(tl.int64)
+    else:
+        count = tl.load(block_count + block)
+        word = tl.load(handles + tl.load(block_expert + block))
+        runs = (count > 0) & ((word & 63) == version)
         base = (word - (word & 63)).to(tl.pointer_type(tl.uint8))
-        lane = tl.arange(0, TOKENS)
         live = lane < count
         slot = tl.load(order + tl.load(block_first + block) + lane, mask=live, other=0).to(tl.int64)
+    if runs:
         row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         made = rows // 2 if GATED else rows  # rows of the result
         here = row < made
@@ -247,9 +232,9 @@ def _product(  # type: ignore[no-untyped-def]
                     base, low, high, scale, zero, cols, row + made, here, g, xs, sums, up,
                     BITS, MANTISSA, SCALE, GROUP, COLUMNS, STORED, ROWS, PRECISION,
                 )  # fmt: skip
-        total = _finish(total, base, scale, outer, bias, row, here, SCALE, OUTER, BIAS)
+        total = finish(total, base, scale, outer, bias, row[None, :], here[None, :], SCALE, OUTER, BIAS)
         if GATED:
-            up = _finish(up, base, scale, outer, bias, row + made, here, SCALE, OUTER, BIAS)
+            up = finish(up, base, scale, outer, bias, row[None, :] + made, here[None, :], SCALE, OUTER, BIAS)
             total = total * (1.0 / (1.0 + tl.exp(-total))) * up
         to = out + slot[:, None] * made + row[None, :]
         tl.store(to, total.to(out.dtype.element_ty), mask=live[:, None] & here[None, :])
@@ -264,6 +249,30 @@ def _cases(form: Form, tiling: Tiling) -> dict[str, Any]:
     return {
         "BITS": bits, "MANTISSA": mantissa, "SCALE": scale, "GROUP": form.group or columns, "COLUMNS": columns,
         "STORED": bool(form.stored),
+    }  # fmt: skip
+
+
+def _few_cases(form: Form, rows: int, cols: int, terms: int, gated: bool, alone: bool) -> dict[str, Any]:
+    """What the kernel for few tokens is compiled for: a thread's columns, loads and share of a matrix's columns.
+
+    A warp has U loads' columns of R groups at a time: some four loads of 16 bytes a thread are to be under way, fewer
+    if activations are several `terms`, which take registers too. A matrix that is `alone` and has few rows is divided
+    among more warps, because its programs do not fill a GPU.
+    """
+    bits, mantissa, scale = _RELEASED.get(form.bits, (form.bits, 0, "bf16"))
+    group = form.group or 128
+    columns = min({1: 32, 2: 16, 3: 16}.get(bits, 8), group // 4)
+    loads = {8: 2, 16: 4}.get(bits, 1)
+    u = max(1, min(group // (4 * columns), (4, 2, 1)[terms - 1] // loads))
+    groups = -(-cols // group)
+    shares = (16, 8, 4, 2, 1) if alone and rows <= 64 * ROWS.value else (8, 4, 2, 1)
+    warps = min(shares, key=lambda n: (-groups % n, -n))
+    most = (4, 2, 1)[terms - 1] >> gated  # of both halves; with twice as many, threads take over 200 registers
+    r = next(r for r in (4, 2, 1) if r == 1 or (r * u * loads <= most and groups % (warps * r) == 0))
+    even = rows % ROWS.value == 0 and cols % (group * warps * r) == 0
+    return {
+        "BITS": bits, "MANTISSA": mantissa, "SCALE": scale, "GROUP": group, "COLUMNS": columns,
+        "STORED": bool(form.stored), "U": u, "S": warps * r, "EVEN": even, "num_warps": warps, "num_stages": 1,
     }  # fmt: skip
 
 
@@ -293,8 +302,6 @@ def product(
         InputError: for an encoding that the kernels do not know.
         ValueError: for shapes or dtypes that do not fit.
     """
-    for number in served:
-        kernel_of(forms[number].name)
     slots, made = len(geometry.order), matrix.rows // 2 if gated else matrix.rows
     if x.shape[-1] != matrix.cols or out.shape != (slots, made) or not slots or slots % len(x):
         raise ValueError(f"{matrix.name}: x {tuple(x.shape)}, out {tuple(out.shape)} and {slots} slots do not fit")
@@ -302,15 +309,56 @@ def product(
         raise ValueError(f"{matrix.name}: x {x.dtype}, handles {handles.dtype}, {matrix.rows} rows")
     if geometry.tokens != tiling.tokens or not (x.is_contiguous() and out.is_contiguous()):
         raise ValueError(f"{matrix.name}: the geometry is of another tiling, or a tensor is not contiguous")
-    # Triton's interpreter multiplies the bits of BF16 numbers instead of their values, so it gets float32.
-    precision = _PRECISION[x.dtype if x.is_cuda else torch.float32]
+    blocks = geometry.order, geometry.expert, geometry.first, geometry.count
     grid = (len(geometry.expert), triton.cdiv(made, tiling.rows))
     for number in served:
-        f = forms[number]
-        _product[grid](
-            handles, geometry.order, geometry.expert, geometry.first, geometry.count, x, out,
-            matrix.rows, matrix.cols, slots // len(x), number, f.low, f.high, f.scale, f.zero, max(f.bias, 0),
-            max(f.outer, 0), **_cases(f, tiling), BIAS=f.bias >= 0, OUTER=f.outer >= 0, GATED=gated,
-            TOKENS=tiling.tokens, ROWS=tiling.rows, PRECISION=precision,
-            num_warps=tiling.warps, num_stages=tiling.stages, maxnreg=tiling.registers,
-        )  # fmt: skip
+        _launch(grid, forms[number], matrix, handles, blocks, x, out, tiling, number, gated)
+
+
+def dense(matrix: Matrix, form: Form, extent: Tensor, x: Tensor, out: Tensor) -> None:
+    """Compute y = W x + b for every token by one matrix alone, with one launch on the current stream.
+
+    Args:
+        form: the matrix's form in its version.
+        extent: uint8, on the device, beginning on a multiple of 16.
+        x: float32, float16 or bfloat16 [tokens, cols].
+        out: [tokens, rows].
+
+    Raises:
+        InputError: for an encoding that the kernels do not know.
+        ValueError: for shapes or dtypes that do not fit.
+    """
+    tokens = len(x)
+    if x.shape != (tokens, matrix.cols) or out.shape != (tokens, matrix.rows) or not tokens or x.dtype not in TILINGS:
+        raise ValueError(f"{matrix.name}: x {tuple(x.shape)}, {x.dtype} and out {tuple(out.shape)} do not fit")
+    if not (x.is_contiguous() and out.is_contiguous()) or extent.dtype != torch.uint8 or extent.data_ptr() % 16:
+        raise ValueError(f"{matrix.name}: an extent of {extent.dtype} or its place, or a tensor that is not contiguous")
+    less, more = TILINGS[x.dtype]
+    tiling = less if tokens <= 2 * less.tokens else more  # two blocks read the weights once: the second, from a cache
+    grid = (triton.cdiv(tokens, tiling.tokens), triton.cdiv(matrix.rows, tiling.rows))
+    _launch(grid, form, matrix, extent, None, x, out, tiling)
+
+
+def _launch(
+    grid: tuple[int, int], f: Form, matrix: Matrix, of: Tensor, blocks: Sequence[Tensor] | None,
+    x: Tensor, out: Tensor, tiling: Tiling, version: int = 0, gated: bool = False,
+) -> None:  # fmt: skip
+    """Launch a kernel for one version of experts, whose handles are `of`; or for one extent, without `blocks`."""
+    kernel_of(f.name)
+    args: tuple[Any, ...] = (
+        of, *(blocks or (None, None, None, None)), x, out, matrix.rows, matrix.cols, len(out), len(out) // len(x),
+        version, f.low, f.high, f.scale, f.zero, max(f.bias, 0), max(f.outer, 0),
+    )  # fmt: skip
+    named = {"BIAS": f.bias >= 0, "OUTER": f.outer >= 0, "GATED": gated, "DENSE": blocks is None}
+    # Triton's interpreter multiplies the bits of BF16 numbers instead of their values, so it gets float32.
+    if tiling == DECODE:
+        terms = _TERMS[x.dtype]
+        cases = _few_cases(f, matrix.rows >> gated, matrix.cols, terms, gated, blocks is None)
+        ones = 0x3F003F00 if cases["BITS"] == 8 else 0x3F803F80
+        few[grid](*args, ones, **named, **cases, TERMS=terms, WIDE=not x.is_cuda)
+        return
+    precision = _PRECISION[x.dtype if x.is_cuda else torch.float32]
+    _product[grid](
+        *args, **named, **_cases(f, tiling), TOKENS=tiling.tokens, ROWS=tiling.rows, PRECISION=precision,
+        num_warps=tiling.warps, num_stages=tiling.stages,
+    )  # fmt: skip

@@ -35,12 +35,20 @@ def test_no_kernel_spills_or_passes_shared_memory() -> None:
     from benchmarks.resources import SHARED, committed
 
     table, _, _ = committed()
-    assert len(table) == 189 * len(SHARED)
+    assert len(table) == 201 * len(SHARED)
     assert all(t.stack == 0 and t.shared <= SHARED[capability] << 10 for (_, capability), t in table.items())
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "benchmarks.resources", "--quick"]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=240)
     assert run.returncode == 0 and "sm_80" in run.stdout and "sm_120" in run.stdout, run.stdout + run.stderr
+
+
+def test_few_tokens_take_few_instructions() -> None:
+    """For a weight, in the loop as compiled for sm_90; and no barrier in it."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks.resources", "--loops"]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=240)
+    assert run.returncode == 0 and "w4-128" in run.stdout, run.stdout + run.stderr
 
 
 def test_a_regression_is_missed() -> None:

@@ -89,7 +89,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
         torch.cuda, "Stream",
         lambda d: SimpleNamespace(device=torch.device(d).index, name=next(streams), wait_stream=lambda other: None),
     )  # fmt: skip
-    monkeypatch.setattr(affine_triton, "_product", made.launches("product"))
+    monkeypatch.setattr(affine_triton, "few", made.launches("product"))
     monkeypatch.setattr(exponent_triton, "_decode", made.launches("decode"))
     with FakeTensorMode():
         yield made

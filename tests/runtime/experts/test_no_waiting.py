@@ -68,7 +68,7 @@ def test_a_layer_waits_for_nothing_and_launches_what_is_served(module: Module, m
     """Two versions of four: two launches a matrix, no value of the device read, counting included."""
     affine_triton = pytest.importorskip("moepack.runtime.kernels.affine_triton")
     launches = Launches()
-    monkeypatch.setattr(affine_triton, "_product", launches)
+    monkeypatch.setattr(affine_triton, "few", launches)
     counters = Counters([8], True, META)
     counters.mask = torch.empty(6, dtype=torch.long, device=META)
     x, index, gates = routed()

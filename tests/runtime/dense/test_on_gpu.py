@@ -1,0 +1,88 @@
+"""Packed dense matrices by the GPU's kernel, in Triton's interpreter, against the reference's dequantised weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expert_layers import RELEASED, random_expert
+from gpu_stand_in import kernels
+
+from moepack.pack.errors import InputError
+from moepack.pack.spec import Matrix, Version
+from moepack.runtime.dense.packed import PackedLinear
+from moepack.runtime.kernels import reference
+
+WIDTHS = [Version.of(*w) for w in (("w8", 128), ("w4", 64), ("w3", 32), ("w2", 64), ("w1", 128))]
+VERSIONS = WIDTHS + list({v.name: v for v in RELEASED}.values())
+# Of what a result is rounded to; the interpreter cuts BF16 numbers off, where a device rounds.
+LEAST = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 5e-4}
+
+
+def packed(matrix: Matrix, version: Version, seed: int) -> PackedLinear:
+    module = PackedLinear(matrix, version)
+    room = torch.zeros(version.resident_size((matrix,)) + 64, dtype=torch.uint8)
+    module.packed = room[-room.data_ptr() % 64 :][: len(room) - 64]
+    made = random_expert(matrix, version, seed)
+    version.restore((matrix,), version.encode((matrix,), [made])[0], module.packed.numpy())
+    return module
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels(monkeypatch)
+
+    def never(*args: object) -> None:
+        raise AssertionError("a whole matrix was dequantised")
+
+    monkeypatch.setattr(PackedLinear, "weights", never)
+
+
+@pytest.mark.parametrize("version", VERSIONS, ids=lambda v: f"{v.name}-{v.group_size}")
+def test_every_encoding(version: Version) -> None:
+    """With and without a bias, odd sizes, few tokens and many, every dtype of activations."""
+    cases = [(70, 200, t, d) for t in (1, 3) for d in LEAST] + [(33, 131, 16, d) for d in LEAST]
+    cases += [(17, 65, 300, torch.bfloat16), (17, 65, 300, torch.float16)]
+    for k, (rows, cols, tokens, dtype) in enumerate(cases):
+        matrix = Matrix("m", rows, cols, bias=bool(k % 2))
+        module = packed(matrix, version, k)
+        (sections,) = reference.sections_of((matrix,), version)
+        weights = reference.dequantise(module.packed, sections, matrix, version, torch.float32).double()
+        x = (torch.randn(1, tokens, cols, generator=torch.Generator().manual_seed(k)) + 0.3).to(dtype)
+        want = x.double() @ weights.T
+        if matrix.bias:
+            want += reference.section(module.packed, sections["bias"]).double()
+        got = module(x)
+        assert got.shape == (1, tokens, rows) and got.dtype == dtype
+        assert (got - want).norm() <= LEAST[dtype] * want.norm(), (rows, cols, tokens, dtype)
+
+
+def test_other_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tokens, float64, a view with gaps; and a gradient, for which torch multiplies."""
+    module = packed(Matrix("m", 33, 64), Version.of("w4", 64), 0)
+    assert module(torch.zeros(2, 0, 64)).shape == (2, 0, 33)
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
+    out = module(x[:, ::2])
+    assert torch.equal(out, module(x[:, ::2].contiguous())) and torch.equal(module(x[:, ::2].double()), out.double())
+    monkeypatch.undo()
+    leaf = x[:, :64].clone().requires_grad_()
+    module(leaf).sum().backward()
+    assert leaf.grad is not None
+    assert torch.allclose(leaf.grad, module.weights(torch.float32).sum(0).expand(3, 64), atol=1e-5)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    from moepack.runtime.kernels.affine_triton import dense
+    from moepack.runtime.kernels.forms import make_forms
+
+    matrix, version = Matrix("m", 16, 64), Version.of("w4", 64)
+    (form,), extent = make_forms((matrix,), version), packed(matrix, version, 0).packed
+    x, out = torch.zeros(2, 64), torch.zeros(2, 16)
+    wrong = [
+        (extent, torch.zeros(2, 63), out), (extent, x, torch.zeros(1, 16)), (extent, x.double(), out),
+        (extent[8:], x, out), (extent.view(torch.int32), x, out), (extent, x, torch.zeros(2, 32)[:, ::2]),
+    ]  # fmt: skip
+    for case in wrong:
+        with pytest.raises(ValueError, match="m:"):
+            dense(matrix, form, *case)
+    with pytest.raises(InputError, match="before its weights were loaded"):
+        PackedLinear(matrix, version)(x)

@@ -3,8 +3,8 @@
 A pass is captured when it has come WARM times with one token of each sequence, a static KV cache, and arguments of the
 same shapes. A graph reads addresses that never change: the pass's tensors, the handle table and the counters of a step
 are copied there and back on the step's stream. So policies go on changing versions between replays. What is read at
-other addresses, or decided by the host in a pass, is never captured: experts on the host or in pages, policies that make
-passes wait, padding. A graph's memory lies outside the budget.
+other addresses, or decided by the host in a pass, is never captured: experts on the host or in pages, policies that
+make passes wait, padding. A graph's memory lies outside the budget.
 """
 
 from __future__ import annotations
@@ -166,7 +166,8 @@ def _is_static(cache: Any) -> bool:
     """Whether a cache keeps its memory, and has it already."""
     layers = getattr(cache, "layers", ())
     return bool(layers) and all(
-        isinstance(getattr(x, "cumulative_length", None), Tensor) and getattr(x, "is_initialized", False) for x in layers
+        isinstance(getattr(x, "cumulative_length", None), Tensor) and getattr(x, "is_initialized", False)
+        for x in layers
     )
 
 
@@ -179,7 +180,7 @@ def _addresses(cache: Any, step: Step) -> tuple[int, ...]:
 
 
 def _key(value: Any, tensors: list[Tensor], cache: Any) -> Any:
-    """Return what must be equal for two passes to have one graph, and collect tensors; None for what is not understood."""
+    """Return what is equal for two passes with one graph, and collect tensors; None for what is not understood."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return tuple(value.shape), value.dtype, value.device

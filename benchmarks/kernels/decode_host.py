@@ -52,6 +52,10 @@ class _Done:
         return True
 
 
+def _done() -> Any:
+    return _Done()
+
+
 class _Cache:
     """A static cache's addresses."""
 
@@ -73,7 +77,9 @@ class Serving:
         device, self.modules = torch.device("cpu"), [module_like() for _ in range(LAYERS)]
         self.room = [torch.zeros(v.resident_size(MATRICES) + 64, dtype=torch.uint8) for v in VERSIONS]
         self.room = [t[-t.data_ptr() % 64 :] for t in self.room]
-        self.layers = [LayerExperts(ExpertLayer(i, "experts", EXPERTS, MATRICES), VERSIONS, device) for i in range(LAYERS)]
+        self.layers = [
+            LayerExperts(ExpertLayer(i, "experts", EXPERTS, MATRICES), VERSIONS, device) for i in range(LAYERS)
+        ]
         self.epoch, self.key, self.cache = 0, object(), _Cache()
         for position, (layer, module) in enumerate(zip(self.layers, self.modules, strict=True)):
             layer.of.backend, layer.of.native, layer.of.launched = "triton", None, (0, 1)
@@ -82,7 +88,7 @@ class Serving:
             for e in range(EXPERTS):
                 layer.publish(e, layer.of.over(VERSIONS[e % 2], self.room[e % 2]))
         self.statistics = RoutingStatistics([EXPERTS] * LAYERS, 2, Needs(), device)
-        self.tables = DeviceTables([EXPERTS] * LAYERS, device, _Done)
+        self.tables = DeviceTables([EXPERTS] * LAYERS, device, _done)
         self.x = torch.zeros(1, HIDDEN, dtype=torch.bfloat16)
         self.index = torch.arange(TOP_K)[None]
         self.gates = torch.ones(1, TOP_K)

@@ -29,7 +29,9 @@ from .norms import _epsilon
 
 ROWS, TRIALS = 16, 4  # random rows on which a form is tried, and how often a router's
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-APART = {torch.float32: 16}  # units in the last place by which a norm's numbers may differ; 2 of the others, as on a CPU
+APART = {
+    torch.float32: 16
+}  # units in the last place by which a norm's numbers may differ; 2 of the others, as on a CPU
 CLOSE = 2.0**-6  # the greatest difference of two gates, as a share of the greatest; more than BF16's last place
 
 
@@ -146,7 +148,9 @@ def serve_routers(model: nn.Module, layers: Sequence[ExpertLayer]) -> dict[str, 
 
 
 def _candidates(module: Any, experts: int) -> Iterator[_Router]:
-    groups = next((g for n in ("num_group", "n_group", "num_groups") if isinstance(g := getattr(module, n, None), int)), 1)
+    groups = next(
+        (g for n in ("num_group", "n_group", "num_groups") if isinstance(g := getattr(module, n, None), int)), 1
+    )
     kept = getattr(module, "topk_group", None)
     scale = getattr(module, "routed_scaling_factor", None)
     tensors = {**module._parameters, **module._buffers}
@@ -230,7 +234,7 @@ def _served_router(kind: Any, router: _Router, of: Callable[[], Any]) -> type[nn
     plain = kind.forward
 
     def forward(self: Any, x: Tensor) -> Any:
-        experts = getattr(of(), "_moepack", None)
+        experts: Any = getattr(of(), "_moepack", None)
         step = None if experts is None else step_of(experts.model)
         tokens = x.numel() // x.shape[-1]
         if step is None or torch.compiler.is_compiling() or learns(x, self.weight):

@@ -1,7 +1,7 @@
 """Queries, keys and values of one token of each sequence on a GPU: one product and one launch, static caches included.
 
-The three maps' weights become parts of one matrix, whose product is torch's. The launch normalises and rotates the heads
-and writes keys and values where a static cache keeps them. Modules are found and tried as on a CPU (projections.py).
+The three maps' weights become parts of one matrix, whose product is torch's. The launch normalises and rotates the
+heads, and writes keys and values where a static cache keeps them. Modules are found and tried as by projections.py.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class GpuPlace:
         """Whether the module's maps and norms are as they were: the same, at their addresses, frozen, without hooks."""
         if _has_any_global_hook():
             return False
-        for name, m in self._modules.items():
-            if module._modules[name] is not m or m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__:
+        for name, of in self._modules.items():
+            m: Any = module._modules[name]
+            if m is not of or m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__:
                 return False
             weight = m._parameters.get("weight")
             if weight is None or weight.data_ptr() != self._at[name] or weight.dtype != self.dtype or learns(weight):
@@ -63,7 +64,7 @@ class GpuPlace:
         return query, *((key, value) if cache is None else cache.update(key, value, number, kwargs=others))
 
     def mask(self, mask: Tensor | None) -> Tensor | None:
-        """Return a mask of attention as numbers to add, made once a step: torch would make it of truths in every layer."""
+        """Return a mask of attention as numbers to add, made once a step: torch would make them in every layer."""
         if mask is None or mask.dtype != torch.bool:
             return mask
         made: Tensor | None = getattr(mask, "_moepack_added", None)

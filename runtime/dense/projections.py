@@ -159,7 +159,14 @@ def _served(kind: Any, cache_name: str) -> Any:
         attention = names[REGISTRY].get_interface(self.config._attn_implementation, names["eager_attention_forward"])
         dropout = self.attention_dropout if self.training else 0.0
         out, weights = attention(
-            self, query, key, value, place.mask(kwargs.get("attention_mask")), dropout=dropout, scaling=self.scaling, **others
+            self,
+            query,
+            key,
+            value,
+            place.mask(kwargs.get("attention_mask")),
+            dropout=dropout,
+            scaling=self.scaling,
+            **others,
         )
         return self.o_proj(out.reshape(*x.shape[:-1], -1).contiguous()), weights
 

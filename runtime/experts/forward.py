@@ -60,7 +60,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
             return experts_forward(self, hidden_states, top_k_index, top_k_weights)
     few = _few(experts, step, top_k_index, top_k_weights)
     if step is not None:
-        if step.counters is not None and few is None:  # set by RoutingStatistics.counters, or by ForwardWrapper.step for a trace
+        # `counters` were set by RoutingStatistics.counters, or by ForwardWrapper.step for a trace
+        if step.counters is not None and few is None:
             step.counters.add(position, top_k_index, top_k_weights)
         for watcher in step.watchers:  # set by Serving.count_routing
             watcher.add(position, top_k_index, top_k_weights)

@@ -13,13 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .routing_triton import power
+
 FORMS = ("rounded", "wide", "added")  # times the weight after rounding; in float32; in float32, the weight plus one
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rounded(value, OF: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return float32 numbers rounded to a dtype. BF16 by its bits, because Triton's interpreter would cut them."""
-    if OF == tl.bfloat16:
+    if OF == tl.bfloat16:  # noqa: SIM300
         bits = value.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         return tl.where(value == value, bits.to(tl.float32, bitcast=True), value)
@@ -53,7 +55,7 @@ def norm(x: Tensor, weight: Tensor, form: str, epsilon: float) -> Tensor:
     `x` and `weight` are contiguous and of one dtype, which the result has, too.
     """
     out, cols = torch.empty_like(x), x.shape[-1]
-    columns = triton.next_power_of_2(cols)
+    columns = power(cols)
     _norm[(x.numel() // cols,)](
         x, weight, out, cols, epsilon, FORM=form, COLUMNS=columns, num_warps=min(8, max(1, columns // 512))
     )  # fmt: skip
@@ -129,13 +131,13 @@ def rotate(
 
     Args:
         x: [batch, (queries + 2 keys) x dim], contiguous: the projections' results side by side.
-        cos: [batch, angles], and so `sin`; a head's first numbers turn, as many as there are angles, one of the first half
-            of these with one of the second half.
+        cos: [batch, angles], and so `sin`; a head's first numbers turn, as many as there are angles, each of their
+            first half with one of the second.
         heads: how many heads queries, and keys and values, have.
         norms: of queries and of keys.
         shared: whether both of a pair turn by one angle, so that twice as many turn as there are angles.
-        place: a static cache's keys and values, [batch, heads, tokens, dim], contiguous, and the token at which to write,
-            an integer on the device; one past the cache writes nothing.
+        place: a static cache's keys and values, [batch, heads, tokens, dim], contiguous, and the token at which to
+            write, an integer on the device; one past the cache writes nothing.
 
     Returns:
         Queries [batch, heads, 1, dim]; keys and values of that shape, or the cache's.
@@ -147,11 +149,12 @@ def rotate(
         key, value, at = x.new_empty(batch, keys, 1, dim), x.new_empty(batch, keys, 1, dim), None
     else:
         key, value, at = place
-    q, k = norms
+    (q, q_form, q_epsilon), (k, k_form, k_epsilon) = (
+        (None, "", 0.0) if n is None else (n.weight, n.form, n.epsilon) for n in norms
+    )
     _rotate[batch, queries + 2 * keys](
-        x, cos, sin, None if q is None else q.weight, None if k is None else k.weight, at, query, key, value, key.shape[2],
-        0.0 if q is None else q.epsilon, 0.0 if k is None else k.epsilon,
-        Q_FORM="" if q is None else q.form, K_FORM="" if k is None else k.form, QUERIES=queries, KEYS=keys, DIM=dim,
-        TURNED=cos.shape[-1] * (1 + shared), ANGLES=cos.shape[-1], PLACED=at is not None, COLUMNS=triton.next_power_of_2(dim), num_warps=1,
+        x, cos, sin, q, k, at, query, key, value, key.shape[2], q_epsilon, k_epsilon,
+        Q_FORM=q_form, K_FORM=k_form, QUERIES=queries, KEYS=keys, DIM=dim, TURNED=cos.shape[-1] * (1 + shared),
+        ANGLES=cos.shape[-1], PLACED=at is not None, COLUMNS=power(dim), num_warps=1,
     )  # fmt: skip
     return query, key, value

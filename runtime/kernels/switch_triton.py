@@ -1,4 +1,4 @@
-"""Experts' products on a GPU in one launch for all versions: each program switches on the version of its expert's handle.
+"""Experts' products on a GPU in one launch for all versions: a program switches on the version in its expert's handle.
 
 The product of one version is affine_triton.py's, inlined here once for each. A launch is the same whatever versions the
 handles name among those that it was made for, so the replay of a CUDA graph follows promotions.
@@ -19,6 +19,7 @@ from moepack.pack.spec import Matrix
 
 from .affine_triton import _PRECISION, Geometry, Tiling, _cases, _product
 from .forms import Form, kernel_of
+from .routing_triton import power
 
 _CASES = ("BITS", "MANTISSA", "SCALE", "GROUP", "COLUMNS", "STORED")
 
@@ -74,13 +75,20 @@ def switched(
         raise ValueError(f"{matrix.name}: x {x.dtype}, handles {handles.dtype}, {matrix.rows} rows")
     if geometry.tokens != tiling.tokens or not (x.is_contiguous() and out.is_contiguous()):
         raise ValueError(f"{matrix.name}: the geometry is of another tiling, or a tensor is not contiguous")
-    _switch[slots, triton.cdiv(made, tiling.rows)](
+    _switch[slots, -(-made // tiling.rows)](
         handles, geometry.order, geometry.expert, geometry.first, geometry.count, x, out,
         matrix.rows, matrix.cols, slots // len(x), VERSIONS=_versions(tuple(forms), tuple(served), tiling),
         GATED=gated, TOKENS=tiling.tokens, ROWS=tiling.rows,
         PRECISION=_PRECISION[x.dtype if x.is_cuda else torch.float32],  # as `product`
         num_warps=tiling.warps, num_stages=tiling.stages, maxnreg=tiling.registers,
     )  # fmt: skip
+
+
+@triton.jit
+def _rounded(value, y, gates):  # type: ignore[no-untyped-def]
+    if y.dtype.element_ty == gates.dtype.element_ty:
+        return value.to(y.dtype.element_ty).to(tl.float32)
+    return value
 
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
@@ -96,13 +104,6 @@ def _sum(y, gates, live, out, rows, TOP_K: tl.constexpr, COLUMNS: tl.constexpr):
     tl.store(out + token.to(tl.int64) * rows + column, total.to(out.dtype.element_ty), mask=column < rows)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _rounded(value, y, gates):  # type: ignore[no-untyped-def]
-    if y.dtype.element_ty == gates.dtype.element_ty:
-        return value.to(y.dtype.element_ty).to(tl.float32)
-    return value
-
-
 def summed(y: Tensor, gates: Tensor, live: Tensor, dtype: torch.dtype) -> Tensor:
     """Add the rows of each token's experts by gate weight, in one launch: [tokens, rows] in `dtype`.
 
@@ -113,6 +114,6 @@ def summed(y: Tensor, gates: Tensor, live: Tensor, dtype: torch.dtype) -> Tensor
     """
     tokens, rows = len(gates), y.shape[1]
     out = torch.empty(tokens, rows, dtype=dtype, device=y.device)
-    columns = min(512, triton.next_power_of_2(rows))
-    _sum[tokens, triton.cdiv(rows, columns)](y, gates, live, out, rows, TOP_K=gates.shape[1], COLUMNS=columns)
+    columns = min(512, power(rows))
+    _sum[tokens, -(-rows // columns)](y, gates, live, out, rows, TOP_K=gates.shape[1], COLUMNS=columns)
     return out

@@ -1,7 +1,7 @@
 """A CUDA graph without a GPU: what a pass asks for is kept, with its addresses, and asked for again by a replay.
 
-No host code of the pass runs again, and a capture leaves memory as it was. So a replay that needs a value from the host,
-or an address of another step, gives other bits than the pass.
+No host code of the pass runs again, and a capture leaves memory as it was. So a replay that needs a value from the
+host, or an address of another step, gives other bits than the pass.
 """
 
 from __future__ import annotations

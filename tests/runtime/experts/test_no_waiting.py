@@ -65,7 +65,7 @@ def routed(tokens: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def test_a_layer_waits_for_nothing_and_launches_what_is_served(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two versions of four: two launches a matrix, for few tokens one; no value of the device read, counting included."""
+    """Two versions of four: two launches a matrix, for few tokens one; no value read, counting included."""
     affine_triton = pytest.importorskip("moepack.runtime.kernels.affine_triton")
     from moepack.runtime.kernels import routing_triton, switch_triton
 

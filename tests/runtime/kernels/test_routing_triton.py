@@ -70,7 +70,9 @@ def test_every_form(name: str, dtype: torch.dtype) -> None:
 def check_blocks(made: object, absent_from: int) -> None:
     """Each slot of an expert that is there is in one block of that expert."""
     index, geometry, seen = made.index.reshape(-1).tolist(), made.geometry, []
-    for expert, first, count in zip(*(t.tolist() for t in (geometry.expert, geometry.first, geometry.count)), strict=True):
+    for expert, first, count in zip(
+        *(t.tolist() for t in (geometry.expert, geometry.first, geometry.count)), strict=True
+    ):
         slots = geometry.order[first : first + count].tolist()
         assert count <= 16 and all(index[s] == expert for s in slots)
         seen += slots

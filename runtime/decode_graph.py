@@ -86,6 +86,8 @@ class DecodeGraphs:
         key = key, id(cache), tuple(map(id, step.watchers)), torch.is_inference_mode_enabled(), step.counters is None
         with self._lock:
             if key not in self._made:
+                if len(self._seen) > 16 * KEPT:  # of passes that never come again
+                    self._seen.clear()
                 self._seen[key] = self._seen.get(key, 0) + 1
                 if self._seen[key] <= WARM:
                     return None
@@ -104,6 +106,9 @@ class DecodeGraphs:
         """Whether a graph may hold the pass."""
         ids, counters = inputs(given), step.counters
         if ids is None or ids.shape[1] != 1 or torch.is_grad_enabled() or not _is_static(cache):
+            return False
+        mask = given.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.ndim == 2:  # grows with every token
             return False
         if step.packed is not None or step.importance is not None or step.loader is not None:
             return False

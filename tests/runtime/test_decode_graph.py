@@ -33,8 +33,8 @@ allocation: {average_bits: 4}
 LIVE = "hotness:hi=w4,lo=w2,prior=none,interval=0.02,rate=0,margin=0,slack=0"
 # Operations: 2 norms, 2 sums, 3 products, the heads, a count, attention; routing, the experts' 2 products and their sum
 A_LAYER = 14
-BESIDE = 23  # of a step: embedding, positions, mask, angles, the last norm and lm_head
-ROOM, TOKENS = 120_000, 32
+BESIDE = 22  # of a step: embedding, positions, mask, angles, the last norm and lm_head
+ROOM, TOKENS, PASSES = 120_000, 32, 5
 
 
 @pytest.fixture(scope="session")
@@ -153,7 +153,7 @@ def test_replays_are_the_steps(bundles: Any, gpu: StandIn, policy: str, monkeypa
     served = Served(bundles(2), policy)
     wrapper, other = served.model._moepack_wrapper, served.filled()
     captures, live = wrapper.graphs, policy == LIVE
-    for seed in range(8):
+    for seed in range(PASSES):
         tokens, wrapper.graphs = ids(seed, 1), None
         counts = served.model.moepack.manager.statistics._ended if live else []
         want = served.run(tokens, other)
@@ -164,13 +164,13 @@ def test_replays_are_the_steps(bundles: Any, gpu: StandIn, policy: str, monkeypa
             eager, graph = (step.counters.counts for _, step in list(counts)[-2:])
             assert torch.equal(eager, graph) and eager.sum() == 4, seed
             served.promote()
-    assert len(made) == 1 and made[0].replays == 8 - decode_graph.WARM
+    assert len(made) == 1 and made[0].replays == PASSES - decode_graph.WARM
     for mine, theirs in zip(served.cache.layers, other.layers, strict=True):
         assert torch.equal(mine.keys, theirs.keys) and torch.equal(mine.values, theirs.values)
-        assert mine.cumulative_length == theirs.cumulative_length == 13
+        assert mine.cumulative_length == theirs.cumulative_length == 5 + PASSES
     served.cache.layers[0].keys = served.cache.layers[0].keys.clone()  # as another order of beams does
     assert torch.equal(served.run(tokens, served.cache), served.run(tokens, other)), "a graph of other addresses ran"
-    assert made[0].replays == 8 - decode_graph.WARM
+    assert made[0].replays == PASSES - decode_graph.WARM
 
 
 def test_what_is_not_captured(bundles: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def test_every_form(name: str, dtype: torch.dtype) -> None:
 
     experts, form = forms()[name]
     table = torch.ones(experts, dtype=torch.int64, device=DEVICE)
-    for tokens in (1, 3, 16):
+    for tokens in (1, 16):
         logits, bias = inputs(experts, tokens, form.biased, dtype)
         mask = torch.arange(tokens) % 3 != 1
         counts = torch.full((experts + 1,), 5, dtype=torch.int64, device=DEVICE)

@@ -20,7 +20,7 @@ from tiny_models import build_tiny
 from transformers import StaticCache
 
 from moepack.pack.errors import InputError
-from moepack.runtime import decode_graph
+from moepack.runtime import attach, decode_graph
 from moepack.runtime.devices import graphs
 from moepack.runtime.experts import gpu as gpu_module
 
@@ -48,6 +48,12 @@ def bundles(demo_model: Path, text: Path, made_once: Any) -> Callable[[int], Pat
         return Path(made_once(f"decode-{layers}", make) / "bundle")
 
     return bundle
+
+
+@pytest.fixture(autouse=True)
+def dense_kernels(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms, routers and projections by launches, which the stand-in leaves to torch."""
+    monkeypatch.setenv(attach.KERNELS, "on")
 
 
 class Served:

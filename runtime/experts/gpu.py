@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from .handles import LayerCall, LayerExperts, Snapshot
 
 
+_STAY = frozenset({Where.DEVICE, Where.ABSENT})
+
+
 def takes(experts: LayerExperts, step: Step | None, tokens: int, top_k: int) -> bool:
     """Whether a layer's routing of so many tokens is one launch, which counts it too."""
     counters = None if step is None else step.counters
@@ -33,7 +36,7 @@ def takes(experts: LayerExperts, step: Step | None, tokens: int, top_k: int) -> 
         and not experts.of.makes_up_for_absent
         and (counters is None or not counters.within)
         and fits(tokens, top_k, experts.of.layer.experts)
-        and Where.HOST not in _snapshot(experts, step).places
+        and _snapshot(experts, step).places <= _STAY  # words of pages may be written after the routing
     )
 
 

@@ -61,7 +61,7 @@ def attach(model: Any, bundle: Bundle, options: LoadOptions, dense: Sequence[Ver
             "give device= and device_memory= instead"
         )
     compiled = all(device.type == "cpu" and backends.backend(device) == "native" for device in devices)
-    kernels = compiled and os.environ.get(KERNELS, "on") != "off"
+    kernels = compiled and _wanted()
     if in_place := device_memory is not None and devices[0].type == "cpu":
         glibc.bound()  # at once: memory freed while loading goes back
         own(model, bundle, options.memory is not None)  # before matrices move to where kernels read them
@@ -74,6 +74,8 @@ def attach(model: Any, bundle: Bundle, options: LoadOptions, dense: Sequence[Ver
         bundle = within(bundle, bound, read, top_k(model.config), partial(read_rate, devices[0]))
     policy = choose_policy(options.policy, bundle, devices, device_memory is not None)
     replaced = _replaced(model, bundle) if kernels else {}
+    if all(torch_cuda.is_gpu(d) and backends.backend(d) == "triton" for d in devices) and _wanted():
+        replaced = _replaced_on_gpu(model, bundle)
     fixed, needs = Fixed(dense_bytes(model)), None
     if device_memory is not None:
         fixed, needs = _held_back(model, bundle, devices, workload, fixed, policy.is_live)
@@ -100,6 +102,18 @@ def attach(model: Any, bundle: Bundle, options: LoadOptions, dense: Sequence[Ver
         if manager is not None:
             manager.close()
         raise
+
+
+def _wanted() -> bool:
+    return os.environ.get(KERNELS, "on") != "off"
+
+
+def _replaced_on_gpu(model: Any, bundle: Bundle) -> dict[str, int]:
+    """Let Triton's kernels run norms, routers and what is between attention's products; return as `_replaced` does."""
+    from moepack.runtime.dense.gpu_modules import serve_norms, serve_routers
+    from moepack.runtime.dense.gpu_projections import serve_gpu_projections
+
+    return serve_norms(model) | serve_routers(model, bundle.layers) | serve_gpu_projections(model)
 
 
 def _replaced(model: Any, bundle: Bundle) -> dict[str, int]:

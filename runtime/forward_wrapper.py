@@ -34,6 +34,7 @@ from moepack.runtime.residency.manager import ResidencyManager
 from moepack.runtime.residency.transitions import Queues
 from moepack.runtime.step import RoutingCounter, Step, end_compiled, open_compiled, opened, step_of
 
+from . import decode_graph
 from .model_methods import model_methods
 from .trace import Record, TraceWriter
 
@@ -56,8 +57,12 @@ def _wrapped_class(kind: type) -> type:
             wrapper.check_compiling(self, args, kwargs)
             return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         end_compiled(wrapper._key)  # an interrupted compiled pass may have left its step open in this thread
-        with wrapper.step(bound(signature, args, kwargs)) as done:
-            out = kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+        given = bound(signature, args, kwargs)
+        whole = step_of(wrapper._key) is None
+        with wrapper.step(given) as done:
+            own = functools.partial(kind.forward, self)  # type: ignore[attr-defined]
+            out = wrapper.replayed(own, args, kwargs, given) if whole and wrapper.graphs is not None else None
+            out = own(*args, **kwargs) if out is None else out
             done(out)
             return out
 
@@ -79,6 +84,7 @@ class ForwardWrapper:
         """Wrap the forward of a model and of its decoder."""
         self.caches: KvBudget | None = None  # keeps KV caches inside the budget; None without one
         self.watchers: tuple[RoutingCounter, ...] = ()  # other counters of routing, beside the residency manager's
+        self.graphs = decode_graph.asked(layers)
         self._closed, self._process = False, os.getpid()
         self._layers, self._manager = tuple(layers), manager
         self._key = object() if manager is None else manager.key
@@ -162,6 +168,11 @@ class ForwardWrapper:
                 counts = [row.tolist() for row in step.counters.take()[0]]
         if traced:
             self._write(counts, step.snapshots)
+
+    def replayed(self, forward: Callable[..., Any], args: Any, kwargs: Any, given: dict[str, Any]) -> Any:
+        """Return the output of a decode step by the replay of a CUDA graph; None if it is to run as it is."""
+        step = step_of(self._key)
+        return None if step is None or self.graphs is None else self.graphs.run(forward, args, kwargs, step, given)
 
     @contextlib.contextmanager
     def _observed(

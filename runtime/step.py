@@ -94,6 +94,8 @@ class Step:
     packed: PackedCache | None = None  # the cache of a pass that packs several sequences
     number: int = 0  # the residency's number of the step
     table: Any = None  # the handle table on a GPU
+    # By the last router's own launch on a GPU: its layer's position, its `Routed`, and whether it was counted
+    routed: tuple[int, Any, bool] | None = None
     began: float = 0.0  # perf_counter seconds
     seconds: float = 0.0  # time of the step without waits, set at its end
     waited: float = 0.0  # seconds waited for experts' bytes

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,8 @@ from benchmarks.common import Target
 from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.experts.gpu import forward
 from moepack.runtime.experts.handles import LayerCall, LayerExperts, Snapshot
+from moepack.runtime.kernels.affine_triton import DECODE
+from moepack.runtime.kernels.routing_triton import Routing, fits, route
 
 
 def module_like() -> Any:
@@ -42,6 +45,15 @@ def layer_like(
         extent.bitwise_and_(0x03FF).bitwise_or_(0x3C00)  # as BF16: near 0.01; as codes: whatever
         layer.publish(e, layer.of.over(by_name[name], extent.view(torch.uint8)))
     return layer.current
+
+
+def served(call: LayerCall) -> torch.Tensor:
+    """Run a layer's experts as a step does: few tokens are routed by one launch."""
+    tokens, top_k = call.index.shape
+    if fits(tokens, top_k, len(call.experts.handles)):
+        given = (call.index.long(), call.weights)
+        call = replace(call, routed=route(Routing(top_k), call.experts.device_table(), DECODE.tokens, given=given))
+    return forward(call)
 
 
 def routings(tokens: int, experts: int, top_k: int, device: torch.device) -> list[torch.Tensor]:
@@ -144,7 +156,7 @@ def measure(
             layers = [layer_like(matrices, versions, of_expert, device, i) for i in range(count)]
             for tokens, (x, gates, chosen) in inputs.items():
                 calls = [LayerCall(module, k, x, i, gates) for k in layers for i in chosen]
-                ours = seconds(replayed(partial(_all, forward, calls)), runs) / len(calls)
+                ours = seconds(replayed(partial(_all, served, calls)), runs) / len(calls)
                 used = [{int(e) for e in i.reshape(-1)} for i in chosen]
                 floor = sum(size[of_expert[e]] for some in used for e in some) / len(used) / rate
                 rows.append({"shape": f"{shape}, {device.type}", "version": name, "tokens": tokens,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,8 @@ class _Place:
     addresses: dict[str, int]  # of the norms' weights
     most: int  # tokens
     device: torch.device
+    dtype = torch.bfloat16
+    several = True  # whether a sequence may have several tokens
 
     def holds(self, module: nn.Module) -> bool:
         """Whether the module's maps and norms are as they were: the same, at their addresses, frozen, without hooks."""
@@ -56,21 +59,35 @@ class _Place:
                 return False
             if (at := self.addresses.get(name)) is not None:
                 weight = m._parameters.get("weight")
-                if weight is None or weight.data_ptr() != at or weight.dtype != torch.bfloat16:
+                if weight is None or weight.data_ptr() != at or weight.dtype != self.dtype:
                     return False
         return not torch.is_grad_enabled() or not learns(
             *(p for m in self.modules.values() for p in m.parameters(False))
         )
 
+    def run(self, x: Tensor, turn: tuple[Tensor, Tensor], cache: Any, number: int, others: Any) -> tuple[Tensor, ...]:
+        """Return queries, keys and values of `x`; these two are all that layer `number` of the cache then holds."""
+        query, key, value = self.projection.run(x, *turn)
+        return query, *((key, value) if cache is None else cache.update(key, value, number, kwargs=others))
+
+    def mask(self, mask: Tensor | None) -> Tensor | None:
+        """Return a mask of attention as it is to be given on."""
+        return mask
+
     def __deepcopy__(self, memo: object) -> None:
         return None
 
 
-def serve_projections(model: nn.Module) -> dict[str, int]:
+Places = Callable[[Any, bool], Any]  # from a module, and whether angles are shared, to its `_Place`, or None
+
+
+def serve_projections(model: nn.Module, of: Places | None = None) -> dict[str, int]:
     """Let the kernel project what it reproduces; return the number of modules changed, by class.
 
     The model's linear maps, norms and attention are served already. A class is tried once for each shape of its maps.
+    `of` makes the places of another device's kernel.
     """
+    place_of = of or _place
     tried: dict[tuple[Any, ...], bool | None] = {}  # whether angles are shared; None where the kernel does not agree
     done: dict[str, int] = {}
     rotary = next((m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)), None)
@@ -82,9 +99,9 @@ def serve_projections(model: nn.Module) -> dict[str, int]:
             continue
         key = kind, *(m.out_features for m in map(module._modules.get, MAPS) if m is not None)
         if key not in tried:
-            agree = (s for s in (False, True) if _agree(module, _place(module, s), cache, rotary))
+            agree = (s for s in (False, True) if _agree(module, place_of(module, s), cache, rotary))
             tried[key] = next(agree, None)
-        if (shared := tried[key]) is not None and (place := _place(module, shared)) is not None:
+        if (shared := tried[key]) is not None and (place := place_of(module, shared)) is not None:
             module._moepack_projection = place  # type: ignore[assignment]
             module.__class__ = _served(kind, cache)
             done[kind.__name__] = done.get(kind.__name__, 0) + 1
@@ -132,11 +149,8 @@ def _served(kind: Any, cache_name: str) -> Any:
         if not _fits(x, turn, place) or not place.holds(self):
             return plain(self, *args, **kwargs)
         assert x is not None and turn is not None
-        cos, sin = turn
-        query, key, value = place.projection.run(x, cos, sin)
         others = {name: given for name, given in kwargs.items() if name not in own}
-        if (cache := kwargs.get(cache_name)) is not None:
-            key, value = cache.update(key, value, self.layer_idx, kwargs=others)
+        query, key, value = place.run(x, turn, kwargs.get(cache_name), self.layer_idx, others)
         if "sliding_window" in reads:
             of = self if hasattr(self, "sliding_window") else self.config
             others["sliding_window"] = getattr(of, "sliding_window", None)
@@ -145,7 +159,14 @@ def _served(kind: Any, cache_name: str) -> Any:
         attention = names[REGISTRY].get_interface(self.config._attn_implementation, names["eager_attention_forward"])
         dropout = self.attention_dropout if self.training else 0.0
         out, weights = attention(
-            self, query, key, value, kwargs.get("attention_mask"), dropout=dropout, scaling=self.scaling, **others
+            self,
+            query,
+            key,
+            value,
+            place.mask(kwargs.get("attention_mask")),
+            dropout=dropout,
+            scaling=self.scaling,
+            **others,
         )
         return self.o_proj(out.reshape(*x.shape[:-1], -1).contiguous()), weights
 
@@ -158,12 +179,13 @@ def _fits(x: Any, turn: Any, place: _Place) -> bool:
         return False
     tokens = x.numel() // x.shape[-1]
     return (
-        x.dtype == torch.bfloat16
+        x.dtype == place.dtype
         and x.dim() == 3
+        and (place.several or x.shape[1] == 1)
         and 0 < tokens <= place.most
         and x.is_contiguous()
         and not learns(x)
-        and all(t.dtype == torch.bfloat16 and t.is_contiguous() and t.numel() == tokens * t.shape[-1] for t in turn)
+        and all(t.dtype == place.dtype and t.is_contiguous() and t.numel() == tokens * t.shape[-1] for t in turn)
     )
 
 
@@ -176,10 +198,10 @@ def _agree(module: Any, place: _Place | None, cache_name: str, rotary: Any) -> b
     kind: Any = type(module)
     generator = torch.Generator().manual_seed(0)
     outs: list[list[Tensor]] = [[], []]
-    x = torch.randn(1, PROMPT + 1, module.q_proj.in_features, generator=generator).bfloat16()
+    x = torch.randn(1, PROMPT + 1, module.q_proj.in_features, generator=generator).to(place.device, place.dtype)
     module._moepack_projection = place
     try:
-        turn = rotary(x, torch.arange(PROMPT + 1)[None])
+        turn = rotary(x, torch.arange(PROMPT + 1, device=x.device)[None])
         for made, run in zip(outs, (kind.forward, _served(kind, cache_name).forward), strict=True):
             cache = DynamicCache(config=module.config)
             for part in (slice(0, PROMPT), slice(PROMPT, None)):

@@ -49,7 +49,8 @@ class DeviceTables:
         with current(self._device), self._lock:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise InputError(
-                    "a step under a policy that changes versions is not captured in a CUDA graph: use a static policy"
+                    "a step under a policy that changes versions is not captured in a CUDA graph from outside: use a "
+                    "static policy, or MOEPACK_CUDA_GRAPH=on"
                 )
             ended = [t for t in self._free if t.read is None or t.read.done()]
             table = next((t for t in ended if t.epoch == epoch), ended[0] if ended else None)

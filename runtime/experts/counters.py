@@ -55,6 +55,29 @@ class Counters:
             for part, counters in self.within:
                 counters.add(position, index[part], weights[part])
 
+    def rows(self, position: int, tokens: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """A layer's counts, gate sums and the mask of so many tokens, for a kernel that adds to them."""
+        self.used = True
+        mask = self.mask if self.mask is not None and len(self.mask) == tokens else None
+        return self.counts[position], None if self.sums is None else self.sums[position], mask
+
+    def like(self) -> Counters:
+        """Return counters of the same kind, for the kernels of a captured graph."""
+        return Counters(self._experts, self.sums is not None, self.counts.device)
+
+    def zero(self) -> None:
+        """Set the numbers to zero, on the current stream."""
+        self.counts.zero_()
+        if self.sums is not None:
+            self.sums.zero_()
+
+    def copy_to(self, other: Counters) -> None:
+        """Copy the numbers to the counters of a step, on its stream."""
+        other.used = True
+        other.counts.copy_(self.counts)
+        if self.sums is not None and other.sums is not None:
+            other.sums.copy_(self.sums)
+
     def layer(self, position: int) -> npt.NDArray[np.int64]:
         """A layer's counts so far, int64 [experts]. Waits for the device."""
         out: npt.NDArray[np.int64] = self.counts[position, : self._experts[position]].cpu().numpy().copy()
@@ -90,8 +113,6 @@ class Counters:
     def clear(self) -> None:
         """Set everything to zero for another step, on its stream: on another it might come after the step's counts."""
         if self.used:
-            self.counts.zero_()
-            if self.sums is not None:
-                self.sums.zero_()
+            self.zero()
         self.mask = self._sent = self._event = None
         self.used, self.within, self.tokens = False, [], 0

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moepack.pack.errors import InputError
 from moepack.runtime.policies.placements import PAGED, Where
-from moepack.runtime.step import step_of
+from moepack.runtime.step import Step, step_of
 
 from . import op  # noqa: F401  # registers the operator
 from .handles import EVERYWHERE, RUN_THERE, LayerCall, LayerExperts, Snapshot
@@ -58,8 +58,10 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     if step is None and experts.steps is not None:  # this module was called outside a forward pass of the model
         with experts.steps.alone():
             return experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    few = _few(experts, step, top_k_index, top_k_weights)
     if step is not None:
-        if step.counters is not None:  # set by RoutingStatistics.counters, or by ForwardWrapper.step for a trace
+        # `counters` were set by RoutingStatistics.counters, or by ForwardWrapper.step for a trace
+        if step.counters is not None and few is None:
             step.counters.add(position, top_k_index, top_k_weights)
         for watcher in step.watchers:  # set by Serving.count_routing
             watcher.add(position, top_k_index, top_k_weights)
@@ -74,13 +76,22 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         snapshot = experts.current
     elif step is not None:
         snapshot = step.snapshots[position]
-    call = LayerCall(self, snapshot, hidden_states, top_k_index, top_k_weights)
+    call = LayerCall(self, snapshot, hidden_states, top_k_index, top_k_weights, routed=few)
     if (step is not None and step.paging is None) or not snapshot.places & PAGED:
         return _run(call)
     if step is None or step.paging is None:
         raise InputError("this model was closed: load the bundle again")
     with step.paging.run(position, snapshot, top_k_index, step) as call.pages:
         return _run(call)
+
+
+def _few(experts: LayerExperts, step: Step | None, index: Tensor, weights: Tensor) -> Any:
+    """The routing of few tokens on a GPU, made and counted by one launch; `None` elsewhere."""
+    if experts.of.backend != "triton":
+        return None
+    from . import gpu
+
+    return gpu.routed(experts, step, index, weights)
 
 
 def _inside_mtp() -> bool:
@@ -105,7 +116,8 @@ def _run(call: LayerCall) -> Tensor:
         call.weights = made_up(experts, call.index, call.weights)
     tier, here = experts.of.tier, experts.of.device.type == "cpu"
     if tier is None or Where.HOST not in experts.places:
-        call.index = experts.only(call.index, EVERYWHERE if here else RUN_THERE)
+        if call.routed is None:  # else kernels find 0 in the table for what is not there
+            call.index = experts.only(call.index, EVERYWHERE if here else RUN_THERE)
         return _on_device(call)
     return (beside if here else across)(call, tier)
 

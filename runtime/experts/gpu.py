@@ -1,6 +1,8 @@
-"""The experts' forward on a GPU: one sort of slots by expert, one launch for each version and matrix, no waiting.
+"""The experts' forward on a GPU, without waiting.
 
-The first product computes silu(gate) * up too; another gate activation of a family runs between the two products.
+The first product computes silu(gate) * up too; another gate activation of a family runs between the two products. Few
+tokens take one launch for routing, one for each matrix whatever its experts' versions, and one for the sum: always the
+same ones, so that a CUDA graph may hold them. More tokens take a sort by torch and a launch for each version.
 """
 
 from __future__ import annotations
@@ -10,11 +12,69 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moepack.runtime.kernels.affine_triton import TILINGS, product, route
+from moepack.runtime.kernels.affine_triton import TILINGS, Tiling, product, route
 from moepack.runtime.kernels.current import current
+from moepack.runtime.kernels.routing_triton import Routed, Routing, Tally, fits
+from moepack.runtime.kernels.routing_triton import route as route_few
+from moepack.runtime.kernels.switch_triton import summed, switched
+from moepack.runtime.policies.placements import Where
+from moepack.runtime.step import Step
 
 if TYPE_CHECKING:
-    from .handles import LayerCall
+    from .handles import LayerCall, LayerExperts, Snapshot
+
+
+_STAY = frozenset({Where.DEVICE, Where.ABSENT})
+
+
+def takes(experts: LayerExperts, step: Step | None, tokens: int, top_k: int) -> bool:
+    """Whether a layer's routing of so many tokens is one launch, which counts it too."""
+    counters = None if step is None else step.counters
+    return (
+        experts.of.backend == "triton"
+        and (step is None or step.loader is None)  # a policy that blocks reads counts before the layer's snapshot
+        and not experts.of.makes_up_for_absent
+        and (counters is None or not counters.within)
+        and fits(tokens, top_k, experts.of.layer.experts)
+        and _snapshot(experts, step).places <= _STAY  # words of pages may be written after the routing
+    )
+
+
+def _snapshot(experts: LayerExperts, step: Step | None) -> Snapshot:
+    made: Snapshot = experts.current if step is None else step.snapshots[experts.position]
+    return made
+
+
+def launch(experts: LayerExperts, step: Step | None, form: Routing, count: bool = True, **given: Any) -> Routed:
+    """Route a layer's few tokens by one launch, and count them; `given` are arguments of `routing_triton.route`."""
+    counters, tally = None if step is None else step.counters, None
+    tokens = len(given["logits"] if "logits" in given else given["given"][0])
+    if count and counters is not None:
+        tally = Tally(*counters.rows(experts.position, tokens))
+    table = _snapshot(experts, step).device_table()
+    with current(table.device):
+        return route_few(form, table, TILINGS[torch.bfloat16][0].tokens, tally=tally, **given)
+
+
+def routed(experts: LayerExperts, step: Step | None, index: Tensor, weights: Tensor) -> Routed | None:
+    """Return the routing of a call's few tokens, by its router's launch or one of its own; `None` for others."""
+    if index.ndim != 2 or not takes(experts, step, *index.shape):
+        return None
+    by_router, count = None if step is None else step.routed, True
+    if by_router is not None and by_router[0] == experts.position:
+        made: Routed = by_router[1]
+        count = not by_router[2]
+        experts.passes_on = index is made.index and weights is made.gates
+        if experts.passes_on and not count:
+            return made
+    pair = (index.contiguous(), weights.detach().contiguous())
+    return launch(experts, step, Routing(index.shape[1]), count, given=pair)
+
+
+def in_pages(table: Tensor, index: Tensor, weights: Tensor) -> Routed:
+    """Route few tokens whose experts' words, all but those past the last, have just been written to the table."""
+    pair = (index.long().contiguous(), weights.detach().contiguous())
+    return route_few(Routing(index.shape[1]), table, TILINGS[torch.bfloat16][0].tokens, given=pair)
 
 
 def forward(call: LayerCall) -> Tensor:
@@ -30,27 +90,39 @@ def _forward(call: LayerCall) -> Tensor:
     if not tokens:
         return torch.empty_like(hidden)
     count, (first, second) = experts.of.layer.experts, experts.of.layer.matrices
-    few, many = TILINGS[x.dtype]
-    tiling = few if tokens * top_k <= few.tokens * count else many
-    geometry = route(call.index.long(), count, tiling.tokens)
-    handles, slots, fused = experts.device_table(), tokens * top_k, _fuses(module)
-    first_forms, second_forms = zip(*experts.of.forms.values(), strict=True)  # each by the version's number
-    h = x.new_empty(slots, first.rows // 2 if fused else first.rows)
     if pages is not None:
         pages.ready(0)
-    product(first, first_forms, experts.served, handles, geometry, x, h, tiling, fused)
+        if fits(tokens, top_k, count):  # now that the pages' words are written
+            call.routed = in_pages(experts.device_table(), call.index, call.weights)
+    few, tiling = call.routed, _tiling(call, x.dtype)
+    geometry = route(call.index.long(), count, tiling.tokens) if few is None else few.geometry
+    handles, slots, fused = experts.device_table(), tokens * top_k, _fuses(module)
+    run, served = (product, experts.served) if few is None else (switched, experts.of.launched or experts.served)
+    first_forms, second_forms = zip(*experts.of.forms.values(), strict=True)  # each by the version's number
+    h = x.new_empty(slots, first.rows // 2 if fused else first.rows)
+    run(first, first_forms, served, handles, geometry, x, h, tiling, fused)
     if not fused:
         h = (module._apply_gate(h) if module.has_gate else module.act_fn(h)).contiguous()
     if experts.of.rotation is not None:
         h = experts.of.rotation.run(h, call.index.long().reshape(-1), handles, experts.served)
     if pages is not None:
         pages.ready(1)
-    y = x.new_zeros(slots, second.rows)  # rows of slots with an index past the last expert stay zero
-    product(second, second_forms, experts.served, handles, geometry, h, y, tiling)
-    if getattr(module, "has_post_expert_norm", False):
+    normed = getattr(module, "has_post_expert_norm", False)
+    # rows of slots with an index past the last expert stay zero
+    y = (x.new_zeros if few is None or normed else x.new_empty)(slots, second.rows)
+    run(second, second_forms, served, handles, geometry, h, y, tiling)
+    if normed:
         y = module.post_expert_norm(y) * (call.index.reshape(-1, 1) < count)
+    if few is not None:
+        return summed(y, call.weights.detach().contiguous(), few.live, hidden.dtype)
     weighted = y * call.weights.detach().reshape(-1, 1)
     return weighted.view(tokens, top_k, -1).sum(dim=1).to(hidden.dtype)
+
+
+def _tiling(call: LayerCall, dtype: torch.dtype) -> Tiling:
+    few, many = TILINGS[dtype]
+    slots = call.index.numel()
+    return few if call.routed is not None or slots <= few.tokens * call.experts.of.layer.experts else many
 
 
 def _fuses(module: Any) -> bool:

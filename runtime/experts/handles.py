@@ -82,6 +82,8 @@ class ServedLayer:
         if self.backend == "triton" and any(v.rotation for v in self.versions):
             self.rotation = SlotRotation(self.versions, layer.matrices[1].cols, device)
         self.tier: HostTier | None = None  # runs experts on the host, beside the device's
+        # Numbers of all versions that experts on the device may have under the policy; empty if none ever changes
+        self.launched: tuple[int, ...] = ()
         self.makes_up_for_absent = False  # whether a token's other experts take over gate weights of absent ones
         # The experts module's gate, and the kernel that runs few tokens in one call if the gate is its own (cpu.py)
         self.gated: tuple[Any, GatedExperts | None] | None = None
@@ -215,6 +217,7 @@ class LayerCall:
     index: Tensor  # [tokens, top_k]; an index past the last expert adds nothing
     weights: Tensor  # [tokens, top_k]
     pages: Any = None  # the `RunPages` (runtime/paging/filler.py) of experts that are decoded for this call
+    routed: Any = None  # the `Routed` of few tokens on a GPU (runtime/kernels/routing_triton.py)
 
 
 class LayerExperts:
@@ -225,6 +228,8 @@ class LayerExperts:
     # The model's forward wrapper, which opens a step for a call outside any step; `None` once the model is freed
     steps: StepOpener | None = None
     number = -1  # the number under which op.py knows the module
+    # Whether the layer hands on what its router made, so that the router's launch may count it; None if not seen yet
+    passes_on: bool | None = None
     no_gradients = ""  # why gradients are refused; empty if they are allowed
 
     def __init__(self, layer: ExpertLayer, versions: Sequence[Version], device: torch.device) -> None:

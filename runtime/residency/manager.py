@@ -25,7 +25,7 @@ from moepack.runtime.devices import torch_cuda
 from moepack.runtime.devices.cpu import CpuDevice
 from moepack.runtime.devices.handle_tables import DeviceTables
 from moepack.runtime.devices.migration import FLOOR
-from moepack.runtime.experts.handles import NOTHING, Handle, LayerExperts, Snapshot
+from moepack.runtime.experts.handles import NOTHING, RUN_THERE, Handle, LayerExperts, Snapshot
 from moepack.runtime.experts.host_tier import CudaLink, HostTier
 from moepack.runtime.experts.prediction import Prediction
 from moepack.runtime.paging.gpu_rates import gpu_rates
@@ -135,7 +135,9 @@ class ResidencyManager:
         self.host = BudgetTracker(1 << 62 if host_memory is None else host_memory, 0)
         versions = bundle.manifest.versions
         self.layers = [LayerExperts(x, versions, d) for x, d in zip(bundle.layers, devices, strict=True)]
+        there = {version_of(plan, n).name for n, p in enumerate(plan.ladder) if p.where in RUN_THERE}
         for layer in self.layers:
+            layer.of.launched = tuple(sorted(layer.of.numbers[name] for name in there))
             layer.of.tier = self.tier
             layer.of.makes_up_for_absent = options.makes_up_for_absent
             layer.no_gradients = CHANGING

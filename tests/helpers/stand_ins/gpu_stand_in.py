@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fake_cuda import FakeCudart, FakeGpu, Ranges
+from torch.utils._python_dispatch import _disable_current_modes
 from triton import knobs
 
 from moepack.pack.spec import Version
@@ -51,8 +52,33 @@ def install(
     monkeypatch.setattr(cuda, "Cudart", lambda index: Cudart(0, made.cudart))
     monkeypatch.setattr(manager, "gpu_rates", lambda *args: RATES)
     kernels(monkeypatch)
-    real = gpu_module.product
+    for name in ("product", "switched"):
+        monkeypatch.setattr(gpu_module, name, _watched(made, getattr(gpu_module, name), computes))
+    for name in ("route_few", "summed", "in_pages"):
+        monkeypatch.setattr(gpu_module, name, _in_turn(made, getattr(gpu_module, name)))
+    return made
 
+
+def _in_turn(made: StandIn, real: Any) -> Any:
+    """A launch that threads make in turn, because Triton's interpreter serves one; pages' words must be there."""
+
+    def launch(table: Any, index: Any, *more: Any, **given: Any) -> Any:
+        with made.gpu.lock:
+            if real.__name__ == "in_pages":
+                with _disable_current_modes():
+                    here = index.reshape(-1)
+                    if (table[here[here < len(table)].long()] < 64).any():
+                        made.gpu.wrong.append("read where nothing is")
+                        raise RuntimeError("an illegal memory access was encountered")
+            return real(table, index, *more, **given)
+
+    return launch
+
+
+def _watched(made: StandIn, real: Any, computes: bool) -> Any:
+    """A product that is held to the rules of memory; a recorder of operations does not see this check."""
+
+    @_disable_current_modes()
     def watched(matrix: Any, forms: Any, served: Any, handles: Any, geometry: Any, *more: Any) -> None:
         active = geometry.expert[geometry.count > 0].unique()
         words = [w for w in handles[active].tolist() if w & 63 in served]
@@ -70,8 +96,7 @@ def install(
             else:
                 more[1].zero_()
 
-    monkeypatch.setattr(gpu_module, "product", watched)
-    return made
+    return watched
 
 
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,4 +107,5 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if not knobs.runtime.interpret:
         pytest.skip("kernels are compiled for this machine's GPU: CUDA_VISIBLE_DEVICES= runs this on a stand-in")
     monkeypatch.setattr(backends, "backend", lambda device: "triton")
+    monkeypatch.setenv("MOEPACK_DENSE_KERNELS", "off")  # trials of norms and routers take the interpreter seconds
     monkeypatch.setattr(backends, "native_layer", lambda *args: None)

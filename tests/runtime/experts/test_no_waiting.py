@@ -65,16 +65,21 @@ def routed(tokens: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def test_a_layer_waits_for_nothing_and_launches_what_is_served(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two versions of four: two launches a matrix, no value of the device read, counting included."""
+    """Two versions of four: two launches a matrix, for few tokens one; no value read, counting included."""
     affine_triton = pytest.importorskip("moepack.runtime.kernels.affine_triton")
+    from moepack.runtime.kernels import routing_triton, switch_triton
+
     launches = Launches()
-    monkeypatch.setattr(affine_triton, "few", launches)
-    counters = Counters([8], True, META)
-    counters.mask = torch.empty(6, dtype=torch.long, device=META)
-    x, index, gates = routed()
-    with opened(Step(snapshots=[module._moepack.current], counters=counters)):
-        out = experts_forward(module, x, index, gates)
-    assert out.shape == x.shape and out.dtype == x.dtype and launches.count == 4
+    for room, name in ((affine_triton, "few"), (switch_triton, "_switch"), (switch_triton, "_sum")):
+        monkeypatch.setattr(room, name, launches)
+    monkeypatch.setattr(routing_triton, "_routing", launches)
+    for tokens, count in ((17, 4), (6, 4), (1, 4)):  # few: routing, two products, the sum
+        counters, launches.count = Counters([8], True, META), 0
+        counters.mask = torch.empty(tokens, dtype=torch.long, device=META)
+        x, index, gates = routed(tokens)
+        with opened(Step(snapshots=[module._moepack.current], counters=counters)):
+            out = experts_forward(module, x, index, gates)
+        assert out.shape == x.shape and out.dtype == x.dtype and launches.count == count and counters.used
     assert module._moepack.current.served == [1, 2]
 
 

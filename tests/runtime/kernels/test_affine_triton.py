@@ -236,3 +236,32 @@ def test_what_does_not_fit_is_refused() -> None:
     for x, tiling in ((torch.zeros(2, 63), None), (torch.zeros(2, 64).double(), None), (torch.zeros(2, 64), PREFILL)):
         with pytest.raises(ValueError, match="m:"):
             product(m, forms, [0], handles, geometry, x, out, tiling or DECODE)
+
+
+def test_one_launch_for_all_versions_makes_the_same_bits() -> None:
+    """Few tokens, sentinels and an absent expert: the switch's rows and sum against a launch for each version."""
+    from moepack.runtime.kernels.affine_triton import DECODE, product
+    from moepack.runtime.kernels.affine_triton import route as many
+    from moepack.runtime.kernels.routing_triton import Routing, route
+    from moepack.runtime.kernels.switch_triton import summed, switched
+
+    layer = make_layer(m := Matrix("m", 50, 90, bias=True), VERSIONS, [e % 5 for e in range(12)])
+    extents = [e.to(DEVICE) for e in layer.extents]
+    handles = torch.tensor(
+        [e.data_ptr() | (int(w) & 63) for e, w in zip(extents, layer.table, strict=True)], device=DEVICE
+    )
+    handles[7] = 0
+    forms, gates = [make_forms((m,), v)[0] for v in VERSIONS], torch.rand(6, 3, device=DEVICE)
+    index = torch.randint(0, 13, (6, 3), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    index[0, 0], index[1, 1] = 7, 12
+    there = index.masked_fill(index == 7, 12)
+    x = activations(6, 90, torch.float32).to(DEVICE)
+    want, got = torch.zeros(18, 50, device=DEVICE), torch.full((18, 50), float("nan"), device=DEVICE)
+    product(m, forms, range(5), handles, many(there, 12, DECODE.tokens), x, want, DECODE)
+    routed = route(Routing(3), handles, DECODE.tokens, given=(index, gates))
+    switched(m, forms, range(5), handles, routed.geometry, x, got, DECODE)
+    assert torch.equal(got[routed.live.bool()], want[routed.live.bool()])
+    total = (want * gates.view(-1, 1)).view(6, 3, -1).sum(1)
+    torch.testing.assert_close(summed(got, gates, routed.live, torch.float32), total, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="do not fit"):
+        switched(m, forms, range(5), handles, routed.geometry, x[:, :-1].contiguous(), got, DECODE)

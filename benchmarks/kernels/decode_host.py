@@ -1,0 +1,163 @@
+"""Host time of moepack's own code in a decode step on a GPU, with Qwen3-30B-A3B's 48 layers of 128 experts.
+
+    python -m benchmarks.kernels.decode_host [--steps 200]
+
+Needs no GPU: tensors lie in the host's memory and launches do nothing, so rows count Python alone, without torch's and
+Triton's launchers. `graph` replays a captured step (MOEPACK_CUDA_GRAPH=on): what remains is to open and close the step,
+to compare addresses, and to copy tensors. `eager` runs routers' and experts' code of every layer. In `moving` rows a
+version changes before every step. The middle of the steps; the target is the graph's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.common import Target, arguments, finish
+from benchmarks.kernels.gpu import module_like
+from moepack.pack.spec import ExpertLayer, Matrix, Version
+from moepack.runtime import decode_graph
+from moepack.runtime.devices import graphs, torch_cuda
+from moepack.runtime.devices.handle_tables import DeviceTables
+from moepack.runtime.experts.forward import experts_forward
+from moepack.runtime.experts.handles import LayerExperts
+from moepack.runtime.kernels import affine_triton, routing_triton, switch_triton
+from moepack.runtime.policies.contract import Needs
+from moepack.runtime.residency.routing_statistics import RoutingStatistics
+from moepack.runtime.step import NO_PROMPT, Step, opened
+
+LAYERS, EXPERTS, TOP_K, HIDDEN, INNER = 48, 128, 8, 2048, 768
+MATRICES = (Matrix("gate_up", 2 * INNER, HIDDEN), Matrix("down", HIDDEN, INNER))
+VERSIONS = tuple(Version.of(name, 64) for name in ("w4", "w2"))
+TARGET = 1.0  # milliseconds
+
+
+class _Nothing:
+    """Stands where a kernel is launched, and where a graph is replayed."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **named: None
+
+    def replay(self) -> None:
+        """Do nothing."""
+
+
+class _Done:
+    def done(self) -> bool:
+        """The device has always ended."""
+        return True
+
+
+def _done() -> Any:
+    return _Done()
+
+
+class _Cache:
+    """A static cache's addresses."""
+
+    def __init__(self) -> None:
+        self.layers = [_CacheLayer() for _ in range(LAYERS)]
+
+
+class _CacheLayer:
+    is_initialized = True
+
+    def __init__(self) -> None:
+        self.keys, self.values, self.cumulative_length = torch.zeros(8), torch.zeros(8), torch.tensor(0)
+
+
+class Serving:
+    """What a decode step passes through, from the wrapped forward to the counters' way to the policy."""
+
+    def __init__(self) -> None:
+        device, self.modules = torch.device("cpu"), [module_like() for _ in range(LAYERS)]
+        self.room = [torch.zeros(v.resident_size(MATRICES) + 64, dtype=torch.uint8) for v in VERSIONS]
+        self.room = [t[-t.data_ptr() % 64 :] for t in self.room]
+        self.layers = [
+            LayerExperts(ExpertLayer(i, "experts", EXPERTS, MATRICES), VERSIONS, device) for i in range(LAYERS)
+        ]
+        self.epoch, self.key, self.cache = 0, object(), _Cache()
+        for position, (layer, module) in enumerate(zip(self.layers, self.modules, strict=True)):
+            layer.of.backend, layer.of.native, layer.of.launched = "triton", None, (0, 1)
+            layer.model, layer.position = self.key, position
+            module._moepack = layer
+            for e in range(EXPERTS):
+                layer.publish(e, layer.of.over(VERSIONS[e % 2], self.room[e % 2]))
+        self.statistics = RoutingStatistics([EXPERTS] * LAYERS, 2, Needs(), device)
+        self.tables = DeviceTables([EXPERTS] * LAYERS, device, _done)
+        self.x = torch.zeros(1, HIDDEN, dtype=torch.bfloat16)
+        self.index = torch.arange(TOP_K)[None]
+        self.gates = torch.ones(1, TOP_K)
+        self.given = {"input_ids": torch.zeros(1, 1, dtype=torch.int64), "cache": self.cache, "use_cache": True}
+
+    def promote(self) -> None:
+        """Give one expert its other version."""
+        layer, expert = self.layers[self.epoch % LAYERS], self.epoch % EXPERTS
+        old = layer.current.handles[expert].version
+        number = int(old is not None and old.name == VERSIONS[0].name)
+        layer.publish(expert, layer.of.over(VERSIONS[number], self.room[number]))
+        self.epoch += 1
+
+    def step(self, captured: decode_graph.DecodeGraphs | None) -> None:
+        """Run one step, by a graph or layer by layer."""
+        table = self.tables.take(self.epoch, tuple(layer.current for layer in self.layers))
+        counters = self.statistics.counters(NO_PROMPT, None)
+        step = Step(self.key, table.snapshots, counters, table=table)
+        with opened(step):
+            if captured is None or captured.run(self.forward, (), self.given, step, self.given) is None:
+                self.forward()
+        self.tables.give(table)
+        self.statistics.ended(step)
+        self.statistics.deliver(lambda event: None, lambda: [0] * LAYERS)
+
+    def forward(self, **given: Any) -> dict[str, Any]:
+        """Run every layer's experts."""
+        for module in self.modules:
+            experts_forward(module, self.x, self.index, self.gates)
+        return {"logits": self.x}
+
+
+def measure(steps: int) -> list[dict[str, Any]]:
+    """Milliseconds of a step, by way and by whether versions change."""
+    rows = []
+    with (
+        patch.object(affine_triton, "_product", _Nothing()),
+        patch.object(switch_triton, "_switch", _Nothing()),
+        patch.object(switch_triton, "_sum", _Nothing()),
+        patch.object(routing_triton, "_routing", _Nothing()),
+        patch.object(torch_cuda, "is_gpu", lambda device: True),
+        patch.object(graphs, "capture", lambda run, device: (run(), _Nothing())[1]),
+        torch.no_grad(),
+    ):
+        for way in ("graph", "eager"):
+            serving = Serving()
+            captured = decode_graph.DecodeGraphs(serving.layers) if way == "graph" else None
+            for moving in (False, True):
+                seconds = []
+                for _ in range(steps):
+                    if moving:
+                        serving.promote()
+                    began = time.perf_counter()
+                    serving.step(captured)
+                    seconds.append(time.perf_counter() - began)
+                name = f"{way}, moving" if moving else way
+                rows.append({"step": name, "milliseconds": round(1e3 * statistics.median(seconds), 3)})
+    return rows
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = arguments(__doc__)
+    parser.add_argument("--steps", type=int, default=200)
+    args = parser.parse_args()
+    rows = measure(20 if args.quick else args.steps)
+    targets = [Target(f"ms of host code, {r['step']}", r["milliseconds"], TARGET, "lower") for r in rows[:2]]
+    finish("a decode step's host code, 48 x 128 experts", ["step", "milliseconds"], rows, targets, args.json)
+
+
+if __name__ == "__main__":
+    main()

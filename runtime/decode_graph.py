@@ -1,0 +1,207 @@
+"""Decode steps on a GPU as replays of CUDA graphs, where MOEPACK_CUDA_GRAPH=on asks for it. Never run on hardware.
+
+A pass is captured when it has come WARM times with one token of each sequence, a static KV cache, and arguments of the
+same shapes. A graph reads addresses that never change: the pass's tensors, the handle table and the counters of a step
+are copied there and back on the step's stream. So policies go on changing versions between replays. What is read at
+other addresses, or decided by the host in a pass, is never captured: experts on the host or in pages, policies that
+make passes wait, padding. A graph's memory lies outside the budget.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moepack.families.arguments import cache_of, inputs
+from moepack.pack.errors import InputError
+from moepack.runtime.devices import graphs, torch_cuda
+from moepack.runtime.experts.counters import Counters
+from moepack.runtime.experts.gpu import takes
+from moepack.runtime.experts.handles import RUN_THERE, LayerExperts
+from moepack.runtime.policies.placements import PAGED
+from moepack.runtime.step import Step, opened
+
+VARIABLE = "MOEPACK_CUDA_GRAPH"
+WARM = 2  # passes before a capture: kernels are compiled, and libraries take their memory
+KEPT = 4  # graphs of one model
+log = logging.getLogger("moepack.runtime")
+Forward = Callable[..., Any]
+
+
+def asked(layers: Sequence[LayerExperts]) -> DecodeGraphs | None:
+    """Return what captures a model's passes, if the environment asks for it. Raises InputError for another value."""
+    wanted = os.environ.get(VARIABLE, "off")
+    if wanted not in ("on", "off", ""):
+        raise InputError(f"{VARIABLE}={wanted}: it may be `on` or `off`")
+    on_gpu = all(torch_cuda.is_gpu(x.of.device) and x.of.backend == "triton" for x in layers)
+    return DecodeGraphs(layers) if wanted == "on" and on_gpu and layers else None
+
+
+@dataclass(slots=True)
+class _Captured:
+    """A pass in a graph, and what its kernels read and write."""
+
+    graph: graphs.Graph
+    given: list[Tensor]  # copies of the pass's tensors, in order
+    words: Tensor | None  # the handle tables of all layers; `None` if versions never change
+    counters: Counters | None
+    out: Any  # the model's output, in the graph's memory
+    addresses: tuple[int, ...]  # of the cache, and of a table that never changes
+    step: Step  # kept: its snapshots' tensors are views of `words`
+
+
+class DecodeGraphs:
+    """The graphs of one model. Passes of several threads take turns while they use them."""
+
+    def __init__(self, layers: Sequence[LayerExperts]) -> None:
+        """Capture passes of a model with these layers of experts."""
+        self._layers, self._lock = tuple(layers), threading.Lock()
+        self._seen: dict[Any, int] = {}
+        self._made: dict[Any, _Captured | None] = {}  # None: it could not be captured
+
+    def run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], step: Step, given: Any) -> Any:
+        """Return a pass's output by a replay; None if it is to run as it is.
+
+        Args:
+            forward: the model's own forward.
+            args: and `kwargs`, of the pass.
+            step: the running step of the pass.
+            given: the pass's arguments by name.
+        """
+        cache = cache_of(given)
+        if not self._may(step, given, cache):
+            return None
+        tensors: list[Tensor] = []
+        key = _key((args, kwargs), tensors, cache)
+        if key is None:
+            return None
+        key = key, id(cache), tuple(map(id, step.watchers)), torch.is_inference_mode_enabled(), step.counters is None
+        with self._lock:
+            if key not in self._made:
+                if len(self._seen) > 16 * KEPT:  # of passes that never come again
+                    self._seen.clear()
+                self._seen[key] = self._seen.get(key, 0) + 1
+                if self._seen[key] <= WARM:
+                    return None
+                self._keep(key, cache)
+            made = self._made.get(key)
+            if made is not None and made.addresses != _addresses(cache, step):
+                del self._made[key]  # the cache was made anew, by another order of beams for example
+                return None
+            if made is None and key in self._made:
+                return None
+            if made is None:
+                made = self._made[key] = self._capture(forward, (args, kwargs), tensors, step, cache)
+            return None if made is None else self._replay(made, tensors, step)
+
+    def _may(self, step: Step, given: dict[str, Any], cache: Any) -> bool:
+        """Whether a graph may hold the pass."""
+        ids, counters = inputs(given), step.counters
+        if ids is None or ids.shape[1] != 1 or torch.is_grad_enabled() or not _is_static(cache):
+            return False
+        mask = given.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.ndim == 2:  # grows with every token
+            return False
+        if step.packed is not None or step.importance is not None or step.loader is not None:
+            return False
+        if counters is not None and (counters.mask is not None or counters.within):
+            return False
+        return all(
+            takes(layer, step, len(ids), 1) and not snapshot.places & PAGED and snapshot.places <= RUN_THERE
+            for layer, snapshot in zip(self._layers, step.snapshots, strict=True)
+        )
+
+    def _keep(self, key: Any, cache: Any) -> None:
+        """Make room for one more graph, which goes with its cache."""
+        while len(self._made) >= KEPT:
+            self._made.pop(next(iter(self._made)))
+        self._seen.pop(key, None)
+        weakref.finalize(cache, self._made.pop, key, None).atexit = False
+
+    def _capture(
+        self, forward: Forward, of: tuple[Any, Any], tensors: list[Tensor], step: Step, cache: Any
+    ) -> _Captured | None:
+        device, counters, words = self._layers[0].of.device, None, None
+        with torch.inference_mode(False):
+            own = [t.detach().clone() for t in tensors]
+            if step.counters is not None:
+                counters = step.counters.like()
+            if step.table is not None:
+                words = step.table.words.clone()
+        seen = step.snapshots if words is None else [s.over(w) for s, w in zip(step.snapshots, words, strict=True)]
+        inner = replace(step, snapshots=tuple(seen), counters=counters, table=None, routed=None)
+        args, kwargs = _with(of, iter(own))
+        outs: list[Any] = []
+
+        def run() -> None:
+            if counters is not None:
+                counters.zero()
+            outs.append(forward(*args, **kwargs))
+
+        try:
+            with opened(inner):
+                graph = graphs.capture(run, device)
+        except Exception as error:  # of any kind, from a family's code
+            log.warning("a decode step is not captured in a CUDA graph: %s", str(error).splitlines()[0])
+            return None
+        log.info("a decode step of %d sequences is now a CUDA graph", len(own[0]))
+        return _Captured(graph, own, words, counters, outs[0], _addresses(cache, step), inner)
+
+    def _replay(self, made: _Captured, tensors: list[Tensor], step: Step) -> Any:
+        with torch.no_grad():
+            for to, source in zip(made.given, tensors, strict=True):
+                to.copy_(source, non_blocking=True)
+            if made.words is not None:
+                made.words.copy_(step.table.words, non_blocking=True)
+            made.graph.replay()
+            if made.counters is not None:
+                made.counters.copy_to(step.counters)
+            return type(made.out)(**{k: v.clone() if isinstance(v, Tensor) else v for k, v in made.out.items()})
+
+
+def _is_static(cache: Any) -> bool:
+    """Whether a cache keeps its memory, and has it already."""
+    layers = getattr(cache, "layers", ())
+    return bool(layers) and all(
+        isinstance(getattr(x, "cumulative_length", None), Tensor) and getattr(x, "is_initialized", False)
+        for x in layers
+    )
+
+
+def _addresses(cache: Any, step: Step) -> tuple[int, ...]:
+    """What a graph reads beside its own tensors."""
+    held = [t.data_ptr() for x in cache.layers for t in (x.keys, x.values, x.cumulative_length)]
+    if step.table is None:
+        held += [s.device_table().data_ptr() for s in step.snapshots]
+    return tuple(held)
+
+
+def _key(value: Any, tensors: list[Tensor], cache: Any) -> Any:
+    """Return what is equal for two passes with one graph, and collect tensors; None for what is not understood."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return tuple(value.shape), value.dtype, value.device
+    if value is cache:
+        return "cache"
+    if isinstance(value, tuple | list | dict):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        parts = [(k, _key(v, tensors, cache)) for k, v in pairs]
+        return None if any(part is None for _, part in parts) else (type(value), *parts)
+    return (type(value), value) if value is None or isinstance(value, bool | int | float | str) else None
+
+
+def _with(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return arguments with other tensors, in the order of `_key`."""
+    if isinstance(value, Tensor):
+        return next(tensors)
+    if isinstance(value, tuple | list):
+        return type(value)(_with(v, tensors) for v in value)
+    return {k: _with(v, tensors) for k, v in value.items()} if type(value) is dict else value

@@ -1,0 +1,251 @@
+"""Norms and routers of a model on a GPU by one launch each, in place of torch's seven and more operations.
+
+As on a CPU (norms.py), a module's name does not tell its arithmetic: when a model is loaded, each form of the kernel is
+compared with the module on random rows. A form that agrees replaces the module's code; else the code stays.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moepack.pack.spec import ExpertLayer
+from moepack.runtime.experts.gpu import launch, takes
+from moepack.runtime.kernels.current import current
+from moepack.runtime.kernels.routing_triton import Routing, fits, route
+from moepack.runtime.kernels.step_triton import FORMS, HeadNorm, norm
+from moepack.runtime.step import step_of
+
+from .linears import in_place_of, learns
+from .norms import _epsilon
+
+ROWS, TRIALS = 16, 4  # random rows on which a form is tried, and how often a router's
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+APART = {
+    torch.float32: 16
+}  # units in the last place by which a norm's numbers may differ; 2 of the others, as on a CPU
+CLOSE = 2.0**-6  # the greatest difference of two gates, as a share of the greatest; more than BF16's last place
+
+
+_norms: dict[tuple[Any, ...], str | None] = {}  # forms of norms and routers that were tried in this process
+_routers: dict[tuple[Any, ...], _Router | None] = {}
+
+
+def described(module: nn.Module) -> HeadNorm | None:
+    """Return what a served norm computes; `None` for any other module."""
+    found = vars(type(module)).get("_moepack_norm")
+    return None if found is None else HeadNorm(module.weight, *found)  # type: ignore[arg-type]
+
+
+def serve_norms(model: nn.Module) -> dict[str, int]:
+    """Let the kernel compute the normalisations that it reproduces; return the number of modules changed, by class."""
+    done: dict[str, int] = {}
+    for module in model.modules():
+        weight, epsilon, kind = getattr(module, "weight", None), _epsilon(module), type(module)
+        if epsilon is None or not isinstance(weight, Tensor) or weight.dtype not in FLOATS or weight.dim() != 1:
+            continue
+        if "forward" in module.__dict__ or next(module.children(), None) is not None:
+            continue
+        if [p.kind for p in inspect.signature(kind.forward).parameters.values()] != [
+            inspect.Parameter.POSITIONAL_OR_KEYWORD
+        ] * 2:
+            continue
+        key = kind, len(weight), epsilon, weight.dtype, weight.device
+        if key not in _norms:
+            _norms[key] = next((form for form in FORMS if _norm_agrees(module, form, epsilon)), None)
+        if (form := _norms[key]) is not None:
+            module.__class__ = _served_norm(kind, form, epsilon)
+            done[kind.__name__] = done.get(kind.__name__, 0) + 1
+    return done
+
+
+def _served_norm(kind: Any, form: str, epsilon: float) -> type[nn.Module]:
+    plain = kind.forward
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        weight = self.weight
+        if torch.compiler.is_compiling() or x.dtype != weight.dtype or not x.numel() or learns(x, weight):
+            made: Tensor = plain(self, x)
+            return made
+        with current(x.device):
+            return norm(x.contiguous(), weight.detach(), form, epsilon)
+
+    made = in_place_of(kind, forward)
+    made._moepack_norm = form, epsilon  # type: ignore[attr-defined]
+    return made
+
+
+def _norm_agrees(module: Any, form: str, epsilon: float) -> bool:
+    """Whether a form gives a module's numbers, on random weights, up to two units in the last place."""
+    generator = torch.Generator().manual_seed(0)
+    try:
+        probe = copy.deepcopy(module)
+        like = {"dtype": module.weight.dtype, "device": module.weight.device}
+        probe.weight.data = torch.randn(len(module.weight), generator=generator).to(**like)
+        x = torch.randn(ROWS, len(module.weight), generator=generator) * torch.logspace(-4, 4, ROWS)[:, None]
+        with torch.no_grad(), current(module.weight.device):
+            wanted, made = probe(x.to(**like)), norm(x.to(**like), probe.weight, form, epsilon)
+    except Exception:  # of any kind, from a family's code or a compiler
+        return False
+    if not isinstance(wanted, Tensor) or (wanted.dtype, wanted.shape) != (made.dtype, made.shape):
+        return False
+    apart, last = (made.double() - wanted.double()).abs(), torch.finfo(made.dtype).eps * wanted.double().abs()
+    # torch adds the squares in another order, so a number at the border of two may be rounded to the other one
+    few = float((apart > last / 4).double().mean()) <= 0.02 or made.dtype == torch.float32
+    return bool((apart <= APART.get(made.dtype, 2) * last + 1e-30).all()) and few
+
+
+@dataclass(frozen=True, slots=True)
+class _Router:
+    """How the launch makes what a router makes."""
+
+    form: Routing
+    wide: bool  # whether logits are computed in float32
+    correction: str | None  # the name of a bias of the choice, float32 [experts]
+    logits: torch.dtype  # of the logits and gates that the router returns
+    gates: torch.dtype
+
+    def linear(self, module: Any, x: Tensor) -> Tensor:
+        """Compute logits, [tokens, experts]."""
+        weight, bias = module.weight, getattr(module, "bias", None)
+        if self.wide:
+            x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
+        return nn.functional.linear(x, weight, bias)
+
+
+def serve_routers(model: nn.Module, layers: Sequence[ExpertLayer]) -> dict[str, int]:
+    """Let one launch choose experts, count them and sort their slots; return the number of routers changed, by class.
+
+    Routers are siblings of the modules of experts that `layers` name.
+    """
+    done: dict[str, int] = {}
+    for layer in layers:
+        parent, experts = model.get_submodule(layer.module.rpartition(".")[0]), model.get_submodule(layer.module)
+        for last, module in parent.named_children():
+            weight, top_k, kind = getattr(module, "weight", None), getattr(module, "top_k", None), type(module)
+            if last not in ("gate", "router") or not isinstance(weight, Tensor) or not isinstance(top_k, int):
+                continue
+            if "forward" in module.__dict__ or weight.dim() != 2 or len(weight) != layer.experts:
+                continue
+            plain = {n: v for n, v in vars(module).items() if isinstance(v, int | float | str)}
+            key = kind, tuple(weight.shape), weight.dtype, weight.device, str(plain)
+            if key not in _routers:
+                trial = _Trial.of(module)
+                found = (r for r in _candidates(module, layer.experts) if trial is not None and trial.agrees(r))
+                _routers[key] = next(found, None)
+            if (router := _routers[key]) is not None:
+                module.__class__ = _served_router(kind, router, weakref.ref(experts))
+                done[kind.__name__] = done.get(kind.__name__, 0) + 1
+    return done
+
+
+def _candidates(module: Any, experts: int) -> Iterator[_Router]:
+    groups = next(
+        (g for n in ("num_group", "n_group", "num_groups") if isinstance(g := getattr(module, n, None), int)), 1
+    )
+    kept = getattr(module, "topk_group", None)
+    scale = getattr(module, "routed_scaling_factor", None)
+    tensors = {**module._parameters, **module._buffers}
+    correction = next((n for n in tensors if "correction" in n and tensors[n] is not None), None)
+    if correction is not None and (tensors[correction].shape, tensors[correction].dtype) != ((experts,), torch.float32):
+        return
+    if groups > 1 and (not isinstance(kept, int) or experts % groups or experts // groups < 2 or groups > 16):
+        groups = 1
+    dtypes = dict.fromkeys((module.weight.dtype, torch.float32))
+    grouping = [(1, 1, "max")] if groups == 1 else [(groups, kept, "max"), (groups, kept, "two"), (1, 1, "max")]
+    for wide, score, normed, (n, of, by) in itertools.product(
+        (False, True), ("softmax", "sigmoid", "top"), (True, False), grouping
+    ):
+        if score == "top" and normed:
+            continue
+        form = Routing(module.top_k, score, normed, float(scale or 1.0), correction is not None, n, of or 1, by)
+        for logits, gates in itertools.product(dtypes, dtypes):
+            yield _Router(form, wide, correction, logits, gates)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """What a router with random weights makes of random tokens."""
+
+    module: Any
+    x: Tensor
+    logits: Tensor
+    gates: Tensor
+    index: Tensor
+
+    @staticmethod
+    def of(module: Any) -> _Trial | None:
+        """Run a copy of a router; `None` if it is not understood."""
+        generator = torch.Generator().manual_seed(0)
+        try:
+            probe = copy.deepcopy(module)
+            for tensor in (*probe.parameters(), *probe.buffers()):
+                spread = 0.2 if tensor.dim() == 1 else 2 * tensor.shape[-1] ** -0.5
+                tensor.data = (torch.randn(tensor.shape, generator=generator) * spread).to(tensor.device, tensor.dtype)
+            like = {"device": probe.weight.device, "dtype": probe.weight.dtype}
+            x = torch.randn(ROWS * TRIALS, probe.weight.shape[1], generator=generator).to(**like)
+            with torch.no_grad(), current(probe.weight.device):
+                logits, gates, index = probe(x)
+        except Exception:  # of any kind, from a family's code
+            return None
+        usual = index.dtype == torch.int64 and index.shape == gates.shape == (len(x), probe.top_k)
+        return _Trial(probe, x, logits, gates, index) if usual else None
+
+    def agrees(self, router: _Router) -> bool:
+        """Whether the launch makes the same; some routers do not sort their choice."""
+        module, device = self.module, self.x.device
+        experts = len(module.weight)
+        if not fits(ROWS, router.form.top_k, experts) or len(inspect.signature(module.forward).parameters) != 1:
+            return False
+        if (self.logits.dtype, self.gates.dtype) != (router.logits, router.gates):
+            return False
+        table = torch.ones(experts, dtype=torch.int64, device=device)
+        bias = None if router.correction is None else getattr(module, router.correction)
+        for part in torch.arange(len(self.x), device=device).split(ROWS):
+            with torch.no_grad(), current(device):
+                mine = router.linear(module, self.x[part])
+                if not _near(mine, self.logits[part]):
+                    return False
+                try:
+                    made = route(router.form, table, ROWS, self.logits[part].to(mine.dtype), bias, dtype=router.gates)
+                except Exception:  # of any kind, from a compiler
+                    return False
+            order, own = self.index[part].argsort(-1), made.index.argsort(-1)
+            if not torch.equal(self.index[part].gather(1, order), made.index.gather(1, own)):
+                return False
+            if not _near(made.gates.gather(1, own), self.gates[part].gather(1, order)):
+                return False
+        return True
+
+
+def _near(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool((a.float() - b.float()).abs().max() <= CLOSE * b.float().abs().max())
+
+
+def _served_router(kind: Any, router: _Router, of: Callable[[], Any]) -> type[nn.Module]:
+    plain = kind.forward
+
+    def forward(self: Any, x: Tensor) -> Any:
+        experts: Any = getattr(of(), "_moepack", None)
+        step = None if experts is None else step_of(experts.model)
+        tokens = x.numel() // x.shape[-1]
+        if step is None or torch.compiler.is_compiling() or learns(x, self.weight):
+            return plain(self, x)
+        if not takes(experts, step, tokens, router.form.top_k):
+            return plain(self, x)
+        logits = router.linear(self, x.reshape(tokens, -1))
+        bias = None if router.correction is None else getattr(self, router.correction)
+        count = bool(experts.passes_on)
+        made = launch(experts, step, router.form, count, logits=logits, bias=bias, dtype=router.gates)
+        step.routed = experts.position, made, count
+        return logits.to(router.logits), made.gates, made.index
+
+    return in_place_of(kind, forward)

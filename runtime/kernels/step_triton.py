@@ -1,0 +1,160 @@
+"""What a decode step does between its products on a GPU: normalisations, and queries, keys and values of one token.
+
+Each is one launch that waits for nothing, with what changes from step to step (the place in a static cache) read on the
+device. Numbers are rounded where torch's own operations round them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .routing_triton import power
+
+FORMS = ("rounded", "wide", "added")  # times the weight after rounding; in float32; in float32, the weight plus one
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rounded(value, OF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return float32 numbers rounded to a dtype. BF16 by its bits, because Triton's interpreter would cut them."""
+    if OF == tl.bfloat16:  # noqa: SIM300
+        bits = value.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        return tl.where(value == value, bits.to(tl.float32, bitcast=True), value)
+    return value.to(OF).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weighed(value, weight, FORM: tl.constexpr, OF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return normalised numbers times their weights, float32."""
+    if FORM == "rounded":
+        return _rounded(_rounded(value, OF) * weight, OF)
+    if FORM == "wide":
+        return _rounded(value * weight, OF)
+    return _rounded(value * (weight + 1.0), OF)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _norm(x, weight, out, cols, epsilon, FORM: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
+    here = column < cols
+    value = tl.load(x + row * cols + column, mask=here, other=0.0).to(tl.float32)
+    value = value * (1.0 / tl.sqrt(tl.sum(value * value, 0) / cols + epsilon))
+    w = tl.load(weight + column, mask=here, other=0.0).to(tl.float32)
+    value = _weighed(value, w, FORM, out.dtype.element_ty)
+    tl.store(out + row * cols + column, value.to(out.dtype.element_ty), mask=here)
+
+
+def norm(x: Tensor, weight: Tensor, form: str, epsilon: float) -> Tensor:
+    """Normalise rows [..., cols] by their root mean square, times `weight` [cols] in one of FORMS, in one launch.
+
+    `x` and `weight` are contiguous and of one dtype, which the result has, too.
+    """
+    out, cols = torch.empty_like(x), x.shape[-1]
+    columns = power(cols)
+    _norm[(x.numel() // cols,)](
+        x, weight, out, cols, epsilon, FORM=form, COLUMNS=columns, num_warps=min(8, max(1, columns // 512))
+    )  # fmt: skip
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """The normalisation of every head of queries, or of keys."""
+
+    weight: Tensor  # [head_dim]
+    form: str
+    epsilon: float
+
+
+@triton.jit(do_not_specialize=["most"])  # type: ignore[untyped-decorator]
+def _rotate(  # type: ignore[no-untyped-def]
+    x, cos, sin, q_weight, k_weight, place, query, key, value, most, q_epsilon, k_epsilon,
+    Q_FORM: tl.constexpr, K_FORM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
+    TURNED: tl.constexpr, ANGLES: tl.constexpr, PLACED: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    of: tl.constexpr = query.dtype.element_ty
+    d = tl.arange(0, COLUMNS)
+    here, half = d < DIM, TURNED // 2
+    other = tl.where(d < half, d + half, tl.where(d < TURNED, d - half, d))
+    row = x + (token * (QUERIES + 2 * KEYS) + head) * DIM
+    mine = tl.load(row + d, mask=here, other=0.0).to(tl.float32)
+    at = token * 0
+    if PLACED:
+        at = tl.load(place).to(tl.int64)
+    if head < QUERIES + KEYS:
+        partner = tl.load(row + other, mask=here, other=0.0).to(tl.float32)
+        total = tl.sum(mine * mine, 0) / DIM
+        if head < QUERIES:
+            if Q_FORM != "":
+                scale = 1.0 / tl.sqrt(total + q_epsilon)
+                mine = _weighed(mine * scale, tl.load(q_weight + d, mask=here, other=0.0).to(tl.float32), Q_FORM, of)
+                w = tl.load(q_weight + other, mask=here, other=0.0).to(tl.float32)
+                partner = _weighed(partner * scale, w, Q_FORM, of)
+        else:
+            if K_FORM != "":
+                scale = 1.0 / tl.sqrt(total + k_epsilon)
+                mine = _weighed(mine * scale, tl.load(k_weight + d, mask=here, other=0.0).to(tl.float32), K_FORM, of)
+                w = tl.load(k_weight + other, mask=here, other=0.0).to(tl.float32)
+                partner = _weighed(partner * scale, w, K_FORM, of)
+        c = tl.load(cos + token * ANGLES + d % ANGLES, mask=d < TURNED, other=1.0).to(tl.float32)
+        s = tl.load(sin + token * ANGLES + d % ANGLES, mask=d < TURNED, other=0.0).to(tl.float32)
+        turned = tl.where(d < half, -partner, partner)
+        mine = tl.where(d < TURNED, _rounded(_rounded(mine * c, of) + _rounded(turned * s, of), of), mine)
+    fits = here & (at + d < most + d)  # numbers of one shape, as Triton's interpreter wants them
+    if head < QUERIES:
+        tl.store(query + (token * QUERIES + head) * DIM + d, mine.to(of), mask=here)
+    else:
+        if head < QUERIES + KEYS:
+            to = ((token * KEYS + head - QUERIES) * most + at) * DIM
+            tl.store(key + to + d, mine.to(of), mask=fits)
+        else:
+            to = ((token * KEYS + head - QUERIES - KEYS) * most + at) * DIM
+            tl.store(value + to + d, mine.to(of), mask=fits)
+
+
+def rotate(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: tuple[int, int],
+    norms: tuple[HeadNorm | None, HeadNorm | None],
+    shared: bool = False,
+    place: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise and rotate the heads of one token of each sequence, in one launch.
+
+    Args:
+        x: [batch, (queries + 2 keys) x dim], contiguous: the projections' results side by side.
+        cos: [batch, angles], and so `sin`; a head's first numbers turn, as many as there are angles, each of their
+            first half with one of the second.
+        heads: how many heads queries, and keys and values, have.
+        norms: of queries and of keys.
+        shared: whether both of a pair turn by one angle, so that twice as many turn as there are angles.
+        place: a static cache's keys and values, [batch, heads, tokens, dim], contiguous, and the token at which to
+            write, an integer on the device; one past the cache writes nothing.
+
+    Returns:
+        Queries [batch, heads, 1, dim]; keys and values of that shape, or the cache's.
+    """
+    queries, keys = heads
+    batch, dim = len(x), x.shape[-1] // (queries + 2 * keys)
+    query = x.new_empty(batch, queries, 1, dim)
+    if place is None:
+        key, value, at = x.new_empty(batch, keys, 1, dim), x.new_empty(batch, keys, 1, dim), None
+    else:
+        key, value, at = place
+    (q, q_form, q_epsilon), (k, k_form, k_epsilon) = (
+        (None, "", 0.0) if n is None else (n.weight, n.form, n.epsilon) for n in norms
+    )
+    _rotate[batch, queries + 2 * keys](
+        x, cos, sin, q, k, at, query, key, value, key.shape[2], q_epsilon, k_epsilon,
+        Q_FORM=q_form, K_FORM=k_form, QUERIES=queries, KEYS=keys, DIM=dim, TURNED=cos.shape[-1] * (1 + shared),
+        ANGLES=cos.shape[-1], PLACED=at is not None, COLUMNS=power(dim), num_warps=1,
+    )  # fmt: skip
+    return query, key, value

@@ -1,0 +1,131 @@
+"""Experts' products on a GPU in one launch for all versions: a program switches on the version in its expert's handle.
+
+The product of one version is gemv_triton.py's, inlined here once for each. A launch is the same whatever versions the
+handles name among those that it was made for, so the replay of a CUDA graph follows promotions. Versions that take
+another number of warps, because their groups are of another size, have a launch of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moepack.pack.spec import Matrix
+
+from .affine_triton import _TERMS, DECODE, Geometry, Tiling, _few_cases
+from .forms import Form, kernel_of
+from .gemv_triton import few
+from .routing_triton import power
+
+_CASES = ("BITS", "MANTISSA", "SCALE", "GROUP", "COLUMNS", "STORED")
+_ONES, _HALVES = 0x3F803F80, 0x3F003F00  # two BF16 numbers in a word, for codes of up to five bits and of eight
+
+
+@triton.jit(do_not_specialize=["slots", "share", "ones", "halves"])  # type: ignore[untyped-decorator]
+def _switch(  # type: ignore[no-untyped-def]
+    handles, order, block_expert, block_first, block_count, x, out, rows, cols, slots, share, ones, halves,
+    VERSIONS: tl.constexpr, GATED: tl.constexpr, TERMS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    for i in tl.static_range(len(VERSIONS)):
+        word = ones
+        if VERSIONS[i][7] == 8:
+            word = halves
+        few(
+            handles, order, block_expert, block_first, block_count, x, out, rows, cols, slots, share,
+            VERSIONS[i][0], VERSIONS[i][1], VERSIONS[i][2], VERSIONS[i][3], VERSIONS[i][4], VERSIONS[i][5],
+            VERSIONS[i][6], word, VERSIONS[i][7], VERSIONS[i][8], VERSIONS[i][9], VERSIONS[i][10], VERSIONS[i][11],
+            VERSIONS[i][12], VERSIONS[i][13], VERSIONS[i][14], GATED, False, VERSIONS[i][15], VERSIONS[i][16],
+            VERSIONS[i][17], TERMS, WIDE,
+        )  # fmt: skip
+
+
+@lru_cache(256)
+def _versions(
+    forms: tuple[Form, ...], served: tuple[int, ...], rows: int, cols: int, terms: int, gated: bool
+) -> dict[int, tuple[tuple[Any, ...], ...]]:
+    """What the kernel is compiled for, by the number of warps: each version's arguments of `few`."""
+    out: dict[int, tuple[tuple[Any, ...], ...]] = {}
+    for number in served:
+        f = forms[number]
+        kernel_of(f.name)
+        cases = _few_cases(f, rows, cols, terms, gated, False)
+        one = (
+            number, f.low, f.high, f.scale, f.zero, max(f.bias, 0), max(f.outer, 0), *(cases[c] for c in _CASES),
+            f.bias >= 0, f.outer >= 0, cases["U"], cases["S"], cases["EVEN"],
+        )  # fmt: skip
+        warps = cases["num_warps"]
+        out[warps] = (*out.get(warps, ()), one)
+    return out
+
+
+def switched(
+    matrix: Matrix,
+    forms: Sequence[Form],
+    served: Sequence[int],
+    handles: Tensor,
+    geometry: Geometry,
+    x: Tensor,
+    out: Tensor,
+    tiling: Tiling,
+    gated: bool = False,
+) -> None:
+    """Compute what `affine_triton.product` does, to the same bits, in one launch for all versions of as many warps.
+
+    Arguments and errors are those of `product`, but for `geometry`, which `routing_triton.route` makes: a block a slot.
+    """
+    slots, made = len(geometry.expert), matrix.rows // 2 if gated else matrix.rows
+    if x.shape[-1] != matrix.cols or out.shape != (slots, made) or not slots or slots % len(x):
+        raise ValueError(f"{matrix.name}: x {tuple(x.shape)}, out {tuple(out.shape)} and {slots} slots do not fit")
+    if x.dtype not in _TERMS or handles.dtype != torch.int64 or matrix.rows % (1 + gated):
+        raise ValueError(f"{matrix.name}: x {x.dtype}, handles {handles.dtype}, {matrix.rows} rows")
+    if geometry.tokens != tiling.tokens or tiling != DECODE or not (x.is_contiguous() and out.is_contiguous()):
+        raise ValueError(f"{matrix.name}: the geometry is of another tiling, or a tensor is not contiguous")
+    terms = _TERMS[x.dtype]
+    parts = _versions(tuple(forms), tuple(served), matrix.rows >> gated, matrix.cols, terms, gated)
+    for warps, versions in parts.items():
+        _switch[slots, -(-made // tiling.rows)](
+            handles, geometry.order, geometry.expert, geometry.first, geometry.count, x, out,
+            matrix.rows, matrix.cols, slots, slots // len(x), _ONES, _HALVES, VERSIONS=versions, GATED=gated,
+            TERMS=terms, WIDE=not x.is_cuda, num_warps=warps, num_stages=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _rounded(value, y, gates):  # type: ignore[no-untyped-def]
+    if y.dtype.element_ty == gates.dtype.element_ty:
+        return value.to(y.dtype.element_ty).to(tl.float32)
+    return value
+
+
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
+def _sum(y, gates, live, out, rows, TOP_K: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    token, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for j in tl.static_range(TOP_K):
+        slot = token * TOP_K + j
+        row = tl.load(y + slot.to(tl.int64) * rows + column, mask=column < rows, other=0.0)
+        row = tl.where(tl.load(live + slot) != 0, row, 0.0)  # else nothing was written there
+        # rounded as torch's product in y's or the gates' dtype is, whichever is wider; added in float32, as torch does
+        total += _rounded(row.to(tl.float32) * tl.load(gates + slot).to(tl.float32), y, gates)
+    tl.store(out + token.to(tl.int64) * rows + column, total.to(out.dtype.element_ty), mask=column < rows)
+
+
+def summed(y: Tensor, gates: Tensor, live: Tensor, dtype: torch.dtype) -> Tensor:
+    """Add the rows of each token's experts by gate weight, in one launch: [tokens, rows] in `dtype`.
+
+    Args:
+        y: [tokens x top_k, rows], contiguous; what is not `live` is not read.
+        gates: [tokens, top_k], contiguous.
+        live: int32 [tokens x top_k].
+    """
+    tokens, rows = len(gates), y.shape[1]
+    out = torch.empty(tokens, rows, dtype=dtype, device=y.device)
+    columns = min(512, power(rows))
+    _sum[tokens, -(-rows // columns)](y, gates, live, out, rows, TOP_K=gates.shape[1], COLUMNS=columns)
+    return out

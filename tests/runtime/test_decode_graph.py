@@ -1,0 +1,207 @@
+"""A decode step on a GPU can be one CUDA graph: its operations are few, the same at every epoch, and wait for nothing.
+
+No GPU is there: torch's operations and Triton's launches are recorded on a stand-in, where a graph is the record.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fake_graph
+import pytest
+import torch
+from gpu_stand_in import StandIn
+from graph_recorder import GraphRecorder, recording
+from live_models import at, ids, load, wait_for
+from tiny_models import build_tiny
+from transformers import StaticCache
+
+from moepack.pack.errors import InputError
+from moepack.runtime import attach, decode_graph
+from moepack.runtime.devices import graphs
+from moepack.runtime.experts import gpu as gpu_module
+
+RECIPE = """
+versions: [bf16, w4, w2]
+quantize: {method: rtn, group_size: 32, loss_tokens: 64}
+calibration: {samples: 4, length: 32, batch_size: 4}
+allocation: {average_bits: 4}
+"""
+LIVE = "hotness:hi=w4,lo=w2,prior=none,interval=0.02,rate=0,margin=0,slack=0"
+# Operations: 2 norms, 2 sums, 3 products, the heads, a count, attention; routing, the experts' 2 products and their sum
+A_LAYER = 14
+BESIDE = 22  # of a step: embedding, positions, mask, angles, the last norm and lm_head
+ROOM, TOKENS, PASSES = 120_000, 32, 5
+
+
+@pytest.fixture(scope="session")
+def bundles(demo_model: Path, text: Path, made_once: Any) -> Callable[[int], Path]:
+    """Bundles of tiny models, by the number of layers."""
+
+    def bundle(layers: int) -> Path:
+        def make(folder: Path) -> None:
+            build_tiny("qwen3_moe", folder, RECIPE, demo_model, text, num_hidden_layers=layers)
+
+        return Path(made_once(f"decode-{layers}", make) / "bundle")
+
+    return bundle
+
+
+@pytest.fixture(autouse=True)
+def dense_kernels(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms, routers and projections by launches, which the stand-in leaves to torch."""
+    monkeypatch.setenv(attach.KERNELS, "on")
+
+
+class Served:
+    """A model whose versions change when a test lets them, and a static cache that holds a prompt."""
+
+    def __init__(self, path: Path, policy: str = LIVE) -> None:
+        given: Any = {"kv_tokens": 2 * TOKENS, "prefill_tokens": TOKENS, "dtype": torch.float32}
+        self.model = load(path, policy, room=ROOM, **given)
+        if (manager := self.model.moepack.manager) is not None:
+            self._round, manager.worker._round = manager.worker._round, lambda now: None
+            time.sleep(0.1)  # the round that runs ends
+        self.cache = self.filled()
+
+    def filled(self) -> StaticCache:
+        cache = StaticCache(config=self.model.config, max_cache_len=TOKENS)
+        self.run(ids(0, 5), cache)
+        return cache
+
+    def run(self, tokens: torch.Tensor, cache: StaticCache) -> torch.Tensor:
+        with torch.no_grad():
+            out: torch.Tensor = self.model(tokens, use_cache=True, cache=cache).logits
+        return out
+
+    def record(self, seed: int) -> GraphRecorder:
+        tokens = ids(seed, 1)
+        with recording() as made:
+            self.run(tokens, self.cache)
+        return made
+
+    def promote(self) -> None:
+        """Go on until an expert has another version."""
+        before = self.model.moepack.versions
+
+        def changed() -> bool:
+            self._round(time.monotonic())
+            return bool(self.model.moepack.versions != before)
+
+        wait_for(changed)
+
+
+def test_a_layer_is_few_operations_the_same_at_every_epoch(bundles: Any, gpu: StandIn) -> None:
+    """Models of 2 and of 4 layers; the first step of a model shows whether its layers hand on what routers made."""
+    counts = []
+    for layers in (2, 4):
+        served = Served(bundles(layers))
+        assert served.model.moepack.replaced["Qwen3MoeAttention"] == layers
+        served.record(1)
+        seen = []
+        for seed in range(3):
+            made = served.record(seed)
+            assert made.broken == []
+            begins = made.names.index("embedding")  # before it, handles of a new epoch are copied, and counters cleared
+            assert set(made.names[:begins]) <= {"copy_", "zero_", "zeros"}
+            seen.append(made.names[begins:])
+            served.promote()
+        assert seen[0] == seen[1] == seen[2] and at(served.model, "w4") > 0
+        counts.append(len(seen[0]))
+    assert (counts[1] - counts[0]) / 2 == A_LAYER, counts
+    assert counts[0] - 2 * A_LAYER == BESIDE
+
+
+def test_planted_violations_are_found(bundles: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rule of a graph, broken in the first product of each layer."""
+    served, real = Served(bundles(2)), gpu_module.switched
+    for _ in range(2):
+        assert served.record(1).broken == []
+    known = served.record(1).names
+    planted: dict[str, Callable[[Any], Any]] = {
+        "_local_scalar_dense": lambda x: float(x.view(-1)[0]),
+        "item": lambda x: x.view(-1)[0].item(),
+        "nonzero": lambda x: torch.nonzero(x),
+        "index": lambda x: x[x > 0],
+        "tolist": lambda x: x.tolist(),
+        "numpy": lambda x: x.numpy(),
+        "cpu": lambda x: x.cpu(),
+        "host data given to the device": lambda x: x + torch.tensor([1.0]),
+        "copy_ from the host that blocks": lambda x: x.clone().copy_(torch.from_numpy(x.detach().numpy().copy())),
+    }
+    for rule, breaks in planted.items():
+
+        def broken(matrix: Any, forms: Any, served: Any, handles: Any, geometry: Any, x: Any, *more: Any) -> None:
+            breaks(x)  # noqa: B023
+            real(matrix, forms, served, handles, geometry, x, *more)
+
+        monkeypatch.setattr(gpu_module, "switched", broken)
+        assert rule in served.record(1).broken, rule
+
+    def each(matrix: Any, forms: Any, served: Any, *more: Any) -> None:
+        for one in {int(w) & 63 for w in more[0]}:  # as many launches as there are versions
+            real(matrix, forms, (one,), *more)
+
+    monkeypatch.setattr(gpu_module, "switched", each)
+    served.promote()
+    assert served.record(1).names != known
+
+
+@pytest.mark.parametrize("policy", [LIVE, "static:w4"])
+def test_replays_are_the_steps(bundles: Any, gpu: StandIn, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of the same pass without a graph, promotions between replays, counts included."""
+    made: list[Any] = []
+    monkeypatch.setenv(decode_graph.VARIABLE, "on")
+    monkeypatch.setattr(graphs, "capture", lambda run, device: made.append(fake_graph.capture(run, device)) or made[-1])
+    served = Served(bundles(2), policy)
+    wrapper, other = served.model._moepack_wrapper, served.filled()
+    captures, live = wrapper.graphs, policy == LIVE
+    for seed in range(PASSES):
+        tokens, wrapper.graphs = ids(seed, 1), None
+        counts = served.model.moepack.manager.statistics._ended if live else []
+        want = served.run(tokens, other)
+        wrapper.graphs = captures
+        got = served.run(tokens, served.cache)
+        assert torch.equal(got, want), seed
+        if live:
+            eager, graph = (step.counters.counts for _, step in list(counts)[-2:])
+            assert torch.equal(eager, graph) and eager.sum() == 4, seed
+            served.promote()
+    assert len(made) == 1 and made[0].replays == PASSES - decode_graph.WARM
+    for mine, theirs in zip(served.cache.layers, other.layers, strict=True):
+        assert torch.equal(mine.keys, theirs.keys) and torch.equal(mine.values, theirs.values)
+        assert mine.cumulative_length == theirs.cumulative_length == 5 + PASSES
+    served.cache.layers[0].keys = served.cache.layers[0].keys.clone()  # as another order of beams does
+    assert torch.equal(served.run(tokens, served.cache), served.run(tokens, other)), "a graph of other addresses ran"
+    assert made[0].replays == PASSES - decode_graph.WARM
+
+
+def test_what_is_not_captured(bundles: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tokens, other caches, gradients, padding; a step that cannot be captured goes on as it is."""
+    monkeypatch.setenv(decode_graph.VARIABLE, "on")
+    monkeypatch.setattr(decode_graph, "WARM", 0)
+    tries: list[int] = []
+
+    def refuses(run: Any, device: Any) -> Any:
+        tries.append(1)
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(graphs, "capture", refuses)
+    served = Served(bundles(2), "static:w4")
+    model, cache = served.model, served.cache
+    served.run(ids(1, 2), cache)
+    with torch.no_grad():
+        grown = model(ids(1, 3), use_cache=True)
+        model(ids(2, 1), use_cache=True, cache=grown.cache)
+        model(ids(2, 1), use_cache=True, cache=cache, attention_mask=torch.ones(1, 8))
+    assert not tries
+    want = served.run(ids(4, 1), cache)
+    assert len(tries) == 1 and want.isfinite().all()
+    served.run(ids(4, 1), cache)
+    assert len(tries) == 1, "it is not tried again"
+    monkeypatch.setenv(decode_graph.VARIABLE, "yes")
+    with pytest.raises(InputError, match="MOEPACK_CUDA_GRAPH=yes"):
+        decode_graph.asked(model.moepack.layers)

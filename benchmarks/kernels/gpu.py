@@ -20,6 +20,7 @@ from benchmarks.common import Target
 from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.experts.gpu import forward
 from moepack.runtime.experts.handles import LayerCall, LayerExperts, Snapshot
+from moepack.runtime.kernels.affine_triton import DECODE
 from moepack.runtime.kernels.routing_triton import Routing, fits, route
 
 
@@ -51,7 +52,7 @@ def served(call: LayerCall) -> torch.Tensor:
     tokens, top_k = call.index.shape
     if fits(tokens, top_k, len(call.experts.handles)):
         given = (call.index.long(), call.weights)
-        call = replace(call, routed=route(Routing(top_k), call.experts.device_table(), 16, given=given))
+        call = replace(call, routed=route(Routing(top_k), call.experts.device_table(), DECODE.tokens, given=given))
     return forward(call)
 
 

@@ -7,16 +7,13 @@ same ones, so that a CUDA graph may hold them. More tokens take a sort by torch 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from moepack.pack.spec import Matrix
 from moepack.runtime.kernels.affine_triton import TILINGS, Tiling, product, route
 from moepack.runtime.kernels.current import current
-from moepack.runtime.kernels.forms import Form
 from moepack.runtime.kernels.routing_triton import Routed, Routing, Tally, fits
 from moepack.runtime.kernels.routing_triton import route as route_few
 from moepack.runtime.kernels.switch_triton import summed, switched
@@ -74,6 +71,12 @@ def routed(experts: LayerExperts, step: Step | None, index: Tensor, weights: Ten
     return launch(experts, step, Routing(index.shape[1]), count, given=pair)
 
 
+def in_pages(table: Tensor, index: Tensor, weights: Tensor) -> Routed:
+    """Route few tokens whose experts' words, all but those past the last, have just been written to the table."""
+    pair = (index.long().contiguous(), weights.detach().contiguous())
+    return route_few(Routing(index.shape[1]), table, TILINGS[torch.bfloat16][0].tokens, given=pair)
+
+
 def forward(call: LayerCall) -> Tensor:
     """Run `experts_forward` on a GPU; return [tokens, hidden]."""
     with current(call.hidden.device):
@@ -81,38 +84,33 @@ def forward(call: LayerCall) -> Tensor:
 
 
 def _forward(call: LayerCall) -> Tensor:
-    module, experts, hidden, pages, few = call.module, call.experts, call.hidden, call.pages, call.routed
+    module, experts, hidden, pages = call.module, call.experts, call.hidden, call.pages
     tokens, top_k = call.index.shape
     x = (hidden if hidden.dtype in TILINGS else hidden.float()).detach().contiguous()
     if not tokens:
         return torch.empty_like(hidden)
     count, (first, second) = experts.of.layer.experts, experts.of.layer.matrices
-    tiling = _tiling(call, x.dtype)
-    geometry = route(call.index.long(), count, tiling.tokens) if few is None else few.geometry
-    handles, slots, fused = experts.device_table(), tokens * top_k, _fuses(module)
-    first_forms, second_forms = zip(*experts.of.forms.values(), strict=True)  # each by the version's number
-    served = experts.served if few is None else experts.of.launched or experts.served
-
-    def run(matrix: Matrix, forms: Sequence[Form], x: Tensor, out: Tensor, gated: bool = False) -> None:
-        if few is None:
-            product(matrix, forms, served, handles, geometry, x, out, tiling, gated)
-        else:
-            switched(matrix, forms, served, handles, geometry, x, out, gated)
-
-    h = x.new_empty(slots, first.rows // 2 if fused else first.rows)
     if pages is not None:
         pages.ready(0)
-    run(first, first_forms, x, h, fused)
+        if fits(tokens, top_k, count):  # now that the pages' words are written
+            call.routed = in_pages(experts.device_table(), call.index, call.weights)
+    few, tiling = call.routed, _tiling(call, x.dtype)
+    geometry = route(call.index.long(), count, tiling.tokens) if few is None else few.geometry
+    handles, slots, fused = experts.device_table(), tokens * top_k, _fuses(module)
+    run, served = (product, experts.served) if few is None else (switched, experts.of.launched or experts.served)
+    first_forms, second_forms = zip(*experts.of.forms.values(), strict=True)  # each by the version's number
+    h = x.new_empty(slots, first.rows // 2 if fused else first.rows)
+    run(first, first_forms, served, handles, geometry, x, h, tiling, fused)
     if not fused:
         h = (module._apply_gate(h) if module.has_gate else module.act_fn(h)).contiguous()
     if experts.of.rotation is not None:
-        h = experts.of.rotation.run(h, call.index.long().reshape(-1), handles, served)
+        h = experts.of.rotation.run(h, call.index.long().reshape(-1), handles, experts.served)
     if pages is not None:
         pages.ready(1)
     normed = getattr(module, "has_post_expert_norm", False)
     # rows of slots with an index past the last expert stay zero
     y = (x.new_zeros if few is None or normed else x.new_empty)(slots, second.rows)
-    run(second, second_forms, h, y)
+    run(second, second_forms, served, handles, geometry, h, y, tiling)
     if normed:
         y = module.post_expert_norm(y) * (call.index.reshape(-1, 1) < count)
     if few is not None:

@@ -47,8 +47,7 @@ TILINGS = {
     torch.float16: (DECODE, Tiling(32, 64)),
     torch.float32: (DECODE, Tiling(32, 64, columns=32, stages=2)),
 }
-ONES = (0x3F803F80, 0x3F003F00)  # two ones in BF16, and of codes of eight bits two halves: `gemv_triton.few`
-TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # BF16 numbers of an activation, for few tokens
+_TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # BF16 numbers of an activation, for few tokens
 _PRECISION = {torch.bfloat16: "ieee", torch.float16: "tf32", torch.float32: "tf32x3"}  # of tensor cores
 
 # By an encoding's number in KERNELS: the bits of its codes, the mantissa bits of codes that are floating-point numbers,
@@ -253,19 +252,7 @@ def _cases(form: Form, tiling: Tiling) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def warps_of(cols: int, forms: Sequence[Form], shares: Sequence[int] = (8, 4, 2, 1)) -> int:
-    """The warps of a program of few tokens: they divide a matrix's columns, in groups of these forms', most evenly."""
-    groups = [-(-cols // _group(f)) for f in forms]
-    return min(shares, key=lambda n: (sum(-g % n for g in groups), -n))
-
-
-def _group(form: Form) -> int:
-    return form.group or 128  # columns that are multiplied before a scale is applied
-
-
-def few_cases(
-    form: Form, rows: int, cols: int, terms: int, gated: bool, alone: bool = False, warps: int | None = None
-) -> dict[str, Any]:
+def _few_cases(form: Form, rows: int, cols: int, terms: int, gated: bool, alone: bool) -> dict[str, Any]:
     """What the kernel for few tokens is compiled for: a thread's columns, loads and share of a matrix's columns.
 
     A warp has U loads' columns of R groups at a time: some four loads of 16 bytes a thread are to be under way, fewer
@@ -273,14 +260,13 @@ def few_cases(
     among more warps, because its programs do not fill a GPU.
     """
     bits, mantissa, scale = _RELEASED.get(form.bits, (form.bits, 0, "bf16"))
-    group = _group(form)
+    group = form.group or 128
     columns = min({1: 32, 2: 16, 3: 16}.get(bits, 8), group // 4)
     loads = {8: 2, 16: 4}.get(bits, 1)
     u = max(1, min(group // (4 * columns), (4, 2, 1)[terms - 1] // loads))
     groups = -(-cols // group)
-    if warps is None:
-        shares = (16, 8, 4, 2, 1) if alone and rows <= 64 * ROWS.value else (8, 4, 2, 1)
-        warps = warps_of(cols, [form], shares)
+    shares = (16, 8, 4, 2, 1) if alone and rows <= 64 * ROWS.value else (8, 4, 2, 1)
+    warps = min(shares, key=lambda n: (-groups % n, -n))
     most = (4, 2, 1)[terms - 1] >> gated  # of both halves; with twice as many, threads take over 200 registers
     r = next(r for r in (4, 2, 1) if r == 1 or (r * u * loads <= most and groups % (warps * r) == 0))
     even = rows % ROWS.value == 0 and cols % (group * warps * r) == 0
@@ -325,9 +311,8 @@ def product(
         raise ValueError(f"{matrix.name}: the geometry is of another tiling, or a tensor is not contiguous")
     blocks = geometry.order, geometry.expert, geometry.first, geometry.count
     grid = (len(geometry.expert), triton.cdiv(made, tiling.rows))
-    warps = warps_of(matrix.cols, forms)  # as many for all versions: a sum has the same bits whichever are served
     for number in served:
-        _launch(grid, forms[number], matrix, handles, blocks, x, out, tiling, number, gated, warps)
+        _launch(grid, forms[number], matrix, handles, blocks, x, out, tiling, number, gated)
 
 
 def dense(matrix: Matrix, form: Form, extent: Tensor, x: Tensor, out: Tensor) -> None:
@@ -356,7 +341,7 @@ def dense(matrix: Matrix, form: Form, extent: Tensor, x: Tensor, out: Tensor) ->
 
 def _launch(
     grid: tuple[int, int], f: Form, matrix: Matrix, of: Tensor, blocks: Sequence[Tensor] | None,
-    x: Tensor, out: Tensor, tiling: Tiling, version: int = 0, gated: bool = False, warps: int | None = None,
+    x: Tensor, out: Tensor, tiling: Tiling, version: int = 0, gated: bool = False,
 ) -> None:  # fmt: skip
     """Launch a kernel for one version of experts, whose handles are `of`; or for one extent, without `blocks`."""
     kernel_of(f.name)
@@ -367,9 +352,10 @@ def _launch(
     named = {"BIAS": f.bias >= 0, "OUTER": f.outer >= 0, "GATED": gated, "DENSE": blocks is None}
     # Triton's interpreter multiplies the bits of BF16 numbers instead of their values, so it gets float32.
     if tiling == DECODE:
-        terms = TERMS[x.dtype]
-        cases = few_cases(f, matrix.rows >> gated, matrix.cols, terms, gated, blocks is None, warps)
-        few[grid](*args, ONES[cases["BITS"] == 8], **named, **cases, TERMS=terms, WIDE=not x.is_cuda)
+        terms = _TERMS[x.dtype]
+        cases = _few_cases(f, matrix.rows >> gated, matrix.cols, terms, gated, blocks is None)
+        ones = 0x3F003F00 if cases["BITS"] == 8 else 0x3F803F80
+        few[grid](*args, ones, **named, **cases, TERMS=terms, WIDE=not x.is_cuda)
         return
     precision = _PRECISION[x.dtype if x.is_cuda else torch.float32]
     _product[grid](

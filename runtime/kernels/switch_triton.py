@@ -1,7 +1,8 @@
-"""Products of few slots by experts on a GPU in one launch for all versions: a program switches on its expert's handle.
+"""Experts' products on a GPU in one launch for all versions: a program switches on the version in its expert's handle.
 
 The product of one version is gemv_triton.py's, inlined here once for each. A launch is the same whatever versions the
-handles name among those that it was made for, so the replay of a CUDA graph follows promotions.
+handles name among those that it was made for, so the replay of a CUDA graph follows promotions. Versions that take
+another number of warps, because their groups are of another size, have a launch of their own.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from torch import Tensor
 
 from moepack.pack.spec import Matrix
 
-from .affine_triton import ONES, TERMS, TILINGS, Geometry, few_cases, warps_of
+from .affine_triton import _TERMS, DECODE, Geometry, Tiling, _few_cases
 from .forms import Form, kernel_of
 from .gemv_triton import few
 from .routing_triton import power
 
-_CASES = ("BITS", "MANTISSA", "SCALE", "GROUP", "COLUMNS", "STORED", "U", "S", "EVEN")
+_CASES = ("BITS", "MANTISSA", "SCALE", "GROUP", "COLUMNS", "STORED")
+_ONES, _HALVES = 0x3F803F80, 0x3F003F00  # two BF16 numbers in a word, for codes of up to five bits and of eight
 
 
 @triton.jit(do_not_specialize=["slots", "share", "ones", "halves"])  # type: ignore[untyped-decorator]
@@ -31,14 +33,14 @@ def _switch(  # type: ignore[no-untyped-def]
     VERSIONS: tl.constexpr, GATED: tl.constexpr, TERMS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     for i in tl.static_range(len(VERSIONS)):
-        one = ones
-        if VERSIONS[i][9] == 8:
-            one = halves
+        word = ones
+        if VERSIONS[i][7] == 8:
+            word = halves
         few(
             handles, order, block_expert, block_first, block_count, x, out, rows, cols, slots, share,
             VERSIONS[i][0], VERSIONS[i][1], VERSIONS[i][2], VERSIONS[i][3], VERSIONS[i][4], VERSIONS[i][5],
-            VERSIONS[i][6], one, VERSIONS[i][9], VERSIONS[i][10], VERSIONS[i][11], VERSIONS[i][12], VERSIONS[i][13],
-            VERSIONS[i][14], VERSIONS[i][7], VERSIONS[i][8], GATED, False, VERSIONS[i][15], VERSIONS[i][16],
+            VERSIONS[i][6], word, VERSIONS[i][7], VERSIONS[i][8], VERSIONS[i][9], VERSIONS[i][10], VERSIONS[i][11],
+            VERSIONS[i][12], VERSIONS[i][13], VERSIONS[i][14], GATED, False, VERSIONS[i][15], VERSIONS[i][16],
             VERSIONS[i][17], TERMS, WIDE,
         )  # fmt: skip
 
@@ -46,18 +48,20 @@ def _switch(  # type: ignore[no-untyped-def]
 @lru_cache(256)
 def _versions(
     forms: tuple[Form, ...], served: tuple[int, ...], rows: int, cols: int, terms: int, gated: bool
-) -> tuple[int, tuple[tuple[Any, ...], ...]]:
-    """A program's warps, and what the kernel is compiled for: each version's arguments of `few`."""
-    warps, out = warps_of(cols, forms), []
+) -> dict[int, tuple[tuple[Any, ...], ...]]:
+    """What the kernel is compiled for, by the number of warps: each version's arguments of `few`."""
+    out: dict[int, tuple[tuple[Any, ...], ...]] = {}
     for number in served:
         f = forms[number]
         kernel_of(f.name)
-        cases = few_cases(f, rows, cols, terms, gated, warps=warps)
-        out.append((
-            number, f.low, f.high, f.scale, f.zero, max(f.bias, 0), max(f.outer, 0), f.bias >= 0, f.outer >= 0,
-            *(cases[c] for c in _CASES),
-        ))  # fmt: skip
-    return warps, tuple(out)
+        cases = _few_cases(f, rows, cols, terms, gated, False)
+        one = (
+            number, f.low, f.high, f.scale, f.zero, max(f.bias, 0), max(f.outer, 0), *(cases[c] for c in _CASES),
+            f.bias >= 0, f.outer >= 0, cases["U"], cases["S"], cases["EVEN"],
+        )  # fmt: skip
+        warps = cases["num_warps"]
+        out[warps] = (*out.get(warps, ()), one)
+    return out
 
 
 def switched(
@@ -68,27 +72,28 @@ def switched(
     geometry: Geometry,
     x: Tensor,
     out: Tensor,
+    tiling: Tiling,
     gated: bool = False,
 ) -> None:
-    """Compute what `affine_triton.product` does with few slots of an expert, to the same bits, in one launch.
+    """Compute what `affine_triton.product` does, to the same bits, in one launch for all versions of as many warps.
 
     Arguments and errors are those of `product`, but for `geometry`, which `routing_triton.route` makes: a block a slot.
     """
-    slots, made = len(geometry.expert), matrix.rows >> gated
+    slots, made = len(geometry.expert), matrix.rows // 2 if gated else matrix.rows
     if x.shape[-1] != matrix.cols or out.shape != (slots, made) or not slots or slots % len(x):
         raise ValueError(f"{matrix.name}: x {tuple(x.shape)}, out {tuple(out.shape)} and {slots} slots do not fit")
-    if x.dtype not in TERMS or handles.dtype != torch.int64 or matrix.rows % (1 + gated):
+    if x.dtype not in _TERMS or handles.dtype != torch.int64 or matrix.rows % (1 + gated):
         raise ValueError(f"{matrix.name}: x {x.dtype}, handles {handles.dtype}, {matrix.rows} rows")
-    tiling = TILINGS[x.dtype][0]
-    if geometry.tokens != tiling.tokens or not (x.is_contiguous() and out.is_contiguous()):
+    if geometry.tokens != tiling.tokens or tiling != DECODE or not (x.is_contiguous() and out.is_contiguous()):
         raise ValueError(f"{matrix.name}: the geometry is of another tiling, or a tensor is not contiguous")
-    warps, versions = _versions(tuple(forms), tuple(served), made, matrix.cols, TERMS[x.dtype], gated)
-    _switch[slots, -(-made // tiling.rows)](
-        handles, geometry.order, geometry.expert, geometry.first, geometry.count, x, out,
-        matrix.rows, matrix.cols, slots, slots // len(x), *ONES, VERSIONS=versions, GATED=gated,
-        TERMS=TERMS[x.dtype], WIDE=not x.is_cuda,  # as `product`
-        num_warps=warps, num_stages=1,
-    )  # fmt: skip
+    terms = _TERMS[x.dtype]
+    parts = _versions(tuple(forms), tuple(served), matrix.rows >> gated, matrix.cols, terms, gated)
+    for warps, versions in parts.items():
+        _switch[slots, -(-made // tiling.rows)](
+            handles, geometry.order, geometry.expert, geometry.first, geometry.count, x, out,
+            matrix.rows, matrix.cols, slots, slots // len(x), _ONES, _HALVES, VERSIONS=versions, GATED=gated,
+            TERMS=terms, WIDE=not x.is_cuda, num_warps=warps, num_stages=1,
+        )  # fmt: skip
 
 
 @triton.jit

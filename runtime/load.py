@@ -16,6 +16,7 @@ from moepack.runtime.planning.choice import ladders_of
 from moepack.runtime.planning.options import METHOD, LoadOptions
 from moepack.runtime.profile import read_profile
 
+ROCM = ("gfx942",)  # AMD's architectures for which Triton has compiled every kernel of experts
 _loading = threading.RLock()  # transformers sets the default dtype and device of the whole process while it loads
 
 
@@ -74,6 +75,7 @@ def load_bundle(bundle: str | Path, options: LoadOptions, progress: Callable[[in
     from moepack.runtime.store.loading import loading_report
 
     check_device(options.device)
+    _check_kernels(options.device)
     if torch.get_default_device().type == "meta":
         raise InputError("moepack.load loads weights, which torch.device('meta') does not hold: call it outside")
     config, kind = _config(bundle, options)
@@ -84,6 +86,17 @@ def load_bundle(bundle: str | Path, options: LoadOptions, progress: Callable[[in
     with _loading, loading_report(progress):
         dtype, device = options.torch_dtype, options.device
         return from_pretrained(kind, bundle, config=config, dtype=dtype, device_map=device, **named)
+
+
+def _check_kernels(device: str) -> None:
+    """Raise InputError for an AMD GPU that the experts' kernels were not compiled for."""
+    import torch
+
+    if torch.version.hip is None or device == "cpu":
+        return
+    name = torch.cuda.get_device_properties(torch.device(device)).gcnArchName.partition(":")[0]
+    if name not in ROCM:
+        raise InputError(f"device {device}: the experts' kernels were not compiled for {name}: serve with --device cpu")
 
 
 def _config(bundle: str | Path, options: LoadOptions) -> tuple[Any, Any]:

@@ -123,8 +123,9 @@ def measure(
     device: torch.device,
     all_tokens: Sequence[int] = (1, 16, 2048),
     cache: int | None = None,
+    mixed: bool = True,
 ) -> tuple[list[dict[str, Any]], list[Target]]:
-    """Rows and targets of one layer: decode with 1 and 16 tokens, prefill with 2,048.
+    """Rows and targets of one layer: decode with 1 and 16 tokens, prefill with 2,048; and of all versions `mixed`.
 
     One run goes through so many layers that their experts take over four times `cache` (default: the device's L2). On a
     CPU, with Triton's interpreter, it shows that everything runs.
@@ -140,7 +141,8 @@ def measure(
     weights = [torch.randn(experts, m.rows, m.cols, device=device).mul_(0.02).bfloat16() for m in matrices]
     module, size = module_like(), {v.name: v.resident_size(matrices) for v in versions}
     mixes = {v.name: [v.name] * experts for v in versions}
-    mixes["mixed"] = [versions[e % len(versions)].name for e in range(experts)]
+    if mixed:
+        mixes["mixed"] = [versions[e % len(versions)].name for e in range(experts)]
     theirs, rows, targets = {}, [], []
     inputs = {}
     with torch.inference_mode():

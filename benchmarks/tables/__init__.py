@@ -29,6 +29,7 @@ from .building import (
 )
 from .common import RESULTS, ROOT, machine, results, table
 from .formats import encodings, formats, released, released_others, rotations, sizes
+from .gpu import gpu_assumed, gpu_counted, gpu_kernels, gpu_steps, gpu_steps_fused
 from .kernels import codec, kernels, released_kernels, rotated_kernels, shapes, whole_model
 from .peers import limited, peer_layers, peer_models, peer_mxfp4, peer_quality, peer_versions
 from .serving import (
@@ -57,7 +58,7 @@ def missed() -> str:
     """Targets that are not met, of all results."""
     out = []
     for path in sorted(RESULTS.glob("*.json")):
-        for t in results(path.stem)["targets"]:
+        for t in results(path.stem).get("targets", []):  # predictions have none
             if not t["met"]:
                 sign = "at least" if t["better"] == "higher" else "at most"
                 out.append([path.stem, t["name"], f"{t['value']:.4g}", f"{sign} {t['target']:g}"])
@@ -72,6 +73,7 @@ TABLES: dict[str, Callable[[], str]] = {
         overlap, missed, policies, similarity, selector, retention, on_demand, prediction, alpha, paged, hostile,
         hostile_formats, soak, serving, kept_prompts, start, families, peer_layers, peer_mxfp4, peer_models,
         peer_quality, peer_versions,
+        gpu_assumed, gpu_counted, gpu_kernels, gpu_steps, gpu_steps_fused,
         encodings, rotations, formats, released, released_others, sizes, limited, limited_clients, rotated_kernels,
     )
 }  # fmt: skip

@@ -15,6 +15,7 @@ DOCUMENTS = (
     *sorted((ROOT / "docs" / "benchmarks").glob("*.md")),
     ROOT / "docs" / "families.md",
     ROOT / "docs" / "formats.md",
+    ROOT / "docs" / "gpu.md",
     ROOT / "docs" / "limited.md",
     ROOT / "docs" / "papers.md",
     ROOT / "docs" / "policies.md",

@@ -104,7 +104,7 @@ def _forward(call: LayerCall) -> Tensor:
     if not fused:
         h = (module._apply_gate(h) if module.has_gate else module.act_fn(h)).contiguous()
     if experts.of.rotation is not None:
-        h = experts.of.rotation.run(h, call.index.long().reshape(-1), handles, experts.served)
+        h = experts.of.rotation.run(h, call.index.long().reshape(-1), handles, served)
     if pages is not None:
         pages.ready(1)
     normed = getattr(module, "has_post_expert_norm", False)

@@ -91,6 +91,8 @@ class Cudart:
 
 def _torchs_library() -> Any:
     """Return the copy of the CUDA runtime that torch uses; another copy could not clear errors that this one keeps."""
+    if torch.version.hip is not None:
+        raise OSError("this torch is for ROCm, whose runtime pins memory by other calls")
     if torch.version.cuda is None:
         raise OSError("this torch was built without CUDA")
     # For the name that torch was linked with, the loader returns the copy that is loaded already.

@@ -267,3 +267,22 @@ model.moepack.manager.device.stream.submit(lambda event: time.sleep(1))
 """
     run = python(code)
     assert run.returncode == 0 and run.stdout.splitlines() == ["[]"], run.stderr
+
+
+def test_an_amd_gpu_without_kernels_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that was compiled for is let through; a CPU is not asked; pinned memory says what it lacks."""
+    from types import SimpleNamespace
+
+    from moepack.runtime import load
+    from moepack.runtime.store import cudart
+
+    monkeypatch.setattr(torch.version, "hip", "7.14")
+    asked = SimpleNamespace(gcnArchName="gfx1100")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: asked)
+    with pytest.raises(InputError, match=r"device cuda: .* not compiled for gfx1100: serve with --device cpu"):
+        load._check_kernels("cuda")
+    load._check_kernels("cpu")
+    asked.gcnArchName = "gfx942:sramecc+:xnack-"
+    load._check_kernels("cuda:0")
+    with pytest.raises(OSError, match="for ROCm"):
+        cudart._torchs_library()

@@ -1,0 +1,1 @@
+"""One run on a machine with a CUDA GPU, and what a model of bandwidth and issue slots predicts of it beforehand."""

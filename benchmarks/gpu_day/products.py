@@ -1,0 +1,173 @@
+"""The experts' kernels: what each takes of the GPU, whether each is exact, and how long a layer takes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import lru_cache, partial
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.kernels import gpu
+from benchmarks.kernels.layers import _random
+from moepack.pack.spec import ExpertLayer, Matrix, Version
+from moepack.runtime.experts.forward import reference_forward
+from moepack.runtime.experts.gpu import forward
+from moepack.runtime.experts.handles import LayerCall, LayerExperts, Snapshot
+from moepack.runtime.kernels.affine_triton import TILINGS
+
+from .predictions import BATCHES, VERSIONS
+from .rows import Entry, Measured, Rows, Setting
+
+LIMITS = {torch.bfloat16: 0.01, torch.float16: 2e-3, torch.float32: 1e-4}  # relative errors of two rounded products
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+INTERPRETED = ("bf16", "w4-128", "mxfp4-32")  # forms that are tried without a GPU
+SMALL = (256, 128, 8, 2)  # hidden, inner, experts, top_k: numbers as divisible as a real layer's, so the same kernels
+
+
+# --- what kernels take
+
+
+def resources(setting: Setting) -> Rows:
+    """A row a form: its variants compiled on this machine, beside the committed table."""
+    from benchmarks.resources import FORMS
+
+    forms = [f"{n}-{g}" if g else n for n, g in FORMS] + ["exponents'"]
+    return {
+        f"registers, {form}": Entry(partial(_taken, setting, form), on_cpu=form == "exponents'", needs="")
+        for form in forms
+    }
+
+
+def _compile(name: str, capability: int) -> tuple[str, Any]:
+    from benchmarks.resources import taken, variants
+
+    return name, taken(variants()[name](capability))
+
+
+@lru_cache(1)
+def _all_taken(capability: int, names: tuple[str, ...]) -> dict[str, Any]:
+    """Every variant compiled, by all cores: Triton keeps what it made, for the stages that follow."""
+    with ProcessPoolExecutor(min(len(names), os.cpu_count() or 1), get_context("spawn")) as pool:
+        return dict(pool.map(partial(_compile, capability=capability), names))
+
+
+def _taken(setting: Setting, form: str) -> Measured:
+    """The most registers of a form's variants; which variants differ from the table, as "now, table"."""
+    from benchmarks.resources import committed, variants
+
+    table, made, _ = committed()
+    capability = setting.capability or 90
+    names = list(variants())
+    mine = [n for n in names if n.split()[0] == form]
+    now = _all_taken(capability, tuple(names if setting.on_gpu else mine))
+    nearest = max((c for _, c in table if c <= capability), default=90)
+    differ = {n: f"{now[n]}, {table[n, nearest]}" for n in mine if now[n] != table.get((n, nearest))}
+    most, listed = max(now[n].registers for n in mine), max(table[n, nearest].registers for n in mine)
+    spilled = [n for n in mine if now[n].stack]
+    more = {"variants": len(mine), "table's Triton": made, "differ": differ, "spill": spilled}
+    return Measured(most, "registers", limit=listed, more=more)
+
+
+# --- whether they are exact
+
+
+def exact(setting: Setting) -> Rows:
+    """A row a form, dtype and tile: a small layer against plain torch."""
+    from benchmarks.resources import BIASED, FORMS
+
+    out: Rows = {}
+    cases = [(f, False) for f in FORMS] + [(f, True) for f in BIASED]
+    for dtype, tilings in TILINGS.items():  # BF16 first: time may end
+        for (name, group), bias in cases:
+            form = f"{name}-{group}" if group else name
+            for tile, tokens in zip(("decode", "prefill"), (1, 40 * tilings[0].tokens), strict=True):
+                tried = form in INTERPRETED and tile == "decode" and dtype == torch.bfloat16 and not bias
+                label = f"exact, {form}{' with biases' * bias}, {NAMES[dtype]}, {tile}"
+                work = partial(error, setting, Version.of(name, group), dtype, tokens, bias)
+                out[label] = Entry(work, on_cpu=tried)
+    return out
+
+
+def error(setting: Setting, version: Version, dtype: torch.dtype, tokens: int, bias: bool) -> Measured:
+    """The relative error of a layer's forward, in the norm."""
+    hidden, inner, experts, top_k = SMALL
+    matrices = Matrix("gate_up", 2 * inner, hidden, bias=bias), Matrix("down", hidden, inner, bias=bias)
+    layer = _layer(matrices, version, experts, setting.torch)
+    x = torch.randn(tokens, hidden, device=setting.torch).to(dtype)
+    index = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).to(setting.torch)
+    gates = torch.rand(tokens, top_k, device=setting.torch)
+    module = gpu.module_like()
+    with torch.inference_mode():
+        got = forward(LayerCall(module, layer, x, index, gates)).double()
+        want = reference_forward(LayerCall(module, layer, x.float(), index, gates)).double()
+    return Measured(float((got - want).norm() / want.norm()), "relative error", limit=LIMITS[dtype])
+
+
+def _layer(matrices: tuple[Matrix, ...], version: Version, experts: int, device: torch.device) -> Snapshot:
+    """Experts like trained ones: scales of one size, zero points about the middle, biases."""
+    if version.plain:
+        return gpu.layer_like(matrices, [version], [version.name] * experts, device, 0)
+    made, rng = LayerExperts(ExpertLayer(0, "experts", experts, matrices), [version], device), np.random.default_rng(0)
+    for e in range(experts):
+        drawn = [_random(m, version.at(i), rng) for i, m in enumerate(matrices)]
+        biases = [rng.integers(0x3D00, 0x3E00, m.rows).astype(np.uint16) if m.bias else None for m in matrices]
+        parts = [replace(d, bias=b) for d, b in zip(drawn, biases, strict=True)]
+        extent = np.zeros(version.resident_size(matrices), np.uint8)
+        version.restore(matrices, version.encode(matrices, parts)[0], extent)
+        room = torch.empty(len(extent) + 64, dtype=torch.uint8, device=device)
+        there = room[-room.data_ptr() % 64 :][: len(extent)].copy_(torch.from_numpy(extent))
+        made.publish(e, made.of.over(version, there))
+    return made.current
+
+
+# --- how long a layer takes
+
+
+def layers(setting: Setting) -> Rows:
+    """A row a version and batch, of Qwen3-30B-A3B's layer, as a graph; a run's experts take over 4 times the L2."""
+    out = {}
+    for name, version in VERSIONS.items():
+        for tokens in BATCHES:
+            tried = name == "w4" and tokens in (1, 16)
+            out[f"layer, {name}, {tokens} tokens"] = Entry(partial(layer, setting, version, tokens), on_cpu=tried)
+    lacks = "" if importlib.util.find_spec("gemlite") else "gemlite is not installed"
+    out["gemlite, 4 bits, as many bytes, 1 token"] = Entry(partial(gemlite, setting), needs=lacks)
+    return out
+
+
+def layer(setting: Setting, version: Version, tokens: int) -> Measured:
+    """Microseconds of a layer's forward, routing to weighted sum."""
+    sizes = (128, 32, 4, 2) if setting.small else (2048, 768, 128, 8)
+    rows, _ = gpu.measure(
+        "Qwen3-30B-A3B", sizes, [version], 3 if setting.small else 20, setting.torch, (tokens,), setting.cache or None,
+        mixed=False,
+    )  # fmt: skip
+    (row,) = rows
+    key = f"{version.name} {tokens}"
+    more = {k: row[k] for k in ("torch BF16 us", "bytes floor us", "over floor", "MB")}
+    more["predicted byte floor us"] = setting.predicted("layers", key, "byte floor us")
+    return Measured(row["ours us"], "us", setting.predicted("layers", key, "us"), more=more)
+
+
+def gemlite(setting: Setting) -> Measured:
+    """gemlite's product of one token with a matrix of 4 bits in groups of 128, as large as 8 experts' gate and up."""
+    from gemlite.helper import A16Wn
+
+    rows, cols = 8 * 2 * 768, 2048
+    make, made = A16Wn(setting.device), list[Any]()
+    for i in range(4 * setting.cache // (rows * cols // 2) + 1):
+        torch.manual_seed(i)
+        codes = torch.randint(0, 16, (rows, cols), dtype=torch.uint8, device=setting.torch)
+        scales = torch.full((rows * cols // 128, 1), 0.01, dtype=torch.float16, device=setting.torch)
+        made.append(make.from_weights(codes, scales, torch.full_like(scales, 8), 4, 128))
+    x = torch.randn(1, cols, dtype=torch.float16, device=setting.torch)
+    work: Callable[[], object] = partial(gpu._all, lambda one: one(x), made)
+    took = gpu.seconds(gpu.replayed(work), 20) / len(made)
+    return Measured(took * 1e6, "us", more={"GB/s": rows * cols * (0.5 + 4 / 128) / took / 1e9})

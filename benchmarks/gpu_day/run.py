@@ -1,0 +1,112 @@
+"""Runs stages, each in a process of its own, and goes on after whatever one of them does.
+
+A child measures the rows that it is given, one after another, and prints each as a line of JSON. When it dies, hangs or
+fails, the row that it had begun says so, and a new process goes on with the next. What time is left bounds everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .rows import NO_GPU, Rows, Setting, Skipped, shown, without
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MARK = "gpu-day-row: "
+
+
+def child(entries: Rows, names: Sequence[str], setting: Setting) -> None:
+    """Measure rows, in the child. A row that fails ends the process: a CUDA error stays for all that comes after it."""
+    for name in names:
+        print(MARK + json.dumps({"begun": name}), flush=True)
+        entry = entries[name]
+        try:
+            if entry.needs:
+                raise Skipped(entry.needs)
+            if not setting.on_gpu and not entry.on_cpu:
+                raise Skipped(NO_GPU)
+            row = shown(name, entry.work(), setting.on_gpu)
+        except Skipped as reason:
+            row = without(name, f"skipped: {reason}")
+        except Exception as error:
+            text = " ".join(str(error).split())[:200]
+            print(MARK + json.dumps(without(name, f"failed: {type(error).__name__}: {text}")), flush=True)
+            raise
+        print(MARK + json.dumps(row), flush=True)
+
+
+class Stage:
+    """A stage's rows that are not measured yet, and the processes that measure them."""
+
+    def __init__(self, name: str, names: Sequence[str], setting: Setting, seconds: float, interpreted: bool) -> None:
+        self.name, self.left, self.setting = name, list(names), setting
+        self.ends = time.monotonic() + seconds
+        self.command = [sys.executable, "-X", "faulthandler", "-m", "benchmarks.gpu_day"]
+        self.environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        if interpreted and not setting.on_gpu:
+            self.environment["TRITON_INTERPRET"] = "1"
+
+    def run(self, on_row: Callable[[dict[str, Any]], None]) -> None:
+        """Measure all rows; `on_row` gets each as soon as it is known."""
+        while self.left and time.monotonic() < self.ends:
+            self._process(on_row)
+        for name in self.left:
+            on_row(without(name, "skipped: no time was left"))
+
+    def _process(self, on_row: Callable[[dict[str, Any]], None]) -> None:
+        asked = json.dumps({**asdict(self.setting), "work": str(self.setting.work)})
+        command = [*self.command, "--stage", self.name, "--setting", asked, "--rows", json.dumps(self.left)]
+        begun, before, ended = None, len(self.left), False
+        with tempfile.TemporaryFile("w+") as errors:
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT, env=self.environment,
+                start_new_session=True,
+            )  # fmt: skip
+            lines: queue.Queue[str | None] = queue.Queue()
+            threading.Thread(target=_read, args=(process, lines), daemon=True).start()
+            with contextlib.suppress(queue.Empty):
+                while (line := lines.get(timeout=max(0.1, self.ends - time.monotonic()))) is not None:
+                    if line.startswith(MARK):
+                        row = json.loads(line.removeprefix(MARK))
+                        begun = row.get("begun")
+                        if begun is None:
+                            self.left.remove(row["row"])
+                            on_row(row)
+                ended = True
+            _end(process)
+            errors.seek(0)
+            last = (errors.read().strip().splitlines() or [""])[-1][:200]
+        if begun is None and (len(self.left) < before or not self.left):
+            return  # it did what it was asked, or told itself which row failed
+        lost = begun or self.left[0]
+        self.left.remove(lost)
+        why = f"status {process.returncode}: {last}" if ended else "it took all of its stage's time"
+        on_row(without(lost, f"failed: {why}"))
+
+
+def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.put(line.rstrip("\n"))
+    lines.put(None)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End the child and whatever it started."""
+    try:
+        process.wait(timeout=10 if process.poll() is not None else 1)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

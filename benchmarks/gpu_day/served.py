@@ -1,0 +1,354 @@
+"""A generated model served in a budget: promotions, what they cost passes, and whether bytes and counts are right."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import moepack
+from benchmarks.limited.shapes import SHAPES, Shape
+from moepack.families.arguments import cache_in, with_cache
+from moepack.pack.reader import open_bundle
+from moepack.runtime.devices import cuda
+from moepack.runtime.planning.exceeded import TooSmallError
+from moepack.runtime.store import pinning
+from moepack.runtime.store.files import BackingStore
+from moepack.runtime.store.pinned import PIECE
+
+from .predictions import SLOTS
+from .rows import Entry, Measured, Rows, Setting, Skipped
+
+DEEP = SHAPES["deep"]  # 48 layers, small experts
+WIDE = Shape("wide", 1, 128, 8, 2048, 768, 32, 4, 128, 2400, 1)  # one layer of Qwen3-30B-A3B's experts
+FEW = Shape("few", 2, 8, 2, 128, 128, 4, 2, 32, 2400)  # without a GPU
+POLICY = "hotness:hi=w4,lo=w2,between=no,prior=none,interval=1e9,rate=0,margin=0,slack=0"
+SPARE = 8  # experts that are left at the low version, with room for a KV reserve
+GRAPHS = "MOEPACK_CUDA_GRAPH"  # the variable by which the runtime is asked for graphs
+PATIENCE, QUIET = 120.0, 0.3  # seconds for transitions to end, and without any that are taken for the end
+
+
+def rows(setting: Setting) -> Rows:
+    """The stage's rows."""
+    out = {"generated bundles": Entry(lambda: bundles(setting), on_cpu=True)}
+    for n in SLOTS:
+        out[f"promotions, {n} slot{'s' * (n > 1)}"] = Entry(partial(promotions, setting, n))
+    out["launch while memory is registered, p99"] = Entry(lambda: registering(setting))
+    out["token, no promotions"] = Entry(lambda: token(setting, False), on_cpu=True)
+    out["token, promotions going on"] = Entry(lambda: token(setting, True), on_cpu=True)
+    out["half-fitting budget: the driver's count"] = Entry(lambda: memory(setting), on_cpu=True)
+    out["1,000 promotions: wrong extents"] = Entry(lambda: checked(setting), on_cpu=True)
+    lacks = "" if importlib.util.find_spec("moepack.runtime.decode_graph") else "the runtime has no graphs of its own"
+    out["token, by the runtime's graph"] = Entry(lambda: by_graph(setting), needs=lacks)
+    out["graph, replayed after promotions"] = Entry(lambda: replayed(setting), needs=lacks)
+    return out
+
+
+def _bundle(setting: Setting, shape: Shape) -> Path:
+    """A generated bundle, made by the first who asks."""
+    from benchmarks.limited.bundle import write_bundle
+
+    shape = FEW if setting.small else shape
+    path, aside = setting.work / shape.name, setting.work / f"{shape.name}.partial"
+    if not path.exists():
+        aside.mkdir(exist_ok=True)
+        with contextlib.redirect_stdout(None):
+            write_bundle(shape, path, aside)
+    return path
+
+
+def bundles(setting: Setting) -> Measured:
+    """Seconds to generate the bundles."""
+    began = time.perf_counter()
+    for shape in (DEEP, WIDE):
+        _bundle(setting, shape)
+    return Measured(time.perf_counter() - began, "s")
+
+
+# --- copies
+
+
+def promotions(setting: Setting, slots: int) -> Measured:
+    """Extents a second that come from pinned memory into blocks, with so many fetches under way."""
+    bundle = open_bundle(_bundle(setting, WIDE))
+    store, version = BackingStore(bundle), bundle.manifest.version("w4")
+    layer = bundle.layers[0]
+    stored = [store.stored("w4", 0, e) for e in range(layer.experts)]
+    size, count = max(s.size for s in stored), 16 if setting.small else 1024
+    device = cuda.open_cuda(store, ["w4"], setting.torch, size, 0, slots, lambda: None, None)
+    try:
+        device.serve()
+        if device.pinned is not None:
+            device.pinned.filled.wait(60)
+        room = device.memory(len(stored) * size)
+        room.take(0, len(stored) * size)
+        targets = [room.tensor[i * size : (i + 1) * size] for i in range(len(stored))]
+        began = time.perf_counter()
+        for first in range(0, count, len(stored)):
+            some = range(min(len(stored), count - first))
+            events = [device.fetch(partial(_same, stored[i]), targets[i], layer, version) for i in some]
+            for event in events:
+                event.wait()
+                if event.error is not None:
+                    raise event.error
+        took = time.perf_counter() - began
+        mode = device.host()["mode"]
+    finally:
+        device.close()
+        store.close()
+    more = {"GB/s": count * size / took / 1e9, "MB each": size / 1e6, "host memory": mode}
+    return Measured(count / took, "a second", setting.predicted("promotions", str(slots)), more=more)
+
+
+def _same(stored: Any) -> Any:
+    return stored
+
+
+def registering(setting: Setting) -> Measured:
+    """The 99th percentile of a launch's host time while another thread pins memory in regions of the runtime's size."""
+    calls = cuda.Cudart(0 if not setting.on_gpu else torch.cuda.current_device())
+    size, x, times = PIECE >> (6 * setting.small), torch.ones(16, device=setting.torch), list[float]()
+    done = threading.Event()
+    pinned = 0
+
+    def pin() -> None:
+        nonlocal pinned
+        try:
+            for _ in range(4 if setting.small else 64):
+                memory = pinning.anonymous(size)
+                memory.fill(1)
+                pinning.pin_filled(calls, memory).close()
+                pinned += size
+        finally:
+            done.set()
+
+    thread = threading.Thread(target=pin)
+    thread.start()
+    while not done.is_set() or len(times) < 200:
+        began = time.perf_counter()
+        x = x + 0.0
+        times.append(time.perf_counter() - began)
+    thread.join()
+    p99 = statistics.quantiles(times, n=100)[98]
+    more = {"median us": statistics.median(times) * 1e6, "longest us": max(times) * 1e6, "GB pinned": pinned / 1e9}
+    return Measured(p99 * 1e6, "us", setting.predicted("rates", "launch while registering, p99 us"), more=more)
+
+
+# --- a served model
+
+
+@contextlib.contextmanager
+def served(setting: Setting, share: float) -> Iterator[Any]:
+    """The deep model in a budget with room for this share of its experts at the high version."""
+    path, shape = _bundle(setting, DEEP), FEW if setting.small else DEEP
+    options = {"policy": POLICY, "device": setting.device, "kv_tokens": 256, "prefill_tokens": 32}
+    try:
+        moepack.load(path, device_memory=1000, **options)
+        raise AssertionError("a budget of 1,000 bytes was not refused")
+    except TooSmallError as error:
+        least = error.least
+    room = shape.expert_weights * (4.375 - 2.375) / 8
+    whole = moepack.load(path, device_memory=round(least + room), **options)
+    reserve = whole.moepack.manager.plan.reserve  # which promotions do not use
+    whole.moepack.close()
+    model = moepack.load(path, device_memory=round(least + reserve + share * room), **options)
+    try:
+        yield model
+    finally:
+        model.moepack.close()
+
+
+def _halves(live: Any) -> list[dict[Any, int]]:
+    keys = list(live.residency.entries)
+    spare = min(SPARE, len(keys) // 8)
+    return [dict.fromkeys(keys[i::2][:-spare], 0) for i in range(2)]
+
+
+def _settle(live: Any) -> None:
+    """Wait until nothing is under way, and nothing has changed for a while: what has no room waits for ever."""
+    ends, counts = time.monotonic() + PATIENCE, live.residency.counts
+    seen, since = None, time.monotonic()
+    while time.monotonic() - since < QUIET:
+        if time.monotonic() > ends:
+            raise TimeoutError(f"transitions did not end in {PATIENCE:g} s")
+        live.worker.wake()
+        time.sleep(0.005)
+        now = (counts.promotions, counts.demotions, len(live.residency.flying), len(live.residency.ready))
+        if now != seen or now[2] or now[3]:
+            seen, since = now, time.monotonic()
+
+
+def _steps(model: Any, setting: Setting, steps: int, before: Any = lambda: None) -> list[float]:
+    """Seconds of decoding steps, each with the host's wait for its logits."""
+    times = []
+    with torch.inference_mode():
+        out = model(torch.ones(1, 16, dtype=torch.long, device=setting.torch), use_cache=True)
+        for step in range(steps):
+            before()
+            began = time.perf_counter()
+            ids = torch.full((1, 1), 5 + step, device=setting.torch)
+            out = model(ids, use_cache=True, **with_cache(model, cache_in(out)))
+            out.logits[0, -1, 0].item()
+            times.append(time.perf_counter() - began)
+    return times
+
+
+def token(setting: Setting, promoting: bool) -> Measured:
+    """Milliseconds of a token, in the median; `promoting` keeps one half of the experts after the other coming."""
+    with served(setting, 0.5) as model:
+        live = model.moepack.manager
+        halves = _halves(live)
+
+        def swap() -> None:
+            if promoting and not live.transitions.queues().updates and not len(live.residency.flying):
+                halves.reverse()
+                live.transitions.want(halves[0])
+                live.worker.wake()
+
+        times = _steps(model, setting, 6 if setting.small else 100, swap)[2:]
+        counts, moved = live.residency.counts, live.device.moved
+        live.transitions.want({})
+        _settle(live)
+        more = {"p99 ms": 1e3 * statistics.quantiles(times, n=100)[98], "promotions": counts.promotions,
+                "demotions": counts.demotions, "MB copied": moved / 1e6, "waits": live.waits}  # fmt: skip
+        return Measured(1e3 * statistics.median(times), "ms", more=more)
+
+
+def _used(setting: Setting) -> float:
+    """Bytes of the GPU in use, all processes': NVML's count, or the driver's where NVML's binding is not installed."""
+    try:
+        import pynvml  # type: ignore[import-not-found]
+    except ImportError:
+        free, total = torch.cuda.mem_get_info()
+        return float(total - free)
+    pynvml.nvmlInit()
+    return float(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())).used)
+
+
+def memory(setting: Setting) -> Measured:
+    """Megabytes that the GPU has lost since the context was there, beside the budget and the tracker's own count."""
+    before = 0.0
+    if setting.on_gpu:
+        torch.ones(1, device="cuda") @ torch.ones(1, device="cuda")  # the context and cuBLAS's workspace
+        before = _used(setting)
+    with served(setting, 0.5) as model:
+        _steps(model, setting, 4)
+        peak, budget = model.moepack.resident_bytes_peak, model.moepack.budget_bytes
+        taken = _used(setting) - before if setting.on_gpu else float(peak)
+        more = {"tracker MB": peak / 1e6, "budget MB": budget / 1e6}
+        if setting.on_gpu:
+            more["torch reserved MB"] = torch.cuda.memory_reserved() / 1e6
+        return Measured(taken / 1e6, "MB", limit=budget / 1e6, more=more)
+
+
+def checked(setting: Setting) -> Measured:
+    """Extents that are not the bundle's bytes after so many promotions, with passes between them."""
+    wanted = 4 if setting.small else 1000
+    with served(setting, 0.5) as model:
+        live, bundle = model.moepack.manager, model.moepack.bundle
+        halves, wrong, looked = _halves(live), 0, 0
+        began = time.monotonic()
+        while live.residency.counts.promotions < wanted and time.monotonic() - began < PATIENCE:
+            halves.reverse()
+            live.transitions.want(halves[0])
+            _steps(model, setting, 1)
+            _settle(live)
+            if setting.on_gpu:
+                torch.cuda.synchronize()
+            for p, layer in enumerate(live.layers):
+                for e, handle in enumerate(layer.current.handles):
+                    extent = bundle.extent(handle.version.name, p, e)
+                    got = handle.extent.cpu().numpy()
+                    looked += 1
+                    wrong += not np.array_equal(got[: len(extent)], extent[: len(got)])
+        done = live.residency.counts.promotions
+        if done < wanted:
+            raise TimeoutError(f"{done} of {wanted} promotions in {PATIENCE:g} s")
+    return Measured(wrong, "extents", limit=0, more={"promotions": done, "extents looked at": looked})
+
+
+# --- the runtime's own graphs
+
+
+@contextlib.contextmanager
+def _captures() -> Iterator[list[str]]:
+    """Ask the runtime for graphs of models that are loaded inside; what its log says of them."""
+    said = list[str]()
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "CUDA graph" in record.getMessage():
+                said.append(record.getMessage())
+
+    log, keep, before = logging.getLogger("moepack.runtime"), Keep(logging.INFO), os.environ.get(GRAPHS)
+    level = log.level
+    log.addHandler(keep)
+    log.setLevel(logging.INFO)
+    os.environ[GRAPHS] = "on"
+    try:
+        yield said
+    finally:
+        log.removeHandler(keep)
+        log.setLevel(level)
+        os.environ.pop(GRAPHS)
+        if before is not None:
+            os.environ[GRAPHS] = before
+
+
+def _decode(model: Any, cache: Any, setting: Setting, steps: int, graphs: bool = True) -> tuple[Any, list[float]]:
+    """The last logits and the seconds of steps after a prompt, in a cache that is emptied first."""
+    cache.reset()
+    times, out = list[float](), None
+    with torch.set_grad_enabled(not graphs):  # a pass that may have gradients is not captured
+        model(torch.ones(1, 4, dtype=torch.long, device=setting.torch), use_cache=True, **with_cache(model, cache))
+        for step in range(steps):
+            began = time.perf_counter()
+            ids = torch.full((1, 1), 5 + step, device=setting.torch)
+            out = model(ids, use_cache=True, **with_cache(model, cache)).logits.detach()
+            out[0, -1, 0].item()
+            times.append(time.perf_counter() - began)
+    return out, times
+
+
+@contextlib.contextmanager
+def _captured(setting: Setting) -> Iterator[tuple[Any, Any, list[str]]]:
+    """A served model whose step is a graph, and its cache."""
+    from transformers import StaticCache
+
+    with _captures() as said, served(setting, 0.5) as model:
+        cache = StaticCache(config=model.config, max_cache_len=128)
+        _decode(model, cache, setting, 6)
+        if not any("is now" in text for text in said):
+            raise Skipped(said[-1] if said else "the runtime captured no graph")
+        yield model, cache, said
+
+
+def by_graph(setting: Setting) -> Measured:
+    """Milliseconds of a token by the runtime's graph, in the median."""
+    with _captured(setting) as (model, cache, said):
+        _, times = _decode(model, cache, setting, 6 if setting.small else 100)
+        return Measured(1e3 * statistics.median(times[2:]), "ms", more={"log": said})
+
+
+def replayed(setting: Setting) -> Measured:
+    """The greatest difference of logits between a replay after promotions and the same step launched one by one."""
+    with _captured(setting) as (model, cache, said):
+        live = model.moepack.manager
+        before = live.residency.counts.promotions
+        live.transitions.want(_halves(live)[0])
+        _settle(live)
+        got, _ = _decode(model, cache, setting, 3)
+        want, _ = _decode(model, cache, setting, 3, graphs=False)
+        more = {"promotions": live.residency.counts.promotions - before, "log": said}
+        return Measured(float((got - want).abs().max()), "logits", limit=0.0, more=more)

@@ -1,0 +1,246 @@
+"""The run on a GPU, where none is: skipped rows by name, halves behind stand-ins; and predictions, the model's."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_stand_in import install
+from support import ROOT
+
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpu_day import __main__ as day
+from benchmarks.gpu_day import model, predictions, served, whole
+from benchmarks.gpu_day.devices import GPUS, named
+from benchmarks.gpu_day.issue import longest
+from benchmarks.gpu_day.rows import Measured, Setting, Skipped, shown
+from benchmarks.gpu_day.run import Stage
+
+H100 = GPUS["H100"]
+KERNEL = model.Kernel(16, 32, 4096, False, 4, 3, 64, 8192, 10.0)
+
+
+# --- predictions
+
+
+def test_the_file_is_what_the_model_says() -> None:
+    """Of inputs that were counted in the kernels of today; `python -m benchmarks.gpu_day --predict` writes it anew."""
+    from benchmarks.resources import committed
+
+    kept = predictions.kept()
+    inputs = kept["inputs"]
+    assert inputs["of"]["kernels"] == committed()[2], "the kernels have changed"
+    assert inputs["assumed"] == predictions.rounded(asdict(model.Assumed()))
+    assert inputs["gpus"] == predictions.rounded({name: asdict(gpu) for name, gpu in GPUS.items()})
+    assert kept["predictions"] == predictions.rounded(predictions.predicted(inputs))
+    assert set(kept["predictions"]) == set(GPUS)
+    for of in kept["predictions"].values():
+        assert all(row["us"] > row["products us"] >= 0.99 * row["byte floor us"] for row in of["layers"].values())
+        assert all(
+            r["tokens/s"]["graph"] < r["tokens/s"]["byte floor"] for s in of["steps"].values() for r in s.values()
+        )
+
+
+def test_each_limit_binds_where_it_should() -> None:
+    """By hand: a thousand programs of 32 rows and 2,048 columns, 4 bits a weight."""
+    a, weights = model.Assumed(), 32 * 2048
+    found = model.limits(H100, a, KERNEL, 1056, weights, 1056 * weights / 2)
+    assert found.bytes == pytest.approx(1056 * weights / 2 / (3350e9 * 0.9))
+    assert found.issue == pytest.approx(
+        8 * weights * 10 / 32 / 4 / 1.83e9
+    )  # 8 programs on each of 132 SMs, four at once
+    assert found.tensor == pytest.approx(2 * 16 * weights * 1056 / (989.4e12 * 0.6))
+    assert found.seconds == found.issue and found.bound_by == "issue"
+    lean = model.limits(H100, a, replace(KERNEL, instructions=1.0), 1056, weights, 1056 * weights / 2)
+    assert lean.bound_by == "bytes"
+    # One warp has one instruction every two cycles, and few loads are under way.
+    alone = model.limits(H100, a, replace(KERNEL, warps=1), 132, weights, 132 * weights / 2)
+    assert alone.issue == pytest.approx(weights * 10 / 32 / 0.5 / 1.83e9)
+    assert alone.flight == pytest.approx(132 * weights / 2 * 0.7e-6 / (132 * 4096 / 2 * 2))
+    assert model.resident(H100, replace(KERNEL, registers=128)) == 4
+    assert model.resident(H100, replace(KERNEL, shared=100 << 10)) == 2
+    assert model.distinct(128, 8, 1) == pytest.approx(8) and model.distinct(128, 8, 1000) == pytest.approx(128)
+
+
+def test_a_step_is_its_nodes_or_the_hosts_time() -> None:
+    kept = predictions.kept()["inputs"]
+    counted, version = kept["steps"]["Qwen3-30B-A3B"], predictions.VERSIONS["w4"]
+    assert counted["layers"] == 48 and counted["synchronisations"] == 0
+    assert 240 <= counted["matrices"] <= 250 and counted["bytes of matrices"] == pytest.approx(2.459e9, rel=1e-3)
+    found = model.step(H100, model.Assumed(), kept["kernels"], counted, version)
+    assert found is not None and found.eager == pytest.approx(max(found.device, counted["operations"] * 8.5e-6))
+    free = model.step(H100, model.Assumed(node=0.0, host=0.0), kept["kernels"], counted, version)
+    assert free is not None and free.eager == free.device > found.floor
+    misses = model.offloaded(found, model.Assumed(), H100, counted, version, 0.75)
+    size = version.resident_size(model.shape_of(counted).matrices)
+    assert 1 / misses["graph"] - found.device == pytest.approx(48 * 2 * size / (63e9 * 0.8))
+
+
+def test_instructions_are_counted_in_the_innermost_longest_loop() -> None:
+    jumps = {9: "@P0 BRA 0x20", 12: "@!P1 BRA 0xa0", 15: "BRA 0x10", 17: "BRA 0x110"}
+    lines = [f"        /*{16 * i:04x}*/     {jumps.get(i, 'MOV R1, R2')} ;   /* 0x0000 */" for i in range(18)]
+    assert longest("\n".join(lines)) == 8  # lines 2 to 9; the loop around both is not counted, nor the jump to itself
+    assert longest("") == 0
+
+
+def test_names_of_gpus() -> None:
+    assert named("NVIDIA H100 80GB HBM3") == H100 and named("NVIDIA GeForce RTX 5090") == GPUS["RTX 5090"]
+    assert named("NVIDIA H200") == GPUS["H200"] and named("NVIDIA RTX 5090D") is None and named("") is None
+
+
+# --- the run
+
+
+def test_verdicts() -> None:
+    assert shown("a", Measured(12.0, "us", 10.0), True)["verdict"] == "as predicted"
+    assert shown("a", Measured(20.0, "us", 10.0), True)["verdict"] == "above the prediction"
+    assert shown("a", Measured(5.0, "us", 10.0), True) | {"ratio": 0.5, "verdict": "below the prediction"} == shown(
+        "a", Measured(5.0, "us", 10.0), True
+    )
+    assert shown("a", Measured(1.0, "us"), True)["verdict"] == "measured"
+    assert shown("a", Measured(0, "extents", limit=0), False)["verdict"] == "holds"
+    assert shown("a", Measured(1, "extents", limit=0), False)["verdict"] == "FAILS"
+
+
+CHILD = """
+import argparse, ctypes, json, sys, time
+from pathlib import Path
+from benchmarks.gpu_day.rows import Entry, Measured, Setting
+from benchmarks.gpu_day.run import child
+parser = argparse.ArgumentParser()
+for name in ("--stage", "--setting", "--rows"):
+    parser.add_argument(name)
+args = parser.parse_args()
+def works(): return Measured(3.0, "us")
+def raises(): raise ValueError("an error with its reason")
+def dies(): ctypes.string_at(0)
+def hangs(): time.sleep(600)
+names = {"first": works, "raises": raises, "second": works, "dies": dies, "third": works, "hangs": hangs, "last": works}
+entries = {n: Entry(w, on_cpu=True) for n, w in names.items()} | {"gpu": Entry(works)}
+child(entries, json.loads(args.rows), Setting("cpu", True, Path()))
+"""
+
+
+def test_a_crash_costs_its_row(tmp_path: Path) -> None:
+    """One that raises, one that kills its process, one that hangs until its stage's time is over."""
+    (tmp_path / "child.py").write_text(CHILD)
+    names = ["gpu", "first", "raises", "second", "dies", "third", "hangs", "last"]
+    stage = Stage("none", names, Setting("cpu", True, tmp_path), 40, False)
+    stage.command = [sys.executable, str(tmp_path / "child.py")]
+    stage.environment["PYTHONPATH"] = str(ROOT)
+    rows: list[dict[str, Any]] = []
+
+    def on_row(row: dict[str, Any]) -> None:
+        rows.append(row)
+        if row["row"] == "third":
+            stage.ends -= 30  # what is left is enough for one more process to begin
+
+    stage.run(on_row)
+    verdicts = {r["row"]: r["verdict"] for r in rows}
+    assert list(verdicts) == names and [r["value"] for r in rows if r["verdict"] == "runs"] == [3.0] * 3
+    assert verdicts["gpu"] == "skipped: no CUDA device"
+    assert verdicts["raises"] == "failed: ValueError: an error with its reason"
+    assert verdicts["dies"].startswith("failed: status -11")
+    assert verdicts["hangs"] == "failed: it took all of its stage's time"
+    assert verdicts["last"] == "skipped: no time was left"
+
+
+@pytest.mark.parametrize("stages", [("machine", "coded", "served"), ("resources", "exact", "layers", "whole")])
+def test_it_runs_to_its_end_without_a_gpu(stages: tuple[str, ...], tmp_path: Path) -> None:
+    """Rows that need a device are skipped by name; the others run, and what can be checked holds."""
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu_day",
+        "--quick",
+        "--json",
+        str(tmp_path / "day.json"),
+        "--only",
+        *stages,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads((tmp_path / "day.json").read_text())
+    setting = Setting("cpu", True, tmp_path)
+    every = {(s, n): e for s in stages for n, e in day.entries(s, setting).items()}
+    got = {(r["stage"], r["row"]): r["verdict"] for r in document["rows"]}
+    assert list(got) == list(every)
+    for key, entry in every.items():
+        if entry.needs:
+            assert got[key] == f"skipped: {entry.needs}"
+        elif not entry.on_cpu:
+            assert got[key] == "skipped: no CUDA device", key
+        else:
+            assert got[key] in ("holds", "runs"), (key, got[key])
+    assert all(t["met"] for t in document["targets"]) and document["gpu"] is None
+    assert "skipped: no CUDA device" in done.stdout
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Setting:
+    return Setting("cpu", True, tmp_path)
+
+
+def test_promotions_and_budgets_behind_stand_ins(small: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The halves that only a GPU runs, by its stand-in; no rule of streams and copies is broken."""
+    gpu = install(monkeypatch, patience=0, computes=False)
+    for slots in (1, 8):
+        found = served.promotions(small, slots)
+        assert found.value > 0 and found.more["host memory"] == "mapped"
+    assert served.registering(small).more["GB pinned"] == pytest.approx(4 * (served.PIECE >> 6) / 1e9)
+    assert served.token(small, True).more["promotions"] > 0
+    memory = served.memory(small)
+    assert 0 < memory.value <= memory.limit == memory.more["budget MB"]
+    found = served.checked(small)
+    assert found.value == 0 and found.more["promotions"] >= 4 and found.more["extents looked at"] >= 16
+    assert gpu.wrong() == []
+
+
+def test_a_step_that_does_not_follow_a_promotion_is_seen(small: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU nothing is captured, and the row says so; where a graph is said to be there, both ways agree."""
+    with pytest.raises(Skipped, match="captured no graph"):
+        served.by_graph(small)
+    monkeypatch.setattr(served, "_captures", lambda: contextlib.nullcontext(["a step is now a CUDA graph"]))
+    found = served.replayed(small)
+    assert found.value == 0 and found.more["promotions"] > 0
+    assert served.by_graph(small).value > 0
+    real = served._decode
+
+    def old(model: Any, cache: Any, setting: Setting, steps: int, graphs: bool = True) -> Any:
+        out, times = real(model, cache, setting, steps, graphs)
+        return out + graphs, times
+
+    monkeypatch.setattr(served, "_decode", old)
+    assert shown("a", served.replayed(small), True)["verdict"] == "FAILS"
+
+
+class Replay:
+    """A graph that was captured."""
+
+    def replay(self) -> None:
+        """Do nothing."""
+
+
+def test_a_whole_model_by_graph(small: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a stand-in of torch's graphs."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Replay)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert whole.by_graph(small, "w4").more["tokens/s"] > 0
+    assert whole.eager(small, "w2").unit == "ms"
+
+
+def test_a_wrong_extent_is_seen(small: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moepack.pack.reader import Bundle
+
+    real = Bundle.extent
+    monkeypatch.setattr(Bundle, "extent", lambda self, *place: real(self, *place) ^ (place[1:] == (0, 1)))
+    assert served.checked(small).value >= 1

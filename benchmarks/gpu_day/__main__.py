@@ -29,6 +29,7 @@ from typing import Any
 from benchmarks.common import arguments, machine, show
 
 from . import predictions
+from .model import Assumed
 from .rows import Rows, Setting, write
 from .run import ROOT, Stage, child
 
@@ -111,7 +112,7 @@ def main() -> None:
     columns = ["stage", "row", "value", "unit", "prediction", "ratio", "verdict"]
     cells = [{k: "" if v is None else v for k, v in row.items()} for row in rows]
     show(f"GPU day: {setting.gpu or 'no CUDA device'}", columns, cells)
-    print("predictions:", predictions.FILE.name, json.dumps(asdict(predictions.Assumed())))
+    print("predictions:", predictions.FILE.name, json.dumps(asdict(Assumed())))
     raise SystemExit(any(row["verdict"] == "FAILS" for row in rows))
 
 

@@ -117,7 +117,8 @@ def _same(stored: Any) -> Any:
 
 def registering(setting: Setting) -> Measured:
     """The 99th percentile of a launch's host time while another thread pins memory in regions of the runtime's size."""
-    calls = cuda.Cudart(0 if not setting.on_gpu else torch.cuda.current_device())
+    at = torch.cuda.current_device() if setting.on_gpu else 0
+    calls = cuda.Cudart(at)  # type: ignore[attr-defined]  # where stand-ins replace it
     size, x, times = PIECE >> (6 * setting.small), torch.ones(16, device=setting.torch), list[float]()
     done = threading.Event()
     pinned = 0
@@ -152,7 +153,7 @@ def registering(setting: Setting) -> Measured:
 def served(setting: Setting, share: float) -> Iterator[Any]:
     """The deep model in a budget with room for this share of its experts at the high version."""
     path, shape = _bundle(setting, DEEP), FEW if setting.small else DEEP
-    options = {"policy": POLICY, "device": setting.device, "kv_tokens": 256, "prefill_tokens": 32}
+    options: dict[str, Any] = {"policy": POLICY, "device": setting.device, "kv_tokens": 256, "prefill_tokens": 32}
     try:
         moepack.load(path, device_memory=1000, **options)
         raise AssertionError("a budget of 1,000 bytes was not refused")

@@ -51,7 +51,7 @@ class Operations(TorchDispatchMode):
     """Counts what is dispatched while it is on."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen: Counter[str] = Counter()
         self.waits = 0
         self.matrices: list[int] = []  # bytes of each matrix of weights that a token is multiplied by
@@ -116,7 +116,7 @@ def fake_experts(layer: ExpertLayer, version: Version) -> Any:
     of: Any = SimpleNamespace(
         layer=layer, device_table=lambda: table, served=[0], forms={version.name: make_forms(layer.matrices, version)},
         device=torch.device("cuda", 0), makes_up_for_absent=False, tier=None, places=frozenset({Where.DEVICE}),
-        only=lambda index, here: index, backend="triton",
+        only=lambda index, here: index, backend="triton", rotation=None, launched=(),
     )  # fmt: skip
     of.of = of
     return of

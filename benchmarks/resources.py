@@ -117,7 +117,7 @@ def launches(name: str, group: int, dtype: torch.dtype, tokens: int, bias: bool)
         index, gates = (torch.zeros(tokens, TOP_K, dtype=d, device="cuda") for d in (torch.int64, dtype))
         table = torch.zeros(EXPERTS, dtype=torch.int64, device="cuda")
         layer: Any = SimpleNamespace(
-            layer=ExpertLayer(0, "experts", EXPERTS, matrices), device_table=lambda: table, served=[0],
+            layer=ExpertLayer(0, "experts", EXPERTS, matrices), device_table=lambda: table, served=[0], rotation=None,
             forms={name: make_forms(matrices, Version.of(name, group))},
         )  # fmt: skip
         layer.of = layer

@@ -115,7 +115,8 @@ class Values:
         step = max(1, _FEW // cols)
         for some in (slice(at, at + step) for at in range(0, rows, step)):
             few = AffineMatrix(whole.codes[some], whole.scale[some], None if zero is None else zero[some])
-            out[some] = torch.from_numpy(self.version.dequantise(few))
+            made = turned_back(self.packed.one.version, self.number, self.version.dequantise(few))
+            out[some] = torch.from_numpy(made)
         return out
 
     @property

@@ -49,7 +49,7 @@ class Tile:
         """Of the kernel for many tokens, or of that for few, whose threads keep what they load."""
         gated, columns = bool(named["GATED"]), int(named["COLUMNS"])
         if "U" in named:
-            return Tile(8, 32, 32 * 4 * columns * named["U"] * named["S"] * (1 + gated), gated)
+            return Tile(8, 32, 32 * named["GROUP"] * named["S"] * (1 + gated), gated)
         return Tile(named["TOKENS"], named["ROWS"], named["ROWS"] * columns * (1 + gated), gated)
 
 

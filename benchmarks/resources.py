@@ -7,8 +7,8 @@ Needs no GPU: kernels are compiled for six architectures, with what is known of 
 A cell is registers a thread / bytes of stack a thread / bytes of shared memory / bytes of the least load of weights.
 Compared with the committed table (results/gpu-resources.csv), which `--write` writes anew: more stack than 16 bytes,
 more shared memory than there is, and with the table's Triton more registers or narrower loads are missed targets.
-`--quick` compiles the worst variants of each architecture. Triton keeps what it compiled. `--loops` counts the instructions
-that a thread takes for a weight in the loop of the kernel for few tokens, and its barriers, on sm_90.
+`--quick` compiles the worst variants of each architecture. Triton keeps what it compiled. `--loops` counts
+the instructions that a thread takes for a weight in the loop of the kernel for few tokens, and its barriers, on sm_90.
 """
 
 from __future__ import annotations

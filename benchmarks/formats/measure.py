@@ -87,8 +87,9 @@ def _compare(rows: Rows, by_window: Mapping[str, Sequence[float]]) -> None:
         own = by_window.get(f"{row['who']} {row['encoding']}")
         if own is not None:
             row["of today's at these bits"], row["ratio +-"] = _ratio(own, at_bits(anchors, row["bits/weight"]))
-            if row["encoding"].endswith(TURNED):
-                plain = by_window[f"{row['who']} {row['encoding'].removesuffix(TURNED)}"]
+            turned = row["encoding"].endswith(TURNED)
+            plain = by_window.get(f"{row['who']} {row['encoding'].removesuffix(TURNED)}")
+            if turned and plain is not None:  # ideas may have such names too
                 row["of the plain version's"], row["plain +-"] = _ratio(own, plain)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import collections
 import contextlib
-import ctypes
 import hashlib
 import mmap
 import os
@@ -28,6 +27,7 @@ from moepack.pack.files import open_file
 from moepack.pack.manifest import LEFTOVERS
 from moepack.pack.reader import TENSORS, Bundle
 from moepack.runtime.devices.cpu import READERS, CpuMemory
+from moepack.runtime.devices.glibc import madvise
 from moepack.runtime.planning.fixed import lone_embedding
 from moepack.runtime.store.checked import FILE, recorded, state
 from moepack.runtime.store.loading import LoadCount, loading
@@ -96,7 +96,7 @@ def own(model: Any, bundle: Bundle, uncached: bool = False) -> None:
         parts.setdefault(within.path, []).append(_Part(where, where + size, room))
     for m in mapped:
         if m.path in parts:  # pages that are mapped would stay in the page cache
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(m.begin), ctypes.c_size_t(m.end - m.begin), mmap.MADV_DONTNEED)
+            madvise(m.begin, m.end - m.begin, mmap.MADV_DONTNEED)
     count, names = loading(), [n for n in bundle.manifest.files if n.endswith(TENSORS) and n != LEFTOVERS]
     count.expect(sum(bundle.manifest.files[name].size for name in names))
     for name in names:

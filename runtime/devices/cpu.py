@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import threading
@@ -20,9 +19,9 @@ from moepack.pack.spec import PAGE, ExpertLayer, Version, align
 from moepack.runtime.store.files import Stored
 
 from .contract import Memory
+from .glibc import madvise
 from .migration import HostEvent, HostThreads, Migration
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
 HUGE = 2 << 20
 COLLAPSE = 25  # MADV_COLLAPSE, Linux 6.1
 # Reads under way while loading, and for a pass that waits. The threads sleep meanwhile, so they may be more than the
@@ -63,12 +62,7 @@ class CpuMemory(Memory):
     def _advise(self, advice: int | None, pages: Iterable[int]) -> None:
         if advice is not None:
             for i in pages:
-                self._tell(advice, self._first + i * HUGE, HUGE)  # a system without huge pages refuses
-
-    def _tell(self, advice: int, start: int, size: int) -> int:
-        """Call madvise; return 0, or the error. `mmap.madvise` would hold Python's lock meanwhile, for milliseconds."""
-        at = ctypes.c_void_p(self.tensor.data_ptr() + start)
-        return ctypes.get_errno() if _LIBC.madvise(at, ctypes.c_size_t(size), advice) else 0
+                madvise(self.tensor.data_ptr() + self._first + i * HUGE, HUGE, advice)  # refused without huge pages
 
     def take(self, start: int, size: int) -> None:
         """Count the bytes, and request huge pages; the system provides memory when they are written."""
@@ -88,8 +82,8 @@ class CpuMemory(Memory):
         """Give whole pages back to the system."""
         with self._lock:
             self._advise(getattr(mmap, "MADV_NOHUGEPAGE", None), self._change(start, size, -1))
-            if error := self._tell(mmap.MADV_DONTNEED, start, size):
-                raise OSError(error, os.strerror(error))
+            if error := madvise(self.tensor.data_ptr() + start, size, mmap.MADV_DONTNEED):
+                raise OSError(error, f"memory cannot be given back: {os.strerror(error)}")
 
 
 class CpuDevice(Migration):

@@ -1,4 +1,4 @@
-"""Limit the C library's heap on a CPU to the memory in use.
+"""Limit the C library's heap on a CPU to the memory in use; and call madvise.
 
 Otherwise a process exceeds its budget: growing caches and freed activations leave large holes in the heap, whose memory
 glibc keeps. Inside the context of `reusing`, glibc may keep it.
@@ -31,7 +31,7 @@ _lock, _reusers = threading.Lock(), 0  # threads inside `reusing`
 @functools.cache
 def _libc() -> Any:
     try:
-        library = ctypes.CDLL(None)
+        library = _standard()
         return library if library.malloc_trim and library.mallopt else None  # glibc
     except (AttributeError, OSError, TypeError):
         return None
@@ -43,6 +43,20 @@ def bound() -> None:
         _limits[:] = MAPPED, KEPT
         if not _reusers:
             _limit()
+
+
+def madvise(address: int, size: int, advice: int) -> int:
+    """Tell the system about memory; return 0, or the error's number.
+
+    `mmap.madvise` holds Python's lock meanwhile: for milliseconds where the system copies a huge page.
+    """
+    called = _standard().madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice)
+    return ctypes.get_errno() if called else 0
+
+
+@functools.cache
+def _standard() -> Any:
+    return ctypes.CDLL(None, use_errno=True)
 
 
 @contextmanager

@@ -7,13 +7,16 @@ same ones, so that a CUDA graph may hold them. More tokens take a sort by torch 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from moepack.pack.spec import Matrix
 from moepack.runtime.kernels.affine_triton import TILINGS, Tiling, product, route
 from moepack.runtime.kernels.current import current
+from moepack.runtime.kernels.forms import Form
 from moepack.runtime.kernels.routing_triton import Routed, Routing, Tally, fits
 from moepack.runtime.kernels.routing_triton import route as route_few
 from moepack.runtime.kernels.switch_triton import summed, switched
@@ -97,10 +100,17 @@ def _forward(call: LayerCall) -> Tensor:
     few, tiling = call.routed, _tiling(call, x.dtype)
     geometry = route(call.index.long(), count, tiling.tokens) if few is None else few.geometry
     handles, slots, fused = experts.device_table(), tokens * top_k, _fuses(module)
-    run, served = (product, experts.served) if few is None else (switched, experts.of.launched or experts.served)
+    served = experts.served if few is None else experts.of.launched or experts.served
     first_forms, second_forms = zip(*experts.of.forms.values(), strict=True)  # each by the version's number
+
+    def run(matrix: Matrix, forms: Sequence[Form], x: Tensor, out: Tensor, gated: bool = False) -> None:
+        if few is None:
+            product(matrix, forms, served, handles, geometry, x, out, tiling, gated)
+        else:
+            switched(matrix, forms, served, handles, geometry, x, out, gated)
+
     h = x.new_empty(slots, first.rows // 2 if fused else first.rows)
-    run(first, first_forms, served, handles, geometry, x, h, tiling, fused)
+    run(first, first_forms, x, h, fused)
     if not fused:
         h = (module._apply_gate(h) if module.has_gate else module.act_fn(h)).contiguous()
     if experts.of.rotation is not None:
@@ -110,7 +120,7 @@ def _forward(call: LayerCall) -> Tensor:
     normed = getattr(module, "has_post_expert_norm", False)
     # rows of slots with an index past the last expert stay zero
     y = (x.new_zeros if few is None or normed else x.new_empty)(slots, second.rows)
-    run(second, second_forms, served, handles, geometry, h, y, tiling)
+    run(second, second_forms, h, y)
     if normed:
         y = module.post_expert_norm(y) * (call.index.reshape(-1, 1) < count)
     if few is not None:

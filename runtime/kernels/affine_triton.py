@@ -47,7 +47,8 @@ TILINGS = {
     torch.float16: (DECODE, Tiling(32, 64)),
     torch.float32: (DECODE, Tiling(32, 64, columns=32, stages=2)),
 }
-_TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # BF16 numbers of an activation, for few tokens
+ONES = (0x3F803F80, 0x3F003F00)  # two BF16 numbers in a word, for codes of up to five bits and of eight: `few`
+TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # BF16 numbers of an activation, for few tokens
 _PRECISION = {torch.bfloat16: "ieee", torch.float16: "tf32", torch.float32: "tf32x3"}  # of tensor cores
 
 # By an encoding's number in KERNELS: the bits of its codes, the mantissa bits of codes that are floating-point numbers,
@@ -252,7 +253,7 @@ def _cases(form: Form, tiling: Tiling) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _few_cases(form: Form, rows: int, cols: int, terms: int, gated: bool, alone: bool) -> dict[str, Any]:
+def few_cases(form: Form, rows: int, cols: int, terms: int, gated: bool, alone: bool) -> dict[str, Any]:
     """What the kernel for few tokens is compiled for: a thread's columns, loads and share of a matrix's columns.
 
     A warp has U loads' columns of R groups at a time: some four loads of 16 bytes a thread are to be under way, fewer
@@ -302,17 +303,24 @@ def product(
         InputError: for an encoding that the kernels do not know.
         ValueError: for shapes or dtypes that do not fit.
     """
-    slots, made = len(geometry.order), matrix.rows // 2 if gated else matrix.rows
+    check(matrix, len(geometry.order), handles, geometry, x, out, tiling, gated)
+    blocks = geometry.order, geometry.expert, geometry.first, geometry.count
+    grid = (len(geometry.expert), triton.cdiv(matrix.rows >> gated, tiling.rows))
+    for number in served:
+        _launch(grid, forms[number], matrix, handles, blocks, x, out, tiling, number, gated)
+
+
+def check(
+    matrix: Matrix, slots: int, handles: Tensor, geometry: Geometry, x: Tensor, out: Tensor, tiling: Tiling, gated: bool
+) -> None:
+    """Raise ValueError for arguments of `product` whose shapes or dtypes do not fit, or not together."""
+    made = matrix.rows >> gated
     if x.shape[-1] != matrix.cols or out.shape != (slots, made) or not slots or slots % len(x):
         raise ValueError(f"{matrix.name}: x {tuple(x.shape)}, out {tuple(out.shape)} and {slots} slots do not fit")
-    if x.dtype not in _PRECISION or handles.dtype != torch.int64 or matrix.rows % (1 + gated):
+    if x.dtype not in TILINGS or handles.dtype != torch.int64 or matrix.rows % (1 + gated):
         raise ValueError(f"{matrix.name}: x {x.dtype}, handles {handles.dtype}, {matrix.rows} rows")
     if geometry.tokens != tiling.tokens or not (x.is_contiguous() and out.is_contiguous()):
         raise ValueError(f"{matrix.name}: the geometry is of another tiling, or a tensor is not contiguous")
-    blocks = geometry.order, geometry.expert, geometry.first, geometry.count
-    grid = (len(geometry.expert), triton.cdiv(made, tiling.rows))
-    for number in served:
-        _launch(grid, forms[number], matrix, handles, blocks, x, out, tiling, number, gated)
 
 
 def dense(matrix: Matrix, form: Form, extent: Tensor, x: Tensor, out: Tensor) -> None:
@@ -352,10 +360,9 @@ def _launch(
     named = {"BIAS": f.bias >= 0, "OUTER": f.outer >= 0, "GATED": gated, "DENSE": blocks is None}
     # Triton's interpreter multiplies the bits of BF16 numbers instead of their values, so it gets float32.
     if tiling == DECODE:
-        terms = _TERMS[x.dtype]
-        cases = _few_cases(f, matrix.rows >> gated, matrix.cols, terms, gated, blocks is None)
-        ones = 0x3F003F00 if cases["BITS"] == 8 else 0x3F803F80
-        few[grid](*args, ones, **named, **cases, TERMS=terms, WIDE=not x.is_cuda)
+        terms = TERMS[x.dtype]
+        cases = few_cases(f, matrix.rows >> gated, matrix.cols, terms, gated, blocks is None)
+        few[grid](*args, ONES[cases["BITS"] == 8], **named, **cases, TERMS=terms, WIDE=not x.is_cuda)
         return
     precision = _PRECISION[x.dtype if x.is_cuda else torch.float32]
     _product[grid](

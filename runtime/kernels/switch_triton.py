@@ -18,13 +18,12 @@ from torch import Tensor
 
 from moepack.pack.spec import Matrix
 
-from .affine_triton import _TERMS, DECODE, Geometry, Tiling, _few_cases
+from .affine_triton import DECODE, ONES, TERMS, Geometry, check, few_cases
 from .forms import Form, kernel_of
 from .gemv_triton import few
 from .routing_triton import power
 
 _CASES = ("BITS", "MANTISSA", "SCALE", "GROUP", "COLUMNS", "STORED")
-_ONES, _HALVES = 0x3F803F80, 0x3F003F00  # two BF16 numbers in a word, for codes of up to five bits and of eight
 
 
 @triton.jit(do_not_specialize=["slots", "share", "ones", "halves"])  # type: ignore[untyped-decorator]
@@ -54,7 +53,7 @@ def _versions(
     for number in served:
         f = forms[number]
         kernel_of(f.name)
-        cases = _few_cases(f, rows, cols, terms, gated, False)
+        cases = few_cases(f, rows, cols, terms, gated, False)
         one = (
             number, f.low, f.high, f.scale, f.zero, max(f.bias, 0), max(f.outer, 0), *(cases[c] for c in _CASES),
             f.bias >= 0, f.outer >= 0, cases["U"], cases["S"], cases["EVEN"],
@@ -72,26 +71,20 @@ def switched(
     geometry: Geometry,
     x: Tensor,
     out: Tensor,
-    tiling: Tiling,
     gated: bool = False,
 ) -> None:
     """Compute what `affine_triton.product` does, to the same bits, in one launch for all versions of as many warps.
 
     Arguments and errors are those of `product`, but for `geometry`, which `routing_triton.route` makes: a block a slot.
     """
-    slots, made = len(geometry.expert), matrix.rows // 2 if gated else matrix.rows
-    if x.shape[-1] != matrix.cols or out.shape != (slots, made) or not slots or slots % len(x):
-        raise ValueError(f"{matrix.name}: x {tuple(x.shape)}, out {tuple(out.shape)} and {slots} slots do not fit")
-    if x.dtype not in _TERMS or handles.dtype != torch.int64 or matrix.rows % (1 + gated):
-        raise ValueError(f"{matrix.name}: x {x.dtype}, handles {handles.dtype}, {matrix.rows} rows")
-    if geometry.tokens != tiling.tokens or tiling != DECODE or not (x.is_contiguous() and out.is_contiguous()):
-        raise ValueError(f"{matrix.name}: the geometry is of another tiling, or a tensor is not contiguous")
-    terms = _TERMS[x.dtype]
+    slots = len(geometry.expert)
+    check(matrix, slots, handles, geometry, x, out, DECODE, gated)
+    terms = TERMS[x.dtype]
     parts = _versions(tuple(forms), tuple(served), matrix.rows >> gated, matrix.cols, terms, gated)
     for warps, versions in parts.items():
-        _switch[slots, -(-made // tiling.rows)](
+        _switch[slots, -(-(matrix.rows >> gated) // DECODE.rows)](
             handles, geometry.order, geometry.expert, geometry.first, geometry.count, x, out,
-            matrix.rows, matrix.cols, slots, slots // len(x), _ONES, _HALVES, VERSIONS=versions, GATED=gated,
+            matrix.rows, matrix.cols, slots, slots // len(x), *ONES, VERSIONS=versions, GATED=gated,
             TERMS=terms, WIDE=not x.is_cuda, num_warps=warps, num_stages=1,
         )  # fmt: skip
 

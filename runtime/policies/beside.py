@@ -16,14 +16,6 @@ EACH = 2  # that begin at one layer: what the next layer waits for comes behind 
 MARGIN, SHARE = 8, 16  # free room for their blocks: so many of the largest, in a SHARE-th of all room; but one at least
 
 
-def margin(sizes: Sequence[Sequence[int]], room: int) -> int:
-    """Return the bytes of `room` that are kept free for moves; `sizes` [layers][placements] are an expert's bytes."""
-    if all(len(row) < 3 for row in sizes):
-        return 0  # one version in memory: nothing moves
-    largest = max(max(row) for row in sizes)
-    return min(MARGIN * largest, max(largest, room // SHARE))
-
-
 class Moves:
     """The experts that move, and those that have moved while a pass may still read their earlier version."""
 
@@ -32,8 +24,14 @@ class Moves:
         self._cache, self._sizes = cache, sizes
         self._going: dict[Key, int] = {}  # where to
         self._gone: dict[Key, int] = {}  # where from
+        self._moves = any(len(row) > 2 for row in sizes)  # else there is one version in memory: nothing moves
+        self._largest = max((max(row) for row in sizes), default=0)
         # What a layer may need at once: no move takes that room
         self._least = max((n * max(row) for n, row in zip(experts, sizes, strict=True)), default=0)
+
+    def margin(self, room: int) -> int:
+        """Return the bytes of `room` that are kept free for moves."""
+        return min(MARGIN * self._largest, max(self._largest, room // SHARE)) if self._moves else 0
 
     def settle(self, layer: int, placed: Sequence[int], coming: Sequence[int]) -> None:
         """Take note of what has become of a layer's moves since it was last reached.
@@ -63,14 +61,14 @@ class Moves:
             answer: what else changes; experts in it at the base have left.
         """
         held, to = self._cache.held, earned.tolist()
-        if len(self._going) + len(self._gone) >= MOVES:
+        if not self._moves or len(self._going) + len(self._gone) >= MOVES:
             return
         needed = counts.nonzero()[0].tolist()
         rising = [e for e in needed if to[e] < held.get((layer, e), -1) and self._is_still((layer, e))]
         if len(rising) > EACH:
             rising = sorted(rising, key=lambda e: -heat[e])[:EACH]
         fit = [self._move((layer, e), to[e], room, answer) for e in rising]
-        if not all(fit) or self._cache.bytes + margin(self._sizes, room) > room:
+        if not all(fit) or self._cache.bytes + self.margin(room) > room:
             self._shed(layer, counts, heat, to, room, answer)
 
     def _shed(self, layer: int, counts: Ints, heat: Floats, to: list[int], room: int, answer: Changes) -> None:

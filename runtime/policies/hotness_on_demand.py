@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from moepack.runtime.allocation.ladder import Floats, Ladder, bytes_by_loss
 
-from .beside import Moves, margin
+from .beside import Moves
 from .contract import Event, Interval, Ints, Key, LayerReached, Needs, Setting, Wanted
 from .heat import ExpertHeat, busiest
 from .mixed_cache import MixedCache
@@ -125,7 +125,7 @@ class HotnessOnDemand:
     def _earn(self, room: int) -> None:
         """Choose the placements that the experts earn by their heat, within `room` bytes of all layers together."""
         shares = [self._shares(p) for p in range(len(self._earned))]
-        room -= margin(self._setting.sizes, room)
+        room -= self._moves.margin(room)
         rooms = bytes_by_loss(self._ladders, shares, room)
         self._earned = [
             ladder.fill(shares[p], rooms[p], self._earned[p], self._margin, self._slack)

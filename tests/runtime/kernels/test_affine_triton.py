@@ -259,9 +259,9 @@ def test_one_launch_for_all_versions_makes_the_same_bits() -> None:
     want, got = torch.zeros(18, 50, device=DEVICE), torch.full((18, 50), float("nan"), device=DEVICE)
     product(m, forms, range(5), handles, many(there, 12, DECODE.tokens), x, want, DECODE)
     routed = route(Routing(3), handles, DECODE.tokens, given=(index, gates))
-    switched(m, forms, range(5), handles, routed.geometry, x, got, DECODE)
+    switched(m, forms, range(5), handles, routed.geometry, x, got)
     assert torch.equal(got[routed.live.bool()], want[routed.live.bool()])
     total = (want * gates.view(-1, 1)).view(6, 3, -1).sum(1)
     torch.testing.assert_close(summed(got, gates, routed.live, torch.float32), total, rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match="do not fit"):
-        switched(m, forms, range(5), handles, routed.geometry, x[:, :-1].contiguous(), got, DECODE)
+        switched(m, forms, range(5), handles, routed.geometry, x[:, :-1].contiguous(), got)

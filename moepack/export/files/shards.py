@@ -53,16 +53,28 @@ class Workers:
     Leaving the context waits for them. An error of one ends the others, and comes from `submit` or at the end.
     """
 
-    def __init__(self) -> None:
-        self._pool, self._room = ThreadPoolExecutor(WORKERS), threading.Semaphore(2 * WORKERS)
+    def __init__(self, threads: int = WORKERS, ahead: int = 2 * WORKERS) -> None:
+        """Start threads, which at most `ahead` calls wait for or run on."""
+        self._pool, self._room = ThreadPoolExecutor(threads), threading.Semaphore(ahead)
         self._error: BaseException | None = None
 
     def submit(self, call: Callable[..., None], *given: Any) -> None:
-        """Have something called, once there is room."""
+        """Have something called, once there is room. Raises an earlier call's error, after which nothing is called."""
         self._room.acquire()
         if self._error is not None:
+            self._room.release()  # others may wait for it, and are to raise too
             raise self._error
         self._pool.submit(self._run, call, given)
+
+    def close(self) -> None:
+        """Wait for all calls. Raises the error of one."""
+        self._pool.shutdown()
+        if self._error is not None:
+            raise self._error
+
+    def abandon(self) -> None:
+        """Wait for calls that run, and drop the others."""
+        self._pool.shutdown(cancel_futures=True)
 
     def _run(self, call: Callable[..., None], given: tuple[Any, ...]) -> None:
         try:
@@ -77,10 +89,11 @@ class Workers:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
-        self._error = self._error or error
-        self._pool.shutdown()
-        if error is None and self._error is not None:
-            raise self._error
+        if error is None:
+            self.close()
+        else:
+            self._error = self._error or error
+            self._pool.shutdown()
 
 
 def each(call: Callable[[int], None], count: int) -> None:
@@ -111,8 +124,7 @@ class Files:
         self._open: dict[str, FilledFile] = {}
         self._full = set[str]()  # those whose last byte is written
         self._lock = threading.Lock()
-        self._disk, self._room = ThreadPoolExecutor(1), threading.Semaphore(AHEAD)
-        self._error: BaseException | None = None  # of the disk's thread
+        self._disk = Workers(1, AHEAD)
         work.at_end(self._abandon)
 
     @property
@@ -136,33 +148,15 @@ class Files:
             last = own.whole and file not in self._full
             self._full |= {file} if last else set()
         if last:
-            self._behind(self._finish, file)
+            self._disk.submit(self._finish, file)
 
     def close(self) -> None:
         """Finish the files. Raises InputError if bytes of a tensor were not written."""
         for file in self._parts:
             if not self._done(file):
                 self._opened(file).check()
-                self._behind(self._finish, file)
-        self._disk.shutdown()
-        if self._error is not None:
-            raise self._error
-
-    def _behind(self, call: Callable[[Any], None], given: Any) -> None:
-        """Have the disk's thread call something. Raises its error, after which it calls nothing."""
-        self._room.acquire()
-        if self._error is not None:
-            raise self._error
-        self._disk.submit(self._on_disk, call, given)
-
-    def _on_disk(self, call: Callable[[Any], None], given: Any) -> None:
-        try:
-            if self._error is None:
-                call(given)
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._room.release()
+                self._disk.submit(self._finish, file)
+        self._disk.close()
 
     def _done(self, file: str) -> bool:
         return file in self._full or self._work.has(f"{self._folder}/{file}")
@@ -171,7 +165,7 @@ class Files:
         if file not in self._open:
             path = self._work.path(self._folder, file)
             own = self._head(file), self._parts[file], self._alignment
-            self._open[file] = FilledFile(path, *own, lambda fd: self._behind(os.fdatasync, fd))
+            self._open[file] = FilledFile(path, *own, lambda fd: self._disk.submit(os.fdatasync, fd))
         return self._open[file]
 
     def _finish(self, file: str) -> None:
@@ -179,7 +173,7 @@ class Files:
         self._work.finish(f"{self._folder}/{file}")
 
     def _abandon(self) -> None:
-        self._disk.shutdown(cancel_futures=True)
+        self._disk.abandon()
         for file in self._open.values():
             file.close()
 

@@ -17,7 +17,7 @@ import torch
 from support import Notes, cli, forked, refused, spy, tree
 
 from moepack.export import Wanted, export
-from moepack.export.files import ExportDirectory, shards, work, working
+from moepack.export.files import ExportDirectory, Workers, shards, work, working
 from moepack.export.files.filled import FilledFile
 from moepack.export.gguf import lossy
 from moepack.export.run import made_for
@@ -363,3 +363,19 @@ def test_no_room(of_zeros: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         f"out: has no room: {needed:,} bytes are to come, {needed - 1:,} are free",
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_behind_reaches_every_caller() -> None:
+    """None waits for room that calls before it did not give back."""
+
+    def fails() -> None:
+        raise OSError("disk full")
+
+    workers = Workers(1, 2)
+    workers.submit(fails)
+    for _ in range(8):
+        with pytest.raises(OSError, match="disk full"):
+            while True:
+                workers.submit(lambda: None)
+    with pytest.raises(OSError, match="disk full"):
+        workers.close()

@@ -202,7 +202,7 @@ def test_calls_from_several_threads_at_once(borrowed: bool, tiles: bool) -> None
 def test_after_a_fork_the_child_has_threads_of_its_own() -> None:
     code = (
         "import os, sys, torch\n"
-        f"sys.path.insert(0, {str(HELPERS)!r})\n"
+        f"sys.path.insert(0, {str(HELPERS / 'inputs')!r})\n"
         "import expert_layers as t\n"
         "t.native.use_openmp(False)\n"
         "layer = t.make_layer(t.Matrix('m', 300, 256), t.VERSIONS, [0, 1, 2, 3, 4])\n"

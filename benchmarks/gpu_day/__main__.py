@@ -42,6 +42,7 @@ STAGES: dict[str, tuple[str, str, float, bool]] = {
     "coded": ("coded", "rows", 45, True),
     "served": ("served", "rows", 130, False),
     "whole": ("whole", "rows", 80, True),
+    "large": ("large", "rows", 200, True),
 }
 PROBE = """
 import json, torch

@@ -40,7 +40,7 @@ class Setting:
     @property
     def torch(self) -> torch.device:
         """The device."""
-        return torch.device(self.device)
+        return torch.device(self.device, 0) if self.on_gpu else torch.device(self.device)
 
     def predicted(self, *path: str) -> float | None:
         """A number of the committed predictions for this GPU; `None` where there is none."""

@@ -55,11 +55,11 @@ def rows(setting: Setting) -> Rows:
     return out
 
 
-def _bundle(setting: Setting, shape: Shape) -> Path:
+def made_bundle(setting: Setting, shape: Shape) -> Path:
     """A generated bundle, made by the first who asks."""
     from benchmarks.limited.bundle import write_bundle
 
-    shape = FEW if setting.small else shape
+    shape = FEW if not setting.on_gpu or setting.quick and shape.layers > 4 else shape
     path, aside = setting.work / shape.name, setting.work / f"{shape.name}.partial"
     if not path.exists():
         aside.mkdir(exist_ok=True)
@@ -72,7 +72,7 @@ def bundles(setting: Setting) -> Measured:
     """Seconds to generate the bundles."""
     began = time.perf_counter()
     for shape in (DEEP, WIDE):
-        _bundle(setting, shape)
+        made_bundle(setting, shape)
     return Measured(time.perf_counter() - began, "s")
 
 
@@ -81,7 +81,7 @@ def bundles(setting: Setting) -> Measured:
 
 def promotions(setting: Setting, slots: int) -> Measured:
     """Extents a second that come from pinned memory into blocks, with so many fetches under way."""
-    bundle = open_bundle(_bundle(setting, WIDE))
+    bundle = open_bundle(made_bundle(setting, WIDE))
     store, version = BackingStore(bundle), bundle.manifest.version("w4")
     layer = bundle.layers[0]
     stored = [store.stored("w4", 0, e) for e in range(layer.experts)]
@@ -152,7 +152,7 @@ def registering(setting: Setting) -> Measured:
 @contextlib.contextmanager
 def served(setting: Setting, share: float) -> Iterator[Any]:
     """The deep model in a budget with room for this share of its experts at the high version."""
-    path, shape = _bundle(setting, DEEP), FEW if setting.small else DEEP
+    path, shape = made_bundle(setting, DEEP), FEW if setting.small else DEEP
     options: dict[str, Any] = {"policy": POLICY, "device": setting.device, "kv_tokens": 256, "prefill_tokens": 32}
     try:
         moepack.load(path, device_memory=1000, **options)
@@ -283,7 +283,7 @@ def checked(setting: Setting) -> Measured:
 
 
 @contextlib.contextmanager
-def _captures() -> Iterator[list[str]]:
+def captures() -> Iterator[list[str]]:
     """Ask the runtime for graphs of models that are loaded inside; what its log says of them."""
     said = list[str]()
 
@@ -327,7 +327,7 @@ def _captured(setting: Setting) -> Iterator[tuple[Any, Any, list[str]]]:
     """A served model whose step is a graph, and its cache."""
     from transformers import StaticCache
 
-    with _captures() as said, served(setting, 0.5) as model:
+    with captures() as said, served(setting, 0.5) as model:
         cache = StaticCache(config=model.config, max_cache_len=128)
         _decode(model, cache, setting, 6)
         if not any("is now" in text for text in said):

@@ -9,6 +9,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,15 @@ from .served import FEW
 from .steps import attach
 
 SERVED = ("w4", "w2")
+THEIRS = "transformers' own BF16"
 WARM = 3
 
 
 def rows(setting: Setting) -> Rows:
     """The stage's rows."""
     out: Rows = {}
-    for name in SERVED:
-        out[f"token, {name}, launched one by one"] = Entry(partial(eager, setting, name), on_cpu=name == "w4")
+    for name in (*SERVED, THEIRS):
+        out[f"token, {name}, launched one by one"] = Entry(partial(eager, setting, name), on_cpu=name != "w2")
         out[f"token, {name}, by graph"] = Entry(partial(by_graph, setting, name))
     out["launches of a token"] = Entry(partial(launches, setting, "Launch"), on_cpu=True)
     out["synchronisations of a token"] = Entry(partial(launches, setting, "Synchronize"), on_cpu=True)
@@ -54,17 +56,25 @@ def _model(setting: Setting, version: str) -> Any:
         config = AutoConfig.from_pretrained(work)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    model.set_experts_implementation(IMPLEMENTATION)
+    model.set_experts_implementation("grouped_mm" if version == THEIRS else IMPLEMENTATION)
     torch.manual_seed(0)
+    shared: dict[str, Any] = {}
     for module in model.modules():
         for name in list(module._parameters):
             if type(module).__name__.endswith("Experts"):
-                del module._parameters[name]
+                p = module._parameters.pop(name)
+                if version == THEIRS:
+                    if name not in shared:
+                        made = torch.empty(p.shape, dtype=p.dtype, device=setting.torch).normal_(0, 0.02)
+                        shared[name] = torch.nn.Parameter(made, requires_grad=False)
+                    module._parameters[name] = shared[name]
             elif (p := module._parameters[name]) is not None:
                 made = torch.empty(p.shape, dtype=p.dtype, device=setting.torch)
                 made = made.fill_(1.0) if p.dim() == 1 else made.normal_(0, 0.02)
                 module._parameters[name] = torch.nn.Parameter(made, requires_grad=False)
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(setting.torch)
+    if version == THEIRS:
+        return model
     small = Shape(shape.hidden, shape.inner, shape.experts, shape.top_k)
     experts = layer_like(
         (small if setting.small else LAYER).matrices, [VERSIONS[version]], [version] * shape.experts, setting.torch, 0
@@ -112,22 +122,27 @@ def by_graph(setting: Setting, version: str) -> Measured:
 
 def launches(setting: Setting, kind: str) -> Measured:
     """How often a token's pass calls the runtime's functions of a kind, by torch.profiler."""
-    from torch.profiler import ProfilerActivity, profile
     from transformers import DynamicCache
 
     model = _model(setting, "w4")
     cache, ids = DynamicCache(config=model.config), torch.ones(1, 1, dtype=torch.long, device=setting.torch)
-    kinds = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * setting.on_gpu]
     with torch.inference_mode():
-        for _ in range(WARM):
-            model(ids, past_key_values=cache, use_cache=True)
-        with profile(activities=kinds) as seen:
-            model(ids, past_key_values=cache, use_cache=True)
+        seen, more = calls_of(lambda: model(ids, past_key_values=cache, use_cache=True), kind, setting)
+    counted = predictions.kept()["inputs"]["steps"]["Qwen3-30B-A3B"]
+    if kind == "Synchronize":
+        return Measured(seen, "calls", limit=counted["synchronisations"], more=more)
+    return Measured(seen, "calls", counted["operations"], more=more)
+
+
+def calls_of(work: Callable[[], object], kind: str, setting: Setting) -> tuple[int, dict[str, Any]]:
+    """How often work calls the runtime's functions of a kind once it is warm, and which, by torch.profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    for _ in range(WARM):
+        work()
+    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * setting.on_gpu]) as seen:
+        work()
     averages = seen.key_averages()
     calls = {e.key: e.count for e in averages if e.key.startswith("cu") and kind in e.key}
     operations = sum(e.count for e in averages if e.key.startswith("aten::"))
-    counted = predictions.kept()["inputs"]["steps"]["Qwen3-30B-A3B"]
-    more = {"calls": calls, "aten operations": operations}
-    if kind == "Synchronize":
-        return Measured(sum(calls.values()), "calls", limit=counted["synchronisations"], more=more)
-    return Measured(sum(calls.values()), "calls", counted["operations"], more=more)
+    return sum(calls.values()), {"calls": calls, "aten operations": operations}

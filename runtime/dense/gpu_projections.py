@@ -1,11 +1,13 @@
 """Queries, keys and values of one token of each sequence on a GPU: one product and one launch, static caches included.
 
-The three maps' weights become parts of one matrix, whose product is torch's. The launch normalises and rotates the
-heads, and writes keys and values where a static cache keeps them. Modules are found and tried as by projections.py.
+The three maps' weights become parts of one matrix. Its product is torch's, or that of the experts' kernel where they are
+packed. The launch normalises and rotates the heads, and writes keys and values where a static cache keeps them. Modules
+are found and tried as by projections.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from moepack.runtime.kernels.step_triton import rotate
 
 from .gpu_modules import FLOATS, described
 from .linears import learns
+from .packed import PackedLinear, joined
 from .projections import MAPS, NORMS, serve_projections
 
 
@@ -26,16 +29,15 @@ class GpuPlace:
 
     several = False
 
-    def __init__(self, module: Any, modules: dict[str, Any], norms: Any, shared: bool) -> None:
-        """Move the maps' weights into one matrix; their modules keep views of it."""
+    def __init__(self, module: Any, modules: dict[str, Any], norms: Any, shared: bool, dtype: torch.dtype) -> None:
+        """Move the maps' weights into one matrix, of which their modules keep their rows."""
         maps = [modules[name] for name in MAPS]
         self.most, self._modules, self._norms, self._shared = TOKENS, modules, norms, shared
         with torch.no_grad(), torch.inference_mode(False):
-            self._weight = _joined([m.weight for m in maps])
-            self._bias = None if maps[0].bias is None else _joined([m.bias for m in maps])
-        self.device, self.dtype = self._weight.device, self._weight.dtype
+            self._map = _joined(maps)
+        self.dtype, self.device = dtype, _weight_of(maps[0]).device
         self._heads = maps[0].out_features // module.head_dim, maps[1].out_features // module.head_dim
-        self._at = {name: m.weight.data_ptr() for name, m in modules.items()}
+        self._at = {name: _weight_of(m).data_ptr() for name, m in modules.items()}
 
     def holds(self, module: nn.Module) -> bool:
         """Whether the module's maps and norms are as they were: the same, at their addresses, frozen, without hooks."""
@@ -45,14 +47,16 @@ class GpuPlace:
             m: Any = module._modules[name]
             if m is not of or m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__:
                 return False
-            weight = m._parameters.get("weight")
-            if weight is None or weight.data_ptr() != self._at[name] or weight.dtype != self.dtype or learns(weight):
+            weight = _weight_of(m)
+            if weight is None or weight.data_ptr() != self._at[name] or learns(weight):
+                return False
+            if weight.dtype != self.dtype and not isinstance(m, PackedLinear):
                 return False
         return True
 
     def run(self, x: Tensor, turn: tuple[Tensor, Tensor], cache: Any, number: int, others: Any) -> tuple[Tensor, ...]:
         """Return queries, keys and values of `x`; these two are all that layer `number` of the cache then holds."""
-        made = nn.functional.linear(x.view(len(x), -1), self._weight, self._bias)
+        made = self._map(x.view(len(x), -1))
         cos, sin = (t.reshape(len(x), -1) for t in turn)
         layer = _static(cache, number, made.dtype)
         place = None if layer is None else (layer.keys, layer.values, layer.cumulative_length)
@@ -77,7 +81,22 @@ class GpuPlace:
         return None
 
 
-def _joined(parts: list[Any]) -> Tensor:
+def _weight_of(module: nn.Module) -> Any:
+    """The tensor that a map or a norm reads; None if it has lost it."""
+    return module.packed if isinstance(module, PackedLinear) else module._parameters.get("weight")
+
+
+def _joined(maps: list[Any]) -> Callable[[Tensor], Tensor]:
+    """One product in place of the maps' own, over their weights in one matrix."""
+    if isinstance(maps[0], PackedLinear):
+        whole = joined(maps)
+        return whole if whole is not None else lambda x: torch.cat([m(x) for m in maps], dim=-1)
+    weight = _one([m.weight for m in maps])
+    bias = None if maps[0].bias is None else _one([m.bias for m in maps])
+    return lambda x: nn.functional.linear(x, weight, bias)
+
+
+def _one(parts: list[Any]) -> Tensor:
     """Return the parts one below the other, in one tensor, of which they become views."""
     whole = torch.cat([p.detach() for p in parts])
     for part, view in zip(parts, whole.split([len(p) for p in parts]), strict=True):
@@ -103,19 +122,27 @@ def _place(module: Any, shared: bool) -> GpuPlace | None:
     maps = [module._modules.get(name) for name in MAPS]
     norms = [module._modules.get(name) for name in NORMS]
     found = tuple(None if m is None else described(m) for m in norms)
-    if any(type(m) is not nn.Linear or m.weight.dtype not in FLOATS for m in maps):
+    kinds = {type(m) for m in maps}
+    dtype = next((m.weight.dtype for m in (*norms, *maps) if hasattr(m, "weight")), module.config.dtype)
+    if kinds not in ({nn.Linear}, {PackedLinear}) or dtype not in FLOATS:
         return None
     if any(m is not None and f is None for m, f in zip(norms, found, strict=True)):
         return None  # a norm that the kernel does not reproduce
-    weights = [m.weight for m in (*maps, *(m for m in norms if m is not None))]
-    if len({(w.dtype, w.device) for w in weights}) != 1 or len({m.bias is None for m in maps}) != 1:
+    weights = [_weight_of(m) for m in (*maps, *(m for m in norms if m is not None))]
+    if any(w is None for w in weights) or len({w.device for w in weights}) != 1:
+        return None
+    if {w.dtype for w in weights} - {dtype, torch.uint8} or len({_biased(m) for m in maps}) != 1:
         return None
     if len({m.in_features for m in maps}) != 1 or maps[1].out_features != maps[2].out_features:
         return None
     if any(f is not None and len(f.weight) != module.head_dim for f in found):
         return None  # of all heads together
     read = {name: m for name, m in zip((*MAPS, *NORMS), (*maps, *norms), strict=True) if m is not None}
-    return GpuPlace(module, read, found, shared)
+    return GpuPlace(module, read, found, shared, dtype)
+
+
+def _biased(module: Any) -> bool:
+    return bool(module.matrix.bias if isinstance(module, PackedLinear) else module.bias is not None)
 
 
 def serve_gpu_projections(model: nn.Module) -> dict[str, int]:

@@ -6,6 +6,8 @@ gradient, torch dequantises the matrix.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +18,8 @@ from moepack.pack.spec import Matrix, Version
 from moepack.runtime.experts import backends
 from moepack.runtime.experts.op import enter
 from moepack.runtime.kernels.current import current
-from moepack.runtime.kernels.forms import compiled, make_forms
-from moepack.runtime.kernels.reference import dequantise, section, sections_of
+from moepack.runtime.kernels.forms import Form, compiled, form_at
+from moepack.runtime.kernels.reference import Sections, dequantise, section, sections_of
 
 
 class PackedLinear(nn.Module):
@@ -31,6 +33,7 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = matrix.cols, matrix.rows
         self.register_buffer("packed", torch.empty(0, dtype=torch.uint8), persistent=False)
         (self._sections,) = sections_of((matrix,), version)
+        self._form: Form | None = None  # as kernels of a GPU read it
         self.group: Any = None  # a linears.Group; `which` is the number of this map in it
         self.which, self._number = 0, enter(self)
 
@@ -59,10 +62,16 @@ class PackedLinear(nn.Module):
         rows = (rows if x.dtype in TILINGS else rows.float()).contiguous()
         out = rows.new_empty(len(rows), self.out_features)
         if len(rows):
-            (form,) = make_forms((self.matrix,), self.version)
+            form = self._form = self._form or form_at(
+                self.version, 0, {kind: s.offset for kind, s in self._sections.items()}
+            )
             with current(x.device):
                 dense(self.matrix, form, self.packed, rows, out)
         return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
+
+    def lie_at(self, extent: Tensor, sections: Sections) -> None:
+        """Read the weights from another extent, where they are already."""
+        self.packed, self._sections, self._form = extent, sections, None
 
     def _check_loaded(self) -> None:
         if not self.packed.numel():
@@ -77,3 +86,30 @@ class PackedLinear(nn.Module):
         """Add the version to torch's own text."""
         name = self.version.name
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.matrix.bias}, {name}"
+
+
+def joined(maps: Sequence[PackedLinear]) -> PackedLinear | None:
+    """Move maps of one input into one extent, of which each keeps its rows; return the map of all rows.
+
+    None, and nothing moves, if the maps differ in more than rows, or kernels could not read a map's rows there.
+    """
+    if len({(m.version, m.in_features, m.matrix.bias, m.packed.device) for m in maps}) != 1:
+        return None
+    first = maps[0]
+    matrix = replace(first.matrix, rows=sum(m.out_features for m in maps))
+    whole = PackedLinear(matrix, first.version)
+    ends = {kind: s.offset for kind, s in whole._sections.items()}
+    moved: list[Sections] = []
+    for m in maps:
+        moved.append({kind: replace(s, offset=ends[kind]) for kind, s in m._sections.items()})
+        ends = {kind: s.end for kind, s in moved[-1].items()}
+    apart = all(s.offset % 16 == 0 for sections in moved for s in sections.values())
+    if not apart or any(end != whole._sections[kind].end for kind, end in ends.items()):
+        return None
+    extent = first.packed.new_zeros(first.version.resident_size((matrix,)))
+    for m, sections in zip(maps, moved, strict=True):
+        for kind, s in sections.items():
+            extent[s.offset : s.end] = m.packed[m._sections[kind].offset : m._sections[kind].end]
+        m.lie_at(extent, sections)
+    whole.lie_at(extent, whole._sections)
+    return whole

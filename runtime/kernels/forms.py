@@ -6,7 +6,7 @@ number: an extent's address, with the version's number in the low bits. So one s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 from moepack.pack.errors import InputError
@@ -98,17 +98,19 @@ class Form:
 
 def make_forms(matrices: Sequence[Matrix], version: Version) -> tuple[Form, ...]:
     """The forms of all matrices of an expert in one version. Raises InputError if `kernel_of` does."""
-    kernel_of(version.name)
     at: list[dict[str, int]] = [{} for _ in matrices]
     for s in version.sections(matrices):
         at[s.matrix][s.kind] = s.offset
-    return tuple(
-        Form(
-            version.name, own.kernel, version.group_size, int(own.stores_zeros), of.get("weight", of.get("plane0", 0)),
-            of.get("plane1", 0), of.get("scale", 0), of.get("zero", 0), of.get("bias", -1),
-            of.get("outer", -1),
-        )
-        for own, of in ((version.at(i), of) for i, of in enumerate(at))
+    return tuple(form_at(version, i, of) for i, of in enumerate(at))
+
+
+def form_at(version: Version, matrix: int, of: Mapping[str, int]) -> Form:
+    """The form of an expert's matrix whose sections are at these offsets. Raises InputError if `kernel_of` does."""
+    kernel_of(version.name)
+    own = version.at(matrix)
+    return Form(
+        version.name, own.kernel, version.group_size, int(own.stores_zeros), of.get("weight", of.get("plane0", 0)),
+        of.get("plane1", 0), of.get("scale", 0), of.get("zero", 0), of.get("bias", -1), of.get("outer", -1),
     )  # fmt: skip
 
 

@@ -23,7 +23,13 @@ from .forms import Form, kernel_of
 from .gemv_triton import few
 from .routing_triton import power
 
+SCALES = ("bf16", "fp16", "e8m0", "e4m3", "block", "row")  # by number: Triton before 3.9 takes no string in a tuple
 _CASES = ("BITS", "MANTISSA", "SCALE", "GROUP", "COLUMNS", "STORED")
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def _scale_of(number: int) -> str:
+    return SCALES[number]
 
 
 @triton.jit(do_not_specialize=["slots", "share", "ones", "halves"])  # type: ignore[untyped-decorator]
@@ -38,9 +44,9 @@ def _switch(  # type: ignore[no-untyped-def]
         few(
             handles, order, block_expert, block_first, block_count, x, out, rows, cols, slots, share,
             VERSIONS[i][0], VERSIONS[i][1], VERSIONS[i][2], VERSIONS[i][3], VERSIONS[i][4], VERSIONS[i][5],
-            VERSIONS[i][6], word, VERSIONS[i][7], VERSIONS[i][8], VERSIONS[i][9], VERSIONS[i][10], VERSIONS[i][11],
-            VERSIONS[i][12], VERSIONS[i][13], VERSIONS[i][14], GATED, False, VERSIONS[i][15], VERSIONS[i][16],
-            VERSIONS[i][17], TERMS, WIDE,
+            VERSIONS[i][6], word, VERSIONS[i][7], VERSIONS[i][8], _scale_of(VERSIONS[i][9]), VERSIONS[i][10],
+            VERSIONS[i][11], VERSIONS[i][12], VERSIONS[i][13], VERSIONS[i][14], GATED, False, VERSIONS[i][15],
+            VERSIONS[i][16], VERSIONS[i][17], TERMS, WIDE,
         )  # fmt: skip
 
 
@@ -54,6 +60,7 @@ def _versions(
         f = forms[number]
         kernel_of(f.name)
         cases = few_cases(f, rows, cols, terms, gated, False)
+        cases["SCALE"] = SCALES.index(cases["SCALE"])
         one = (
             number, f.low, f.high, f.scale, f.zero, max(f.bias, 0), max(f.outer, 0), *(cases[c] for c in _CASES),
             f.bias >= 0, f.outer >= 0, cases["U"], cases["S"], cases["EVEN"],

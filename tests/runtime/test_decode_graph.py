@@ -26,6 +26,7 @@ from moepack.runtime.experts import gpu as gpu_module
 
 RECIPE = """
 versions: [bf16, w4, w2]
+dense: [w8]
 quantize: {method: rtn, group_size: 32, loss_tokens: 64}
 calibration: {samples: 4, length: 32, batch_size: 4}
 allocation: {average_bits: 4}
@@ -43,7 +44,7 @@ def bundles(demo_model: Path, text: Path, made_once: Any) -> Callable[[int], Pat
 
     def bundle(layers: int) -> Path:
         def make(folder: Path) -> None:
-            build_tiny("qwen3_moe", folder, RECIPE, demo_model, text, num_hidden_layers=layers)
+            build_tiny("qwen3_moe", folder, RECIPE, demo_model, text, num_hidden_layers=layers, head_dim=32)
 
         return Path(made_once(f"decode-{layers}", make) / "bundle")
 
@@ -59,8 +60,8 @@ def dense_kernels(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
 class Served:
     """A model whose versions change when a test lets them, and a static cache that holds a prompt."""
 
-    def __init__(self, path: Path, policy: str = LIVE) -> None:
-        given: Any = {"kv_tokens": 2 * TOKENS, "prefill_tokens": TOKENS, "dtype": torch.float32}
+    def __init__(self, path: Path, policy: str = LIVE, dense: str = "bf16") -> None:
+        given: Any = {"kv_tokens": 2 * TOKENS, "prefill_tokens": TOKENS, "dtype": torch.float32, "dense": dense}
         self.model = load(path, policy, room=ROOM, **given)
         if (manager := self.model.moepack.manager) is not None:
             self._round, manager.worker._round = manager.worker._round, lambda now: None
@@ -94,11 +95,12 @@ class Served:
         wait_for(changed)
 
 
-def test_a_layer_is_few_operations_the_same_at_every_epoch(bundles: Any, gpu: StandIn) -> None:
+@pytest.mark.parametrize("dense", ["bf16", "w8"])
+def test_a_layer_is_few_operations_the_same_at_every_epoch(bundles: Any, gpu: StandIn, dense: str) -> None:
     """Models of 2 and of 4 layers; the first step of a model shows whether its layers hand on what routers made."""
     counts = []
     for layers in (2, 4):
-        served = Served(bundles(layers))
+        served = Served(bundles(layers), dense=dense)
         assert served.model.moepack.replaced["Qwen3MoeAttention"] == layers
         served.record(1)
         seen = []

@@ -9,7 +9,7 @@ from gpu_stand_in import kernels
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Matrix, Version
-from moepack.runtime.dense.packed import PackedLinear
+from moepack.runtime.dense.packed import PackedLinear, joined
 from moepack.runtime.kernels import reference
 
 WIDTHS = [Version.of(*w) for w in (("w8", 128), ("w4", 64), ("w3", 32), ("w2", 64), ("w1", 128))]
@@ -54,6 +54,26 @@ def test_every_encoding(version: Version) -> None:
         got = module(x)
         assert got.shape == (1, tokens, rows) and got.dtype == dtype
         assert (got - want).norm() <= LEAST[dtype] * want.norm(), (rows, cols, tokens, dtype)
+
+
+@pytest.mark.parametrize("version", VERSIONS, ids=lambda v: f"{v.name}-{v.group_size}")
+def test_maps_of_one_input_become_one(version: Version) -> None:
+    """The bits of each alone, by the joined map and by each in its new place; none moves where it could not be read."""
+    sizes = [(64, False), (32, False), (32, False)], [(32, True), (16, True)], [(33, True), (16, True)]
+    for n, rows in enumerate(sizes):
+        maps = [packed(Matrix("m", r, 200, bias=b), version, i) for i, (r, b) in enumerate(rows)]
+        x = torch.randn(2, 200, generator=torch.Generator().manual_seed(n))
+        want, before = [m(x) for m in maps], [m.packed.data_ptr() for m in maps]
+        whole = joined(maps)
+        if n == 2 or whole is None:  # rows are padded; scales of 16 rows would not begin at a multiple of 16 bytes
+            assert whole is None and [m.packed.data_ptr() for m in maps] == before
+            assert n == 2 or version.name in ("fp8", "nvfp4")
+        else:
+            assert torch.equal(whole(x), torch.cat(want, 1)) and len({m.packed.data_ptr() for m in maps}) == 1
+        for m, alone in zip(maps, want, strict=True):
+            assert torch.equal(m(x), alone)
+    other = packed(Matrix("m", 16, 200), Version.of("w4", 32), 0)
+    assert joined([maps[0], other]) is None
 
 
 def test_other_inputs(monkeypatch: pytest.MonkeyPatch) -> None:

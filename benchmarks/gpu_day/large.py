@@ -1,0 +1,162 @@
+"""Qwen3-30B-A3B on generated weights, whole: a bundle that the runtime loads and serves, in budgets that hold it or not.
+
+Tokens are those of a text of one topic (limited/shapes.py), so that experts come again as they do in a text.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+
+import moepack
+from benchmarks.limited.shapes import SHAPES, text
+from moepack.families.arguments import with_cache
+from moepack.runtime.planning.exceeded import TooSmallError
+
+from .rows import Entry, Measured, Rows, Setting
+from .served import FEW, captures, made_bundle
+from .whole import calls_of
+
+WHOLE = SHAPES["qwen3-moe"]
+FOUR = SHAPES["four"]  # of the same sizes, in four layers: `--quick` on a GPU
+PROMPT, WARM, STEPS, ROOM = 512, 32, 96, 1024  # tokens: of a prompt, before the clock, on the clock, of the cache
+HOTNESS = "hotness:hi=w4,lo=w2"
+BUDGETS = {  # bytes for the whole model; for a smaller one somewhat more than the least
+    f"{HOTNESS} in 14 GB": (HOTNESS, 14e9),
+    "lru:hi=w4,lo=absent in 8 GB": ("lru:hi=w4,lo=absent", 8e9),
+    "hotness:hi=w4,lo=stored in 8 GB": ("hotness:hi=w4,lo=stored", 8e9),
+    "lru:hi=w4,lo=absent in 14 GB": ("lru:hi=w4,lo=absent", 14e9),
+}
+
+
+def rows(setting: Setting) -> Rows:
+    """The stage's rows."""
+    out = {"a bundle is written": Entry(lambda: written(setting), on_cpu=True)}
+    out["w4, dense w8: token, launched one by one"] = Entry(lambda: token(setting, graphs=False), on_cpu=True)
+    out["w4, dense w8: token, by graph"] = Entry(lambda: token(setting, graphs=True))
+    out["w4, dense w8: prompt of 512"] = Entry(lambda: prompt(setting), on_cpu=True)
+    for kind in ("Launch", "Synchronize"):
+        out[f"w4, dense w8: calls of cu…{kind}… a token"] = Entry(partial(calls, setting, kind), on_cpu=True)
+    for label, (policy, budget) in BUDGETS.items():
+        out[label] = Entry(partial(limited, setting, policy, budget), on_cpu=policy == HOTNESS)
+    return out
+
+
+def _shape(setting: Setting) -> Any:
+    return WHOLE if not setting.small else FOUR if setting.on_gpu else FEW
+
+
+def written(setting: Setting) -> Measured:
+    """Seconds to write the bundle."""
+    began = time.perf_counter()
+    made_bundle(setting, _shape(setting))
+    return Measured(time.perf_counter() - began, "s")
+
+
+def _load(setting: Setting, policy: str, budget: float | None) -> Any:
+    shape = _shape(setting)
+    load = partial(
+        moepack.load, made_bundle(setting, shape), device=setting.device, policy=policy, dense="w8", kv_tokens=ROOM,
+        prefill_tokens=PROMPT, all_logits=False,
+    )  # fmt: skip
+    if budget is not None and shape is not WHOLE:
+        try:
+            load(device_memory=1000)
+        except TooSmallError as error:
+            budget = 1.25 * error.least
+    return load(device_memory=None if budget is None else round(budget))
+
+
+@lru_cache(1)
+def _whole(setting: Setting) -> tuple[Any, float, list[str], Any]:
+    """The model with all experts at w4, for several rows; the seconds that it took to load; what its log says."""
+    began, capturing = time.perf_counter(), captures()
+    said = capturing.__enter__()
+    return _load(setting, "static:w4", None), time.perf_counter() - began, said, capturing
+
+
+def _cache(model: Any, static: bool) -> Any:
+    """A cache; passes with a static one are captured."""
+    from transformers import DynamicCache, StaticCache
+
+    return StaticCache(config=model.config, max_cache_len=ROOM) if static else DynamicCache(config=model.config)
+
+
+def _pass(model: Any, cache: Any, ids: list[int], setting: Setting) -> float:
+    """Seconds of a pass, with the host's wait for its logits."""
+    began = time.perf_counter()
+    given = torch.tensor([ids], device=setting.torch)
+    out = model(given, use_cache=True, logits_to_keep=1, **with_cache(model, cache))
+    out.logits[0, -1, 0].item()
+    return time.perf_counter() - began
+
+
+def _ids(setting: Setting) -> tuple[list[int], list[int]]:
+    """A prompt, and the tokens that follow it."""
+    vocabulary = _shape(setting).vocabulary
+    ids = [i % vocabulary for i in text(0, PROMPT + WARM + STEPS, 1)]
+    return ids[:PROMPT], ids[PROMPT:] if not setting.small else ids[PROMPT : PROMPT + 12]
+
+
+def _times(model: Any, cache: Any, setting: Setting) -> tuple[float, list[float]]:
+    first, after = _ids(setting)
+    with torch.inference_mode():
+        read = _pass(model, cache, first, setting)
+        times = [_pass(model, cache, [i], setting) for i in after]
+    return read, times[-STEPS:] if not setting.small else times[4:]
+
+
+def token(setting: Setting, graphs: bool) -> Measured:
+    """Milliseconds of a token, in the median, all experts at w4 and matrices outside them from packed w8."""
+    model, loading, said, _ = _whole(setting)
+    _, times = _times(model, _cache(model, graphs), setting)
+    took = statistics.median(times)
+    way = "matrices in 8 bits, 15 nodes a layer"
+    rate = setting.predicted("steps", f"Qwen3-30B-A3B {way}", "w4", "tokens/s", "graph") if graphs else None
+    more = {"tokens/s": 1 / took, "p90 ms": 1e3 * statistics.quantiles(times, n=10)[8], "load s": loading, "log": said}
+    return Measured(took * 1e3, "ms", 1e3 / rate if rate else None, more=more)
+
+
+def prompt(setting: Setting) -> Measured:
+    """Milliseconds of a prompt's pass: the median of three after one."""
+    ids, _ = _ids(setting)
+    model = _whole(setting)[0]
+    with torch.inference_mode():
+        times = [_pass(model, _cache(model, False), ids, setting) for _ in range(4)]
+    took = statistics.median(times[1:])
+    return Measured(1e3 * took, "ms", more={"tokens/s": len(ids) / took, "first ms": 1e3 * times[0]})
+
+
+def calls(setting: Setting, kind: str) -> Measured:
+    """How often a token's pass, launched one by one, calls the runtime's functions of a kind."""
+    model = _whole(setting)[0]
+    cache = _cache(model, False)
+    with torch.inference_mode():
+        _pass(model, cache, _ids(setting)[0], setting)
+        one = torch.ones(1, 1, dtype=torch.long, device=setting.torch)
+        counted, more = calls_of(lambda: model(one, use_cache=True, **with_cache(model, cache)), kind, setting)
+    return Measured(counted, "calls", limit=0 if kind == "Synchronize" else None, more=more)
+
+
+def limited(setting: Setting, policy: str, budget: float) -> Measured:
+    """Milliseconds of a token, in the mean, in a budget: what waits is in it."""
+    began = time.perf_counter()
+    model = _load(setting, policy, budget)
+    loading = time.perf_counter() - began
+    try:
+        live = model.moepack.manager
+        read, times = _times(model, _cache(model, False), setting)
+        facts = model.moepack.counters()
+        more = {
+            "tokens/s": len(times) / sum(times), "median ms": 1e3 * statistics.median(times), "prompt s": read,
+            "load s": loading, "waits": live.waits, "peak MB": model.moepack.resident_bytes_peak / 1e6,
+            "host": live.device.host()["mode"] if hasattr(live.device, "host") else "",
+            "counters": {k: v for k, v in facts.items() if isinstance(v, int | float)},
+        }  # fmt: skip
+    finally:
+        model.moepack.close()
+    return Measured(1e3 * statistics.fmean(times), "ms", more=more)

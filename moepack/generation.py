@@ -42,17 +42,15 @@ class Session:
         self.model: Any = None
         self._cache: Any = None
         self._cached: list[int] = []
+        self._ends: set[int] = set()
 
     def load(self, kv_tokens: int, prefill_tokens: int) -> None:
         """Load the model. The arguments apply where the options leave `kv_tokens` or `prefill_tokens` unset."""
-        from transformers import GenerationConfig
-
         options = self._options.filled(kv_tokens=kv_tokens, prefill_tokens=prefill_tokens, all_logits=False)
-        self._chunk = options.workload.prefill_tokens or PROMPT
+        self._chunk, self._room = options.workload.prefill_tokens or PROMPT, options.workload.kv_tokens
         with Reporter().hub_bars(), loading_bar(str(self._path)) as report:
             self.model = load_model(self._source, options, report)
-        # Other settings of the model's generation_config.json would apply in addition to the caller's.
-        self.model.generation_config = GenerationConfig(eos_token_id=end_tokens(self.model.generation_config) or None)
+        self._ends = {*end_tokens(self.model.generation_config)}
 
     def __enter__(self) -> Session:
         return self
@@ -98,9 +96,6 @@ class Session:
             tell: receives the text as it is generated.
         """
         import torch
-        from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-        from transformers.generation.logits_process import LogitsProcessor
-        from transformers.generation.stopping_criteria import StoppingCriteria
         from transformers.generation.streamers import TextStreamer
 
         from .server.batching.sampling import Sampler
@@ -119,34 +114,40 @@ class Session:
                     told.append(text)
                     tell(text)
 
-        class Stop(StoppingCriteria):
-            def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-                return torch.full((len(input_ids),), ended, device=input_ids.device, dtype=torch.bool)
-
-        class Choose(LogitsProcessor):
-            def __call__(self, input_ids: Any, scores: Any) -> Any:
-                return torch.full_like(scores, -torch.inf).index_fill_(
-                    1, torch.tensor([sampler.choose(scores[0]).token], device=scores.device), 0.0
-                )
-
-        streamer = Streamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        whole = torch.tensor([ids], device=self.model.device)
-        cache, done = self._reuse(ids)
-        if self._options.in_budget:
-            cache = self._prefill(whole, cache, done)
-        settings = GenerationConfig(max_new_tokens=new_tokens, pad_token_id=0, return_dict_in_generate=True)
-        out = self.model.generate(
-            whole, attention_mask=torch.ones_like(whole), streamer=streamer,
-            generation_config=settings, stopping_criteria=StoppingCriteriaList([Stop()]),
-            logits_processor=LogitsProcessorList([Choose()]), **with_cache(self.model, cache),
-        )  # fmt: skip
-        self._cache = cache_in(out)
-        self._cached = [] if self._cache is None else out.sequences[0, : self._cache.get_seq_length()].tolist()
+        streamer: Any = Streamer(self.tokenizer, skip_special_tokens=True)
+        seen = list(ids)
+        cache, done = self._reuse(ids, len(ids) + new_tokens)
+        cache = self._static(max(len(ids) + new_tokens, self._room)) if cache is None else cache
+        with torch.inference_mode():
+            logits, cache = self._read(ids, cache, done)
+            for left in reversed(range(new_tokens)):
+                token = sampler.choose(logits).token
+                streamer.put(torch.tensor([token]))
+                if ended or token in self._ends or not left:
+                    break
+                seen.append(token)
+                logits, cache = self._read(seen, cache, 0 if cache is None else len(seen) - 1)
+        streamer.end()
+        self._cache, self._cached = cache, [] if cache is None else seen
         return "".join(told)
 
-    def _reuse(self, ids: list[int]) -> tuple[Any, int]:
-        """Take the last text's KV cache, cut to the prefix shared with a prompt, and its length; or (None, 0)."""
-        from transformers.cache_utils import DynamicLayer
+    def _static(self, tokens: int) -> Any:
+        """A cache of fixed size for so many tokens on a GPU, where decode steps become graphs; None to let it grow."""
+        from transformers.cache_utils import StaticCache, StaticLayer
+
+        from moepack.runtime.devices import torch_cuda
+
+        if not (self._source.is_bundle and torch_cuda.is_gpu(self.model.device)):
+            return None
+        cache = StaticCache(config=self.model.config, max_cache_len=tokens)
+        return cache if all(type(layer) is StaticLayer for layer in cache.layers) else None
+
+    def _reuse(self, ids: list[int], tokens: int) -> tuple[Any, int]:
+        """Take the last text's KV cache, cut to the prefix shared with a prompt, and its length; or (None, 0).
+
+        None also where it has no room for so many tokens.
+        """
+        from transformers.cache_utils import DynamicLayer, StaticLayer
 
         from moepack.runtime.kv.growing import GrowingLayer
 
@@ -155,23 +156,27 @@ class Session:
         done = min(done, len(ids) - 1)
         if cache is None or not done:
             return None, 0
+        layers = getattr(cache, "layers", [None])
+        static = all(isinstance(layer, StaticLayer) for layer in layers)  # full attention's: `_static` makes no others
+        if static and layers[0].max_cache_len < tokens:
+            return None, 0
         if done < len(self._cached):
             plain = DynamicLayer, GrowingLayer
-            if any(type(layer) not in plain for layer in getattr(cache, "layers", [None])):
+            if not static and any(type(layer) not in plain for layer in layers):
                 return None, 0  # the cache of a sliding window or a recurrent state cannot be cut
             cache.crop(done - len(self._cached))
         return cache, done
 
-    def _prefill(self, ids: Any, cache: Any, done: int) -> Any:
-        """Read a prompt into the cache a chunk at a time, except the last chunk, and return the cache."""
+    def _read(self, ids: list[int], cache: Any, done: int) -> tuple[Any, Any]:
+        """Read tokens from `done` on, in a budget a chunk at a time; return the last one's logits, and the cache."""
         import torch
 
         last: dict[str, Any] = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
-        end = done + (ids.shape[1] - 1 - done) // self._chunk * self._chunk
-        with torch.inference_mode():
-            for part in ids[:, done:end].split(self._chunk, dim=1) if end > done else ():
-                cache = cache_in(self.model(input_ids=part, use_cache=True, **with_cache(self.model, cache), **last))
-        return cache
+        new = torch.tensor([ids[done:]], device=self.model.device)
+        for part in new.split(self._chunk if self._options.in_budget else new.shape[1], dim=1):
+            out = self.model(input_ids=part, use_cache=True, **with_cache(self.model, cache), **last)
+            cache = cache_in(out)
+        return out.logits[0, -1].float(), cache
 
 
 def generate(

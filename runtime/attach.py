@@ -15,10 +15,11 @@ from torch import Tensor
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import SECTION, Version, align
+from moepack.runtime.decode_graph import wanted
 from moepack.runtime.dense.file_rows import FileRows
 from moepack.runtime.dense.linears import serve as serve_dense
 from moepack.runtime.dense.mapped import own
-from moepack.runtime.devices import glibc, torch_cuda
+from moepack.runtime.devices import glibc, graphs, torch_cuda
 from moepack.runtime.devices.cpu import CpuDevice
 from moepack.runtime.devices.migration import HostEvent
 from moepack.runtime.devices.reading import read_rate
@@ -152,7 +153,7 @@ def _held_back(
     needs, _ = measure(bundle, model.config, model.dtype, device, workload)
     activations = needs.activations
     if device.type == "cuda":
-        activations = max(activations, on_cuda(model, bundle.layers, device, needs))
+        activations = max(activations, on_cuda(model, bundle.layers, device, needs)) + wanted() * graphs.MEMORY
         taken = rounding(len(set(devices)), live)
     return Fixed(fixed.dense + taken, needs.kv_bytes, activations), replace(needs, activations=activations)
 

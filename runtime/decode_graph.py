@@ -1,10 +1,10 @@
-"""Decode steps on a GPU as replays of CUDA graphs, where MOEPACK_CUDA_GRAPH=on asks for it. Never run on hardware.
+"""Decode steps on a GPU as replays of CUDA graphs, unless MOEPACK_CUDA_GRAPH=off forbids it.
 
 A pass is captured when it has come WARM times with one token of each sequence, a static KV cache, and arguments of the
 same shapes. A graph reads addresses that never change: the pass's tensors, the handle table and the counters of a step
 are copied there and back on the step's stream. So policies go on changing versions between replays. What is read at
 other addresses, or decided by the host in a pass, is never captured: experts on the host or in pages, policies that
-make passes wait, padding. A graph's memory lies outside the budget.
+make passes wait, padding. A budget holds back what graphs take.
 """
 
 from __future__ import annotations
@@ -36,13 +36,18 @@ log = logging.getLogger("moepack.runtime")
 Forward = Callable[..., Any]
 
 
+def wanted() -> bool:
+    """Whether passes may be captured. Raises InputError where the environment has another value than on or off."""
+    found = os.environ.get(VARIABLE, "on")
+    if found not in ("on", "off", ""):
+        raise InputError(f"{VARIABLE}={found}: it may be `on` or `off`")
+    return found != "off"
+
+
 def asked(layers: Sequence[LayerExperts]) -> DecodeGraphs | None:
-    """Return what captures a model's passes, if the environment asks for it. Raises InputError for another value."""
-    wanted = os.environ.get(VARIABLE, "off")
-    if wanted not in ("on", "off", ""):
-        raise InputError(f"{VARIABLE}={wanted}: it may be `on` or `off`")
+    """Return what captures a model's passes; None where its experts are not on GPUs, or the environment forbids it."""
     on_gpu = all(torch_cuda.is_gpu(x.of.device) and x.of.backend == "triton" for x in layers)
-    return DecodeGraphs(layers) if wanted == "on" and on_gpu and layers else None
+    return DecodeGraphs(layers) if wanted() and on_gpu and layers else None
 
 
 @dataclass(slots=True)
@@ -148,7 +153,7 @@ class DecodeGraphs:
 
         try:
             with opened(inner):
-                graph = graphs.capture(run, device)
+                graph = graphs.capture(run, device, next((m.graph for m in self._made.values() if m), None))
         except Exception as error:  # of any kind, from a family's code
             log.warning("a decode step is not captured in a CUDA graph: %s", str(error).splitlines()[0])
             return None
@@ -171,7 +176,9 @@ def _is_static(cache: Any) -> bool:
     """Whether a cache keeps its memory, and has it already."""
     layers = getattr(cache, "layers", ())
     return bool(layers) and all(
-        isinstance(getattr(x, "cumulative_length", None), Tensor) and getattr(x, "is_initialized", False)
+        isinstance(getattr(x, "cumulative_length", None), Tensor)
+        and getattr(x, "is_initialized", False)
+        and not hasattr(x, "cumulative_length_int")  # of a window: Python decides by it, and a replay does not count it
         for x in layers
     )
 

@@ -10,7 +10,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def made_bundle(setting: Setting, shape: Shape) -> Path:
     """A generated bundle, made by the first who asks."""
     from benchmarks.limited.bundle import write_bundle
 
-    shape = FEW if not setting.on_gpu or setting.quick and shape.layers > 4 else shape
+    shape = FEW if not setting.on_gpu or (setting.quick and shape.layers > 4) else shape
     path, aside = setting.work / shape.name, setting.work / f"{shape.name}.partial"
     if not path.exists():
         aside.mkdir(exist_ok=True)
@@ -149,21 +149,36 @@ def registering(setting: Setting) -> Measured:
 # --- a served model
 
 
-@contextlib.contextmanager
-def served(setting: Setting, share: float) -> Iterator[Any]:
-    """The deep model in a budget with room for this share of its experts at the high version."""
-    path, shape = made_bundle(setting, DEEP), FEW if setting.small else DEEP
-    options: dict[str, Any] = {"policy": POLICY, "device": setting.device, "kv_tokens": 256, "prefill_tokens": 32}
+def _options(setting: Setting) -> dict[str, Any]:
+    return {"policy": POLICY, "device": setting.device, "kv_tokens": 256, "prefill_tokens": 32}
+
+
+def _room(shape: Shape) -> float:
+    """Bytes that all experts take more at the high version."""
+    return shape.expert_weights * (4.375 - 2.375) / 8
+
+
+@lru_cache(1)
+def _least(setting: Setting) -> int:
+    """The least budget, and what promotions leave free in it."""
+    path, shape = made_bundle(setting, DEEP), DEEP if setting.on_gpu and not setting.quick else FEW
     try:
-        moepack.load(path, device_memory=1000, **options)
+        moepack.load(path, device_memory=1000, **_options(setting))
         raise AssertionError("a budget of 1,000 bytes was not refused")
     except TooSmallError as error:
         least = error.least
-    room = shape.expert_weights * (4.375 - 2.375) / 8
-    whole = moepack.load(path, device_memory=round(least + room), **options)
-    reserve = whole.moepack.manager.plan.reserve  # which promotions do not use
+    whole = moepack.load(path, device_memory=round(least + _room(shape)), **_options(setting))
+    reserve: int = whole.moepack.manager.plan.reserve  # which promotions do not use
     whole.moepack.close()
-    model = moepack.load(path, device_memory=round(least + reserve + share * room), **options)
+    return least + reserve
+
+
+@contextlib.contextmanager
+def served(setting: Setting, share: float) -> Iterator[Any]:
+    """The deep model in a budget with room for this share of its experts at the high version."""
+    path, shape = made_bundle(setting, DEEP), DEEP if setting.on_gpu and not setting.quick else FEW
+    room = _room(shape)
+    model = moepack.load(path, device_memory=round(_least(setting) + share * room), **_options(setting))
     try:
         yield model
     finally:

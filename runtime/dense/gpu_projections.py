@@ -1,12 +1,13 @@
-"""Queries, keys and values of one token of each sequence on a GPU: one product and one launch, static caches included.
+"""Attention of one token of each sequence on a GPU: queries, keys and values by one product and one launch.
 
-The three maps' weights become parts of one matrix. Its product is torch's, or that of the experts' kernel where they are
-packed. The launch normalises and rotates the heads, and writes keys and values where a static cache keeps them. Modules
-are found and tried as by projections.py.
+The three maps' weights become parts of one matrix. Its product is torch's, or, where they are packed, that of the
+experts' kernel. The launch normalises and rotates the heads, and writes keys and values where a static cache keeps
+them; attention over such a cache has a kernel, too. Modules are found and tried as by projections.py.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from moepack.runtime.kernels.attend_triton import attend, takes
 from moepack.runtime.kernels.current import current
 from moepack.runtime.kernels.routing_triton import TOKENS
 from moepack.runtime.kernels.step_triton import rotate
 
+from .borrowed import SPECIAL
 from .gpu_modules import FLOATS, described
 from .linears import learns
 from .packed import PackedLinear, joined
@@ -77,8 +80,32 @@ class GpuPlace:
             mask._moepack_added = made  # type: ignore[attr-defined]
         return made
 
+    def attention(self, plain: Any, cache: Any, number: int) -> Any:
+        """Return the function that computes attention: over a static cache, the kernel's where it takes the case."""
+        layer = _static(cache, number, self.dtype)
+        return plain if layer is None else functools.partial(_one_token, plain, layer.cumulative_length)
+
     def __deepcopy__(self, memo: object) -> None:
         return None
+
+
+def _one_token(
+    plain: Any,
+    length: Tensor,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    **named: Any,
+) -> Any:
+    """Attention of one new token of each sequence over all that a static cache holds."""
+    special = any(named.get(name) is not None for name in (*SPECIAL, "sliding_window"))
+    if special or named.get("dropout") or not takes(query, key, value, mask):
+        return plain(module, query, key, value, mask, **named)
+    scaling = named.get("scaling")
+    with current(query.device):
+        return attend(query, key, value, length, mask, query.shape[-1] ** -0.5 if scaling is None else scaling), None
 
 
 def _weight_of(module: nn.Module) -> Any:

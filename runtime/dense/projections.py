@@ -74,6 +74,10 @@ class _Place:
         """Return a mask of attention as it is to be given on."""
         return mask
 
+    def attention(self, plain: Any, cache: Any, number: int) -> Any:
+        """Return the function that computes attention over layer `number` of a cache, in place of torch's."""
+        return plain
+
     def __deepcopy__(self, memo: object) -> None:
         return None
 
@@ -156,7 +160,10 @@ def _served(kind: Any, cache_name: str) -> Any:
             others["sliding_window"] = getattr(of, "sliding_window", None)
         if "sinks" in reads:
             others["s_aux"] = self.sinks
-        attention = names[REGISTRY].get_interface(self.config._attn_implementation, names["eager_attention_forward"])
+        named = self.config._attn_implementation
+        attention = names[REGISTRY].get_interface(named, names["eager_attention_forward"])
+        if named == "sdpa":
+            attention = place.attention(attention, kwargs.get(cache_name), self.layer_idx)
         dropout = self.attention_dropout if self.training else 0.0
         out, weights = attention(
             self,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+
+MEMORY = 64 << 20  # bytes that the graphs of a model are held to take: cuBLAS's workspace, and a step's activations
 
 
 class Graph(Protocol):
@@ -15,12 +17,15 @@ class Graph(Protocol):
         """Issue the work on the current stream, with the addresses that it was captured with."""
 
 
-def capture(run: Callable[[], None], device: torch.device) -> Graph:
+def capture(run: Callable[[], None], device: torch.device, beside: Any = None) -> Graph:
     """Capture what `run` issues, which does not take place; other threads may go on with work of their own.
+
+    `beside` is a graph that never runs at the same time, nor is its output needed any more when this one runs: their
+    activations then share memory.
 
     Raises RuntimeError for what no graph holds, such as a wait for the device.
     """
-    made = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(made, capture_error_mode="thread_local"):
+    made, pool = torch.cuda.CUDAGraph(), None if beside is None else beside.pool()
+    with torch.cuda.device(device), torch.cuda.graph(made, pool, capture_error_mode="thread_local"):
         run()
     return made

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -140,6 +142,16 @@ class DecodeJob:
     out: Tensor  # memory for the weights, bfloat16 on the same device, contiguous, beginning on a multiple of 8 bytes
 
 
+@lru_cache(1 << 14)
+def _table(code: bytes) -> np.ndarray[Any, Any]:
+    """What the kernel looks up, int32 [256]: exponents times 256, plus code lengths. Made in 40 us, for each matrix."""
+    given = np.frombuffer(code, np.uint8)
+    made = Code(given[:16], given[16:])
+    table = made.table()
+    entries: np.ndarray[Any, Any] = made.exponent[table >> 4].astype(np.int32) << 8 | (table & 15)
+    return entries
+
+
 def decode(jobs: Sequence[DecodeJob]) -> Tensor:
     """Decode matrices in one launch on the current stream, without waiting.
 
@@ -157,9 +169,7 @@ def decode(jobs: Sequence[DecodeJob]) -> Tensor:
             raise ValueError(f"the coded matrix has {job.coded.numel()} bytes, not {coded_size(n, words, patches)}")
         if job.coded.data_ptr() % 4 or job.out.data_ptr() % 8:
             raise ValueError("coded bytes begin on a multiple of 4, weights on a multiple of 8 bytes")
-        code = Code(job.header[16:32], job.header[32:48])
-        table = code.table()
-        tables.append(code.exponent[table >> 4].astype(np.int32) << 8 | (table & 15))
+        tables.append(_table(bytes(job.header[16:48])))
         rows.append([job.coded.data_ptr(), job.out.data_ptr(), n, words, patches])
         most = max(most, tiles)
     device = jobs[0].out.device

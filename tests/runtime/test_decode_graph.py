@@ -32,8 +32,8 @@ calibration: {samples: 4, length: 32, batch_size: 4}
 allocation: {average_bits: 4}
 """
 LIVE = "hotness:hi=w4,lo=w2,prior=none,interval=0.02,rate=0,margin=0,slack=0"
-# Operations: 2 norms, 2 sums, 3 products, the heads, a count, attention; routing, the experts' 2 products and their sum
-A_LAYER = 14
+# Operations: 2 norms, 2 sums, 3 products, the heads, a count, attention's 2; routing, experts' 2 products, their sum
+A_LAYER = 15
 BESIDE = 22  # of a step: embedding, positions, mask, angles, the last norm and lm_head
 ROOM, TOKENS, PASSES = 120_000, 32, 5
 
@@ -55,6 +55,7 @@ def bundles(demo_model: Path, text: Path, made_once: Any) -> Callable[[int], Pat
 def dense_kernels(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms, routers and projections by launches, which the stand-in leaves to torch."""
     monkeypatch.setenv(attach.KERNELS, "on")
+    monkeypatch.setenv(decode_graph.VARIABLE, "off")
 
 
 class Served:
@@ -157,7 +158,9 @@ def test_replays_are_the_steps(bundles: Any, gpu: StandIn, policy: str, monkeypa
     """The bits of the same pass without a graph, promotions between replays, counts included."""
     made: list[Any] = []
     monkeypatch.setenv(decode_graph.VARIABLE, "on")
-    monkeypatch.setattr(graphs, "capture", lambda run, device: made.append(fake_graph.capture(run, device)) or made[-1])
+    monkeypatch.setattr(
+        graphs, "capture", lambda run, device, beside: made.append(fake_graph.capture(run, device)) or made[-1]
+    )
     served = Served(bundles(2), policy)
     wrapper, other = served.model._moepack_wrapper, served.filled()
     captures, live = wrapper.graphs, policy == LIVE
@@ -187,7 +190,7 @@ def test_what_is_not_captured(bundles: Any, gpu: StandIn, monkeypatch: pytest.Mo
     monkeypatch.setattr(decode_graph, "WARM", 0)
     tries: list[int] = []
 
-    def refuses(run: Any, device: Any) -> Any:
+    def refuses(run: Any, device: Any, beside: Any) -> Any:
         tries.append(1)
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 

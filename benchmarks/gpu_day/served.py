@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import logging
 import os
@@ -255,7 +256,10 @@ def _used(setting: Setting) -> float:
 def memory(setting: Setting) -> Measured:
     """Megabytes that the GPU has lost since the context was there, beside the budget and the tracker's own count."""
     before = 0.0
+    _least(setting)
+    gc.collect()
     if setting.on_gpu:
+        torch.cuda.empty_cache()  # of earlier rows
         torch.ones(1, device="cuda") @ torch.ones(1, device="cuda")  # the context and cuBLAS's workspace
         before = _used(setting)
     with served(setting, 0.5) as model:

@@ -3,7 +3,7 @@
     python -m benchmarks.kernels.decode_host [--steps 200]
 
 Needs no GPU: tensors lie in the host's memory and launches do nothing, so rows count Python alone, without torch's and
-Triton's launchers. `graph` replays a captured step (MOEPACK_CUDA_GRAPH=on): what remains is to open and close the step,
+Triton's launchers. `graph` replays a captured step (decode_graph.py): what remains is to open and close the step,
 to compare addresses, and to copy tensors. `eager` runs routers' and experts' code of every layer. In `moving` rows a
 version changes before every step. The middle of the steps; the target is the graph's.
 """

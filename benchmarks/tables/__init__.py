@@ -30,6 +30,7 @@ from .building import (
 from .common import RESULTS, ROOT, machine, results, table
 from .formats import encodings, formats, released, released_others, rotations, sizes
 from .gpu import gpu_assumed, gpu_counted, gpu_kernels, gpu_steps, gpu_steps_fused
+from .gpu_day import gpu_layers, gpu_measured, gpu_token
 from .kernels import codec, kernels, released_kernels, rotated_kernels, shapes, whole_model
 from .peers import limited, peer_layers, peer_models, peer_mxfp4, peer_quality, peer_versions
 from .serving import (
@@ -73,7 +74,7 @@ TABLES: dict[str, Callable[[], str]] = {
         overlap, missed, policies, similarity, selector, retention, on_demand, prediction, alpha, paged, hostile,
         hostile_formats, soak, serving, kept_prompts, start, families, peer_layers, peer_mxfp4, peer_models,
         peer_quality, peer_versions,
-        gpu_assumed, gpu_counted, gpu_kernels, gpu_steps, gpu_steps_fused,
+        gpu_assumed, gpu_counted, gpu_kernels, gpu_layers, gpu_measured, gpu_steps, gpu_steps_fused, gpu_token,
         encodings, rotations, formats, released, released_others, sizes, limited, limited_clients, rotated_kernels,
     )
 }  # fmt: skip

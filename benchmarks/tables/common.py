@@ -16,6 +16,7 @@ DOCUMENTS = (
     ROOT / "docs" / "families.md",
     ROOT / "docs" / "formats.md",
     ROOT / "docs" / "gpu.md",
+    ROOT / "docs" / "gpu-predictions.md",
     ROOT / "docs" / "limited.md",
     ROOT / "docs" / "papers.md",
     ROOT / "docs" / "policies.md",

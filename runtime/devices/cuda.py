@@ -1,4 +1,4 @@
-"""A CUDA device for changing versions. It has not run on a GPU yet: tests put a stand-in behind torch_cuda.py.
+"""A CUDA device for changing versions. Tests put a stand-in behind torch_cuda.py.
 
 A thread issues copies on its own stream and polls for their end. An extent in pinned memory (pinned.py) takes one copy.
 Otherwise the file is read into a staging buffer, whose chunks are copied while later chunks are read. A lossless

@@ -50,7 +50,7 @@ class DeviceTables:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise InputError(
                     "a step under a policy that changes versions is not captured in a CUDA graph from outside: use a "
-                    "static policy, or MOEPACK_CUDA_GRAPH=on"
+                    "static policy, or the runtime's own graphs"
                 )
             ended = [t for t in self._free if t.read is None or t.read.done()]
             table = next((t for t in ended if t.epoch == epoch), ended[0] if ended else None)

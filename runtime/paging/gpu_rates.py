@@ -1,7 +1,7 @@
 """The rates at which experts reach a GPU's kernels, measured on extents of the bundle (fluxmoe, section 4.2).
 
 Packed extents are decoded on the device. Stored ones first come from the host, here from its page cache,
-over the bus. It has not run on a GPU yet.
+over the bus.
 """
 
 from __future__ import annotations

@@ -1,0 +1,46 @@
+"""Tables of what was measured on a GPU, from results/gpu-day.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .common import results, table
+
+TOKENS = (1, 16, 512, 2048)
+VERSIONS = ("bf16", "w8", "w4", "w3", "w2", "w1", "nvfp4", "mxfp4")
+
+
+def _rows(*stages: str) -> list[dict[str, Any]]:
+    return [r for r in results("gpu-day")["rows"] if r["stage"] in stages]
+
+
+def gpu_layers() -> str:
+    """A layer's microseconds, ours and torch's in BF16, by version and tokens."""
+    found = {r["row"]: r for r in _rows("layers")}
+    rows = []
+    for version in VERSIONS:
+        at = [found[f"layer, {version}, {n} tokens"] for n in TOKENS]
+        cells = [f"{r['value']:.0f}, {r['more']['torch BF16 us']:.0f}, {r['more']['bytes floor us']:.0f}" for r in at]
+        rows.append([version, *cells])
+    return table(["version", *[f"{n:,} token{'s' * (n > 1)}" for n in TOKENS]], rows)
+
+
+def gpu_measured() -> str:
+    """The other rows, beside what was predicted."""
+    rows = []
+    for r in _rows("machine", "coded", "served", "whole", "large"):
+        held, value = r["prediction"], r["value"]
+        more = r.get("more", {}).get("tokens/s")
+        shown = f"{value:,.4g} {r['unit']}" + (f" ({more:.4g} tokens/s)" if more else "")
+        rows.append([f"{r['stage']}: {r['row']}", shown, "" if held is None else f"{held:,.4g}", r["verdict"]])
+    return table(["row", "measured", "predicted or limit", "verdict"], rows)
+
+
+def gpu_token() -> str:
+    """Where a replayed token's time goes, by kernel."""
+    row = next(r for r in _rows("large") if r["row"] == "w4, dense w8: token, by graph")
+    whole, rows = 1e3 * row["value"], list[list[str]]()
+    for name, us in list(row["more"]["kernels us"].items())[:11]:
+        count, _, kernel = name.partition(" ")
+        rows.append([f"`{kernel[:44]}`", count, f"{us:.0f}", f"{us / float(count):.1f}", f"{100 * us / whole:.0f} %"])
+    return table(["kernel", "launches", "us", "us each", "of the token's time"], rows)

@@ -207,7 +207,7 @@ def test_a_step_that_does_not_follow_a_promotion_is_seen(small: Setting, monkeyp
     """Without a GPU nothing is captured, and the row says so; where a graph is said to be there, both ways agree."""
     with pytest.raises(Skipped, match="captured no graph"):
         served.by_graph(small)
-    monkeypatch.setattr(served, "_captures", lambda: contextlib.nullcontext(["a step is now a CUDA graph"]))
+    monkeypatch.setattr(served, "captures", lambda: contextlib.nullcontext(["a step is now a CUDA graph"]))
     found = served.replayed(small)
     assert found.value == 0 and found.more["promotions"] > 0
     assert served.by_graph(small).value > 0

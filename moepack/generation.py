@@ -19,6 +19,7 @@ from .server.options import Sampling
 
 PROMPT = 512  # by default, the most prompt tokens that one pass reads in a budget
 NEW_TOKENS = 64  # the most tokens of a continuation
+FIXED = 1 << 14  # the most tokens of a cache whose size is fixed from the start
 CHAT_TOKENS = 2048  # tokens of a chat for which a budget reserves cache from the start
 GREEDY = Sampling(temperature=0.0)
 Messages = Sequence[dict[str, str]]
@@ -116,9 +117,9 @@ class Session:
 
         streamer: Any = Streamer(self.tokenizer, skip_special_tokens=True)
         seen = list(ids)
-        cache, done = self._reuse(ids, len(ids) + new_tokens)
-        cache = self._static(max(len(ids) + new_tokens, self._room)) if cache is None else cache
         with torch.inference_mode():
+            cache, done = self._reuse(ids, len(ids) + new_tokens)
+            cache = self._static(len(ids) + new_tokens) if cache is None else cache
             logits, cache = self._read(ids, cache, done)
             for left in reversed(range(new_tokens)):
                 token = sampler.choose(logits).token
@@ -132,14 +133,20 @@ class Session:
         return "".join(told)
 
     def _static(self, tokens: int) -> Any:
-        """A cache of fixed size for so many tokens on a GPU, where decode steps become graphs; None to let it grow."""
+        """A cache of fixed size with room for so many tokens on a GPU, where decode steps become graphs.
+
+        None, for a cache that grows, where that size is more than a budget reserves or most answers need.
+        """
         from transformers.cache_utils import StaticCache, StaticLayer
 
         from moepack.runtime.devices import torch_cuda
 
         if not (self._source.is_bundle and torch_cuda.is_gpu(self.model.device)):
             return None
-        cache = StaticCache(config=self.model.config, max_cache_len=tokens)
+        room = self._room if self._options.in_budget else 1 << (tokens - 1).bit_length()  # a chat fills it in turns
+        if tokens > room or room > FIXED or self.model.config._attn_implementation not in ("sdpa", "eager"):
+            return None
+        cache = StaticCache(config=self.model.config, max_cache_len=room)
         return cache if all(type(layer) is StaticLayer for layer in cache.layers) else None
 
     def _reuse(self, ids: list[int], tokens: int) -> tuple[Any, int]:
@@ -176,6 +183,9 @@ class Session:
         for part in new.split(self._chunk if self._options.in_budget else new.shape[1], dim=1):
             out = self.model(input_ids=part, use_cache=True, **with_cache(self.model, cache), **last)
             cache = cache_in(out)
+            if cache is None and part.shape[1] < new.shape[1]:
+                out = self.model(input_ids=new, use_cache=True, **last)
+                break
         return out.logits[0, -1].float(), cache
 
 

@@ -45,8 +45,9 @@ def wanted() -> bool:
 
 
 def asked(layers: Sequence[LayerExperts]) -> DecodeGraphs | None:
-    """Return what captures a model's passes; None where its experts are not on GPUs, or the environment forbids it."""
+    """Return what captures a model's passes; None if its experts are not on one GPU, or the environment forbids it."""
     on_gpu = all(torch_cuda.is_gpu(x.of.device) and x.of.backend == "triton" for x in layers)
+    on_gpu &= len({x.of.device for x in layers}) == 1
     return DecodeGraphs(layers) if wanted() and on_gpu and layers else None
 
 
@@ -58,7 +59,9 @@ class _Captured:
     given: list[Tensor]  # copies of the pass's tensors, in order
     words: Tensor | None  # the handle tables of all layers; `None` if versions never change
     counters: Counters | None
-    out: Any  # the model's output, in the graph's memory
+    kind: Any  # the class of the model's output
+    out: dict[str, Any]  # its parts, in the graph's memory, but for the cache: that would never be let go
+    taken: int  # bytes of the device that the capture took
     addresses: tuple[int, ...]  # of the cache, and of a table that never changes
     step: Step  # kept: its snapshots' tensors are views of `words`
 
@@ -72,7 +75,9 @@ class DecodeGraphs:
         self._seen: dict[Any, int] = {}
         self._made: dict[Any, _Captured | None] = {}  # None: it could not be captured
 
-    def run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], step: Step, given: Any) -> Any:
+    def run(
+        self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], step: Step, given: Any, bounded: bool
+    ) -> Any:
         """Return a pass's output by a replay; None if it is to run as it is.
 
         Args:
@@ -80,6 +85,7 @@ class DecodeGraphs:
             args: and `kwargs`, of the pass.
             step: the running step of the pass.
             given: the pass's arguments by name.
+            bounded: whether the model has a budget, which holds back `graphs.MEMORY` for all graphs.
         """
         cache = cache_of(given)
         if not self._may(step, given, cache):
@@ -88,7 +94,15 @@ class DecodeGraphs:
         key = _key((args, kwargs), tensors, cache)
         if key is None:
             return None
-        key = key, id(cache), tuple(map(id, step.watchers)), torch.is_inference_mode_enabled(), step.counters is None
+        stream = graphs.stream(self._layers[0].of.device)
+        key = (
+            stream,
+            key,
+            id(cache),
+            tuple(map(id, step.watchers)),
+            torch.is_inference_mode_enabled(),
+            step.counters is None,
+        )
         with self._lock:
             if key not in self._made:
                 if len(self._seen) > 16 * KEPT:  # of passes that never come again
@@ -104,8 +118,15 @@ class DecodeGraphs:
             if made is None and key in self._made:
                 return None
             if made is None:
-                made = self._made[key] = self._capture(forward, (args, kwargs), tensors, step, cache)
-            return None if made is None else self._replay(made, tensors, step)
+                made = self._capture(forward, (args, kwargs), tensors, step, cache, stream)
+                if made is not None and bounded and made.taken + self._taken() > graphs.MEMORY:
+                    log.warning("a decode step is not captured in a CUDA graph: it takes %d bytes", made.taken)
+                    made = None
+                self._made[key] = made
+            return None if made is None else self._replay(made, tensors, step, cache)
+
+    def _taken(self) -> int:
+        return sum(m.taken for m in list(self._made.values()) if m is not None)
 
     def _may(self, step: Step, given: dict[str, Any], cache: Any) -> bool:
         """Whether a graph may hold the pass."""
@@ -127,12 +148,12 @@ class DecodeGraphs:
     def _keep(self, key: Any, cache: Any) -> None:
         """Make room for one more graph, which goes with its cache."""
         while len(self._made) >= KEPT:
-            self._made.pop(next(iter(self._made)))
+            self._made.pop(next(iter(list(self._made))), None)
         self._seen.pop(key, None)
         weakref.finalize(cache, self._made.pop, key, None).atexit = False
 
     def _capture(
-        self, forward: Forward, of: tuple[Any, Any], tensors: list[Tensor], step: Step, cache: Any
+        self, forward: Forward, of: tuple[Any, Any], tensors: list[Tensor], step: Step, cache: Any, stream: int
     ) -> _Captured | None:
         device, counters, words = self._layers[0].of.device, None, None
         with torch.inference_mode(False):
@@ -152,15 +173,19 @@ class DecodeGraphs:
             outs.append(forward(*args, **kwargs))
 
         try:
+            # Graphs of one stream run one after another, and their outputs are copied: they may share memory.
+            beside = next((m.graph for k, m in list(self._made.items()) if m is not None and k[0] == stream), None)
+            before = graphs.reserved(device)
             with opened(inner):
-                graph = graphs.capture(run, device, next((m.graph for m in self._made.values() if m), None))
+                graph = graphs.capture(run, device, beside)
         except Exception as error:  # of any kind, from a family's code
             log.warning("a decode step is not captured in a CUDA graph: %s", str(error).splitlines()[0])
             return None
         log.info("a decode step of %d sequences is now a CUDA graph", len(own[0]))
-        return _Captured(graph, own, words, counters, outs[0], _addresses(cache, step), inner)
+        taken, out = graphs.reserved(device) - before, {k: None if v is cache else v for k, v in outs[0].items()}
+        return _Captured(graph, own, words, counters, type(outs[0]), out, taken, _addresses(cache, step), inner)
 
-    def _replay(self, made: _Captured, tensors: list[Tensor], step: Step) -> Any:
+    def _replay(self, made: _Captured, tensors: list[Tensor], step: Step, cache: Any) -> Any:
         with torch.no_grad():
             for to, source in zip(made.given, tensors, strict=True):
                 to.copy_(source, non_blocking=True)
@@ -169,7 +194,8 @@ class DecodeGraphs:
             made.graph.replay()
             if made.counters is not None:
                 made.counters.copy_to(step.counters)
-            return type(made.out)(**{k: v.clone() if isinstance(v, Tensor) else v for k, v in made.out.items()})
+            out = {k: v.clone() if isinstance(v, Tensor) else v for k, v in made.out.items()}
+            return made.kind(**{k: cache if v is None else v for k, v in out.items()})
 
 
 def _is_static(cache: Any) -> bool:

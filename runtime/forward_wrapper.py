@@ -172,7 +172,9 @@ class ForwardWrapper:
     def replayed(self, forward: Callable[..., Any], args: Any, kwargs: Any, given: dict[str, Any]) -> Any:
         """Return the output of a decode step by the replay of a CUDA graph; None if it is to run as it is."""
         step = step_of(self._key)
-        return None if step is None or self.graphs is None else self.graphs.run(forward, args, kwargs, step, given)
+        if step is None or self.graphs is None:
+            return None
+        return self.graphs.run(forward, args, kwargs, step, given, self.caches is not None)
 
     @contextlib.contextmanager
     def _observed(

@@ -5,6 +5,7 @@ Tokens are those of a text of one topic (limited/shapes.py), so that experts com
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from functools import lru_cache, partial
@@ -70,11 +71,10 @@ def _load(setting: Setting, policy: str, budget: float | None) -> Any:
 
 
 @lru_cache(1)
-def _whole(setting: Setting) -> tuple[Any, float, list[str], Any]:
-    """The model with all experts at w4, for several rows; the seconds that it took to load; what its log says."""
-    began, capturing = time.perf_counter(), captures()
-    said = capturing.__enter__()
-    return _load(setting, "static:w4", None), time.perf_counter() - began, said, capturing
+def _whole(setting: Setting) -> tuple[Any, float]:
+    """The model with all experts at w4, for several rows, and the seconds that it took to load."""
+    began = time.perf_counter()
+    return _load(setting, "static:w4", None), time.perf_counter() - began
 
 
 def _cache(model: Any, static: bool) -> Any:
@@ -110,10 +110,11 @@ def _times(model: Any, cache: Any, setting: Setting) -> tuple[float, list[float]
 
 def token(setting: Setting, graphs: bool) -> Measured:
     """Milliseconds of a token, in the median, all experts at w4 and matrices outside them from packed w8."""
-    model, loading, said, _ = _whole(setting)
+    model, loading = _whole(setting)
     cache = _cache(model, graphs)
     before = torch.cuda.memory_reserved() if setting.on_gpu else 0
-    _, times = _times(model, cache, setting)
+    with captures() as said:
+        _, times = _times(model, cache, setting)
     taken = (torch.cuda.memory_reserved() if setting.on_gpu else 0) - before
     took = statistics.median(times)
     way = "matrices in 8 bits, 15 nodes a layer"
@@ -158,6 +159,8 @@ def calls(setting: Setting, kind: str) -> Measured:
 
 def limited(setting: Setting, policy: str, budget: float) -> Measured:
     """Milliseconds of a token, in the mean, in a budget: what waits is in it."""
+    _whole.cache_clear()  # and the model with it
+    gc.collect()
     began = time.perf_counter()
     model = _load(setting, policy, budget)
     loading = time.perf_counter() - began

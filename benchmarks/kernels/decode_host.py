@@ -108,7 +108,7 @@ class Serving:
         counters = self.statistics.counters(NO_PROMPT, None)
         step = Step(self.key, table.snapshots, counters, table=table)
         with opened(step):
-            if captured is None or captured.run(self.forward, (), self.given, step, self.given) is None:
+            if captured is None or captured.run(self.forward, (), self.given, step, self.given, False) is None:
                 self.forward()
         self.tables.give(table)
         self.statistics.ended(step)

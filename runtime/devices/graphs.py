@@ -17,6 +17,16 @@ class Graph(Protocol):
         """Issue the work on the current stream, with the addresses that it was captured with."""
 
 
+def stream(device: torch.device) -> int:
+    """The current stream of a GPU, by its number."""
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+
+
+def reserved(device: torch.device) -> int:
+    """Bytes that torch's allocator has taken of a GPU."""
+    return int(torch.cuda.memory_reserved(device)) if device.type == "cuda" else 0
+
+
 def capture(run: Callable[[], None], device: torch.device, beside: Any = None) -> Graph:
     """Capture what `run` issues, which does not take place; other threads may go on with work of their own.
 

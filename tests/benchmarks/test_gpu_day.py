@@ -153,7 +153,7 @@ def test_a_crash_costs_its_row(tmp_path: Path) -> None:
     assert verdicts["last"] == "skipped: no time was left"
 
 
-@pytest.mark.parametrize("stages", [("machine", "coded", "served"), ("resources", "exact", "layers", "whole")])
+@pytest.mark.parametrize("stages", [("machine", "coded", "served"), ("resources", "exact", "layers", "whole", "large")])
 def test_it_runs_to_its_end_without_a_gpu(stages: tuple[str, ...], tmp_path: Path) -> None:
     """Rows that need a device are skipped by name; the others run, and what can be checked holds."""
     command = [

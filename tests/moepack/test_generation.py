@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_stand_in import install
 from support import cli, ok
 
 import moepack
@@ -54,6 +55,38 @@ def test_a_chat_goes_on_from_its_cache_and_answers_the_same(bundle: Path) -> Non
     kept, fresh = answers(False), answers(True)
     assert kept[0] == fresh[0] and kept[0][0] == kept[0][2], "after /reset as at first"
     assert kept[1] < fresh[1]
+
+
+@pytest.mark.parametrize("budget", [None, 40_000_000])
+def test_a_chat_on_a_gpu_keeps_a_cache_of_fixed_size_while_it_fits(
+    bundle: Path, budget: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut to a shared beginning, too; a GPU's counter of tokens is made inside a pass. Then it grows, in a budget."""
+    from transformers.cache_utils import StaticCache, StaticLayer
+
+    install(monkeypatch, computes=False)
+    made = StaticLayer.lazy_initialization
+
+    def lazy(self: Any, *given: Any) -> None:
+        made(self, *given)
+        self.cumulative_length = self.cumulative_length.clone()  # what a GPU's `.to` does
+
+    monkeypatch.setattr(StaticLayer, "lazy_initialization", lazy)
+    fixed, read = list[bool](), list[int]()
+    with Session(bundle, LoadOptions(policy="static:w4", device_memory=budget), chat_template=TEMPLATE) as session:
+        session.load(64, 32)
+        here = local_model(session, 4, GREEDY)
+        session.model.get_input_embeddings().register_forward_hook(lambda module, args, out: read.append(out.shape[1]))
+
+        def answer(messages: Any, tell: Any) -> str:
+            read.clear()
+            text = here(messages, tell)
+            fixed.append(isinstance(session._cache, StaticCache))
+            return text
+
+        talk(answer, lines=["one", "two", "/reset", "one", *["more words than there were"] * 4], tell=lambda text: None)
+        assert fixed[:3] == [True] * 3 and fixed[-1] == (budget is None)
+        assert read[0] < 30, "the whole chat was read again"
 
 
 def test_an_interrupted_answer_is_forgotten_and_the_chat_goes_on(bundle: Path) -> None:

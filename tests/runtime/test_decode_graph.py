@@ -5,7 +5,9 @@ No GPU is there: torch's operations and Triton's launches are recorded on a stan
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -182,6 +184,30 @@ def test_replays_are_the_steps(bundles: Any, gpu: StandIn, policy: str, monkeypa
     served.cache.layers[0].keys = served.cache.layers[0].keys.clone()  # as another order of beams does
     assert torch.equal(served.run(tokens, served.cache), served.run(tokens, other)), "a graph of other addresses ran"
     assert made[0].replays == PASSES - decode_graph.WARM
+
+
+def test_graphs_go_with_their_caches_and_take_what_a_budget_holds_back(
+    bundles: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each cache dies with its last user, so a budget has room for the next; a graph that takes more is not kept."""
+    monkeypatch.setenv(decode_graph.VARIABLE, "on")
+    monkeypatch.setattr(decode_graph, "WARM", 0)
+    monkeypatch.setattr(graphs, "capture", lambda run, device, beside: fake_graph.capture(run, device))
+    served, made = Served(bundles(2), "static:w4"), []
+    captured = served.model._moepack_wrapper.graphs._made
+    for _ in range(3):
+        cache = served.filled()
+        made.append(weakref.ref(cache))
+        assert len(captured) == 0
+        served.run(ids(1, 1), cache)
+        assert len(captured) == 1
+        del cache
+        gc.collect()
+    assert [ref() for ref in made] == [None] * 3
+    sizes = iter([0, graphs.MEMORY + 1])
+    monkeypatch.setattr(graphs, "reserved", lambda device: next(sizes))
+    served.run(ids(1, 1), served.cache)
+    assert list(captured.values()) == [None]
 
 
 def test_what_is_not_captured(bundles: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:

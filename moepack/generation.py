@@ -139,9 +139,7 @@ class Session:
         """
         from transformers.cache_utils import StaticCache, StaticLayer
 
-        from moepack.runtime.devices import torch_cuda
-
-        if not (self._source.is_bundle and torch_cuda.is_gpu(self.model.device)):
+        if not self._source.is_bundle or self.model._moepack_wrapper.graphs is None:
             return None
         room = self._room if self._options.in_budget else 1 << (tokens - 1).bit_length()  # a chat fills it in turns
         if tokens > room or room > FIXED or self.model.config._attn_implementation not in ("sdpa", "eager"):

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from .routing_triton import power
 
@@ -114,7 +115,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, length: Tensor, mask: Te
     _attend[sequences * count, splits](
         query, keys, values, length, mask, part, most, sums, keys.shape[2],
         0 if mask is None or mask.shape[0] == 1 else mask.stride(0), scaling,
-        HEADS=count, MASKED=mask is not None, WIDE=not query.is_cuda, **shape, num_warps=4,
+        HEADS=count, MASKED=mask is not None, WIDE=knobs.runtime.interpret, **shape, num_warps=4,
     )  # fmt: skip
     _join[(sequences * heads,)](part, most, sums, out, **shape, num_warps=2)
     return out

@@ -239,7 +239,8 @@ def test_the_picture_has_both_programs_and_their_divergences() -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    axis = drawn(rows, known).axes[0]
+    figure = drawn(rows, known)
+    axis = figure.axes[0]
     words = {t.get_text() for t in axis.texts}
-    assert [t.get_text() for t in axis.get_legend().get_texts()] == ["moepack hotness:lo=stored", "llama.cpp Q4_K_M"]
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["moepack hotness:lo=stored", "llama.cpp Q4_K_M"]
     assert {"KL 3.5", "KL 5"} < words

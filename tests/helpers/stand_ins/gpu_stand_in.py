@@ -17,6 +17,7 @@ from moepack.pack.spec import Version
 from moepack.runtime.devices import cuda, torch_cuda
 from moepack.runtime.experts import backends
 from moepack.runtime.experts import gpu as gpu_module
+from moepack.runtime.kernels import affine_triton
 from moepack.runtime.residency import manager
 from moepack.runtime.store.cudart import Cudart
 
@@ -43,8 +44,8 @@ class StandIn:
 def install(
     monkeypatch: pytest.MonkeyPatch, patience: int = 3, decodes_by: Any = None, computes: bool = True
 ) -> StandIn:
-    """Let whatever is loaded from now on be served by a stand-in; without `computes` experts make zeros: where it is
-    only memory that matters, this saves the interpreter's minutes."""
+    """Let whatever is loaded from now on be served by a stand-in; without `computes` products make zeros: where it
+    is only memory that matters, this saves the interpreter's minutes."""
     made = StandIn(patience, decodes_by)
     monkeypatch.setattr(torch_cuda, "is_gpu", lambda device: True)
     monkeypatch.setattr(cuda, "TorchGpu", lambda device: made.gpu)
@@ -52,6 +53,8 @@ def install(
     monkeypatch.setattr(cuda, "Cudart", lambda index: Cudart(0, made.cudart))
     monkeypatch.setattr(manager, "gpu_rates", lambda *args: RATES)
     kernels(monkeypatch)
+    if not computes:
+        monkeypatch.setattr(affine_triton, "dense", lambda matrix, form, extent, x, out: out.zero_())
     for name in ("product", "switched"):
         monkeypatch.setattr(gpu_module, name, _watched(made, getattr(gpu_module, name), computes))
     for name in ("route_few", "summed", "in_pages"):

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import importlib.util
 import logging
-import os
 import statistics
 import threading
 import time
@@ -36,7 +35,6 @@ WIDE = Shape("wide", 1, 128, 8, 2048, 768, 32, 4, 128, 2400, 1)  # one layer of 
 FEW = Shape("few", 2, 8, 2, 128, 128, 4, 2, 32, 2400)  # without a GPU
 POLICY = "hotness:hi=w4,lo=w2,between=no,prior=none,interval=1e9,rate=0,margin=0,slack=0"
 SPARE = 8  # experts that are left at the low version, with room for a KV reserve
-GRAPHS = "MOEPACK_CUDA_GRAPH"  # the variable by which the runtime is asked for graphs
 PATIENCE, QUIET = 120.0, 0.3  # seconds for transitions to end, and without any that are taken for the end
 
 
@@ -303,7 +301,7 @@ def checked(setting: Setting) -> Measured:
 
 @contextlib.contextmanager
 def captures() -> Iterator[list[str]]:
-    """Ask the runtime for graphs of models that are loaded inside; what its log says of them."""
+    """What the runtime's log says of graphs inside."""
     said = list[str]()
 
     class Keep(logging.Handler):
@@ -311,19 +309,15 @@ def captures() -> Iterator[list[str]]:
             if "CUDA graph" in record.getMessage():
                 said.append(record.getMessage())
 
-    log, keep, before = logging.getLogger("moepack.runtime"), Keep(logging.INFO), os.environ.get(GRAPHS)
+    log, keep = logging.getLogger("moepack.runtime"), Keep(logging.INFO)
     level = log.level
     log.addHandler(keep)
     log.setLevel(logging.INFO)
-    os.environ[GRAPHS] = "on"
     try:
         yield said
     finally:
         log.removeHandler(keep)
         log.setLevel(level)
-        os.environ.pop(GRAPHS)
-        if before is not None:
-            os.environ[GRAPHS] = before
 
 
 def _decode(model: Any, cache: Any, setting: Setting, steps: int, graphs: bool = True) -> tuple[Any, list[float]]:

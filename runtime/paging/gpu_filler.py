@@ -1,11 +1,10 @@
 """Pages on a GPU: all work is issued to streams, and a stream that reads a page waits for the page's load.
 
-Tests put a stand-in behind torch_cuda.py. A step decodes the packed pages that it misses
-in one launch on its own stream, and writes where its experts are to its own table of handles. The loaders' work goes
-to two streams, one for gate and up projections and one for down projections: the first product begins before the
-second's weights are there (fluxmoe, Algorithm 1). A stream waits for the work on a slot's old page before it fills the
-slot; the host waits for none of this. The decoder reports damaged bytes in a tensor, which is read when the next layer
-is reached.
+Tests put a stand-in behind torch_cuda.py. A step decodes the packed pages that it misses in one launch on its own
+stream, and writes where its experts are to its own table of handles. The loaders' work goes to two streams, one for
+gate and up projections and one for down projections: the first product begins before the second's weights are there
+(fluxmoe, Algorithm 1). A stream waits for the work on a slot's old page before it fills the slot; the host waits for
+none of this. The decoder reports damaged bytes in a tensor, which is read when the next layer is reached.
 """
 
 from __future__ import annotations

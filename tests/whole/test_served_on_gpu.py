@@ -1,0 +1,55 @@
+"""On a GPU a bundle gives what a CPU gives: logits of every version, and texts of every policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import moepack
+from moepack.generation import generate
+from moepack.runtime.planning.exceeded import TooSmallError
+from moepack.runtime.planning.options import LoadOptions
+
+pytestmark = [
+    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]  # fmt: skip
+NEAR = {"bfloat16": 0.03, "float16": 2e-3, "float32": 1e-5}  # of the logits' norm
+LIVE = "hotness:hi=w4,lo=w2", "importance:hi=w4,lo=w2", "importance:hi=w4,lo=absent", "lru:hi=w4,lo=absent"
+POLICIES = *LIVE, "paged", "uniform", "random", "prefill:hi=w4", "hotness:hi=w4,lo=stored"
+
+
+@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize("version", ["bf16", "w4", "w3", "w2", "w1"])
+def test_logits_are_those_of_a_cpu(bundle: Path, version: str, dtype: str) -> None:
+    ids, found = torch.arange(5, 17)[None], []
+    for device in ("cuda", "cpu"):
+        model = moepack.load(bundle, policy=f"static:{version}", dtype=dtype, device=device)
+        with torch.inference_mode():
+            found.append(model(ids.to(device)).logits.double().cpu())
+    assert (found[0] - found[1]).norm() <= NEAR[dtype] * found[1].norm()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_write_in_small_budgets(bundle: Path, policy: str) -> None:
+    """All tokens, and no transition fails."""
+    given: dict[str, Any] = {"policy": policy, "device": "cuda", "kv_tokens": 64}
+    try:
+        moepack.load(bundle, device_memory=1000, **given)
+        raise AssertionError("a budget of 1,000 bytes was not refused")
+    except TooSmallError as error:
+        least = error.least
+    model = moepack.load(bundle, device_memory=round(1.3 * least), **given)
+    out = model.generate(torch.arange(5, 17, device="cuda")[None], max_new_tokens=24, do_sample=False)
+    assert out.shape == (1, 36) and model.moepack.counters().get("transition_failures", 0) == 0
+    model.moepack.close()
+
+
+def test_replayed_steps_write_the_text_of_a_cpu(bundle: Path) -> None:
+    texts = [
+        generate(bundle, "The history of", LoadOptions(policy="static:w4", device=device), max_new_tokens=40)
+        for device in ("cuda", "cpu")
+    ]
+    assert texts[0] == texts[1]

@@ -219,9 +219,11 @@ def taken(kernel: Any) -> Taken:
 
 def _least_load(ptx: str) -> int:
     """The bytes of the least load at the lines that load weights; 0 if there is none."""
-    weights = set()
+    weights, ours = set(), Path(affine_triton.__file__).parent
     for number, path in re.findall(r'\.file\s+(\d+) "(.*)"', ptx):
-        lines = Path(path).read_text().split("\n") if Path(path).parent == Path(affine_triton.__file__).parent else []
+        # Triton's cache may hold what another checkout compiled: the same source, under that checkout's path.
+        source = ours / Path(path).name if Path(path).parts[-3:-1] == ours.parts[-2:] else None
+        lines = source.read_text().split("\n") if source and source.exists() else []
         named = (i for i, line in enumerate(lines, 1) if "tl.load(plane +" in line or "tl.load(weights +" in line)
         weights |= {(int(number), i + n) for i in named for n in range(5)}  # PTX counts the lines of Triton's assembly
     here, sizes = False, []

@@ -51,6 +51,17 @@ def test_few_tokens_take_few_instructions() -> None:
     assert run.returncode == 0 and "w4-128" in run.stdout, run.stdout + run.stderr
 
 
+def test_loads_are_found_in_what_another_checkout_compiled() -> None:
+    """Triton's cache keeps the first checkout's path; a file of another package is not searched."""
+    from benchmarks.resources import _least_load
+
+    path = "moepack/runtime/kernels/gemv_triton.py"
+    line = next(i for i, text in enumerate((ROOT / path).read_text().split("\n"), 1) if "tl.load(plane +" in text)
+    for file, least in ((ROOT / path, 8), (f"/elsewhere/{path}", 8), ("/elsewhere/runtime/other/gemv_triton.py", 0)):
+        ptx = f'.file 1 "{file}"\n.loc 1 {line} 9\nld.global.v2.b32 {{%r1, %r2}}, [%rd1];\n.loc 1 1 1\n'
+        assert _least_load(ptx + "ld.global.b16 %r3, [%rd2];") == least, file
+
+
 def test_a_regression_is_missed() -> None:
     from benchmarks.resources import committed, judged
 

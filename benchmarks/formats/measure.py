@@ -86,14 +86,14 @@ def _compare(rows: Rows, by_window: Mapping[str, Sequence[float]]) -> None:
     for row in rows:
         own = by_window.get(f"{row['who']} {row['encoding']}")
         if own is not None:
-            row["of today's at these bits"], row["ratio +-"] = _ratio(own, at_bits(anchors, row["bits/weight"]))
+            row["of today's at these bits"], row["ratio +-"] = ratio_of(own, at_bits(anchors, row["bits/weight"]))
             turned = row["encoding"].endswith(TURNED)
             plain = by_window.get(f"{row['who']} {row['encoding'].removesuffix(TURNED)}")
             if turned and plain is not None:  # ideas may have such names too
-                row["of the plain version's"], row["plain +-"] = _ratio(own, plain)
+                row["of the plain version's"], row["plain +-"] = ratio_of(own, plain)
 
 
-def _ratio(own: Sequence[float], beside: Sequence[float]) -> tuple[float, float]:
+def ratio_of(own: Sequence[float], beside: Sequence[float]) -> tuple[float, float]:
     """A sum over another, and half of its 95 % interval: each window is compared with itself."""
     ratio = sum(own) / sum(beside)
     rest = [a - ratio * b for a, b in zip(own, beside, strict=True)]

@@ -3,8 +3,9 @@
     python -m benchmarks.tried [--checkpoint MODEL --calibration FILE... --data FILE...]
 
 Every expert is quantised at one version, in one way after another (`ways.WAYS`). Shown are the divergence from the
-exact model, its ratio to that of the first way (a build's) with a 95 % interval over windows of text, and the seconds
-that the way took. Without arguments: the model and texts in examples/.
+exact model, its ratio to that of the first way (a build's) with a 95 % interval over windows of text, the same to the
+divergence of `w4` to `w1` at as many bits (between two widths log-linear; they are measured first for it), and the
+seconds that the way took. Without arguments: the model and texts in examples/.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 
 from benchmarks.common import Target, finish, model_arguments, texts
 from benchmarks.decoding import Mean
+from benchmarks.formats.measure import at_bits, ratio_of
+from benchmarks.formats.schemes import GROUP, TODAY, of_version
 from benchmarks.peers.quality import LENGTH, divergence_of, log_probabilities, replaced
 from moepack.calibrate.text.windows import calibration_windows, load_tokenizer
 from moepack.pack.spec import Version
@@ -42,35 +45,48 @@ def main() -> None:
     learn, ids = (
         calibration_windows(t, tokenizer, n, 256, 0).ids for t, n in ((calibration, samples), (data, windows))
     )
-    rows: list[dict[str, Any]] = []
-    for name in versions:
-        rows += _rows(args.checkpoint, learn, ids, Version.of(name, 64), ways)
+    rows = _rows(args.checkpoint, learn, ids, versions, ways)
     best = min((r["over as built"] for r in rows if r["way"] != ways[0].name), default=1.0)
     target = Target("divergence of the best way over a build's", best, 0.98, "lower")
     what = f"divergence of {args.checkpoint.name} from its exact self, every expert at one version"
-    finish(what, list(rows[0]), rows, [target], args.json)
+    finish(what, list(rows[-1]), rows, [target], args.json)
 
 
-def _rows(checkpoint: Any, learn: torch.Tensor, ids: torch.Tensor, version: Version, ways: list[Way]) -> Any:
-    """One row a way."""
+def _rows(checkpoint: Any, learn: torch.Tensor, ids: torch.Tensor, versions: list[str], ways: list[Way]) -> Any:
+    """One row a version and way."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, experts_implementation="eager")
-    reference, out, first = log_probabilities(model, ids), list[dict[str, Any]](), list[float]()
+    reference, out = log_probabilities(model, ids), list[dict[str, Any]]()
     weights = [w for layer in model.model.layers for w in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj)]
-    for way in ways:
+    anchors: dict[str, tuple[float, list[float]]] = {}  # bits a weight, divergence by window, of today's as built
+    first: list[float] = []
+    for name, way in ((name, way) for name in sorted(versions, key=lambda v: v not in TODAY) for way in ways):
         began = time.perf_counter()
-        values = of_model(checkpoint, learn, version, way)
+        group = GROUP if name in TODAY else 0  # others' default
+        values = of_model(checkpoint, learn, Version.of(name, group), way)
         seconds = time.perf_counter() - began
         with replaced([w.data for w in weights], [v for pair in values for v in pair]):
             found = divergence_of(model, ids, reference)
-        first = first or found
-        ratio = sum(found) / sum(first)
-        rest = Mean.of([a - ratio * b for a, b in zip(found, first, strict=True)])
-        row = {"version": version.name, "way": way.name, "KL, mnat": 1e3 * Mean.of(found).value, "over as built": ratio}
-        out.append(row | {"+-": rest.half * len(first) / sum(first), "seconds": seconds})
+        first = found if way is ways[0] else first
+        bits = _bits(name, group, weights[0], weights[1])
+        if name in TODAY and way is ways[0]:
+            anchors[name] = bits, found
+        row = {"version": name, "way": way.name, "bits/weight": bits, "KL, mnat": 1e3 * Mean.of(found).value}
+        row["over as built"], row["+-"] = ratio_of(found, first)
+        if set(TODAY) <= anchors.keys():
+            beside = at_bits(sorted(anchors.values()), bits)
+            row["over today's at these bits"], row["today +-"] = ratio_of(found, beside)
+        out.append(row | {"seconds": seconds})
         print(", ".join(f"{k} {v:.4g}" if isinstance(v, float) else str(v) for k, v in out[-1].items()), flush=True)
     return out
+
+
+def _bits(name: str, group: int, *weights: torch.Tensor) -> float:
+    """Bits a weight of a version of experts with these matrices [experts, rows, cols]."""
+    sides = of_version("moepack", name, group).sides
+    sizes = [side.size(w.shape[2]) * w[0].numel() for side, w in zip(sides, weights, strict=True)]
+    return sum(sizes) / sum(w[0].numel() for w in weights)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Whole models served as on a GPU, on a machine without one: kernels by Triton's interpreter, streams by a stand-in.
+"""Whole models served as on a GPU, on a machine without one: kernels by Triton's interpreter, or products by torch, and
+streams by a stand-in.
 
 The stand-in holds its callers to the rules. Device memory is the host's, and so is torch's device: `torch_cuda.is_gpu`
 says otherwise.
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch_products
 from fake_cuda import FakeCudart, FakeGpu, Ranges
 from torch.utils._python_dispatch import _disable_current_modes
 from triton import knobs
@@ -102,9 +104,10 @@ def _watched(made: StandIn, real: Any, computes: bool) -> Any:
     return watched
 
 
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def kernels(monkeypatch: pytest.MonkeyPatch, products: bool = False) -> None:
     """Let the GPU's kernels run experts, in Triton's interpreter; skip where Triton compiles them for a real GPU.
 
+    Without `products` torch computes those, which takes a twentieth of the time.
     conftest.py chooses before Triton is imported. Afterwards it is too late: Triton's own functions stay compiled.
     """
     if not knobs.runtime.interpret:
@@ -112,3 +115,5 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "backend", lambda device: "triton")
     monkeypatch.setenv("MOEPACK_DENSE_KERNELS", "off")  # trials of norms and routers take the interpreter seconds
     monkeypatch.setattr(backends, "native_layer", lambda *args: None)
+    if not products:
+        torch_products.install(monkeypatch)

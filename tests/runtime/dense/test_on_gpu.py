@@ -29,7 +29,7 @@ def packed(matrix: Matrix, version: Version, seed: int) -> PackedLinear:
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels(monkeypatch)
+    kernels(monkeypatch, products=True)
 
     def never(*args: object) -> None:
         raise AssertionError("a whole matrix was dequantised")

@@ -165,7 +165,7 @@ def test_a_layer_in_released_versions_is_run_by_it(monkeypatch: pytest.MonkeyPat
         has_gate, act_fn, _apply_gate = True, torch.nn.SiLU(), _default_apply_gate
         _moepack: LayerExperts
 
-    kernels(monkeypatch)
+    kernels(monkeypatch, products=True)
     versions = list({v.name: v for v in RELEASED}.values())
     matrices, count = (Matrix("gate_up", 70, 40, bias=True), Matrix("down", 40, 35)), len(versions)
     experts = LayerExperts(ExpertLayer(0, "experts", count, matrices), versions, torch.device(DEVICE))
@@ -184,6 +184,21 @@ def test_a_layer_in_released_versions_is_run_by_it(monkeypatch: pytest.MonkeyPat
         want = reference_forward(LayerCall(module, experts.current, x, index, gates)).double().cpu().numpy()
     for e, v in enumerate(versions):
         assert relative(got[e], want[e]) <= 1e-5, v.name
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="kernels are compiled for this machine's GPU")
+def test_what_stands_in_for_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In tests of what is around them: every encoding, both tiles, a gate."""
+    import torch_products
+
+    torch_products.install(monkeypatch)
+    for version in (Version.of("bf16"), *WIDTHS, *MIXED, *RELEASED):
+        m, index = Matrix("m", 36, 70, bias=True), torch.tensor([[0, 1], [1, 1], [2, 0]])
+        layer, x = make_layer(m, [version], [0, 0]), activations(3, 70, torch.float32)
+        want, real = torch.from_numpy(expected(layer, x, index)), (index.reshape(-1) < 2).numpy()
+        assert relative(run(layer, m, [version], x, index)[real], want.numpy()[real]) <= 1e-5, version.name
+        gated = (torch.nn.functional.silu(want[:, :18]) * want[:, 18:]).numpy()[real]
+        assert relative(run(layer, m, [version], x, index, True, "PREFILL")[real], gated) <= 1e-5, version.name
 
 
 def test_geometry_takes_every_slot_once() -> None:

@@ -1,0 +1,119 @@
+"""What the GPU's kernels of products compute, in plain torch: for tests of what is around them.
+
+Triton's interpreter takes seconds for a layer. Launches keep their arguments, addresses among them, and come through
+`GridExecutor.__call__` as before, where recorders of launches see them. The kernels' own tests do not use this.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from triton.runtime.interpreter import GridExecutor
+
+from moepack.runtime.kernels.reference import E2M1, unpack
+from moepack.runtime.kernels.switch_triton import SCALES
+
+_VERSION = (
+    "version", "low", "high", "scale", "zero", "bias", "outer", "BITS", "MANTISSA", "SCALE", "GROUP", "COLUMNS",
+    "STORED", "BIAS", "OUTER",
+)  # fmt: skip
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch compute what `_switch`, `few` and `_product` launch."""
+    real = GridExecutor.__call__
+
+    def launch(self: Any, *args: Any, **named: Any) -> None:
+        if self.fn.__name__ not in ("_switch", "few", "_product"):
+            real(self, *args, **named)
+            return
+        given = SimpleNamespace(**dict(zip(inspect.signature(self.fn).parameters, args, strict=False)) | named)
+        with _disable_current_modes(), torch.inference_mode():
+            if self.fn.__name__ != "_switch":
+                _launch(given)
+            for version in getattr(given, "VERSIONS", ()):
+                one = dict(zip(_VERSION, version, strict=False))
+                one["SCALE"] = SCALES[one["SCALE"]]
+                _launch(SimpleNamespace(**vars(given) | one | {"DENSE": False}))
+
+    monkeypatch.setattr(GridExecutor, "__call__", launch)
+
+
+def _launch(of: Any) -> None:
+    """One version's product for every slot, each by itself: so a slot's bits depend on nothing beside it."""
+    if of.DENSE:
+        _slots(of, of.handles.data_ptr(), range(of.slots))
+        return
+    for expert, first, count in zip(
+        *(t.tolist() for t in (of.block_expert, of.block_first, of.block_count)), strict=True
+    ):
+        word = int(of.handles[expert]) if count > 0 else 0
+        if word and word & 63 == of.version:
+            _slots(of, word & ~63, of.order[first : first + count].tolist())
+
+
+def _slots(of: Any, base: int, slots: Any) -> None:
+    weights, bias = _weights(of, base), torch.zeros(of.rows)
+    if of.BIAS:
+        bias = _read(base + of.bias, torch.bfloat16, of.rows).float()
+    for slot in slots:
+        y = torch.mv(weights, of.x.view(-1, of.cols)[slot // of.share].float()) + bias
+        if of.GATED:
+            y = torch.nn.functional.silu(y[: of.rows // 2]) * y[of.rows // 2 :]
+        of.out.view(-1, len(y))[slot] = y.to(of.out.dtype)
+
+
+def _read(address: int, dtype: torch.dtype, count: int) -> Tensor:
+    raw = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(raw, dtype=dtype)
+
+
+def _weights(of: Any, base: int) -> Tensor:
+    """A matrix [rows, cols] in float32."""
+    if of.BITS == 16:
+        return _read(base + of.low, torch.bfloat16, of.rows * of.cols).view(of.rows, of.cols).float()
+    blocks, groups = -(-of.rows // 16), -(-of.cols // of.GROUP)
+
+    def plane(offset: int, bits: int) -> Tensor:
+        words = (of.cols * bits + 31) // 32
+        raw = _read(base + offset, torch.uint8, blocks * words * 64).view(blocks, words, 16, 4)
+        return unpack(raw.transpose(1, 2).reshape(blocks * 16, words * 4), bits, of.cols)
+
+    def by_group(offset: int, dtype: torch.dtype) -> Tensor:
+        raw = _read(base + offset, dtype, blocks * groups * 16).view(blocks, groups, 16)
+        return raw.transpose(1, 2).reshape(blocks * 16, groups).float()
+
+    if of.BITS in (3, 5):
+        codes = plane(of.low, of.BITS - 1) | plane(of.high, 1) << (of.BITS - 1)
+    else:
+        codes = plane(of.low, of.BITS)
+    if of.MANTISSA == 1:
+        values = torch.tensor(E2M1 + tuple(-v for v in E2M1))[codes.int()]
+    elif of.MANTISSA == 3:
+        values = codes.contiguous().view(torch.float8_e4m3fn).float()
+    else:
+        zero = by_group(of.zero, torch.uint8) * 2.0 ** (of.BITS - 8) if of.STORED else ((1 << of.BITS) - 1) / 2
+        if isinstance(zero, Tensor):
+            zero = zero.repeat_interleave(of.GROUP, 1)[:, : of.cols]
+        values = codes.float() - zero
+    if of.SCALE == "row":
+        values *= _read(base + of.scale, torch.float32, blocks * 16)[:, None]
+    elif of.SCALE == "block":
+        scales = _read(base + of.scale, torch.float32, blocks * groups).view(blocks, groups)
+        values *= scales.repeat_interleave(16, 0).repeat_interleave(of.GROUP, 1)[:, : of.cols]
+    else:
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "e8m0": torch.uint8}
+        scales = by_group(of.scale, dtypes[of.SCALE])
+        if of.SCALE == "e8m0":
+            scales = (scales.int() << 23).clamp(min=1 << 22).view(torch.float32)
+        values *= scales.repeat_interleave(of.GROUP, 1)[:, : of.cols]
+    if of.OUTER:
+        values *= _read(base + of.outer, torch.float32, blocks).repeat_interleave(16)[:, None]
+    return values[: of.rows]

@@ -86,7 +86,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
 
 def _few(experts: LayerExperts, step: Step | None, index: Tensor, weights: Tensor) -> Any:
-    """The routing of few tokens on a GPU, made and counted by one launch; `None` elsewhere."""
+    """The routing of few tokens on a GPU, made and counted on the device; `None` elsewhere."""
     if experts.of.backend != "triton":
         return None
     from . import gpu

@@ -1,8 +1,9 @@
 """The experts' forward on a GPU, without waiting.
 
 The first product computes silu(gate) * up too; another gate activation of a family runs between the two products. Few
-tokens take one launch for routing, one for each matrix whatever its experts' versions, and one for the sum: always the
-same ones, so that a CUDA graph may hold them. More tokens take a sort by torch and a launch for each version.
+tokens take one launch for routing (two if there are several), one for each matrix whatever its experts' versions, and
+one for the sum: always the same ones, so that a CUDA graph may hold them. More tokens take a sort by torch and a launch
+for each version.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _STAY = frozenset({Where.DEVICE, Where.ABSENT})
 
 
 def takes(experts: LayerExperts, step: Step | None, tokens: int, top_k: int) -> bool:
-    """Whether a layer's routing of so many tokens is one launch, which counts it too."""
+    """Whether `launch` routes so many tokens of a layer, and counts them."""
     counters = None if step is None else step.counters
     return (
         experts.of.backend == "triton"
@@ -49,7 +50,7 @@ def _snapshot(experts: LayerExperts, step: Step | None) -> Snapshot:
 
 
 def launch(experts: LayerExperts, step: Step | None, form: Routing, count: bool = True, **given: Any) -> Routed:
-    """Route a layer's few tokens by one launch, and count them; `given` are arguments of `routing_triton.route`."""
+    """Route a layer's few tokens, and count them; `given` are arguments of `routing_triton.route`."""
     counters, tally = None if step is None else step.counters, None
     tokens = len(given["logits"] if "logits" in given else given["given"][0])
     if count and counters is not None:

@@ -83,6 +83,8 @@ def takes(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> b
         return False
     if not query.dtype == keys.dtype == values.dtype or keys.shape[3] != size or size not in (32, 64, 128, 256):
         return False
+    if size * query.element_size() > 512:  # spills, and passes some GPUs' shared memory
+        return False
     if heads % keys.shape[1] or heads // keys.shape[1] > QUERIES.value:
         return False
     if mask is not None and (
@@ -116,6 +118,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, length: Tensor, mask: Te
         query, keys, values, length, mask, part, most, sums, keys.shape[2],
         0 if mask is None or mask.shape[0] == 1 else mask.stride(0), scaling,
         HEADS=count, MASKED=mask is not None, WIDE=knobs.runtime.interpret, **shape, num_warps=4,
+        num_stages=3 if size * query.element_size() < 512 else 2,  # sm_86, 89 and 120 have 99 KiB of shared memory
     )  # fmt: skip
     _join[(sequences * heads,)](part, most, sums, out, **shape, num_warps=2)
     return out

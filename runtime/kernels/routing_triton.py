@@ -1,13 +1,14 @@
-"""The routing of a few tokens on a GPU in one launch: scores, top-k, gates, counters, and slots sorted into blocks.
+"""The routing of a token on a GPU in one launch, of a few in two: scores, top-k, gates, counters, blocks of slots.
 
 `Routing` describes how a family's router makes gates of logits; of experts and gates that a family chose itself, the
-same launch makes blocks and counts. Nothing waits for the device, and every launch of a layer has the same arguments
+last launch makes blocks and counts. Nothing waits for the device, and every launch of a layer has the same arguments
 and grid whatever is routed where, so a CUDA graph may hold it. `reference` is the same in plain torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from .affine_triton import Geometry
 
-TOKENS, TOP_K, EXPERTS = 16, 16, 512  # the most that one launch routes
+TOKENS, TOP_K, EXPERTS = 16, 16, 512  # the most that is routed so
 _LEAST: tl.constexpr = tl.constexpr(-(1 << 62))  # below every key
 
 
@@ -165,6 +166,23 @@ def _count(  # type: ignore[no-untyped-def]
     return number, before, first, counted, weighed
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _one(  # type: ignore[no-untyped-def]
+    logits, bias, index_to, gates_to,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORES: tl.constexpr, NORMED: tl.constexpr, SCALE: tl.constexpr,
+    BIASED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr,
+    LANES: tl.constexpr, SLOTS: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, SLOTS)[None, :]
+    index, gates = _choose(
+        logits + token * EXPERTS, bias, 1, EXPERTS, TOP_K, SCORES, NORMED, SCALE, BIASED, GROUPS, KEPT, TWO,
+        1, LANES, SLOTS, MOST,
+    )  # fmt: skip
+    at = token * TOP_K + column
+    tl.store(index_to + at, index.to(tl.int64), mask=column < TOP_K)
+    tl.store(gates_to + at, gates.to(gates_to.dtype.element_ty), mask=column < TOP_K)
+
+
 @triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
 def _routing(  # type: ignore[no-untyped-def]
     logits, bias, chosen, weights, table, counts, sums, mask, index_to, gates_to, room, tokens,
@@ -220,7 +238,7 @@ def power(of: int) -> int:
 
 
 def fits(tokens: int, top_k: int, experts: int) -> bool:
-    """Whether one launch routes so many tokens."""
+    """Whether `route` takes so many tokens."""
     return 0 < tokens <= TOKENS and 0 < top_k <= TOP_K and experts <= EXPERTS
 
 
@@ -234,7 +252,8 @@ def route(
     tally: Tally | None = None,
     dtype: torch.dtype | None = None,
 ) -> Routed:
-    """Route up to TOKENS tokens by one launch on the current stream, without waiting.
+    """Route up to TOKENS tokens on the current stream, without waiting: one by one launch, several (or one with more
+    than eight experts) by two.
 
     Args:
         form: of `given` experts only `top_k` is read.
@@ -262,14 +281,20 @@ def route(
     else:
         index, gates = given
     made, masked = tally or _NOWHERE, tally is not None and tally.mask is not None
-    rows, lanes = power(tokens), power(count)
+    choice: dict[str, Any] = {
+        "EXPERTS": count, "TOP_K": form.top_k, "SCORES": form.scores, "NORMED": form.normed, "SCALE": form.scale,
+        "BIASED": form.biased, "GROUPS": form.groups, "KEPT": form.kept, "TWO": form.by == "two",
+        "LANES": power(count), "SLOTS": power(form.top_k), "MOST": power(form.groups),
+    }  # fmt: skip
+    warps = 1 if choice["LANES"] <= 256 else 4
+    if given is None and tokens * choice["SLOTS"] > 8:  # more scores or slots take more registers than a thread has
+        _one[(tokens,)](x, bias, index, gates, **choice, num_warps=warps)
+        x, given = index, (index, gates)
     _routing[(1,)](
         x, bias, index, gates, table, made.counts, made.sums, made.mask, index, gates, room, tokens,
-        GIVEN=given is not None, EXPERTS=count, TOP_K=form.top_k, SCORES=form.scores, NORMED=form.normed,
-        SCALE=form.scale, BIASED=form.biased, GROUPS=form.groups, KEPT=form.kept, TWO=form.by == "two",
-        COUNTS=tally is not None, SUMS=made.sums is not None, MASKED=masked, WIDTH=width,
-        ROWS=rows, LANES=lanes, SLOTS=power(form.top_k), MOST=power(form.groups),
-        num_warps=1 if rows * lanes <= 1024 else 4 if rows * lanes <= 4096 else 8,
+        GIVEN=given is not None, COUNTS=tally is not None, SUMS=made.sums is not None, MASKED=masked, WIDTH=width,
+        ROWS=power(tokens), **choice,
+        num_warps=warps if given is None else 4 if power(tokens) * choice["SLOTS"] <= 64 else 8,
     )  # fmt: skip
     expert, first, size, live = room[: 4 * slots].view(4, slots).unbind()
     return Routed(index, gates, Geometry(room[4 * slots :], expert, first, size, width), live)

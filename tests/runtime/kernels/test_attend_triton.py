@@ -52,5 +52,6 @@ def test_what_it_does_not_take() -> None:
         (query, keys.transpose(1, 2).contiguous().transpose(1, 2), values, None), (query, keys, values, mask.bool()),
         (query, keys, values, mask[..., :69]), (query, keys, values, mask.expand(2, 1, 2, 70)),
         (query[..., :48].contiguous(), keys[..., :48].contiguous(), values[..., :48].contiguous(), None),
+        (*(t.repeat(1, 1, 1, 4) for t in (query, keys, values)), None),  # 256 float32 numbers a head
     ):  # fmt: skip
         assert not takes(*case)

@@ -97,9 +97,10 @@ NUMERIC = (
 
 # Of what `.ci/run` repeats at every instruction set, what is the same at each, or goes through all of them itself.
 ONCE = (
-    "runtime/dense/test_on_gpu",
+    "moepack/test_generation.py::test_a_chat_on_a_gpu", "runtime/dense/test_on_gpu",
     "runtime/kernels/test_affine_native.py::test_without_the_extension", "runtime/kernels/test_affine_triton",
-    "runtime/kernels/test_exponent_triton", "runtime/kernels/test_isa",
+    "runtime/kernels/test_attend_triton", "runtime/kernels/test_exponent_triton", "runtime/kernels/test_isa",
+    "runtime/kernels/test_routing_triton", "runtime/test_decode_graph",
     "runtime/planning/test_choice.py::test_it_is_the_same_everywhere",
     "runtime/planning/test_fixed.py::test_plans_do_not_depend",
     "runtime/planning/test_fixed.py::test_the_process_takes",

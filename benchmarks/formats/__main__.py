@@ -1,7 +1,8 @@
 """What encodings cost at their bytes: moepack's versions, other libraries', llama.cpp's types, and ideas.
 
     python -m benchmarks.formats --part ideas [--checkpoint MODEL --calibration FILE... --data FILE...]
-    python -m benchmarks.formats --part generated --bits 2
+    python -m benchmarks.formats --part generated --part libraries
+    python -m benchmarks.formats --part generated --part ideas --bits 2
 
 Of the same weights and second moments, each scheme gives values. They are compared by relative output error on
 held-out tokens, gate and up apart from down, and by the divergence of a model that computes in float32 with them. The
@@ -31,7 +32,12 @@ MORE = ("libraries", "ideas", "rotated", "generated")  # generated: matrices in 
 def main() -> None:
     """Parse arguments, measure, print."""
     parser = arguments(__doc__)
-    parser.add_argument("--checkpoint", type=Path, action="append", help="a small Qwen3-MoE; may be given again")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        action="append",
+        help="a small Qwen3-MoE; may be given again; with --part generated none without",
+    )
     parser.add_argument("--calibration", action="append", help="text to make moments from")
     parser.add_argument("--data", action="append", help="text to measure on")
     parser.add_argument("--windows", type=int, nargs=2, default=(256, 64), help="windows of 256 tokens, of each")
@@ -52,15 +58,16 @@ def main() -> None:
             every += [scheme for method in ("gptqmodel", "hqq") for scheme in schemes.others(method)]
             if (llama := ggml(stack, scratch)) is not None:
                 every += [schemes.of_ggml(name, llama, scratch) for name in schemes.GGML]
-        ideas = [idea for bits in args.bits or schemes.WIDTHS for idea in schemes.ideas(bits)]
         if "ideas" in parts:
-            every += ideas[:2] if args.quick else ideas
+            ideas = [idea for bits in args.bits or schemes.WIDTHS for idea in schemes.ideas(bits)]
+            every += ideas[:2] if args.quick and not args.bits else ideas
         windows = (24, 8) if args.quick else tuple(args.windows)
-        for checkpoint in args.checkpoint or [EXAMPLES / "mini-qwen3-moe"] if set(parts) - {"generated"} else ():
+        models = args.checkpoint or ([EXAMPLES / "mini-qwen3-moe"] if args.quick or "generated" not in parts else [])
+        for checkpoint in models:
             rows += of_model(checkpoint, calibration, data, windows, every)
         shapes = ((128, 256), (256, 128)) if args.quick else ((768, 2048), (2048, 768))
         for kind in ("normal", "heavy", "outliers") if "generated" in parts else ():
-            rows += of_generated(kind, shapes, [*schemes.today(), *schemes.built(), *schemes.rotated(), *ideas])
+            rows += of_generated(kind, shapes, every)
     errors = [f"error {p}" for p in PARTS]
     columns = ["model", "who", "encoding", "bits/weight", *errors, "KL, mnat", "+-", RATIO, PLAIN]
     finish("Error and divergence by bits", columns, rows, targets(rows), args.json)

@@ -7,8 +7,9 @@
 Of the same weights and second moments, each scheme gives values. They are compared by relative output error on
 held-out tokens, gate and up apart from down, and by the divergence of a model that computes in float32 with them. The
 last columns are that divergence over the one of `w4` to `w1`, in groups of 64, at as many bits (between two widths
-log-linear), and, of versions whose down is rotated, over the plain version's. ggml's types get the moments' diagonal as
-importance; they are left out where llama-cpp-python is not installed for benchmarks.peers.
+log-linear); of versions whose down is rotated, over the plain version's; and of generated matrices the error of `w4` to
+`w1` at another scheme's bits over that scheme's, for the matrix where that is more. ggml's types get the moments'
+diagonal as importance; they are left out where llama-cpp-python is not installed for benchmarks.peers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from benchmarks.peers import environments
 from benchmarks.peers.worker import PeerError, Worker
 
 from . import schemes
-from .measure import PARTS, of_generated, of_model
+from .measure import OURS, PARTS, of_generated, of_model
 
 RATIO, PLAIN = "of today's at these bits", "of the plain version's"
 MORE = ("libraries", "ideas", "rotated", "generated")  # generated: matrices in place of models
@@ -69,7 +70,7 @@ def main() -> None:
         for kind in ("normal", "heavy", "outliers") if "generated" in parts else ():
             rows += of_generated(kind, shapes, every)
     errors = [f"error {p}" for p in PARTS]
-    columns = ["model", "who", "encoding", "bits/weight", *errors, "KL, mnat", "+-", RATIO, PLAIN]
+    columns = ["model", "who", "encoding", "bits/weight", *errors, "KL, mnat", "+-", RATIO, PLAIN, OURS]
     finish("Error and divergence by bits", columns, rows, targets(rows), args.json)
 
 
@@ -85,8 +86,9 @@ def ggml(stack: ExitStack, scratch: Path) -> Worker | None:
 
 
 def targets(rows: list[dict[str, Any]]) -> list[Target]:
-    """For each width 0.8 of its divergence, by the version whose down has a bit more."""
-    out = []
+    """For each width 0.8 of its divergence, by the version whose down has a bit more; half of the IQ types' errors."""
+    iq = [r for r in rows if OURS in r and r["encoding"].startswith("IQ")]
+    out = [Target(f"{r['model']}: error at the bits of {r['encoding']} over its", r[OURS], 0.5, "lower") for r in iq]
     for model in dict.fromkeys(row["model"] for row in rows if RATIO in row):
         found = {r["encoding"]: float(r[RATIO]) for r in rows if r["model"] == model and r["who"] == "moepack"}
         for width, mixed in zip(schemes.TODAY, schemes.MIXED, strict=True):

@@ -18,6 +18,7 @@ from benchmarks.quantise import ENOUGH, Case
 from .schemes import TODAY, TURNED, Scheme
 
 PARTS = ("gate, up", "down")
+OURS = "today's error over it"
 Rows = list[dict[str, Any]]
 
 
@@ -146,4 +147,16 @@ def of_generated(
         for part, side, case in zip(PARTS, scheme.sides, cases, strict=True):
             row[f"error {part}"] = errors(case, side.values(case.weight, case.learn))[0]
         out.append(row)
+    compare_errors(out)
     return out
+
+
+def compare_errors(rows: Rows) -> None:
+    """Add to others' rows today's error at as many bits over theirs, of the matrix where that is more."""
+    known = {row["encoding"]: row for row in rows if row["who"] == "moepack"}
+    for row in (r for r in rows if r["who"] != "moepack"):
+        ratios = []
+        for name in (f"error {part}" for part in PARTS):
+            anchors = [(known[w]["bits/weight"], [known[w][name]]) for w in reversed(TODAY)]
+            ratios.append(at_bits(anchors, row["bits/weight"])[0] / row[name])
+        row[OURS] = max(ratios)

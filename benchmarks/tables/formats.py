@@ -18,6 +18,7 @@ FORMATS = (
     ("int8fp16", 128, "the same with an FP16 scale", "8 + 16/128 + 8/128"),
 )  # fmt: skip
 _AT_BITS, _PLAIN = "of today's at these bits", "of the plain version's"  # columns of benchmarks.formats
+_OURS = "today's error over it"
 COLS = 4096  # columns of the matrix that the bits are counted for
 
 
@@ -112,6 +113,25 @@ def encodings() -> str:
         ratio = f"{row[_AT_BITS]:.2f} ± {row['ratio +-']:.2f}" if whole else ""
         out.append([row["model"], name, f"{row['bits/weight']:.4g}", *errors, divergence, ratio])
     columns = ["model", "encoding", "bits", "error of gate, up", "of down", "divergence", "over today's at these bits"]
+    return table(columns, out)
+
+
+def generated_matrices() -> str:
+    """Errors on generated matrices of true size, and today's at as many bits over the greatest of these ratios."""
+    shown = ("w4", "w3", "w2", "w1")
+    rows = results("formats-generated")["rows"]
+    rows = [r for r in rows if r["who"] == "llama.cpp" or (r["who"] == "moepack" and r["encoding"] in shown)]
+    kinds = list(dict.fromkeys(r["model"] for r in rows))
+    found = {(r["model"], r["encoding"]): r for r in rows}
+    out = []
+    for first in (r for r in rows if r["model"] == kinds[0]):
+        every = [found[kind, first["encoding"]] for kind in kinds]
+        errors = [f"{r['error gate, up']:.2g}, {r['error down']:.2g}" for r in every]
+        ours = first["who"] == "moepack"
+        ratio = "" if ours else f"{max(r[_OURS] for r in every):.2f}"
+        name = f"`{first['encoding']}`" if ours else f"*llama.cpp*: {first['encoding']}"
+        out.append([name, f"{first['bits/weight']:.4g}", *errors, ratio])
+    columns = ["encoding", "bits", *(kind.removeprefix("generated, ") for kind in kinds), "today's error over it"]
     return table(columns, out)
 
 

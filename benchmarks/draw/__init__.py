@@ -311,23 +311,22 @@ def released() -> Any:
 
 
 def divergence() -> Any:
-    """What a bit costs in divergence: as many bits everywhere, one more in down, and both with down rotated."""
+    """What a bit costs in divergence: as many bits everywhere, one more in down, and both with down fitted again."""
     import matplotlib.pyplot as plt
 
-    rows = [r for r in results("rotated")["rows"] if r["model"] == "tiny-qwen3-moe"]
+    rows = results("refined-tiny-qwen3-moe")["rows"]
     figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")
     plain_axes(axis)
-    for more, turned, colour, mark, label in (
-        (False, False, THEIRS, "s-", "as many bits in every matrix"),
-        (False, True, THEIRS, "s--", "the same, down rotated"),
+    for more, fitted, colour, mark, label in (
+        (False, False, THEIRS, "s-", "as many bits in every matrix (default)"),
+        (False, True, THEIRS, "s--", "the same, down fitted again"),
         (True, False, OURS, "o-", "one bit more in down"),
-        (True, True, OURS, "o--", "the same, down rotated"),
+        (True, True, OURS, "o--", "the same, down fitted again (quality)"),
     ):
-        mine = [
-            r for r in rows if ("d" in r["encoding"].split()[0], r["encoding"].endswith("rotated")) == (more, turned)
-        ]
+        mine = [r for r in rows if ("d" in r["version"], r["way"].startswith("down")) == (more, fitted)]
+        mine.sort(key=lambda r: float(r["bits/weight"]))
         axis.plot([r["bits/weight"] for r in mine], [r["KL, mnat"] for r in mine], mark, color=colour, linewidth=2,
-                  markersize=8, markerfacecolor=PAPER if turned else colour, label=label)  # fmt: skip
+                  markersize=8, markerfacecolor=PAPER if fitted else colour, label=label)  # fmt: skip
     axis.set_yscale("log")
     axis.set_yticks([1, 3, 10, 30, 100], ["1", "3", "10", "30", "100"])
     axis.set_xlabel("bits a weight, tables included", fontsize=15, color=INK)

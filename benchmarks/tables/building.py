@@ -107,6 +107,22 @@ def tried() -> str:
     return table(["model", "version", "way", "mnat a token", "over as built"], out)
 
 
+def refined() -> str:
+    """Versions as built and with down fitted again, over today's at as many bits."""
+    out = []
+    for model in ("tiny-qwen3-moe", "mini-qwen3-moe"):
+        rows = results(f"refined-{model}")["rows"]
+        for built, fitted in zip(rows[::2], rows[1::2], strict=True):
+            kl = [f"{r['KL, mnat']:.3g}" for r in (built, fitted)]
+            own = [model, f"`{built['version']}`", f"{built['bits/weight']:.4g}", *kl]
+            for r in (built, fitted):
+                known = r.get("over today's at these bits", r["over as built"]), r.get("today +-", r["+-"])
+                own.append("1" if known[0] == 1 else f"{known[0]:.2f} ± {known[1]:.2f}")
+            out.append(own)
+    columns = ["model", "version", "bits", "divergence", "down fitted again", "over today's at these bits"]
+    return table([*columns, "down fitted again"], out)
+
+
 SETS = {
     "generated 1536x2048": "Qwen3-30B-A3B's gate and up, generated",
     "generated 2048x768": "its down, generated",

@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=96, help=f"windows of {LENGTH} tokens to measure on")
     parser.add_argument("--versions", nargs="+", default=["w4", "w3", "w2", "w1"])
     parser.add_argument(
-        "--ways", nargs="+", type=int, default=list(range(len(WAYS))), help="by number; 0 is the build's"
+        "--ways", nargs="+", type=int, default=list(range(6)), help="by number; 0 is the build's, 6 AutoRound's"
     )
     args = parser.parse_args()
     quiet_libraries()
@@ -70,6 +70,8 @@ def _rows(checkpoint: Any, learn: torch.Tensor, ids: torch.Tensor, versions: lis
             found = divergence_of(model, ids, reference)
         first = found if way is ways[0] else first
         bits = _bits(name, group, weights[0], weights[1])
+        if way.library is not None:  # scales of 16 bits, zero points of as many as codes
+            bits = int(name[1:]) + (16 + int(name[1:])) / GROUP
         if name in TODAY and way is ways[0]:
             anchors[name] = bits, found
         row = {"version": name, "way": way.name, "bits/weight": bits, "KL, mnat": 1e3 * Mean.of(found).value}

@@ -35,10 +35,36 @@ class Way:
     exact_targets: bool = False  # with `propagates`: gate and up make of these inputs what they made of the exact ones
     refines: bool = False  # the recipe's `quantize.refine`
     learn: Learn | None = None  # what makes the values from the build's own codes; None takes these
+    library: Callable[[Path, Tensor, Version], list[Values]] | None = None  # what makes all layers' values instead
+
+
+def by_autoround(checkpoint: Path, ids: Tensor, version: Version) -> list[Values]:
+    """AutoRound's values (Cheng et al., arXiv 2309.05516): rounding and ranges learned layer by layer.
+
+    With its own 200 steps of 8 windows, stored zero points, in float32; attention and router stay as they are.
+    """
+    from auto_round import AutoRound  # type: ignore[import-not-found]
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    made, _ = AutoRound(
+        model, AutoTokenizer.from_pretrained(checkpoint), bits=version.bits, group_size=version.group_size, sym=False,
+        iters=STEPS, seqlen=ids.shape[1], nsamples=len(ids), batch_size=8, dataset=[row[None] for row in ids],
+        device_map="cpu", amp=False, enable_torch_compile=False, ignore_layers="self_attn",
+    ).quantize()  # fmt: skip
+    out = []
+    for layer in made.model.layers:
+        experts = list(layer.mlp.experts.children())
+        experts = [e for e in experts if hasattr(e, "down_proj")]
+        first = [torch.cat([e.gate_proj.weight, e.up_proj.weight]).detach().float() for e in experts]
+        out.append((torch.stack(first), torch.stack([e.down_proj.weight.detach().float() for e in experts])))
+    return out
 
 
 def of_model(checkpoint: Path, ids: Tensor, version: Version, way: Way) -> list[Values]:
     """The values of all layers' experts after calibration on `ids` [windows, length], in float32."""
+    if way.library is not None:
+        return way.library(checkpoint, ids, version)
     streams = [StreamedModel(open_checkpoint(checkpoint)) for _ in range(1 + way.exact_targets)]
     walks = []
     for stream in streams:
@@ -186,4 +212,5 @@ WAYS = (
     Way("down on what quantised gate and up make", refines=True),
     Way("scales learned", learn=learned(0, 5e-4)),
     Way("codes and scales learned", learn=learned(4e-3, 5e-4)),
+    Way("AutoRound", library=by_autoround),  # pip install auto-round
 )

@@ -40,6 +40,7 @@ from .serving import (
     hostile_formats,
     kept_prompts,
     limited_clients,
+    limited_soak,
     on_demand,
     overlap,
     paged,
@@ -77,7 +78,7 @@ TABLES: dict[str, Callable[[], str]] = {
         peer_quality, peer_versions,
         gpu_assumed, gpu_counted, gpu_kernels, gpu_layers, gpu_measured, gpu_steps, gpu_steps_fused, gpu_token,
         encodings, generated_matrices, rotations, formats, released, released_others, sizes, limited, limited_clients,
-        rotated_kernels,
+        limited_soak, rotated_kernels,
     )
 }  # fmt: skip
 _TABLE = re.compile(r"<!-- table: ([a-z0-9_]+) -->\n.*?<!-- end of table -->", re.S)

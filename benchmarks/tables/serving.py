@@ -137,9 +137,26 @@ def serving() -> str:
     return as_is("serve")
 
 
+LIMITED = ((6, "hotness:hi=w2,lo=stored"), (10, "hotness:hi=w2,lo=stored"), (14, "hotness"), (20, "static:w4"))
+
+
 def limited_clients() -> str:
     """One server by clients, of a model larger than memory."""
     return as_is("limited-clients")
+
+
+def limited_soak() -> str:
+    """16 clients for minutes in each limit of memory, of a model larger than it."""
+    out = []
+    for limit, policy in LIMITED:
+        rows = results(f"limited-soak-{limit}")["rows"]
+        last, targets = rows[-1], results(f"limited-soak-{limit}")["targets"]
+        peak = next(t["value"] for t in targets if t["name"].startswith("peak of the process"))
+        answers = sum(row["answers"] for row in rows)
+        out.append([str(limit), policy, f"{last['minutes']:.0f}", str(answers), str(last["left"]), str(last["errors"]),
+                    f"{last['steps']:,}", f"{last['process MB'] / 1e3:.2f}", f"{peak:.3f}", "no"])  # fmt: skip
+    columns = ["limit, GB", "policy", "minutes", "answers", "left half-way", "errors", "passes", "process, GB"]
+    return table([*columns, "of the limit", "killed"], out)
 
 
 def kept_prompts() -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch_products
 from expert_layers import RELEASED, random_expert
 from gpu_stand_in import kernels
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Matrix, Version
+from moepack.runtime.dense.gpu_projections import _joined
 from moepack.runtime.dense.packed import PackedLinear, joined
 from moepack.runtime.kernels import reference
 
@@ -57,8 +59,9 @@ def test_every_encoding(version: Version) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda v: f"{v.name}-{v.group_size}")
-def test_maps_of_one_input_become_one(version: Version) -> None:
+def test_maps_of_one_input_become_one(version: Version, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of each alone, by the joined map and by each in its new place; none moves where it could not be read."""
+    torch_products.install(monkeypatch)
     sizes = [(64, False), (32, False), (32, False)], [(32, True), (16, True)], [(33, True), (16, True)]
     for n, rows in enumerate(sizes):
         maps = [packed(Matrix("m", r, 200, bias=b), version, i) for i, (r, b) in enumerate(rows)]
@@ -72,6 +75,9 @@ def test_maps_of_one_input_become_one(version: Version) -> None:
             assert torch.equal(whole(x), torch.cat(want, 1)) and len({m.packed.data_ptr() for m in maps}) == 1
         for m, alone in zip(maps, want, strict=True):
             assert torch.equal(m(x), alone)
+        assert torch.equal(_joined(maps)(x), torch.cat(want, 1)), (
+            "one after another where they have no extent in common"
+        )
     other = packed(Matrix("m", 16, 200), Version.of("w4", 32), 0)
     assert joined([maps[0], other]) is None
 

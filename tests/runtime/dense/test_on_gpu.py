@@ -42,7 +42,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda v: f"{v.name}-{v.group_size}")
 def test_every_encoding(version: Version) -> None:
     """With and without a bias, odd sizes, few tokens and many, every dtype of activations."""
-    cases = [(70, 200, t, d) for t in (1, 3) for d in LEAST] + [(33, 131, 16, d) for d in LEAST]
+    cases = [(36, 200, 1, d) for d in LEAST] + [(70, 200, 3, torch.bfloat16)] + [(33, 131, 16, d) for d in LEAST]
     cases += [(17, 65, 300, torch.bfloat16), (17, 65, 300, torch.float16)]
     for k, (rows, cols, tokens, dtype) in enumerate(cases):
         matrix = Matrix("m", rows, cols, bias=bool(k % 2))

@@ -33,7 +33,7 @@ from .formats import encodings, formats, generated_matrices, released, released_
 from .gpu import gpu_assumed, gpu_counted, gpu_kernels, gpu_steps, gpu_steps_fused
 from .gpu_day import gpu_layers, gpu_measured, gpu_token
 from .kernels import codec, kernels, released_kernels, rotated_kernels, shapes, whole_model
-from .peers import limited, peer_layers, peer_models, peer_mxfp4, peer_quality, peer_versions
+from .peers import limited, limited_released, peer_layers, peer_models, peer_mxfp4, peer_quality, peer_versions
 from .serving import (
     alpha,
     hostile,
@@ -78,7 +78,7 @@ TABLES: dict[str, Callable[[], str]] = {
         peer_quality, peer_versions,
         gpu_assumed, gpu_counted, gpu_kernels, gpu_layers, gpu_measured, gpu_steps, gpu_steps_fused, gpu_token,
         encodings, generated_matrices, rotations, formats, released, released_others, sizes, limited, limited_clients,
-        limited_soak, rotated_kernels,
+        limited_released, limited_soak, rotated_kernels,
     )
 }  # fmt: skip
 _TABLE = re.compile(r"<!-- table: ([a-z0-9_]+) -->\n.*?<!-- end of table -->", re.S)

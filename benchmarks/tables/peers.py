@@ -81,6 +81,11 @@ def limited() -> str:
     return table(*limited_rows(results("limited")["rows"]))
 
 
+def limited_released() -> str:
+    """The same of a model released in MXFP4."""
+    return table(*limited_rows(results("limited-gpt-oss")["rows"]))
+
+
 def limited_rows(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Columns and cells: a cell is empty where there is no figure."""
     columns = {

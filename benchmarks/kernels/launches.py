@@ -1,0 +1,128 @@
+"""The launches that the runtime makes on a GPU, as it makes them, on tensors without memory: nothing is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.runtime.jit import JITFunction
+
+from benchmarks.kernels.gpu import module_like
+from moepack.pack.spec import ExpertLayer, Matrix, Version
+from moepack.runtime.experts import gpu
+from moepack.runtime.experts.handles import LayerCall
+from moepack.runtime.kernels import affine_triton, attend_triton, step_triton, switch_triton
+from moepack.runtime.kernels.forms import make_forms
+from moepack.runtime.kernels.routing_triton import Routing, Tally, route
+
+Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]  # kernel, arguments, named arguments
+HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8  # Qwen3-30B-A3B's layers
+HEADS, KEYS, SIZE = 32, 4, 128  # its attention
+ROUTERS = {  # Qwen3's, DeepSeek-V3's, and the largest
+    "softmax": Routing(TOP_K, normed=True),
+    "sigmoid": Routing(TOP_K, "sigmoid", True, 2.5, True, 8, 4, "two"),
+    "many": Routing(16, "top"),
+}
+
+
+@contextmanager
+def launched() -> Iterator[list[Launch]]:
+    """Keep launches of Triton's kernels instead of making them."""
+    kept: list[Launch] = []
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: Any, **named: Any) -> None:
+        kept.append((kernel, args, named))
+
+    with patch.object(JITFunction, "run", run), patch.object(torch.cuda, "device", lambda device: nullcontext()):
+        yield kept
+
+
+def experts(name: str, group: int, dtype: torch.dtype, tokens: int, bias: bool) -> list[Launch]:
+    """Of one layer's experts in one version, whose tokens are sorted by torch."""
+    matrices = (Matrix("gate_up", 2 * INNER, HIDDEN, bias=bias), Matrix("down", HIDDEN, INNER, bias=bias))
+    module = module_like()
+    if bias:
+        type(module)._apply_gate = lambda self, x: x[:, : x.shape[1] // 2]
+    with FakeTensorMode(), launched() as kept:
+        index, gates = (torch.zeros(tokens, TOP_K, dtype=d, device="cuda") for d in (torch.int64, dtype))
+        table = torch.zeros(EXPERTS, dtype=torch.int64, device="cuda")
+        layer: Any = SimpleNamespace(
+            layer=ExpertLayer(0, "experts", EXPERTS, matrices), device_table=lambda: table, served=[0], rotation=None,
+            forms={name: make_forms(matrices, Version.of(name, group))},
+        )  # fmt: skip
+        layer.of = layer
+        gpu.forward(LayerCall(module, layer, torch.zeros(tokens, HIDDEN, dtype=dtype, device="cuda"), index, gates))
+    return kept
+
+
+def dense(name: str, group: int, tokens: int) -> list[Launch]:
+    """Of one matrix beside the experts."""
+    matrix, version = Matrix("weight", HIDDEN, HIDDEN), Version.of(name, group)
+    with FakeTensorMode(), launched() as kept, patch.object(torch.Tensor, "data_ptr", lambda self: 0):
+        x = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")
+        extent = torch.zeros(version.resident_size((matrix,)), dtype=torch.uint8, device="cuda")
+        affine_triton.dense(matrix, make_forms((matrix,), version)[0], extent, x, torch.empty_like(x))
+    return kept
+
+
+def switches(ladder: tuple[tuple[str, int], ...], dtype: torch.dtype, bias: bool) -> list[Launch]:
+    """Of one layer's products for few tokens, whose experts have any of a ladder's versions."""
+    matrices = (Matrix("gate_up", 2 * INNER, HIDDEN, bias=bias), Matrix("down", HIDDEN, INNER, bias=bias))
+    versions = [make_forms(matrices, Version.of(*of)) for of in ladder]
+    with FakeTensorMode(), launched() as kept:
+        table = torch.zeros(EXPERTS, dtype=torch.int64, device="cuda")
+        words = torch.zeros(TOP_K, affine_triton.DECODE.tokens, dtype=torch.int32, device="cuda")
+        geometry = affine_triton.Geometry(words, words[:, 0], words[:, 0], words[:, 0], affine_triton.DECODE.tokens)
+        for m, (matrix, forms) in enumerate(zip(matrices, zip(*versions, strict=True), strict=True)):
+            x = torch.zeros(1 if m == 0 else TOP_K, matrix.cols, dtype=dtype, device="cuda")
+            gated = m == 0 and not bias
+            out = x.new_empty(TOP_K, matrix.rows >> gated)
+            switch_triton.switched(matrix, forms, range(len(ladder)), table, geometry, x, out, gated)
+    return kept
+
+
+def beside(dtype: torch.dtype) -> Iterator[tuple[str, list[Launch]]]:
+    """What a decode step launches between products: a name, and its launches."""
+    zeros = partial(torch.zeros, dtype=dtype, device="cuda")
+
+    def routing(form: Routing, tokens: int, count: int) -> None:
+        table, bias = zeros(count, dtype=torch.int64), zeros(count, dtype=torch.float32) if form.biased else None
+        tally = Tally(torch.zeros_like(table), zeros(count, dtype=torch.float64), zeros(tokens, dtype=torch.int64))
+        route(form, table, affine_triton.DECODE.tokens, zeros(tokens, count), bias, tally=tally)
+
+    def attention(size: int, masked: bool) -> None:
+        cache, length = zeros(1, KEYS, 4096, size), zeros(1, dtype=torch.int64)
+        mask = zeros(1, 1, 1, 4096) if masked else None
+        query = zeros(1, HEADS, 1, size)
+        if attend_triton.takes(query, cache, cache, mask):
+            attend_triton.attend(query, cache, torch.empty_like(cache), length, mask, size**-0.5)
+
+    def heads(normed: bool, placed: bool) -> None:
+        keys, place = zeros(1, KEYS, 4096, SIZE), zeros(1, dtype=torch.int64)
+        own = step_triton.HeadNorm(zeros(SIZE), "rounded", 1e-6) if normed else None
+        x, angles = zeros(1, (HEADS + 2 * KEYS) * SIZE), zeros(1, SIZE)
+        where = (keys, torch.empty_like(keys), place) if placed else None
+        step_triton.rotate(x, angles, angles, (HEADS, KEYS), (own, own), place=where)
+
+    def norm(cols: int) -> None:
+        step_triton.norm(zeros(1, cols), zeros(cols), "rounded", 1e-6)
+
+    def total() -> None:
+        switch_triton.summed(zeros(TOP_K, HIDDEN), zeros(1, TOP_K), zeros(TOP_K, dtype=torch.int32), dtype)
+
+    sizes, choices = ((1, 128), (1, 512), (4, 128), (16, 512)), (False, True)
+    ways: dict[str, Callable[[], None]] = {"of experts": total}
+    ways |= {f"{n} {t}x{c}": partial(routing, form, t, c) for n, form in ROUTERS.items() for t, c in sizes}
+    ways |= {f"{n}{' masked' * m}": partial(attention, n, m) for n in (64, 128, 256) for m in choices}
+    ways |= {f"heads{' normed' * n}{' placed' * p}": partial(heads, n, p) for n in choices for p in choices}
+    ways |= {f"{cols}": partial(norm, cols) for cols in (2048, 7168)}
+    for name, way in ways.items():
+        with FakeTensorMode(), launched() as kept:
+            way()
+        yield name, kept

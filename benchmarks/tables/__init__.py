@@ -40,6 +40,7 @@ from .serving import (
     hostile_formats,
     kept_prompts,
     limited_clients,
+    limited_export,
     limited_soak,
     on_demand,
     overlap,
@@ -53,6 +54,7 @@ from .serving import (
     similarity,
     soak,
     start,
+    start_cold,
     tpot,
 )
 
@@ -78,7 +80,7 @@ TABLES: dict[str, Callable[[], str]] = {
         peer_quality, peer_versions,
         gpu_assumed, gpu_counted, gpu_kernels, gpu_layers, gpu_measured, gpu_steps, gpu_steps_fused, gpu_token,
         encodings, generated_matrices, rotations, formats, released, released_others, sizes, limited, limited_clients,
-        limited_released, limited_soak, rotated_kernels,
+        limited_released, limited_soak, limited_export, start_cold, rotated_kernels,
     )
 }  # fmt: skip
 _TABLE = re.compile(r"<!-- table: ([a-z0-9_]+) -->\n.*?<!-- end of table -->", re.S)

@@ -13,11 +13,13 @@ RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = (
     ROOT / "README.md",
     *sorted((ROOT / "docs" / "benchmarks").glob("*.md")),
+    ROOT / "docs" / "export.md",
     ROOT / "docs" / "families.md",
     ROOT / "docs" / "formats.md",
     ROOT / "docs" / "gpu.md",
     ROOT / "docs" / "gpu-predictions.md",
     ROOT / "docs" / "limited.md",
+    ROOT / "docs" / "memory.md",
     ROOT / "docs" / "papers.md",
     ROOT / "docs" / "policies.md",
     ROOT / "docs" / "quality.md",

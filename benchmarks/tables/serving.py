@@ -164,6 +164,16 @@ def kept_prompts() -> str:
     return as_is("kept-prompts")
 
 
+def start_cold() -> str:
+    """From an empty page cache to the first token of a model of true size, beside bare reads of its bytes."""
+    return as_is("start-cold")
+
+
+def limited_export() -> str:
+    """Exports of four layers of true size, beside the disk's time for as many bytes."""
+    return as_is("limited-export")
+
+
 def start() -> str:
     """From the start of a command to its first token."""
     return as_is("start")

@@ -42,6 +42,7 @@ from moepack.runtime.planning.sizes import parse_size
 POLICIES = ("hotness", "uniform", "lru")
 CLIENTS = (1, 4, 16, 32)
 TIMED = ["TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"]
+PATIENCE = 120  # seconds that a client of a soak waits for the end of an answer
 SHARING, SYSTEM, OWN = 16, 400, 20  # with --shared: clients, tokens of their system prompt, tokens of each's own
 
 
@@ -152,18 +153,19 @@ def soak(
     budget = ("--memory", "auto") if cage is not None else ("--device-memory", memory)
     with moepack_serve(bundle, *serving, *budget, cage=cage) as (port, pid):
         began, rows = time.monotonic(), []
-        errors = 0
+        errors, gone = 0, [0, 0]  # clients that left half-way as they meant to, or because no end came
 
         async def ask(number: int, turn: int) -> Reply:
             pool = prompts[int(time.monotonic() - began) // 30 % len(prompts)]
             chance = random.Random(f"{number} {turn}")
             prompt = chance.choice(pool)[: chance.choice((40, 200, 800))]
             body = {"model": "model", "prompt": prompt, "max_tokens": chance.choice((8, 32, 96)), "temperature": 0.8}
+            leaves = chance.random() < 0.1
             try:
-                patience = 0.3 if chance.random() < 0.1 else 120
-                return await asyncio.wait_for(stream(port, "/v1/completions", body), patience)
+                return await asyncio.wait_for(stream(port, "/v1/completions", body), 0.3 if leaves else PATIENCE)
             except TimeoutError:
-                return Reply(tokens=1, at=[0.0])  # it left half-way
+                gone[not leaves] += 1
+                return Reply(tokens=1, at=[0.0])
 
         for _ in range(10):
             replies, _ = asyncio.run(clients(16, seconds / 10, ask))
@@ -172,7 +174,7 @@ def soak(
             now = live(port)
             errors += sum(r.error is not None and "no text" not in r.error for r in replies)
             row = {"minutes": (time.monotonic() - began) / 60, "MB": resident(pid) / 1e6, "answers": len(replies)}
-            row |= {"errors": errors, "promotions": now["counters"]["promotions"], "left": now["totals"]["cancelled"]}
+            row |= {"errors": errors, "promotions": now["counters"]["promotions"], "left": gone[0], "gave up": gone[1]}
             row |= {"waits": now["counters"]["forward_waits"], "peak": now["budget"]["peak"] / now["budget"]["total"]}
             row |= {"steps": now["totals"]["steps"], "process MB": now["budget"]["process_bytes_peak"] / 1e6}
             rows.append(row)
@@ -180,6 +182,7 @@ def soak(
     return rows, [
         Target("growth of memory after a tenth of the time, %", 100 * growth, 2.0, "lower"),
         Target("errors", errors, 0, "lower"),
+        Target("clients that gave up", gone[1], 0, "lower"),
         Target("peak of reserved bytes by the budget", rows[-1]["peak"], 1.0, "lower"),
         *(
             caged(cage, rows[-1])  # where the disk may be a tier: passes wait for it
@@ -375,6 +378,7 @@ def main() -> None:
                 "answers",
                 "errors",
                 "left",
+                "gave up",
                 "promotions",
                 "waits",
                 "peak",

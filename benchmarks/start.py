@@ -132,7 +132,10 @@ def cold(bundle: str, memory: str, policy: str, repeat: int) -> list[dict[str, A
         forget(Path(bundle).rglob("*.safetensors"))
         found[name].append(timed(command))
     rows = [_row(name, of) for name, of in found.items()]
-    return [row | {"GB": size / 1e9, "GB/s": size / 1e9 / row["s"]} for row in rows]
+    figures = (
+        {} if row["what"].startswith("importing") else {"GB": size / 1e9, "GB/s": size / 1e9 / row["s"]} for row in rows
+    )
+    return [row | more for row, more in zip(rows, figures, strict=True)]
 
 
 def read(bundle: str, size: int, kept: str) -> None:

@@ -170,7 +170,7 @@ def summary(said: Sequence[dict[str, Any]], prompt: int) -> dict[str, Any]:
     out |= {"first token s": passes[0]["at"], "first prompt tokens/s": prompt / passes[0]["seconds"]}
     if prompts[1:]:
         out["prefill tokens/s"] = prompt * len(prompts[1:]) / sum(p["seconds"] for p in prompts[1:])
-    counted = single[WARM:] if len(single) > 2 * WARM else single[1:]
+    counted = single[WARM:] if len(single) > WARM else single[1:]
     out["decoded"] = len(single)
     if counted:
         seconds = [p["seconds"] for p in counted]

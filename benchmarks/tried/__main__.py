@@ -4,7 +4,7 @@
 
 Every expert is quantised at one version, in one way after another (`ways.WAYS`). Shown are the divergence from the
 exact model, its ratio to that of the first way (a build's) with a 95 % interval over windows of text, the same to the
-divergence of `w4` to `w1` at as many bits (between two widths log-linear; they are measured first for it), and the
+divergence of `w4` to `w1` at as many bits (between two widths log-linear), if all of them are measured, and the
 seconds that the way took. Without arguments: the model and texts in examples/.
 """
 
@@ -46,6 +46,8 @@ def main() -> None:
         calibration_windows(t, tokenizer, n, 256, 0).ids for t, n in ((calibration, samples), (data, windows))
     )
     rows = _rows(args.checkpoint, learn, ids, versions, ways)
+    if not rows:
+        raise SystemExit(f"no way measures {', '.join(versions)}")
     best = min((r["over as built"] for r in rows if r["way"] != ways[0].name), default=1.0)
     target = Target("divergence of the best way over a build's", best, 0.98, "lower")
     what = f"divergence of {args.checkpoint.name} from its exact self, every expert at one version"
@@ -60,8 +62,10 @@ def _rows(checkpoint: Any, learn: torch.Tensor, ids: torch.Tensor, versions: lis
     reference, out = log_probabilities(model, ids), list[dict[str, Any]]()
     weights = [w for layer in model.model.layers for w in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj)]
     anchors: dict[str, tuple[float, list[float]]] = {}  # bits a weight, divergence by window, of today's as built
-    first: list[float] = []
+    first, by_window = list[float](), list[list[float]]()
     for name, way in ((name, way) for name in sorted(versions, key=lambda v: v not in TODAY) for way in ways):
+        if way.library is not None and name not in TODAY[:3]:
+            continue  # neither mixed widths nor one bit
         began = time.perf_counter()
         group = GROUP if name in TODAY else 0  # others' default
         values = of_model(checkpoint, learn, Version.of(name, group), way)
@@ -74,13 +78,19 @@ def _rows(checkpoint: Any, learn: torch.Tensor, ids: torch.Tensor, versions: lis
             bits = int(name[1:]) + (16 + int(name[1:])) / GROUP
         if name in TODAY and way is ways[0]:
             anchors[name] = bits, found
-        row = {"version": name, "way": way.name, "bits/weight": bits, "KL, mnat": 1e3 * Mean.of(found).value}
+        row: dict[str, Any] = {
+            "version": name,
+            "way": way.name,
+            "bits/weight": bits,
+            "KL, mnat": 1e3 * Mean.of(found).value,
+        }
         row["over as built"], row["+-"] = ratio_of(found, first)
-        if set(TODAY) <= anchors.keys():
-            beside = at_bits(sorted(anchors.values()), bits)
-            row["over today's at these bits"], row["today +-"] = ratio_of(found, beside)
+        by_window.append(found)
         out.append(row | {"seconds": seconds})
         print(", ".join(f"{k} {v:.4g}" if isinstance(v, float) else str(v) for k, v in out[-1].items()), flush=True)
+    for row, found in zip(out, by_window, strict=True) if set(TODAY) <= anchors.keys() else ():
+        beside = at_bits(sorted(anchors.values()), row["bits/weight"])
+        row["over today's at these bits"], row["today +-"] = ratio_of(found, beside)
     return out
 
 

@@ -37,5 +37,5 @@ def mixed(bits: int) -> MixedAffine:
 
 
 # With zero points: without them a matrix takes as many bits for its error on trained models, but 2.4 times the error
-# where some inputs are much larger than others (`python -m benchmarks.formats --part generated --part ideas --bits 2`).
+# where some inputs are much larger than others: `benchmarks.formats --quick --part generated --part ideas --bits 2`.
 ENCODINGS = (mixed(4), mixed(3), mixed(2), mixed(1))

@@ -1,8 +1,8 @@
 """The experts' forward on a GPU, without waiting.
 
 The first product computes silu(gate) * up too; another gate activation of a family runs between the two products. Few
-tokens take one launch for routing (two if there are several), one for each matrix whatever its experts' versions, and
-one for the sum: always the same ones, so that a CUDA graph may hold them. More tokens take a sort by torch and a launch
+tokens take one launch for routing (two beyond eight slots), one for each matrix whatever its experts' versions, and one
+for the sum: always the same ones, so that a CUDA graph may hold them. More tokens take a sort by torch and a launch
 for each version.
 """
 

@@ -1,4 +1,4 @@
-"""The routing of a token on a GPU in one launch, of a few in two: scores, top-k, gates, counters, blocks of slots.
+"""The routing of a few tokens on a GPU, in a launch or two: scores, top-k, gates, counters, blocks of slots.
 
 `Routing` describes how a family's router makes gates of logits; of experts and gates that a family chose itself, the
 last launch makes blocks and counts. Nothing waits for the device, and every launch of a layer has the same arguments
@@ -252,8 +252,7 @@ def route(
     tally: Tally | None = None,
     dtype: torch.dtype | None = None,
 ) -> Routed:
-    """Route up to TOKENS tokens on the current stream, without waiting: one by one launch, several (or one with more
-    than eight experts) by two.
+    """Route up to TOKENS tokens on the current stream, without waiting: up to eight slots by one launch, more by two.
 
     Args:
         form: of `given` experts only `top_k` is read.

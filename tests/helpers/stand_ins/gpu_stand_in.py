@@ -104,10 +104,10 @@ def _watched(made: StandIn, real: Any, computes: bool) -> Any:
     return watched
 
 
-def kernels(monkeypatch: pytest.MonkeyPatch, products: bool = False) -> None:
+def kernels(monkeypatch: pytest.MonkeyPatch, real_products: bool = False) -> None:
     """Let the GPU's kernels run experts, in Triton's interpreter; skip where Triton compiles them for a real GPU.
 
-    Without `products` torch computes those, which takes a twentieth of the time.
+    Without `real_products` torch computes those, which takes a twentieth of the time.
     conftest.py chooses before Triton is imported. Afterwards it is too late: Triton's own functions stay compiled.
     """
     if not knobs.runtime.interpret:
@@ -115,5 +115,5 @@ def kernels(monkeypatch: pytest.MonkeyPatch, products: bool = False) -> None:
     monkeypatch.setattr(backends, "backend", lambda device: "triton")
     monkeypatch.setenv("MOEPACK_DENSE_KERNELS", "off")  # trials of norms and routers take the interpreter seconds
     monkeypatch.setattr(backends, "native_layer", lambda *args: None)
-    if not products:
+    if not real_products:
         torch_products.install(monkeypatch)

@@ -31,7 +31,7 @@ def packed(matrix: Matrix, version: Version, seed: int) -> PackedLinear:
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels(monkeypatch, products=True)
+    kernels(monkeypatch, real_products=True)
 
     def never(*args: object) -> None:
         raise AssertionError("a whole matrix was dequantised")
@@ -61,7 +61,8 @@ def test_every_encoding(version: Version) -> None:
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda v: f"{v.name}-{v.group_size}")
 def test_maps_of_one_input_become_one(version: Version, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of each alone, by the joined map and by each in its new place; none moves where it could not be read."""
-    torch_products.install(monkeypatch)
+    if version.name not in ("w3", "fp8row"):  # of all encodings the interpreter takes minutes
+        torch_products.install(monkeypatch)
     sizes = [(64, False), (32, False), (32, False)], [(32, True), (16, True)], [(33, True), (16, True)]
     for n, rows in enumerate(sizes):
         maps = [packed(Matrix("m", r, 200, bias=b), version, i) for i, (r, b) in enumerate(rows)]

@@ -17,6 +17,7 @@ from expert_layers import (
     random_expert,
     relative,
 )
+from torch_products import install
 
 from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.kernels import reference
@@ -165,7 +166,7 @@ def test_a_layer_in_released_versions_is_run_by_it(monkeypatch: pytest.MonkeyPat
         has_gate, act_fn, _apply_gate = True, torch.nn.SiLU(), _default_apply_gate
         _moepack: LayerExperts
 
-    kernels(monkeypatch, products=True)
+    kernels(monkeypatch, real_products=True)
     versions = list({v.name: v for v in RELEASED}.values())
     matrices, count = (Matrix("gate_up", 70, 40, bias=True), Matrix("down", 40, 35)), len(versions)
     experts = LayerExperts(ExpertLayer(0, "experts", count, matrices), versions, torch.device(DEVICE))
@@ -189,9 +190,7 @@ def test_a_layer_in_released_versions_is_run_by_it(monkeypatch: pytest.MonkeyPat
 @pytest.mark.skipif(DEVICE != "cpu", reason="kernels are compiled for this machine's GPU")
 def test_what_stands_in_for_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """In tests of what is around them: every encoding, both tiles, a gate."""
-    import torch_products
-
-    torch_products.install(monkeypatch)
+    install(monkeypatch)
     for version in (Version.of("bf16"), *WIDTHS, *MIXED, *RELEASED):
         m, index = Matrix("m", 36, 70, bias=True), torch.tensor([[0, 1], [1, 1], [2, 0]])
         layer, x = make_layer(m, [version], [0, 0]), activations(3, 70, torch.float32)
@@ -253,30 +252,37 @@ def test_what_does_not_fit_is_refused() -> None:
             product(m, forms, [0], handles, geometry, x, out, tiling or DECODE)
 
 
-def test_one_launch_for_all_versions_makes_the_same_bits() -> None:
+@pytest.mark.parametrize("stand_in", [False, True])
+@pytest.mark.parametrize(("gated", "versions"), [(False, VERSIONS), (True, MIXED)], ids=["plain", "gated"])
+def test_one_launch_for_all_versions_makes_the_same_bits(
+    gated: bool, versions: list[Version], stand_in: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Few tokens, sentinels and an absent expert: the switch's rows and sum against a launch for each version."""
     from moepack.runtime.kernels.affine_triton import DECODE, product
     from moepack.runtime.kernels.affine_triton import route as many
     from moepack.runtime.kernels.routing_triton import Routing, route
     from moepack.runtime.kernels.switch_triton import summed, switched
 
-    layer = make_layer(m := Matrix("m", 50, 90, bias=True), VERSIONS, [e % 5 for e in range(12)])
+    if stand_in:
+        install(monkeypatch)
+    numbers, rows = range(len(versions)), 25 if gated else 50
+    layer = make_layer(m := Matrix("m", 50, 90, bias=True), versions, [e % len(versions) for e in range(12)])
     extents = [e.to(DEVICE) for e in layer.extents]
     handles = torch.tensor(
         [e.data_ptr() | (int(w) & 63) for e, w in zip(extents, layer.table, strict=True)], device=DEVICE
     )
     handles[7] = 0
-    forms, gates = [make_forms((m,), v)[0] for v in VERSIONS], torch.rand(6, 3, device=DEVICE)
+    forms, gates = [make_forms((m,), v)[0] for v in versions], torch.rand(6, 3, device=DEVICE)
     index = torch.randint(0, 13, (6, 3), generator=torch.Generator().manual_seed(3)).to(DEVICE)
     index[0, 0], index[1, 1] = 7, 12
     there = index.masked_fill(index == 7, 12)
     x = activations(6, 90, torch.float32).to(DEVICE)
-    want, got = torch.zeros(18, 50, device=DEVICE), torch.full((18, 50), float("nan"), device=DEVICE)
-    product(m, forms, range(5), handles, many(there, 12, DECODE.tokens), x, want, DECODE)
+    want, got = torch.zeros(18, rows, device=DEVICE), torch.full((18, rows), float("nan"), device=DEVICE)
+    product(m, forms, numbers, handles, many(there, 12, DECODE.tokens), x, want, DECODE, gated)
     routed = route(Routing(3), handles, DECODE.tokens, given=(index, gates))
-    switched(m, forms, range(5), handles, routed.geometry, x, got)
+    switched(m, forms, numbers, handles, routed.geometry, x, got, gated)
     assert torch.equal(got[routed.live.bool()], want[routed.live.bool()])
     total = (want * gates.view(-1, 1)).view(6, 3, -1).sum(1)
     torch.testing.assert_close(summed(got, gates, routed.live, torch.float32), total, rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match="do not fit"):
-        switched(m, forms, range(5), handles, routed.geometry, x[:, :-1].contiguous(), got)
+        switched(m, forms, numbers, handles, routed.geometry, x[:, :-1].contiguous(), got, gated)

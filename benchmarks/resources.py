@@ -20,33 +20,33 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import triton
-from torch._subclasses.fake_tensor import FakeTensorMode
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from benchmarks.common import Target, arguments, finish
-from benchmarks.kernels.gpu import module_like
-from moepack.pack.spec import ExpertLayer, Matrix, Version
-from moepack.runtime.experts import gpu
-from moepack.runtime.experts.handles import LayerCall
-from moepack.runtime.kernels import affine_triton, exponent_triton, gemv_triton
-from moepack.runtime.kernels.forms import make_forms
+from benchmarks.kernels import launches
+from moepack.runtime.kernels import (
+    affine_triton,
+    attend_triton,
+    exponent_triton,
+    gemv_triton,
+    routing_triton,
+    step_triton,
+    switch_triton,
+)
 
 TABLE = Path(__file__).parent / "results" / "gpu-resources.csv"
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB that a program may have, by compute capability
-STACK = 16  # bytes of a thread that a variant may keep on its stack: 21 of 1,206 keep 8 or 16
+STACK = 16  # bytes of a thread that a variant may keep on its stack: 38 of 1,716 keep 8 or 16
 FORMS = (  # what shipped recipes make or keep, and what the kernels read in a way of its own
     ("bf16", 0), ("w8", 128), ("w4", 128), ("w4", 64), ("w3", 128), ("w3", 64), ("w2", 64), ("w1", 64), ("mxfp4", 32),
     ("nvfp4", 16), ("mxfp8", 32), ("fp8", 128), ("fp8row", 0), ("int4fp16", 32), ("int8fp16", 128),
@@ -56,7 +56,13 @@ DENSE = (("w8", 128), ("w4", 128), ("mxfp4", 32), ("fp8", 128))  # in which matr
 # The most instructions for a weight of BF16 activations' products, so that an H100 waits for bytes at 3.35 TB/s.
 CEILINGS = {"w8": 3.0, "w4": 4.5, "w3": 5.0, "w2": 2.5, "w1": 2.5, "mxfp4": 4.5, "bf16": 1.5}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8  # Qwen3-30B-A3B's layers
+LADDERS = (  # of shipped recipes: one launch for all their versions; the first with every dtype of activations
+    (("bf16", 0), ("w4", 128), ("w3", 128), ("w2", 64), ("w1", 64)),
+    (("w8", 128), ("w4", 64), ("w2", 64)),
+    (("mxfp4", 32), ("w3", 64), ("w2", 64), ("w1", 64)),
+    (("fp8", 128), ("w4", 128), ("w3", 128), ("w2", 64)),
+    (("bf16", 0), ("w4d5", 128), ("w3d4", 128), ("w2d3", 128), ("w1d2", 128)),
+)
 TYPES = {
     torch.uint8: "u8",
     torch.int64: "i64",
@@ -64,6 +70,7 @@ TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float32: "fp32",
+    torch.float64: "fp64",
 }
 
 
@@ -88,55 +95,6 @@ class Taken:
 Compile = Callable[[int], Any]  # from a compute capability to Triton's compiled kernel
 
 
-@contextmanager
-def recorded() -> Any:
-    """Keep the launches of the products instead of making them, on a GPU that need not be there."""
-    kept: list[tuple[JITFunction[Any], tuple[Any, ...], dict[str, Any]]] = []
-
-    class Launches:
-        def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
-
-        def __getitem__(self, grid: Any) -> Any:
-            return lambda *args, **named: kept.append((self.kernel, args, named))
-
-    with (
-        patch.object(affine_triton, "_product", Launches(affine_triton._product)),
-        patch.object(affine_triton, "few", Launches(gemv_triton.few)),
-        patch.object(torch.cuda, "device", lambda device: nullcontext()),
-    ):
-        yield kept
-
-
-def launches(name: str, group: int, dtype: torch.dtype, tokens: int, bias: bool) -> list[tuple[Any, Any, Any]]:
-    """The launches of one layer's forward on a GPU, as the runtime makes them."""
-    matrices = (Matrix("gate_up", 2 * INNER, HIDDEN, bias=bias), Matrix("down", HIDDEN, INNER, bias=bias))
-    module = module_like()
-    if bias:
-        type(module)._apply_gate = lambda self, x: x[:, : x.shape[1] // 2]
-    with FakeTensorMode(), recorded() as kept:
-        index, gates = (torch.zeros(tokens, TOP_K, dtype=d, device="cuda") for d in (torch.int64, dtype))
-        table = torch.zeros(EXPERTS, dtype=torch.int64, device="cuda")
-        layer: Any = SimpleNamespace(
-            layer=ExpertLayer(0, "experts", EXPERTS, matrices), device_table=lambda: table, served=[0], rotation=None,
-            forms={name: make_forms(matrices, Version.of(name, group))},
-        )  # fmt: skip
-        layer.of = layer
-        gpu.forward(LayerCall(module, layer, torch.zeros(tokens, HIDDEN, dtype=dtype, device="cuda"), index, gates))
-    return list(kept)
-
-
-def dense_launches(name: str, group: int, tokens: int) -> list[tuple[Any, Any, Any]]:
-    """The launch of one dense matrix."""
-    matrix, version = Matrix("weight", HIDDEN, HIDDEN), Version.of(name, group)
-    with FakeTensorMode(), recorded() as kept:
-        x = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")
-        extent = torch.zeros(version.resident_size((matrix,)), dtype=torch.uint8, device="cuda")
-        with patch.object(torch.Tensor, "data_ptr", lambda self: 0):
-            affine_triton.dense(matrix, make_forms((matrix,), version)[0], extent, x, torch.empty_like(x))
-    return list(kept)
-
-
 def compiled(kernel: JITFunction[Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> Compile:
     """The kernel of a launch, specialised as Triton does: numbers that are 1, numbers and addresses divisible by 16."""
     options = {k: v for k, v in named.items() if k in ("num_warps", "num_stages", "maxnreg")}
@@ -148,8 +106,9 @@ def compiled(kernel: JITFunction[Any], args: tuple[Any, ...], named: Mapping[str
         if value is None or (isinstance(value, int) and value == 1 and special):
             constants[parameter.name] = value
             continue
-        signature[parameter.name] = "i32" if isinstance(value, int) else f"*{TYPES[value.dtype]}"
-        if special and (not isinstance(value, int) or value % 16 == 0):
+        kind = {int: "i32", float: "fp32"}.get(type(value))
+        signature[parameter.name] = kind or f"*{TYPES[value.dtype]}"
+        if special and (kind is None or (kind == "i32" and value % 16 == 0)):
             known[(at,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, known)
     return lambda capability: triton.compile(source, GPUTarget("cuda", capability, 32), options)
@@ -161,16 +120,29 @@ def variants() -> dict[str, Compile]:
     out: dict[str, Compile] = {}
     cases = [(n, g, d, t, False) for n, g in FORMS for d in DTYPES for t in (1, 2048)]
     cases += [(n, g, torch.bfloat16, t, True) for n, g in BIASED for t in (1, 2048)]
+    cases += [(n, g, torch.bfloat16, t, False) for n, g in LADDERS[-1][1:] for t in (1, 2048)]
     for name, group, dtype, tokens, bias in cases:
-        for kernel, args, named in launches(name, group, dtype, tokens, bias):
+        for kernel, args, named in launches.experts(name, group, dtype, tokens, bias):
             what = f"{'gated' if named['GATED'] else 'plain'}{' bias' if bias else ''}"
             out[_name(name, group, dtype, what, named)] = compiled(kernel, args, named)
     for name, group, tokens in ((n, g, t) for n, g in DENSE for t in (1, 2048)):
-        for kernel, args, named in dense_launches(name, group, tokens):
+        for kernel, args, named in launches.dense(name, group, tokens):
             out[_name(name, group, torch.bfloat16, "dense", named)] = compiled(kernel, args, named)
     words = [torch.empty(1, dtype=d, device="meta") for d in (torch.int64, torch.int32, torch.int32)]
     named = {"K": exponent_triton.TILES, "num_warps": exponent_triton.TILES}
     out["exponents' decoder"] = compiled(exponent_triton._decode, tuple(words), named)
+    for ladder, dtype in ((of, d) for of in LADDERS for d in (DTYPES if of == LADDERS[0] else DTYPES[:1])):
+        bias = ladder[0] in BIASED
+        for kernel, args, named in launches.switches(ladder, dtype, bias):
+            what = f"{TYPES[dtype]} {'gated' if named['GATED'] else 'plain'}{' bias' * bias}"
+            names = "+".join(f"{n}-{g}" if g else n for n, g in ladder)
+            shape = f"{args[7]}x{args[8]}, {named['num_warps']} warps"
+            out[f"switch {names} {what} {shape}"] = compiled(kernel, args, named)
+    for dtype in DTYPES:
+        for name, made in launches.beside(dtype):
+            for kernel, args, named in made:
+                if dtype == DTYPES[0] or kernel is attend_triton._attend:
+                    out[f"step {kernel.__name__.strip('_')} {name} {TYPES[dtype]}"] = compiled(kernel, args, named)
     return out
 
 
@@ -195,7 +167,7 @@ def loops() -> list[tuple[str, float, int]]:
     out = []
     cases = [(name, next(g for n, g in FORMS if n == name)) for name in CEILINGS]
     for name, group in cases:
-        for kernel, args, named in launches(name, group, torch.bfloat16, 1, False):
+        for kernel, args, named in launches.experts(name, group, torch.bfloat16, 1, False):
             found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", _shown(compiled(kernel, args, named)(90), "-sass"))
             code = [(int(at, 16), text) for at, text in found]
             back = [(int(to[1], 16), at) for at, text in code if (to := re.search(r"\bBRA\b.* 0x(\w+)", text))]
@@ -213,7 +185,8 @@ def taken(kernel: Any) -> Taken:
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", shown)
     assert found is not None, shown
     registers, stack, local = map(int, found.groups())
-    assert "mma" in kernel.asm["ptx"] or kernel.metadata.name == "_decode", "a product does not use tensor cores"
+    product = kernel.metadata.name in ("few", "_product", "_switch")
+    assert not product or "mma" in kernel.asm["ptx"], "a product does not use tensor cores"
     return Taken(registers, stack + local, int(kernel.metadata.shared), _least_load(kernel.asm["ptx"]))
 
 
@@ -239,7 +212,9 @@ def _least_load(ptx: str) -> int:
 
 def digest() -> str:
     """Of what the kernels do, without docstrings and comments, so that a table of other kernels is known."""
-    modules = (affine_triton, gemv_triton, exponent_triton)
+    modules = (
+        affine_triton, gemv_triton, exponent_triton, switch_triton, routing_triton, attend_triton, step_triton,
+    )  # fmt: skip
     found = [v.src for m in modules for v in vars(m).values() if isinstance(v, JITFunction)]
     trees = [ast.parse(source) for source in found]
     for function in (f for tree in trees for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)):

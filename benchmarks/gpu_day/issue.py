@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton import knobs
 
 from benchmarks.kernels.gpu import module_like
+from benchmarks.kernels.launches import launched
 from benchmarks.resources import Taken, compiled, taken, variants
 from moepack.pack.spec import ExpertLayer, Version
 from moepack.runtime.experts import gpu
@@ -26,7 +27,7 @@ from moepack.runtime.experts.handles import LayerCall
 from moepack.runtime.kernels import exponent_triton
 
 from .model import DECODER, LAYER, Kernel, Shape
-from .steps import fake_experts, launched
+from .steps import fake_experts
 
 CAPABILITIES = (86, 89, 90, 120)  # of the GPUs in devices.py
 FORMS = (("bf16", 0), ("w8", 128), ("w4", 128), ("w3", 128), ("w2", 64), ("w1", 64), ("nvfp4", 16))

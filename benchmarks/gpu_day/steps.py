@@ -11,7 +11,7 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +21,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.jit import JITFunction
 
 from benchmarks.common import EXAMPLES
+from benchmarks.kernels.launches import launched
 from benchmarks.limited.shapes import SHAPES
 from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.experts import gpu
@@ -120,18 +120,6 @@ def fake_experts(layer: ExpertLayer, version: Version) -> Any:
     )  # fmt: skip
     of.of = of
     return of
-
-
-@contextmanager
-def launched() -> Iterator[list[tuple[Any, Any, Any]]]:
-    """Keep launches of Triton's kernels instead of making them: kernel, arguments, constants."""
-    kept: list[tuple[Any, Any, Any]] = []
-
-    def run(kernel: Any, *args: Any, grid: Any, warmup: Any, **named: Any) -> None:
-        kept.append((kernel, args, named))
-
-    with patch.object(JITFunction, "run", run), patch.object(torch.cuda, "device", lambda device: nullcontext()):
-        yield kept
 
 
 def counted(name: str) -> dict[str, Any]:

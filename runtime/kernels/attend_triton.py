@@ -113,12 +113,12 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, length: Tensor, mask: Te
     room = query.new_empty(rows * (size + 2), dtype=torch.float32)
     part, most, sums = room.split((rows * size, rows, rows))
     out = query.new_empty(sequences, 1, heads, size)
-    shape = {"OF": heads // count, "SIZE": size, "SPLITS": splits}
+    shape, wide = {"OF": heads // count, "SIZE": size, "SPLITS": splits}, size * query.element_size() >= 512
     _attend[sequences * count, splits](
         query, keys, values, length, mask, part, most, sums, keys.shape[2],
         0 if mask is None or mask.shape[0] == 1 else mask.stride(0), scaling,
-        HEADS=count, MASKED=mask is not None, WIDE=knobs.runtime.interpret, **shape, num_warps=4,
-        num_stages=3 if size * query.element_size() < 512 else 2,  # sm_86, 89 and 120 have 99 KiB of shared memory
+        HEADS=count, MASKED=mask is not None, WIDE=knobs.runtime.interpret, **shape,
+        num_warps=8 if wide else 4, num_stages=2 if wide else 3,  # sm_86, 89 and 120 have 99 KiB of shared memory
     )  # fmt: skip
     _join[(sequences * heads,)](part, most, sums, out, **shape, num_warps=2)
     return out

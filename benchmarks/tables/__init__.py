@@ -11,6 +11,7 @@ from pathlib import Path
 
 from .building import (
     allocation,
+    autoround,
     bounded,
     build,
     clusters,
@@ -73,7 +74,8 @@ def missed() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
-        summary, quality, allocation, weighting, reach, refined, tried, losses, quantisers, build, bounded, layer_time,
+        summary, quality, allocation, weighting, reach, refined, tried, autoround, losses, quantisers, build,
+        bounded, layer_time,
         estimates, scale, pieces, clusters, codec, kernels, whole_model, shapes, released_kernels, residency, tpot,
         overlap, missed, policies, similarity, selector, retention, on_demand, prediction, alpha, paged, hostile,
         hostile_formats, soak, serving, kept_prompts, start, families, peer_layers, peer_mxfp4, peer_models,

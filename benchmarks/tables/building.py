@@ -123,6 +123,16 @@ def refined() -> str:
     return table([*columns, "down fitted again"], out)
 
 
+def autoround() -> str:
+    """AutoRound's divergence beside the build's, and over today's at as many bits."""
+    out = []
+    for r in results("autoround-mini-qwen3-moe")["rows"]:
+        ratio, half = r["over today's at these bits"], r["today +-"]
+        known = f"{ratio:.2f} ± {half:.2f}" if r["way"] == "AutoRound" else "1"
+        out.append([r["version"], r["way"], f"{r['bits/weight']:.4g}", f"{r['KL, mnat']:.3g}", known])
+    return table(["version", "way", "bits", "mnat a token", "over today's at these bits"], out)
+
+
 SETS = {
     "generated 1536x2048": "Qwen3-30B-A3B's gate and up, generated",
     "generated 2048x768": "its down, generated",

@@ -15,19 +15,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from triton import knobs
 
-from benchmarks.kernels.gpu import module_like
-from benchmarks.kernels.launches import launched
+from benchmarks.kernels.launches import experts
 from benchmarks.resources import Taken, compiled, taken, variants
-from moepack.pack.spec import ExpertLayer, Version
-from moepack.runtime.experts import gpu
-from moepack.runtime.experts.handles import LayerCall
 from moepack.runtime.kernels import exponent_triton
 
-from .model import DECODER, LAYER, Kernel, Shape
-from .steps import fake_experts
+from .model import DECODER, Kernel
 
 CAPABILITIES = (86, 89, 90, 120)  # of the GPUs in devices.py
 FORMS = (("bf16", 0), ("w8", 128), ("w4", 128), ("w3", 128), ("w2", 64), ("w1", 64), ("nvfp4", 16))
@@ -75,27 +69,13 @@ def longest(sass: str) -> int:
     return max((b - a + 1 for a, b in inner), default=0)
 
 
-def products(name: str, group: int, bias: bool, tokens: int) -> list[tuple[Any, Any, Any]]:
-    """The launches of a layer's products as the runtime makes them on a GPU: kernel, arguments, constants."""
-    shape = Shape(LAYER.hidden, LAYER.inner, LAYER.experts, LAYER.top_k, bias)
-    version, module = Version.of(name, group), module_like()
-    if bias:
-        type(module)._apply_gate = lambda self, x: x[:, : x.shape[1] // 2]
-    with FakeTensorMode(), launched() as kept:
-        x = torch.zeros(tokens, shape.hidden, dtype=torch.bfloat16, device="cuda")
-        index = torch.zeros(tokens, shape.top_k, dtype=torch.int64, device="cuda")
-        layer = fake_experts(ExpertLayer(0, "experts", shape.experts, shape.matrices), version)
-        gpu.forward(LayerCall(module, layer, x, index, torch.zeros_like(index, dtype=torch.bfloat16)))
-    return [one for one in kept if "BITS" in one[2]]
-
-
 def counted() -> dict[str, dict[str, dict[str, Any]]]:
     """Every kernel that a prediction needs, by "FORM KIND PHASE" and compute capability."""
     out: dict[str, dict[str, dict[str, Any]]] = {}
     cases = [(n, g, False) for n, g in FORMS] + [(n, g, True) for n, g in BIASED]
     for name, group, bias in cases:
         for phase, tokens in TOKENS.items():
-            for kernel, args, named in products(name, group, bias, tokens):
+            for kernel, args, named in experts(name, group, torch.bfloat16, tokens, bias):
                 kind = f"{'gated' if named['GATED'] else 'plain'}{' bias' * bias}"
                 of = out.setdefault(f"{name} {kind} {phase}", {})
                 if not of:

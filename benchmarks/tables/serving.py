@@ -152,8 +152,8 @@ def limited_soak() -> str:
         rows = results(f"limited-soak-{limit}")["rows"]
         last, targets = rows[-1], results(f"limited-soak-{limit}")["targets"]
         peak = next(t["value"] for t in targets if t["name"].startswith("peak of the process"))
-        answers = sum(row["answers"] for row in rows)
-        out.append([str(limit), policy, f"{last['minutes']:.0f}", str(answers), str(last["left"]), str(last["errors"]),
+        answers, cancelled = sum(row["answers"] for row in rows), last["left"] + last.get("gave up", 0)
+        out.append([str(limit), policy, f"{last['minutes']:.0f}", str(answers), str(cancelled), str(last["errors"]),
                     f"{last['steps']:,}", f"{last['process MB'] / 1e3:.2f}", f"{peak:.3f}"])  # fmt: skip
     columns = ["limit, GB", "policy", "minutes", "requests", "of these cancelled", "errors", "passes", "process, GB"]
     return table([*columns, "of the limit"], out)

@@ -1,8 +1,8 @@
 """`moepack serve --replicas N`: copies of the server on Ray Serve, each with its own budget, behind one HTTP front.
 
-The front is an actor of the cluster. Ray Serve's router passes each request to the replica that has served prompts with
-the same beginning, unless that replica is busier than others. So the hot experts of a replica fit its own traffic. This
-is Ray's model multiplexing, with a prompt's beginning as the model. Ray restarts replicas whose health check fails.
+The front is an actor of the cluster. Each request goes to the replica that has served prompts with the same beginning,
+unless its queue is full (`routing`). So the hot experts of a replica fit its own traffic. This is Ray's model
+multiplexing, with a prompt's beginning as the model. Ray restarts replicas whose health check fails.
 """
 
 from __future__ import annotations
@@ -258,6 +258,8 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
 
 def _deploy(ray: Any, ray_serve: Any, asked: Serve, name: str) -> None:
     """Start the replicas and wait until they are loaded."""
+    from ray.serve.config import RequestRouterConfig
+
     on_gpu = asked.load.device.startswith("cuda")
     kind, found = ("GPU", ray.cluster_resources().get("GPU", 0)) if on_gpu else ("CPU", ray.cluster_resources()["CPU"])
     if found < asked.replicas:
@@ -265,12 +267,13 @@ def _deploy(ray: Any, ray_serve: Any, asked: Serve, name: str) -> None:
     threads = 1 if on_gpu else max(1, math.floor(found / asked.replicas))
     options = {"num_cpus": 1 if on_gpu else threads, "num_gpus": int(on_gpu)}
     variables = {**COMPILED, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+    router = RequestRouterConfig.model_validate({"request_router_class": "moepack.server.routing.ByBeginning"})
     known = ray_serve.multiplexed(max_num_models_per_replica=PREFIXES)(_known)
     replica = type("Replica", (Replica,), {_known.__name__: known})  # Ray finds the method by its name
     deployment = ray_serve.deployment(replica).options(
         num_replicas=asked.replicas, ray_actor_options={**options, "runtime_env": {"env_vars": variables}},
         max_ongoing_requests=asked.max_sequences + asked.max_waiting, health_check_period_s=HEALTH,
-        graceful_shutdown_timeout_s=asked.grace, max_constructor_retry_count=1,
+        graceful_shutdown_timeout_s=asked.grace, max_constructor_retry_count=1, request_router_config=router,
     )  # fmt: skip
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     ray_serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})

@@ -307,10 +307,12 @@ def test_clients_at_once_read_a_shared_prompt_once(kept: list[Running]) -> None:
     assert server.server.engine.kept_bytes == 192 * token
 
 
-def test_every_interface_says_what_was_kept(kept: list[Running], tokenizer: Any) -> None:
+def test_every_interface_says_what_was_kept(
+    kept: list[Running], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Anthropic's input_tokens are those that were read; the others count all. Twice the same prompt: all but one."""
     server, without = kept
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}")
     said = [{"role": "user", "content": "The history of the town is long. " * 20}]
     count = len(tokenizer(said[0]["content"]).input_ids)
     whole = (count - 1) // CHUNK * CHUNK

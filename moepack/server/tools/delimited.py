@@ -4,51 +4,29 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .calls import Marked, MarkedReader
 from .lark import Lark
-from .parts import MOST_CALLS, AnswerReader, Functions, JsonEnd, StateReader, Tools
+from .parts import AnswerReader, Functions, JsonEnd
 
 
 @dataclass(frozen=True, slots=True)
-class Delimited:
-    """A form of calls: `before` with the function's name in it, the arguments, and `after`.
+class Delimited(Marked):
+    """A form of calls with JSON as their arguments.
 
-    `section` stands around all calls of an answer. `head` matches what stands between `open` and the arguments, with
-    the name as its last group, perhaps behind the identity that the model gives the call; models vary more than what
-    `before` writes.
+    `before` has # for a number. `head` may have a group before the name: the identity that the model gives the call.
     """
-
-    name: str
-    sign: str  # what a template holds if it has this form
-    open: str
-    close: str
-    before: str  # with NAME for the function's name, and # for a number
-    after: str
-    between: str  # what stands between two calls
-    head: re.Pattern[str]
-    section: tuple[str, str] | None = None
-    marks: tuple[str, ...] = ()  # tokens that answers must show though they may be special ones
 
     def reader(self, functions: Functions) -> AnswerReader:
         """Make a reader of one answer."""
         return _Reader(self)
 
-    def answer(self, lark: Lark, tools: Tools) -> str:
-        """Return the body of a rule of an answer: of calls, or of a text and calls if none is required."""
-        call = lark.one_of(
-            [
-                lark.rule(f"{self._before(lark, name)} {lark.json(schema)} {lark.text(self.after)}")
-                for name, schema in tools.functions.items()
-            ]
-        )
-        opens, closes = self.section or ("", "")
-        more = f"({lark.text(self.between + self.open)} {call}){{0,{MOST_CALLS - 1}}}" if tools.several else ""
-        first = f"{lark.text(self.open)} " if opens else ""
-        calls = f"{first}{call} {more} {lark.text(closes)}"
-        mark = opens or self.open
-        return f"{lark.text(mark)} {calls}" if tools.required else lark.text_or(mark, calls)
+    def call(self, lark: Lark, name: str, schema: dict[str, Any]) -> str:
+        """Return a rule of a call without its opening mark."""
+        return lark.rule(f"{self._before(lark, name)} {lark.json(schema)} {lark.text(self.after)}")
 
     def _before(self, lark: Lark, name: str) -> str:
         """Return what matches `before` without its opening mark, for one function."""
@@ -57,46 +35,24 @@ class Delimited:
         return number.join(lark.text(piece.replace("NAME", name)) for piece in pieces)
 
 
-class _Reader(StateReader):
+class _Reader(MarkedReader):
     def __init__(self, form: Delimited) -> None:
-        super().__init__(self._content)
-        self._form, self._json = form, JsonEnd()
+        super().__init__(form)
+        self._json = JsonEnd()
         self._loose = ""  # what stands behind arguments: a call's end, or the answer's text
 
-    def _content(self) -> bool:
-        form = self._form
-        opens = (form.open,) if form.section is None else (form.section[0], form.open)
-        text, mark = self.until(*opens)
-        self.content(text, before_call=mark is not None)
-        if mark is not None:
-            self.state = self._head if mark == form.open else self._section
-        return mark is not None
+    def begin(self, head: re.Match[str]) -> Callable[[], bool]:
+        *identity, name = head.groups()
+        self.add("call", name, *identity)
+        self._json = JsonEnd()
+        return self._arguments
 
-    def _section(self) -> bool:
-        """Between two calls of a section."""
-        assert self._form.section is not None
-        _, mark = self.until(self._form.open, self._form.section[1])
-        if mark is not None:
-            self.state = self._head if mark == self._form.open else self._content
-        return mark is not None
-
-    def _head(self) -> bool:
-        form = self._form
-        if (head := form.head.match(self.held)) is not None:
-            *identity, name = head.groups()
-            self.add("call", name, *identity)
-            self.held, self._json, self.state = self.held[head.end() :], JsonEnd(), self._arguments
-            return True
-        body, close, rest = self.held.partition(form.close)
-        if not close and not self.ended:
-            return False
-        self.held, self.state = rest, self._behind()
+    def no_call(self, body: str, close: str) -> None:
         if (found := _call_of(body)) is None:
-            self.add("content", form.open + body + close)  # no call: it stays text
+            super().no_call(body, close)
         else:
             self.add("call", found[0])
             self.add("arguments", found[1])
-        return bool(self.held)
 
     def _arguments(self) -> bool:
         at = self._json.find(self.held)
@@ -108,8 +64,8 @@ class _Reader(StateReader):
 
     def _tail(self) -> bool:
         """Behind the arguments; some models leave the closing mark out. Then what is no end of a call is content."""
-        form = self._form
-        text, mark = self.until(form.close, form.open, *(() if form.section is None else (form.section[1],)))
+        form = self.form
+        text, mark = self.until(form.open, *self.ends)
         self._loose += text
         if mark is not None or self.ended:
             shown = self._loose.lstrip().removeprefix(form.after.removesuffix(form.close).strip()).lstrip()
@@ -117,11 +73,8 @@ class _Reader(StateReader):
             if mark != form.close:
                 self.add("content", shown if mark is None else shown.rstrip())
         if mark is not None:
-            self.state = {form.close: self._behind(), form.open: self._head}.get(mark, self._content)
+            self.state = self.head if mark == form.open else self.behind(mark)
         return mark is not None
-
-    def _behind(self) -> Any:
-        return self._content if self._form.section is None else self._section
 
 
 def _call_of(body: str) -> tuple[str, str] | None:

@@ -10,7 +10,7 @@ from .delimited import DEEPSEEK, DEEPSEEK_V3, HERMES, KIMI
 from .harmony import HARMONY
 from .lark import BREAK, Lark
 from .parts import AnswerReader, Functions, PlainReader, Tools
-from .tagged import GLM, QWEN_CODER
+from .tagged import DEEPSEEK_V4, DEEPSEEK_V32, GLM, QWEN_CODER
 from .thinking import Thinking
 
 
@@ -38,7 +38,9 @@ class CallForm(Protocol):
 
 # A new form is one line here. The first whose sign a template holds is the model's: GLM's and Qwen3-Coder's templates
 # have Hermes's mark too, and DeepSeek V3's has that of V3.1.
-FORMS: tuple[CallForm, ...] = (HARMONY, DEEPSEEK_V3, DEEPSEEK, KIMI, GLM, QWEN_CODER, HERMES)
+FORMS: tuple[CallForm, ...] = (
+    HARMONY, DEEPSEEK_V32, DEEPSEEK_V4, DEEPSEEK_V3, DEEPSEEK, KIMI, GLM, QWEN_CODER, HERMES,
+)  # fmt: skip
 
 
 class Manners:

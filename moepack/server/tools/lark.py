@@ -45,8 +45,9 @@ class Lark:
     def through(self, mark: str, least: int = 0, most: int | None = None) -> str:
         """Return a rule of a text up to a mark, and the mark; the text has at least and at most so many letters."""
         count = f"{{{least},{'' if most is None else most}}}"
-        if (token := self._marks.search(mark)) is not None:  # text never holds it, and takes what stands before it
-            return self.rule(f"{self.rule(f'/(.|{BREAK}){count}/', 'T')} {self.text(mark[token.start() :])}")
+        if (token := self._marks.search(mark)) is not None:  # text never holds it
+            text = self.rule(f"/(.|{BREAK}){count}{pattern(mark[: token.start()])}/", "T")
+            return self.rule(f"{text} {self.text(mark[token.start() :])}")
         return self.rule(f"/(.|{BREAK}){count}{pattern(mark)}/", options="[lazy]")
 
     def text_or(self, opening: str, calls: str) -> str:

@@ -1,56 +1,49 @@
-"""Calls that have a tag for each argument: GLM's `<arg_key>` and Qwen3-Coder's `<parameter=`.
+"""Calls that have a tag for each argument: GLM's `<arg_key>`, Qwen3-Coder's `<parameter=`, DeepSeek's DSML.
 
-A string stands between its tags as it is; any other value stands as JSON. So the function's schema says how to read it.
+A string stands between its tags as it is; any other value stands as JSON. So the function's schema says how to read it,
+or the tag itself.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .calls import Marked, MarkedReader
 from .lark import Lark
-from .parts import MOST_CALLS, AnswerReader, Functions, StateReader, Tools
+from .parts import AnswerReader, Functions, cut
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MOST_LETTERS = 1 << 16  # of a string's own bounds: a grammar counts up to them
 
 
-@dataclass(frozen=True, slots=True)
-class Tagged:
-    """A form of calls: `before` with the function's name, each argument, and `after`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tagged(Marked):
+    """A form of calls with tags around each argument."""
 
-    name: str
-    sign: str  # what a template holds if it has this form
-    before: str  # with NAME for the function's name
-    argument: tuple[str, str]  # what stands before, with KEY in it, and after an argument's value
-    after: str
-    head: re.Pattern[str]  # matches what stands between the opening mark and the arguments, with the name as a group
-    pair: re.Pattern[str]  # matches an argument, with its key and its value as groups
-    marks: tuple[str, ...] = (OPEN, CLOSE)
+    argument: tuple[str, str]  # what stands before, with KEY in it and perhaps IS_TEXT, and after an argument's value
+    pair: re.Pattern[str]  # matches an argument: its `key`, its `value`, and perhaps whether it `is_text`
+    empty: str = ""  # what may stand in place of the arguments, where there is none
 
     def reader(self, functions: Functions) -> AnswerReader:
         """Make a reader of one answer."""
         return _Reader(self, functions)
 
-    def answer(self, lark: Lark, tools: Tools) -> str:
-        """Return the body of a rule of an answer: of calls, or of a text and calls if none is required."""
-        call = lark.one_of([self._call(lark, name, schema) for name, schema in tools.functions.items()])
-        opens = lark.text("\n" + OPEN)
-        calls = f"{call} ({opens} {call}){{0,{MOST_CALLS - 1}}}" if tools.several else call
-        return f"{lark.text(OPEN)} {calls}" if tools.required else lark.text_or(OPEN, calls)
-
-    def _call(self, lark: Lark, name: str, schema: dict[str, Any]) -> str:
+    def call(self, lark: Lark, name: str, schema: dict[str, Any]) -> str:
         """Return a rule of a call without its opening mark."""
         needed = set(schema.get("required", ()))
-        body = [lark.text(self.before.replace("NAME", name).removeprefix(OPEN))]
+        body = [lark.text(self.before.replace("NAME", name).removeprefix(self.open))]
         for key, one in schema.get("properties", {}).items():
             opens, closes = self.argument
             shared: dict[str, Any] = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
             value = self._value(lark, closes, {**(one if isinstance(one, dict) else {}), **shared})
-            rule = lark.rule(f"{lark.text(opens.replace('KEY', key))} {value}")
+            opens = opens.replace("IS_TEXT", json.dumps(is_text(one))).replace("KEY", key)
+            rule = lark.rule(f"{lark.text(opens)} {value}")
             body.append(rule if key in needed else f"{rule}?")
+        if self.empty and not needed:
+            body.append(f"{lark.text(self.empty)}?")
         return lark.rule(" ".join([*body, lark.text(self.after)]))
 
     def _value(self, lark: Lark, closes: str, schema: dict[str, Any]) -> str:
@@ -80,63 +73,48 @@ def _values(schema: dict[str, Any]) -> list[Any] | None:
     return found if isinstance(found, list) else None
 
 
-class _Reader(StateReader):
+class _Reader(MarkedReader):
     def __init__(self, form: Tagged, functions: Functions) -> None:
-        super().__init__(self._content)
+        super().__init__(form)
         self._form, self._functions = form, functions
         self._properties: dict[str, Any] = {}
         self._seen: set[str] = set()
 
-    def _content(self) -> bool:
-        text, mark = self.until(OPEN)
-        self.content(text, before_call=mark is not None)
-        if mark is not None:
-            self.state = self._head
-        return mark is not None
-
-    def _head(self) -> bool:
-        if (head := self._form.head.match(self.held)) is not None:
-            self.add("call", head[1])
-            self.held, self._seen = self.held[head.end() :], set()
-            self._properties = self._functions.get(head[1], {}).get("properties", {})
-            self.state = self._argument
-            return True
-        body, close, rest = self.held.partition(CLOSE)
-        if not close and not self.ended:
-            return False
-        self.held, self.state = rest, self._content
-        self.add("content", OPEN + body + close)  # no call: it stays text
-        return bool(self.held)
+    def begin(self, head: re.Match[str]) -> Callable[[], bool]:
+        self.add("call", head[1])
+        self._seen, self._properties = set(), self._functions.get(head[1], {}).get("properties", {})
+        return self._argument
 
     def _argument(self) -> bool:
         """Read an argument, or the end of the call. An argument that is cut off is left out.
 
         What stands behind a call without its end is content.
         """
-        before, mark, _ = self.held.partition(CLOSE)
+        before, mark, rest = cut(self.held, self.ends, ended=True)
         # a long argument comes in many pieces: the pattern would read all of it at each
         ends = self._form.argument[1].strip() in self.held
         pair = self._form.pair.match(self.held) if ends else None
-        if pair is not None and (not mark or pair.end() <= len(before)):
+        if pair is not None and (mark is None or pair.end() <= len(before)):
             self.held = self.held[pair.end() :]
-            if pair[1] not in self._seen:  # JSON has each key once
+            if (key := pair["key"]) not in self._seen:  # JSON has each key once
                 self.add("arguments", ", " if self._seen else "{")
-                self._seen.add(pair[1])
-                value = _read(pair[2], self._properties.get(pair[1], {}))
-                self.add("arguments", f"{json.dumps(pair[1], ensure_ascii=False)}: {value}")
+                self._seen.add(key)
+                told = _TOLD.get(pair.groupdict().get("is_text"), self._properties.get(key, {}))
+                self.add("arguments", f"{json.dumps(key, ensure_ascii=False)}: {_read(pair['value'], told)}")
             return True
-        if mark:
-            self.held = self.held[len(before) + len(mark) :]
-        if mark or self.ended:
+        if mark is not None:
+            self.held, self.state = rest, self.behind(mark)
+        elif self.ended:
+            self.state = self._nothing
+        if mark is not None or self.ended:
             self.add("arguments", "}" if self._seen else "{}")
-            self.state = self._content if mark else self._nothing
-            if not mark:
-                self._behind(before.lstrip())
-        return bool(mark)
+            if mark is None:
+                self._loose(before.lstrip())
+        return mark is not None
 
-    def _behind(self, text: str) -> None:
+    def _loose(self, text: str) -> None:
         """Show what stands at the answer's end behind a call without its mark, but for an argument that is cut off."""
-        ends = self._form.after.removesuffix(CLOSE).strip()
+        ends = self._form.after.removesuffix(self._form.close).strip()
         argument = self._form.argument[0].partition("KEY")[0].strip()
         text = text.removeprefix(ends).lstrip()
         if not text.startswith(argument) and not any(mark.startswith(text) for mark in (ends, argument)):
@@ -174,15 +152,42 @@ _NAMES = {
     list: {"array"}, dict: {"object"},
 }  # fmt: skip
 
+# What a tag says of its value, as a schema: it is more certain than the function's own.
+_TOLD: dict[str | None, dict[str, Any]] = {"true": {"type": "string"}, "false": {}}
 
+
+_CALL, _END = "<tool_call>", "</tool_call>"
 GLM = Tagged(
-    "glm", "<arg_key>", "<tool_call>NAME\n", ("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n"), CLOSE,
+    "glm", "<arg_key>", _CALL, _END, "<tool_call>NAME\n", _END, "\n",
     re.compile(r"\s*([^\s<]+)\s*(?=<arg_key>|</tool_call>)"),
-    re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL),
-    (OPEN, CLOSE, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    marks=(_CALL, _END, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    argument=("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n"),
+    pair=re.compile(r"\s*<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>\s*", re.DOTALL),
 )  # fmt: skip
 QWEN_CODER = Tagged(
-    "qwen3-coder", "<function=", "<tool_call>\n<function=NAME>\n", ("<parameter=KEY>\n", "\n</parameter>\n"),
-    "</function>\n</tool_call>", re.compile(r"\s*<function=([^>]+)>\s*"),
-    re.compile(r"\s*<parameter=([^>]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL),
+    "qwen3-coder", "<function=", _CALL, _END, "<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>", "\n",
+    re.compile(r"\s*<function=([^>]+)>\s*"), marks=(_CALL, _END),
+    argument=("<parameter=KEY>\n", "\n</parameter>\n"),
+    pair=re.compile(r"\s*<parameter=(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>\s*", re.DOTALL),
 )  # fmt: skip
+_DSML = "\uff5cDSML\uff5c"
+
+
+def _dsml(name: str, section: str) -> Tagged:
+    """Return DeepSeek's form, in which templates write tags as "<" and the mark and more, so only the mark is whole."""
+    return Tagged(
+        name, f"{section}>", f"<{_DSML}invoke", f"</{_DSML}invoke>", f'<{_DSML}invoke name="NAME">\n',
+        f"</{_DSML}invoke>", "\n", re.compile(r'\s+name="([^"<]+)"\s*>\s*'),
+        (f"<{_DSML}{section}>\n", f"\n</{_DSML}{section}>"), (_DSML,),
+        argument=(f'<{_DSML}parameter name="KEY" string="IS_TEXT">', f"</{_DSML}parameter>\n"),
+        pair=re.compile(
+            rf'\s*<{_DSML}parameter\s+name="(?P<key>.*?)"(?:\s+string="(?P<is_text>true|false)")?\s*>(?P<value>.*?)'
+            rf"</{_DSML}parameter>\s*",
+            re.DOTALL,
+        ),
+        empty="\n",
+    )  # fmt: skip
+
+
+DEEPSEEK_V32 = _dsml("deepseek-v3.2", "function_calls")
+DEEPSEEK_V4 = _dsml("deepseek-v4", "tool_calls")

@@ -18,10 +18,11 @@ from moepack.server.http.fields import Fields
 from moepack.server.http.said import Said
 from moepack.server.http.templates import manners_of
 from moepack.server.tools import forms
+from moepack.server.tools.calls import Marked
 from moepack.server.tools.delimited import HERMES, KIMI
 from moepack.server.tools.forms import CallForm, Manners
 from moepack.server.tools.parts import AnswerPart, JsonEnd, Tools
-from moepack.server.tools.tagged import GLM, QWEN_CODER
+from moepack.server.tools.tagged import DEEPSEEK_V4, DEEPSEEK_V32, GLM, QWEN_CODER
 
 WEATHER = {
     "type": "object",
@@ -37,10 +38,18 @@ FUNCTIONS = {"weather": WEATHER, "time": {"type": "object", "properties": {}, "a
 GIVEN = '{"city": "Köln", "days": 3}'
 DS = "<\uff5ctool▁{}\uff5c>".format
 OPENS, CLOSES = DS("calls▁begin") + DS("call▁begin"), DS("call▁end") + DS("calls▁end")
+MARK = "\uff5cDSML\uff5c"
+DSML = (
+    'Sure.\n\n<#SECTION>\n<#invoke name="weather">\n<#parameter name="city" string="true">Köln</#parameter>\n'
+    '<#parameter name="days" string="false">3</#parameter>\n</#invoke>\n<#invoke name="time">\n\n</#invoke>\n'
+    "</#SECTION>"
+).replace("#", MARK)
 # A text, then two calls, as the models' own templates write earlier answers; gpt-oss has one call, after reasoning.
 ANSWERS = {
     "hermes": f'Sure.\n<tool_call>\n{{"name": "weather", "arguments": {GIVEN}}}\n</tool_call>\n'
     '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>',
+    "deepseek-v3.2": DSML.replace("SECTION", "function_calls"),
+    "deepseek-v4": DSML.replace("SECTION", "tool_calls"),
     "deepseek-v3": f"Sure.{OPENS}function{DS('sep')}weather\n```json\n{GIVEN}\n```{DS('call▁end')}\n"
     f"{DS('call▁begin')}function{DS('sep')}time\n```json\n{{}}\n```{CLOSES}",
     "deepseek-v3.1": f"Sure.{OPENS}weather{DS('sep')}{GIVEN}{DS('call▁end')}"
@@ -138,7 +147,11 @@ def test_grammars(form: CallForm, added: str, demo_model: Path) -> None:
     calls = whole.removeprefix("Sure.").lstrip()
     must, strict = Tools(FUNCTIONS, required=True), Tools(FUNCTIONS, strict=True)
     assert passes(must, calls) and passes(strict, whole)
-    for old, new in (("weather", "whether"), ("3", "three"), ("days", "hours"), ("Köln", "Kölnisches")):
+    wrong = [("weather", "whether"), ("3", "three"), ("days", "hours"), ("Köln", "Kölnisches")]
+    if form in (DEEPSEEK_V32, DEEPSEEK_V4):
+        wrong += [('"false"', '"true"'), ('"true"', '"false"'), ("Köln</", "Köln"), ("\n\n</", "\n\n\n</")]
+        assert passes(must, calls.replace("\n\n</", "\n</"))
+    for old, new in wrong:
         assert not passes(must, calls.replace(old, new)) and not passes(strict, whole.replace(old, new)), new
     said = "<|channel|>final<|message|>Hello" if form.name == "gpt-oss" else "Hello"
     assert not passes(must, said) and passes(strict, said)
@@ -151,8 +164,8 @@ def test_grammars(form: CallForm, added: str, demo_model: Path) -> None:
 def test_text_behind_a_call_without_its_end_is_content(form: CallForm) -> None:
     """The call's own end, but for the mark that a model left out, is none."""
     mine, whole = manners(form), ANSWERS[form.name]
-    close = {"deepseek": DS("call▁end"), "kimi": "<|tool_call_end|>"}.get(form.name.split("-")[0], "</tool_call>")
-    first = whole[: whole.index(close)]
+    assert isinstance(form, Marked)
+    first = whole[: whole.index(form.close)]
     wanted = [("content", "Sure."), ("call", "weather"), ("arguments", GIVEN)]
     for size in (1, 7, 1000):
         assert read(mine.reader(Tools(FUNCTIONS), ""), first, size) == wanted
@@ -226,6 +239,34 @@ def test_values_by_their_schema() -> None:
     wanted = {"zip": "00123", "n": 1.5, "list": ["a", {"b": 1}], "free": True, "text": '<b>&\n"', "odd": "NaN"}
     wanted |= {"any": 1, "plz": "50667", "none": None, "either": 3, "far": "1e999"}
     assert json.loads(out["arguments"]) == wanted
+
+
+def test_a_tag_says_whether_its_value_is_text() -> None:
+    """DeepSeek's tags do, and are believed before the schema; without it the schema decides."""
+
+    def parameter(key: str, says: str, value: str) -> str:
+        return f'<#parameter name="{key}"{says}>{value}</#parameter>\n'
+
+    def parts(text: str) -> list[tuple[str, str]]:
+        return read(DEEPSEEK_V4.reader({"f": schema}), text.replace("#", MARK), 3)
+
+    schema = {"properties": {"zip": {"type": "string"}, "n": {"type": "integer"}}}
+    true, false = ' string="true"', ' string="false"'
+    body = parameter("zip", "", "01") + parameter("n", true, "2") + parameter("m", false, '{"a": [1]}')
+    body += parameter("odd", false, "no JSON") + parameter("raw", true, '"q" </parameter>\n<tool_calls>&amp;')
+    body += parameter("n", false, "5") + parameter("far", false, "1e999") + parameter("none", false, "null")
+    wanted = {"zip": "01", "n": "2", "m": {"a": [1]}, "odd": "no JSON", "raw": '"q" </parameter>\n<tool_calls>&amp;'}
+    call = f'<#invoke name="f">\n{body}'
+    for end in ("</#invoke></#tool_calls>Bye", "</#invoke>\n\n</#tool_calls>Bye", "</#tool_calls>Bye"):
+        name, arguments, said = parts(f"<#tool_calls>{call}{end}")
+        assert (name, said) == (("call", "f"), ("content", "Bye"))
+        assert json.loads(arguments[1]) == {**wanted, "far": "1e999", "none": None}
+    assert parts(f"{call}</#invoke>Bye")[0] == ("call", "f")  # without the section's mark
+    for text in ("a <#tool_calls", "<#function_calls>", "<#invoke f>no</#invoke>", "</#tool_calls>"):
+        assert parts(text) == [("content", text.replace("#", MARK))]
+    for form, block in ((DEEPSEEK_V32, "function_calls"), (DEEPSEEK_V4, "tool_calls")):
+        written = f'{{%- set dsml = "{MARK}" -%}}<{{{{ dsml }}}}{block}>{{{{ message.tool_calls }}}}'  # as in templates
+        assert Manners(written, {}, ()).form is form
 
 
 def test_a_long_argument_is_read_once() -> None:

@@ -1,0 +1,95 @@
+"""Calls between marks: what all such forms share, whatever stands between a call's marks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .lark import Lark
+from .parts import MOST_CALLS, StateReader, Tools
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """A form of calls: `before` with the function's name in it, the arguments, and `after`.
+
+    `section` stands around all calls of an answer. `head` matches what stands between `open` and the arguments, with
+    the name as its last group; models vary more than what `before` writes.
+    """
+
+    name: str
+    sign: str  # what a template holds if it has this form
+    open: str
+    close: str
+    before: str  # with NAME for the function's name
+    after: str
+    between: str  # what stands between two calls
+    head: re.Pattern[str]
+    section: tuple[str, str] | None = None
+    marks: tuple[str, ...] = ()  # tokens that answers must show though they may be special ones
+
+    def answer(self, lark: Lark, tools: Tools) -> str:
+        """Return the body of a rule of an answer: of calls, or of a text and calls if none is required."""
+        call = lark.one_of([self.call(lark, name, schema) for name, schema in tools.functions.items()])
+        opens, closes = self.section or ("", "")
+        more = f"({lark.text(self.between + self.open)} {call}){{0,{MOST_CALLS - 1}}}" if tools.several else ""
+        first = f"{lark.text(self.open)} " if opens else ""
+        calls = f"{first}{call} {more} {lark.text(closes)}"
+        mark = opens or self.open
+        return f"{lark.text(mark)} {calls}" if tools.required else lark.text_or(mark, calls)
+
+    def call(self, lark: Lark, name: str, schema: dict[str, Any]) -> str:
+        """Return a rule of a call without its opening mark."""
+        raise NotImplementedError
+
+
+class MarkedReader(StateReader):
+    """Reads the text around calls; what stands in a call is for `begin` and the states behind it."""
+
+    def __init__(self, form: Marked) -> None:
+        super().__init__(self.text)
+        self.form = form
+        around = tuple(mark.strip() for mark in form.section or ())
+        self._opens, self.ends = (*around[:1], form.open), (form.close, *around[1:])
+
+    def text(self) -> bool:
+        """Outside of calls and their section."""
+        text, mark = self.until(*self._opens)
+        self.content(text, before_call=mark is not None)
+        if mark is not None:
+            self.state = self.head if mark == self.form.open else self._section
+        return mark is not None
+
+    def _section(self) -> bool:
+        """Between two calls of a section."""
+        _, mark = self.until(self.form.open, *self.ends[1:])
+        if mark is not None:
+            self.state = self.head if mark == self.form.open else self.text
+        return mark is not None
+
+    def head(self) -> bool:
+        """Behind a call's opening mark. What is no call stays text."""
+        if (head := self.form.head.match(self.held)) is not None:
+            self.held = self.held[head.end() :]
+            self.state = self.begin(head)
+            return True
+        body, close, rest = self.held.partition(self.form.close)
+        if not close and not self.ended:
+            return False
+        self.held, self.state = rest, self.behind(self.form.close)
+        self.no_call(body, close)
+        return bool(self.held)
+
+    def behind(self, end: str) -> Callable[[], bool]:
+        """Return the state behind an end of a call, its own or its section's."""
+        return self._section if self.ends[1:] and end == self.form.close else self.text
+
+    def begin(self, head: re.Match[str]) -> Callable[[], bool]:
+        """Add the call that this head begins; return the state behind it."""
+        raise NotImplementedError
+
+    def no_call(self, body: str, close: str) -> None:
+        """Add what stands between a call's marks without its head."""
+        self.add("content", self.form.open + body + close)

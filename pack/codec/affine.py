@@ -6,7 +6,7 @@ float32, because a code minus a zero point has at most 12 significant bits and a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,15 +27,18 @@ class AffineMatrix:
     zero: npt.NDArray[np.uint8] | None  # uint8 [rows, groups] in units of 2**(bits-8), or None for "midpoint"
     bias: Bf16Bits | None = None  # BF16 bits, uint16 [rows], or None
 
+    def grid(self, version: Version) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """The zero points, in codes, and the scales, float32 [rows, groups]."""
+        if self.zero is None:
+            zero = np.full(self.scale.shape, ((1 << version.bits) - 1) / 2, np.float32)
+        else:
+            zero = self.zero.astype(np.float32) * np.float32(2.0 ** (version.bits - 8))
+        half = version.scale_dtype == "F16"
+        return zero, self.scale.view(np.float16).astype(np.float32) if half else bf16_to_float32(self.scale)
+
     def dequantise(self, version: Version) -> npt.NDArray[np.float32]:
         """The weights, float32 [rows, cols]: scale * (code - zero)."""
-        bits, (rows, cols) = version.bits, self.codes.shape
-        if self.zero is None:
-            zero = np.full(self.scale.shape, ((1 << bits) - 1) / 2, np.float32)
-        else:
-            zero = self.zero.astype(np.float32) * np.float32(2.0 ** (bits - 8))
-        half = version.scale_dtype == "F16"
-        scale = self.scale.view(np.float16).astype(np.float32) if half else bf16_to_float32(self.scale)
+        (rows, cols), (zero, scale) = self.codes.shape, self.grid(version)
         out = self.codes.astype(np.float32)
         if cols % version.group_size:
             group = np.arange(cols) // version.group_size
@@ -105,11 +108,14 @@ def decode(matrices: Sequence[Matrix], version: Version, extent: Buffer) -> list
     parts: list[dict[str, npt.NDArray[np.generic]]] = [{} for _ in matrices]
     for section in version.sections(matrices):
         parts[section.matrix][section.kind] = section_array(extent, section)
-    out = []
-    for i, (m, part) in enumerate(zip(matrices, parts, strict=True)):
-        planes = version.at(i).planes
-        codes = join_planes([part[f"plane{p}"] for p in range(len(planes))], planes, m.rows, m.cols)  # type: ignore[misc]
-        scale = from_blocks(part["scale"], m.rows)
-        zero = from_blocks(part["zero"], m.rows) if "zero" in part else None
-        out.append(AffineMatrix(codes, scale, zero, part.get("bias")))  # type: ignore[arg-type]
-    return out
+    return [
+        unpacked(part, version.at(i).planes, m.rows, m.cols)
+        for i, (m, part) in enumerate(zip(matrices, parts, strict=True))
+    ]
+
+
+def unpacked(part: Mapping[str, npt.NDArray[np.generic]], planes: Sequence[int], rows: int, cols: int) -> AffineMatrix:
+    """A matrix, or rows of one from a first block on, of its sections by kind."""
+    codes = join_planes([part[f"plane{p}"] for p in range(len(planes))], planes, rows, cols)  # type: ignore[misc]
+    zero = from_blocks(part["zero"], rows) if "zero" in part else None
+    return AffineMatrix(codes, from_blocks(part["scale"], rows), zero, part.get("bias"))  # type: ignore[arg-type]

@@ -35,16 +35,21 @@ class Tagged(Marked):
         """Return a rule of a call without its opening mark."""
         needed = set(schema.get("required", ()))
         body = [lark.text(self.before.replace("NAME", name).removeprefix(self.open))]
+        shared: dict[str, Any] = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
         for key, one in schema.get("properties", {}).items():
-            opens, closes = self.argument
-            shared: dict[str, Any] = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
-            value = self._value(lark, closes, {**(one if isinstance(one, dict) else {}), **shared})
-            opens = opens.replace("IS_TEXT", json.dumps(is_text(one))).replace("KEY", key)
-            rule = lark.rule(f"{lark.text(opens)} {value}")
+            value = {**(one if isinstance(one, dict) else {}), **shared}
+            text = _texts(value) if "IS_TEXT" in self.argument[0] else None
+            rule = lark.one_of([self._argument(lark, key, v) for v in (text, value) if v is not None])
             body.append(rule if key in needed else f"{rule}?")
         if self.empty and not needed:
             body.append(f"{lark.text(self.empty)}?")
         return lark.rule(" ".join([*body, lark.text(self.after)]))
+
+    def _argument(self, lark: Lark, key: str, schema: dict[str, Any]) -> str:
+        """Return a rule of an argument."""
+        opens, closes = self.argument
+        opens = opens.replace("IS_TEXT", json.dumps(is_text(schema))).replace("KEY", key)
+        return lark.rule(f"{lark.text(opens)} {self._value(lark, closes, schema)}")
 
     def _value(self, lark: Lark, closes: str, schema: dict[str, Any]) -> str:
         """Return what matches a value and the tag behind it."""
@@ -65,6 +70,14 @@ def is_text(schema: Any) -> bool:
     if (values := _values(schema)) is not None:
         return bool(values) and all(isinstance(v, str) and v for v in values)
     return schema.get("type") == "string"
+
+
+def _texts(schema: dict[str, Any]) -> dict[str, Any] | None:
+    """The schema of strings, of one that allows them among others; None if it allows none, or no others."""
+    if isinstance(types := schema.get("type"), list) and "string" in types and _values(schema) is None:
+        return {**schema, "type": "string"}
+    choices = schema.get("anyOf")
+    return next((one for one in choices if is_text(one)), None) if isinstance(choices, list) else None
 
 
 def _values(schema: dict[str, Any]) -> list[Any] | None:
@@ -181,7 +194,7 @@ def _dsml(name: str, section: str) -> Tagged:
         (f"<{_DSML}{section}>\n", f"\n</{_DSML}{section}>"), (_DSML,),
         argument=(f'<{_DSML}parameter name="KEY" string="IS_TEXT">', f"</{_DSML}parameter>\n"),
         pair=re.compile(
-            rf'\s*<{_DSML}parameter\s+name="(?P<key>.*?)"(?:\s+string="(?P<is_text>true|false)")?\s*>(?P<value>.*?)'
+            rf'\s*<{_DSML}parameter\s+name="(?P<key>[^"]*)"(?:\s+string="(?P<is_text>true|false)")?\s*>(?P<value>.*?)'
             rf"</{_DSML}parameter>\s*",
             re.DOTALL,
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ WEATHER = {
         "city": {"type": "string", "maxLength": 8},
         "days": {"type": "integer"},
         "kind": {"enum": ["sun", "rain"]},
+        "note": {"type": ["string", "null"], "maxLength": 3},
+        "else": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
     },
     "required": ["city"],
     "additionalProperties": False,
@@ -151,6 +154,10 @@ def test_grammars(form: CallForm, added: str, demo_model: Path) -> None:
     if form in (DEEPSEEK_V32, DEEPSEEK_V4):
         wrong += [('"false"', '"true"'), ('"true"', '"false"'), ("Köln</", "Köln"), ("\n\n</", "\n\n\n</")]
         assert passes(must, calls.replace("\n\n</", "\n</"))
+        for key, says, value in product(("note", "else"), ("true", "false"), ("ab", "null", "toolong", "5")):
+            more = f'\n<{MARK}parameter name="{key}" string="{says}">{value}</{MARK}parameter>\n</{MARK}invoke>\n<'
+            goes = says == "false" if value == "null" else says == "true" and len(value) < 4
+            assert passes(must, calls.replace(f"\n</{MARK}invoke>\n<", more, 1)) is goes, (key, says, value)
     for old, new in wrong:
         assert not passes(must, calls.replace(old, new)) and not passes(strict, whole.replace(old, new)), new
     said = "<|channel|>final<|message|>Hello" if form.name == "gpt-oss" else "Hello"

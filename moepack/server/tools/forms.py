@@ -88,7 +88,7 @@ class Manners:
 
 
 def _has_marks(form: CallForm, template: str) -> bool:
-    """Whether a template with a form's sign has its first mark: DeepSeek V3's sign is no more than a fence."""
+    """Whether a template with a form's sign has its first mark: DeepSeek's signs are a fence or a word."""
     return form.marks[0] in template
 
 

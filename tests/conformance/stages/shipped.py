@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import tomllib
 import types
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ for _name, _mixin in (
     _made = types.ModuleType(f"tests.{_name}")
     setattr(_made, _mixin, type(_mixin, (), {}))
     sys.modules |= {_folder.__name__: _folder, _made.__name__: _made}
-sys.path[:0] = [str(_SHIPPED), str(ROOT), *(str(ROOT / "tests/helpers" / part) for part in ("", "checkpoints"))]
+_settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+sys.path[:0] = [str(_SHIPPED), str(ROOT), *(str(ROOT / part) for part in _settings["pythonpath"])]
 
 common: Any = importlib.import_module("tests.test_modeling_common")
 RTN: str = importlib.import_module("support").RTN

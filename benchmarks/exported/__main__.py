@@ -86,7 +86,8 @@ def compared(bundle: Path, target: str, python: Path, ours: Said, work: Path) ->
     top = np.take_along_axis(logits, ours.texts[..., None], -1)[..., 0]
     gaps = top - np.take_along_axis(logits, chosen[..., None], -1)[..., 0]
     level = np.maximum(LEVEL, np.abs(top) / 64) if target in ROUNDED else np.full_like(top, LEVEL)
-    widest = np.unravel_index((gaps - level).argmax(), gaps.shape) if gaps.any() else (0, 0)
+    over = np.where(chosen != ours.texts, gaps - level, -np.inf)
+    widest = np.unravel_index(over.argmax(), over.shape)  # the first token, whose gap is 0, where none differs
     mean, more = Mean.of(ours.losses.tolist()), Mean.of((found["losses"] - ours.losses).tolist())
     return {
         "target": target, "read by": READER[target],

@@ -37,6 +37,7 @@ from .kernels import codec, kernels, released_kernels, rotated_kernels, shapes, 
 from .peers import limited, limited_released, peer_layers, peer_models, peer_mxfp4, peer_quality, peer_versions
 from .serving import (
     alpha,
+    exported,
     hostile,
     hostile_formats,
     kept_prompts,
@@ -77,7 +78,7 @@ TABLES: dict[str, Callable[[], str]] = {
         summary, quality, allocation, weighting, reach, refined, tried, autoround, losses, quantisers, build,
         bounded, layer_time,
         estimates, scale, pieces, clusters, codec, kernels, whole_model, shapes, released_kernels, residency, tpot,
-        overlap, missed, policies, similarity, selector, retention, on_demand, prediction, alpha, paged, hostile,
+        overlap, missed, policies, similarity, selector, retention, on_demand, prediction, alpha, paged, exported, hostile,
         hostile_formats, soak, serving, kept_prompts, start, families, peer_layers, peer_mxfp4, peer_models,
         peer_quality, peer_versions,
         gpu_assumed, gpu_counted, gpu_kernels, gpu_layers, gpu_measured, gpu_steps, gpu_steps_fused, gpu_token,

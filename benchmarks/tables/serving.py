@@ -174,6 +174,19 @@ def limited_export() -> str:
     return as_is("limited-export")
 
 
+def exported() -> str:
+    """What other libraries say of exports of both models."""
+    out = []
+    for model in ("mini-qwen3-moe", "tiny-qwen3-moe"):
+        for row in results(f"exported-{model}")["rows"]:
+            values = (f"{row[name]:.3g}" for name in ("widest gap", "level"))
+            read = f"{row['perplexity']:.2f} ± {row['+-']:.2f}", f"{row['theirs']:.2f}"
+            said = [row[name] for name in ("target", "read by", "same texts", "same tokens")]
+            out.append([model, *said, *values, *read])
+    columns = ["model", "target", "read by", "same texts", "same tokens", "widest gap", "level", "perplexity", "theirs"]
+    return table(columns, out)
+
+
 def start() -> str:
     """From the start of a command to its first token."""
     return as_is("start")

@@ -18,12 +18,10 @@ def grids(bits: int) -> Iterator[tuple[str, Trial, Trial]]:
         "groups of 128": replace(plain, group=128),
         "scales of 8 bits, floats": replace(plain, scale_bits=8, mantissa=4),
         "scales of 6 bits, floats": replace(plain, scale_bits=6, mantissa=3),
-        "scales of 8 bits in blocks": replace(small, scale_bits=8),
         BLOCKS[2:]: small,
     }
     if bits > 1:
         book = replace(plain, levels=gaussian_levels(bits))
-        learned = replace(book, learned=True)
         coded = replace(small, levels=book.levels, learned=True)
         found |= {
             "zero points of 4 bits": replace(plain, zero_bits=4),
@@ -32,8 +30,7 @@ def grids(bits: int) -> Iterator[tuple[str, Trial, Trial]]:
             f"zero points of 6 bits{BLOCKS}": replace(small, zero_bits=6),
             f"groups of 32, zero points of 6 bits{BLOCKS}": replace(small, zero_bits=6, group=32),
             "fixed levels": book,
-            "learned levels": learned,
-            "learned levels, no zero points": replace(learned, zero_bits=0),
+            "learned levels": replace(book, learned=True),
             f"learned levels{BLOCKS}": coded,
             f"learned levels, no zero points{BLOCKS}": replace(coded, zero_bits=0),
         }

@@ -3,6 +3,7 @@
     python -m benchmarks.formats --part ideas [--checkpoint MODEL --calibration FILE... --data FILE...]
     python -m benchmarks.formats --part generated --part libraries
     python -m benchmarks.formats --part generated --part ideas --bits 2
+    python -m benchmarks.formats --part grids [--part generated]: narrower scales and zero points, unequal levels
 
 Of the same weights and second moments, each scheme gives values. They are compared by relative output error on
 held-out tokens, gate and up apart from down, and by the divergence of a model that computes in float32 with them. The
@@ -24,10 +25,11 @@ from benchmarks.peers import environments
 from benchmarks.peers.worker import PeerError, Worker
 
 from . import schemes
+from .grids import grids
 from .measure import OURS, PARTS, of_generated, of_model
 
 RATIO, PLAIN = "of today's at these bits", "of the plain version's"
-MORE = ("libraries", "ideas", "rotated", "generated")  # generated: matrices in place of models
+MORE = ("libraries", "ideas", "rotated", "grids", "generated")  # generated: matrices in place of models
 
 
 def main() -> None:
@@ -62,11 +64,16 @@ def main() -> None:
         if "ideas" in parts:
             ideas = [idea for bits in args.bits or schemes.WIDTHS for idea in schemes.ideas(bits)]
             every += ideas[:2] if args.quick and not args.bits else ideas
+        if "grids" in parts:
+            tried = [schemes.of_trials(*idea) for bits in args.bits or schemes.WIDTHS for idea in grids(bits)]
+            every += tried[:: 12 if args.quick else 1]
         windows = (24, 8) if args.quick else tuple(args.windows)
         models = args.checkpoint or ([EXAMPLES / "mini-qwen3-moe"] if args.quick or "generated" not in parts else [])
         for checkpoint in models:
             rows += of_model(checkpoint, calibration, data, windows, every)
         shapes = ((128, 256), (256, 128)) if args.quick else ((768, 2048), (2048, 768))
+        if "grids" in parts and not args.quick:  # many, and what they make of a row depends on few others
+            shapes = ((192, 2048), (512, 768))
         for kind in ("normal", "heavy", "outliers") if "generated" in parts else ():
             rows += of_generated(kind, shapes, every)
     errors = [f"error {p}" for p in PARTS]

@@ -20,7 +20,8 @@ from moepack.quantize.lanes import Lanes, search
 
 from . import trellis
 
-SUPER = 8  # groups that share a BF16 scale, where those of groups have fewer bits
+GROWN = (1.0, 1.15, 1.3)  # starts for unequal levels, over the scale of equal ones: they reach farther out
+ROUNDS = 4  # of choosing levels and fitting scales from such a start
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +31,20 @@ class Trial:
     bits: float  # of a code
     group: int = 64
     zero_bits: int = 0  # of a stored zero point; 0: the grid is symmetric
-    scale_bits: int = 16  # BF16; fewer: whole steps of a scale that SUPER groups share
+    scale_bits: int = 16  # BF16; fewer: whole steps of a scale that others share
+    shared: tuple[int, int] = (8, 1)  # groups of a row, and rows, that share it
+    mantissa: int = 0  # bits of it, where scales of fewer bits are floats below a power of two for the matrix instead
+    zero_rows: int = 1  # rows that share a zero point
     trellis: bool = False  # twice the levels, by `trellis`
     levels: tuple[float, ...] = ()  # unequal levels, in place of 2^bits equal ones
+    learned: bool = False  # these learned, of a layer's experts together: weighted k-means, then least squares
     rotated: bool = False  # columns times random signs, then Hadamard's matrix by blocks
 
     def size(self, cols: int) -> float:
         """Bits a weight of rows of so many columns."""
-        groups = -(-cols // self.group)
-        shared = 16 * -(-groups // SUPER) if self.scale_bits < 16 else 0
-        return self.bits + ((self.scale_bits + self.zero_bits) * groups + shared) / cols
+        groups, (along, down) = -(-cols // self.group), self.shared
+        shared = 16 * -(-groups // along) / down if self.scale_bits < 16 and not self.mantissa else 0
+        return self.bits + ((self.scale_bits + self.zero_bits / self.zero_rows) * groups + shared) / cols
 
     def values(self, weight: Tensor, moments: Tensor) -> Tensor:
         """Quantise float32 [experts, rows, cols] by moments [experts, cols, cols]; the values that come back."""
@@ -86,17 +91,24 @@ class _Fit:
         base = replace(Version.of("w2", 64), bits=max(1, round(trial.bits)))
         version = replace(base, zero="stored" if trial.zero_bits else "midpoint")
         lanes = Lanes.of([version], weight.shape[1], weight.device)
-        self._lanes = replace(
-            lanes, top=torch.full_like(lanes.top, plain), middle=torch.full_like(lanes.top, plain / 2)
-        )
+        grid = {"top": plain, "middle": plain / 2}
+        if trial.zero_bits:
+            grid |= {"unit": 2.0**trial.zero_bits / (plain + 1), "most": 2.0**trial.zero_bits - 1}
+        self._lanes = replace(lanes, **{name: torch.full_like(lanes.top, value) for name, value in grid.items()})
         cols, group = weight.shape[2], trial.group
         self._blocks = [(a, min(a + group, cols)) for a in range(0, cols, group)]
         self._shared: list[Tensor] = []
         if trial.scale_bits < 16:
             found = [search(self._weight[:, a:b], self._even(a, b), self._lanes)[0] for a, b in self._blocks]
-            for i in range(0, len(found), SUPER):
-                most = torch.stack(found[i : i + SUPER]).amax(0) * (1.25 / (1 + trial.trellis))
-                self._shared += [fix_scale(most / (2**trial.scale_bits - 1)).float()] * SUPER
+            along, down = (len(found), weight.shape[1]) if trial.mantissa else trial.shared
+            for i in range(0, len(found), along):
+                # Few codes: feedback makes scales grow. With a quarter to spare one bit has a fifth more error.
+                spare = (1 + 2.0 ** (1 - trial.bits)) / (1 + trial.trellis)
+                most = torch.stack(found[i : i + along]).amax(0) * spare
+                self._shared += [most.unflatten(-1, (-1, down)).amax(-1).repeat_interleave(down, -1)] * along
+        self._error, self._codes = torch.empty_like(self._weight), torch.empty_like(self._weight)
+        if trial.learned:
+            self._learn()
 
     def _even(self, start: int, end: int) -> Tensor:
         return torch.full((len(self._weight), end - start), 1 / (end - start))
@@ -104,9 +116,26 @@ class _Fit:
     def _scale(self, group: int, scale: Tensor, other: Tensor) -> Tensor:
         """Scales as they would be stored; `other` where one is not finite."""
         scale = torch.where(torch.isfinite(scale), scale, other)
+        bits, mantissa = self._trial.scale_bits, self._trial.mantissa
         if not self._shared:
             return fix_scale(scale).float()
-        return (scale / self._shared[group]).round().clamp(1, 2**self._trial.scale_bits - 1) * self._shared[group]
+        if not mantissa:
+            step = fix_scale(self._shared[group] / (2**bits - 1)).float()
+            return (scale / step).round().clamp(1, 2**bits - 1) * step
+        above = torch.exp2(self._shared[group].log2().ceil())  # what no scale reaches
+        part, exponent = torch.frexp(torch.maximum(scale, above * 2.0 ** -(2 ** (bits - mantissa))))
+        rounded = torch.ldexp((part * 2 ** (mantissa + 1)).round(), exponent - mantissa - 1)
+        return torch.minimum(rounded, above * (1 - 2.0 ** -(mantissa + 1)))
+
+    def _as_one(self, x: Tensor, share: Tensor | None = None) -> Tensor:
+        """The mean of a row's figure over the rows that share its zero point, weighted by `share`."""
+        n = self._trial.zero_rows
+        if n == 1:
+            return x
+        whole = torch.ones_like(x) if share is None else share
+        total, over = ((y * whole).unflatten(-1, (-1, n)).sum(-1) for y in (x, 1))
+        mean: Tensor = (total / over).repeat_interleave(n, -1)
+        return mean
 
     def _zero(self, zero: Tensor) -> Tensor:
         """Zero points as they would be stored."""
@@ -118,21 +147,70 @@ class _Fit:
         """A first scale and zero point; of twice the levels, the same range."""
         scale, zero = search(block, share, self._lanes)
         ratio = 2.0 if self._trial.trellis else 1.0
-        middle = self._top / 2 - (self._plain / 2 - zero) * ratio
-        return self._scale(group, scale / ratio, scale), self._zero(middle)
+        zero = self._zero(self._as_one(self._top / 2 - (self._plain / 2 - zero) * ratio, scale * scale))
+        if not len(self._levels) and self._trial.zero_rows == 1:
+            return self._scale(group, scale / ratio, scale), zero
+        best: tuple[Tensor, ...] = ()
+        for grown in GROWN if len(self._levels) else GROWN[:1]:
+            at = self._scale(group, scale * grown, scale)
+            for _ in range(ROUNDS):
+                steps = self._choose(block / at[:, None] + zero[:, None], at) - zero[:, None]
+                lost = ((block - at[:, None] * steps).square() * share[..., None]).sum(1)
+                less = lost < best[0] if best else torch.ones_like(lost, dtype=torch.bool)
+                best = (lost, at) if not best else (lost.minimum(best[0]), torch.where(less, at, best[1]))
+                weighted = steps * share[..., None]
+                at = self._scale(group, (weighted * block).sum(1) / (weighted * steps).sum(1), at)
+        return best[1], zero
+
+    def _learn(self) -> None:
+        """Levels by k-means of the weights on their first grids, weighted by what an error there costs."""
+        places, costs = [], []
+        for g, (a, b) in enumerate(self._blocks):
+            share = self._factored.weight[:, a:b]
+            scale, zero = self._grid(g, self._weight[:, a:b], share / share.sum(-1, keepdim=True))
+            places.append((self._weight[:, a:b] / scale[:, None] + zero[:, None]).flatten())
+            costs.append((share[..., None] * scale.square()[:, None]).flatten())
+        place, cost = torch.cat(places), torch.cat(costs)
+        for _ in range(20):
+            nearest = self._index(place)
+            total, mean = (torch.bincount(nearest, v, len(self._levels)) for v in (cost, cost * place))
+            self._levels = torch.where(total > 0, mean / total, self._levels).float()
+
+    def _relearn(self, grids: list[tuple[Tensor, Tensor]]) -> None:
+        """Levels anew, for the chosen codes: those of least error of a quarter of the rows, by the normal equations."""
+        spread = [s[:, None].expand(-1, b - a, -1) for (s, _), (a, b) in zip(grids, self._blocks, strict=True)]
+        scale = torch.cat(spread, 1)
+        index, count = self._index(self._codes), len(self._levels)
+        own, part, moments = index[..., ::4], scale[..., ::4], self._factored.damped
+
+        def summed(change: Tensor) -> Tensor:
+            return torch.bincount(own.flatten(), (part * (moments @ change)).flatten(), count)
+
+        pull = summed(self._error[..., ::4])
+        normal = torch.stack([summed(part * (own == k)) for k in range(count)])
+        normal += torch.eye(count) * 1e-6 * normal.diagonal().mean()
+        move = torch.linalg.solve(normal, pull).float()
+        self._error -= scale * move[index]
+        self._levels = self._levels + move
+        self._codes = self._levels[index]
+        self._levels = self._levels.sort().values
+
+    def _index(self, x: Tensor) -> Tensor:
+        return torch.bucketize(x, (self._levels[1:] + self._levels[:-1]) / 2)
 
     def _choose(self, target: Tensor, scale: Tensor) -> Tensor:
         """The best levels for a column [experts, rows], in units of a level."""
         if self._trial.trellis:
             return trellis.nearest(target, scale * scale, self._top)
         if len(self._levels):
-            return self._levels[torch.bucketize(target, (self._levels[1:] + self._levels[:-1]) / 2)]
+            return self._levels[self._index(target)]
         return target.round().clamp_(0, self._top)
 
     def run(self) -> Tensor:
-        self._error, self._codes = torch.empty_like(self._weight), torch.empty_like(self._weight)
         grids = [self._feed(g, a, b) for g, (a, b) in enumerate(self._blocks)]
         for _ in range(SWEEPS):
+            if self._trial.learned:
+                self._relearn(grids)
             grids = [self._sweep(g, a, b, *grids[g]) for g, (a, b) in enumerate(self._blocks)]
         place = self._factored.order.argsort(-1)
         made = self._weight - self._error
@@ -178,11 +256,13 @@ class _Fit:
         determinant = cc * total - c1 * c1
         moved = (scale * zero - (cc * g1 - c1 * gc) / determinant) / (scale + (gc * total - g1 * c1) / determinant)
         best: tuple[Tensor, Tensor, Tensor] = torch.zeros_like(scale), scale, zero
-        for z in (zero, self._zero(torch.where(torch.isfinite(moved), moved, zero))):
+        moved = self._as_one(torch.where(torch.isfinite(moved), moved, zero), scale * scale)
+        for z in (zero, self._zero(moved)):
             dd, old = (cc - 2 * a * c1 + a * a * total for a in (z, zero))
             both, gd = cc - (z + zero) * c1 + z * zero * total, gc - z * g1
             s = self._scale(group, (gd + scale * both) / dd, scale)
             gain = s * s * dd - 2 * s * scale * both + scale * scale * old - 2 * (s * gd - scale * (gc - zero * g1))
+            gain = self._as_one(gain)
             less = gain < best[0]
             best = torch.where(less, gain, best[0]), torch.where(less, s, best[1]), torch.where(less, z, best[2])
         return best[1], best[2]

@@ -30,7 +30,7 @@ from .building import (
     weighting,
 )
 from .common import RESULTS, ROOT, machine, results, table
-from .formats import encodings, formats, generated_matrices, released, released_others, rotations, sizes
+from .formats import encodings, formats, generated_matrices, grids, released, released_others, rotations, sizes
 from .gpu import gpu_assumed, gpu_counted, gpu_kernels, gpu_steps, gpu_steps_fused
 from .gpu_day import gpu_layers, gpu_measured, gpu_token
 from .kernels import codec, kernels, released_kernels, rotated_kernels, shapes, whole_model
@@ -82,8 +82,8 @@ TABLES: dict[str, Callable[[], str]] = {
         hostile_formats, soak, serving, kept_prompts, start, families, peer_layers, peer_mxfp4, peer_models,
         peer_quality, peer_versions,
         gpu_assumed, gpu_counted, gpu_kernels, gpu_layers, gpu_measured, gpu_steps, gpu_steps_fused, gpu_token,
-        encodings, generated_matrices, rotations, formats, released, released_others, sizes, limited, limited_clients,
-        limited_released, limited_soak, limited_export, start_cold, rotated_kernels,
+        encodings, generated_matrices, grids, rotations, formats, released, released_others, sizes, limited,
+        limited_clients, limited_released, limited_soak, limited_export, start_cold, rotated_kernels,
     )
 }  # fmt: skip
 _TABLE = re.compile(r"<!-- table: ([a-z0-9_]+) -->\n.*?<!-- end of table -->", re.S)

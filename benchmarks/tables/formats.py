@@ -143,9 +143,39 @@ def rotations() -> str:
     for row in rows:
         if _PLAIN in row:
             own = plain[row["model"], row["encoding"].removesuffix(" rotated")]
-            errors = [f"{r['error down']:.2g}" for r in (own, row)]
-            divergence = [f"{r['KL, mnat']:.3g} ± {r['+-']:.2g}" for r in (own, row)]
+            divergence = [f"{r['KL, mnat']:.3g}" for r in (own, row)]
             ratio = f"{row[_PLAIN]:.3f} ± {row['plain +-']:.3f}"
-            out.append([row["model"], f"`{own['encoding']}`", *errors, *divergence, ratio, f"{row[_AT_BITS]:.2f}"])
-    columns = ["model", "version", "error of down", "rotated", "divergence", "rotated", "rotated over plain"]
+            out.append([row["model"], f"`{own['encoding']}`", *divergence, ratio, f"{row[_AT_BITS]:.2f}"])
+    columns = ["model", "version", "divergence", "rotated", "rotated over plain"]
     return table([*columns, "over today's at these bits"], out)
+
+
+def grids() -> str:
+    """Ideas over today's at as many bits: divergence of two models, and the greatest error of a kind of matrices."""
+    from benchmarks.formats.measure import PARTS, at_bits
+
+    widths = ("w4", "w3", "w2", "w1")
+    cells: dict[str, dict[str, list[str]]] = {}
+    worst: dict[str, dict[str, float]] = {}
+    for row in results("grids")["rows"]:
+        version, _, idea = row["encoding"].partition(", ")
+        if "d" in version:
+            idea = f"a bit more in `down`, {idea or 'as today'}"
+        ratio = f"{row[_AT_BITS]:.2f}±{row['ratio +-']:.2f}"
+        cells.setdefault(idea, {}).setdefault(version[:2], []).append(ratio)
+    rows = results("grids-generated")["rows"]
+    found = {(r["model"], r["encoding"]): r for r in rows}
+    for row in rows:
+        version, _, idea = row["encoding"].partition(", ")
+        for part in (f"error {p}" for p in PARTS if version in widths):
+            anchors = [found[row["model"], w] for w in reversed(widths)]
+            today = at_bits([(r["bits/weight"], [r[part]]) for r in anchors], row["bits/weight"])[0]
+            kinds = worst.setdefault(idea, {})
+            kinds[row["model"]] = max(row[part] / today, kinds.get(row["model"], 0.0))
+    out = []
+    for idea, by_width in cells.items():
+        if idea:
+            errors = ", ".join(f"{v:.2f}" for v in worst.get(idea, {}).values())
+            shown = idea.replace(", scales of 6 bits in blocks", ", S6")
+            out.append([shown, *(", ".join(by_width.get(w, [])) for w in widths), errors])
+    return table(["idea", *(f"`{w}`" for w in widths), "error"], out)

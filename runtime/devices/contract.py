@@ -71,8 +71,11 @@ class Device(Protocol):
     def mark(self) -> Completion:
         """Return an event that ends when the compute issued so far has ended."""
 
-    def limit(self, bytes_per_second: float | None, least: int = ...) -> None:
-        """Limit the migration stream's rate; `None` removes the limit. A copy counts as at least `least` bytes."""
+    def limit(self, bytes_per_second: float | None, least: int = ..., hurried: Callable[[], bool] = ...) -> None:
+        """Limit the migration stream's rate; `None` removes the limit. A copy counts as at least `least` bytes.
+
+        Nothing is limited while `hurried` returns True.
+        """
 
     def rest(self) -> None:
         """Wait until all copies that were asked for so far have ended."""

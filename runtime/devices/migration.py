@@ -218,6 +218,7 @@ class Migration:
         self._lock = threading.Lock()  # of the next three
         self.moved, self._due, self._least = 0, 0.0, FLOOR
         self._rate: float | None = None
+        self._hurried: Callable[[], bool] = bool  # never
         self._closing = False  # not an Event: a finalizer may set it on the thread that holds the Event's lock
 
     def gate(self, event: HostEvent, size: int) -> Callable[[int], None]:
@@ -226,10 +227,12 @@ class Migration:
         def before(chunk: int) -> None:
             with self._lock:
                 self.moved += chunk
-                until = self._due if self._rate is not None else 0.0
+                until = self._due if self._limited else 0.0
                 self._count(chunk)
             # Wait for the time of the chunks before this one; idle time earns no credit.
-            while (wait := until - time.monotonic()) > SHORT and not (event.cancelled or self._closing):
+            while (
+                (wait := until - time.monotonic()) > SHORT and self._limited and not (event.cancelled or self._closing)
+            ):
                 time.sleep(min(wait, 0.05))
             if event.cancelled or self._closing:
                 raise Cancelled
@@ -238,14 +241,21 @@ class Migration:
             self._count(max(0, self._least - size))
         return before
 
+    @property
+    def _limited(self) -> bool:
+        return self._rate is not None and not self._hurried()
+
     def _count(self, size: int) -> None:
-        if self._rate is not None:
+        if self._rate is not None and self._limited:
             self._due = max(self._due, time.monotonic()) + size / self._rate
 
-    def limit(self, bytes_per_second: float | None, least: int = FLOOR) -> None:
-        """Limit copies to a rate of stored bytes (`None`: no limit); a copy counts as at least `least` bytes."""
+    def limit(self, bytes_per_second: float | None, least: int = FLOOR, hurried: Callable[[], bool] = bool) -> None:
+        """Limit copies to a rate of stored bytes (`None`: no limit); a copy counts as at least `least` bytes.
+
+        Nothing is limited while `hurried` returns True, which any thread may call.
+        """
         with self._lock:
-            self._rate, self._least = bytes_per_second, least
+            self._rate, self._least, self._hurried = bytes_per_second, least, hurried
 
     def rest(self) -> None:
         """Wait until all copies that were asked for so far have ended."""

@@ -157,7 +157,9 @@ class ResidencyManager:
         if plan.window:
             self.paging = open_paging(plan, self.layers, self.store, self.device, self.policy.needs.pages_ahead)
         self._load(wanted)
-        self.device.limit(options.bytes_per_second, 0 if self._blocking else FLOOR)
+        transitions, least = self.transitions, 0 if self._blocking else FLOOR
+        # A pass may wait for the KV cache's room: experts leave as fast as they can.
+        self.device.limit(options.bytes_per_second, least, lambda: transitions.kv_asked > 0)
         self.each_round: Callable[[], None] = lambda: None  # called by the worker in every round
         self.statistics = RoutingStatistics(plan.experts, len(plan.ladder), self.policy.needs, devices[0])
         self._decided_at, self._capacity = 0.0, [-1]

@@ -178,6 +178,20 @@ def test_the_kv_reserve_pushes_experts_out(bundle: Path) -> None:
     wait_for(lambda: [row.count("bf16") for row in model.moepack.versions] == full, model)
 
 
+def test_no_limit_holds_up_what_leaves_for_the_kv_cache(bundle: Path) -> None:
+    """At 1 MB a second, of which each copy counts as four: a promotion under way and evictions end at once."""
+    model = load(bundle)
+    live = model.moepack.manager
+    full = rooms(live.plan)
+    wait_for(lambda: [row.count("bf16") for row in model.moepack.versions] == full, model)
+    live.device.limit(1e6, hurried=live.device._hurried)
+    began = time.monotonic()
+    live.grow_kv(500_000)
+    wait_for(lambda: live.transitions.kv_bytes == 500_000)
+    assert sum(full) - sum(rooms(live.plan, kv=500_000)) > 2 and time.monotonic() - began < 8
+    model.moepack.close()
+
+
 def test_lru_waits_and_is_exact(bundle: Path) -> None:
     """With room for what a layer needs, every token is computed losslessly, and the waits are counted."""
     policy = "lru:hi=bf16,lo=w2"

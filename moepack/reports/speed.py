@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from moepack.runtime.devices.migration import FLOOR
+
 if TYPE_CHECKING:
     from moepack.pack.reader import Bundle
     from moepack.runtime.policies.contract import Versions
@@ -108,6 +110,8 @@ def token_bytes(bundle: Bundle, policy: Policy, table: Versions, dense: int, cho
         several_versions = any(len(ladder) > 2 for ladder in policy.options.ladders(bundle.versions))
     moves = policy.entry.name == "hotness" and several_versions
     limit = policy.options.bytes_per_second if moves else 0.0
+    if limit:  # a smaller copy counts as FLOOR bytes
+        limit *= min(1.0, bundle.layer_file(placements[0], 0).extent_size(0) / FLOOR)
     return TokenBytes(len(table), version, several, dense, round(read), round(moved), prefetch, limit)
 
 
@@ -131,7 +135,7 @@ def while_moving(found: Speed, token: TokenBytes, rates: Rates, threads: int, co
     One thread moves them. Where it and the threads of passes are more than the cores, each gets its share of these.
     """
     busy = 1.0 if token.moved is None else min(1.0, token.moved / rates.moves)
-    share = max(1.0, (threads + busy) / cores)
+    share = max(1.0, (threads + busy) / max(threads, cores))
     return replace(found, memory=found.memory * share, processor=found.processor * share)
 
 

@@ -267,7 +267,7 @@ def _deploy(ray: Any, ray_serve: Any, asked: Serve, name: str) -> None:
     threads = 1 if on_gpu else max(1, math.floor(found / asked.replicas))
     options = {"num_cpus": 1 if on_gpu else threads, "num_gpus": int(on_gpu)}
     variables = {**COMPILED, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
-    router = RequestRouterConfig.model_validate({"request_router_class": "moepack.server.routing.ByBeginning"})
+    router = RequestRouterConfig(request_router_class="moepack.server.routing.ByBeginning")  # type: ignore[arg-type]
     known = ray_serve.multiplexed(max_num_models_per_replica=PREFIXES)(_known)
     replica = type("Replica", (Replica,), {_known.__name__: known})  # Ray finds the method by its name
     deployment = ray_serve.deployment(replica).options(

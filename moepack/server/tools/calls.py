@@ -10,6 +10,8 @@ from typing import Any
 from .lark import Lark
 from .parts import MOST_CALLS, StateReader, Tools
 
+HEAD = 4096  # the most characters of a call's head: those of one without end are not looked through at every token
+
 
 @dataclass(frozen=True, slots=True)
 class Marked:
@@ -71,7 +73,7 @@ class MarkedReader(StateReader):
 
     def head(self) -> bool:
         """Behind a call's opening mark. What is no call stays text."""
-        if (head := self.form.head.match(self.held)) is not None:
+        if (head := self.form.head.match(self.held, 0, HEAD)) is not None:
             self.held = self.held[head.end() :]
             self.state = self.begin(head)
             return True

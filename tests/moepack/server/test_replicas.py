@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import json
 import os
@@ -15,6 +16,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -38,6 +40,26 @@ def test_what_a_prompt_is_known_by() -> None:
     assert key(messages=[{"role": "user", "content": [{"type": "text", "text": "x"}]}]) != PAGE
     for raw in (b"", b"{", b"[1]", b"\xff", b"[" * 100_000):
         assert beginning(raw) == PAGE
+
+
+def test_which_replicas_are_tried() -> None:
+    """Those that know the key, then two of all: the less busy of these gets what none knows, or none has room for."""
+    from moepack.server.routing import ByBeginning
+
+    router = object.__new__(ByBeginning)
+    router.rank_replicas_via_multiplex = lambda replicas, key: [[r for r in replicas if key in r], [], []]
+
+    def tried(key: str | None, replicas: list[str]) -> list[list[str]]:
+        asked = SimpleNamespace(should_backoff=False), SimpleNamespace(multiplexed_model_id=key)
+        request = SimpleNamespace(routing_context=asked[0], metadata=asked[1])
+        found = asyncio.run(router.choose_replicas(replicas, None if key is None else request))
+        assert asked[0].should_backoff is (key is not None)  # Ray tries again, and again later, if all are full
+        return found
+
+    known, two = tried("a", ["xa", "b", "c", "d"])
+    assert known == ["xa"] and len(set(two)) == 2
+    assert tried("e", ["b"]) == [[], ["b"]] and tried("", ["b"]) == tried(None, ["b"]) == [["b"]]
+    assert {r for _ in range(99) for r in tried("e", ["b", "c", "d"])[1]} == {"b", "c", "d"}
 
 
 @dataclass

@@ -88,6 +88,21 @@ def test_closing_cancels_what_has_not_begun_and_a_failure_ends_its_own_event() -
     threads.close()
 
 
+def test_a_copy_that_waits_for_the_rate_goes_on_once_it_is_hurried() -> None:
+    stream, hurried = HostThreads("test", lambda: None, 1), threading.Event()
+    made = Migration(stream)
+    made.limit(1e3, 0, hurried.is_set)
+    began = time.monotonic()
+    first, second = (stream.submit(lambda event: made.gate(event, 100_000)(100_000)) for _ in range(2))
+    first.wait()
+    time.sleep(0.1)
+    assert not second.done(), "it waits for 100 s"
+    hurried.set()
+    second.wait()
+    assert second.error is None and time.monotonic() - began < 10
+    made.close()
+
+
 def test_threads_keep_the_rate_together() -> None:
     """Eight copies of 100 kB at 4 MB a second: the last begins after seven, 0.175 s, whoever copies them."""
     stream = HostThreads("test", lambda: None, 4)

@@ -146,7 +146,7 @@ class Values:
     def scale(self) -> Tensor:
         """The scales of an affine version [rows, groups], bfloat16 or float16 as stored."""
         dtype = torch.float16 if self.version.scale_dtype == "F16" else torch.bfloat16
-        return torch.from_numpy(from_blocks(self._blocks("scale"), self._rows)).view(dtype)
+        return torch.from_numpy(from_blocks(self._blocks("scale"), self._rows).copy()).view(dtype)  # read-only
 
     @cached_property
     def zero(self) -> Tensor:

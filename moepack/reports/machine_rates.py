@@ -26,10 +26,14 @@ CALLS = 450
 
 
 def rates(bundle: Bundle, token: TokenBytes, memory: float) -> Rates:
-    """Measure this machine for a token; `memory` is the rate at which all threads read."""
+    """Measure this machine for a token; `memory` is the rate at which all threads read.
+
+    It stands for the disk's where the bundle's files are not here.
+    """
     version = bundle.manifest.version(token.version)
-    disk = disk_rate(bundle, version, token.in_flight) if token.fetched else memory
-    moves = move_rate(bundle, version) if token.moved != 0 else memory
+    here = (bundle.path / bundle.layers[0].file(version.name)).exists()
+    disk = disk_rate(bundle, version, token.in_flight) if token.fetched and here else memory
+    moves = move_rate(bundle, version) if token.moved != 0 and here else memory
     return Rates(memory, kernel_rate(bundle, version) or memory, disk, call_seconds(), moves)
 
 

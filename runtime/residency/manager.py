@@ -11,6 +11,7 @@ import functools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -58,6 +59,11 @@ def _stored_bytes(bundle: Bundle, plan: Plan, key: Key, version: int) -> int:
 
 def _name(bundle: Bundle, plan: Plan, key: Key, version: int) -> str:
     return f"{bundle.path}: layer {bundle.layers[key[0]].index}, expert {key[1]}, version {plan.ladder[version]}"
+
+
+def _makes_room(transitions: weakref.ref[Transitions]) -> bool:
+    of = transitions()  # weak: the device, which asks, goes with the model at once
+    return of is not None and of.kv_asked > 0
 
 
 class ResidencyManager:
@@ -157,9 +163,9 @@ class ResidencyManager:
         if plan.window:
             self.paging = open_paging(plan, self.layers, self.store, self.device, self.policy.needs.pages_ahead)
         self._load(wanted)
-        transitions, least = self.transitions, 0 if self._blocking else FLOOR
         # A pass may wait for the KV cache's room: experts leave as fast as they can.
-        self.device.limit(options.bytes_per_second, least, lambda: transitions.kv_asked > 0)
+        hurried = partial(_makes_room, weakref.ref(self.transitions))
+        self.device.limit(options.bytes_per_second, 0 if self._blocking else FLOOR, hurried)
         self.each_round: Callable[[], None] = lambda: None  # called by the worker in every round
         self.statistics = RoutingStatistics(plan.experts, len(plan.ladder), self.policy.needs, devices[0])
         self._decided_at, self._capacity = 0.0, [-1]

@@ -73,7 +73,7 @@ def disk_rate(bundle: Bundle, version: Version, in_flight: float) -> float:
     """
     store, threads = BackingStore(bundle, direct=True), max(1, min(READERS, round(in_flight)))
     with contextlib.closing(store), ThreadPoolExecutor(threads) as pool:
-        chosen, size = _drawn(store, version, DISK_RUNS * threads)
+        chosen, size = _drawn(store, version, DISK_RUNS * threads, DISK_RUNS * READ)
         rooms = CpuMemory(threads * size)
         rooms.take(0, threads * size)
         rooms.tensor.fill_(0)
@@ -98,7 +98,7 @@ def move_rate(bundle: Bundle, version: Version) -> float:
     """Return the bytes a second at which one thread fetches extents as moves do: digested, into fresh memory."""
     store = BackingStore(bundle, direct=True)
     with contextlib.closing(store):
-        chosen, size = _drawn(store, version, 1)
+        chosen, size = _drawn(store, version, 1, READ)
         room = CpuMemory(len(chosen) * size)
         began = time.perf_counter()
         for i, stored in enumerate(chosen):
@@ -107,13 +107,13 @@ def move_rate(bundle: Bundle, version: Version) -> float:
         return sum(stored.size for stored in chosen) / (time.perf_counter() - began)
 
 
-def _drawn(store: BackingStore, version: Version, least: int) -> tuple[list[Stored], int]:
-    """Draw extents of all layers, of READ bytes in all and at least so many; return the largest's size too."""
+def _drawn(store: BackingStore, version: Version, least: int, total: int) -> tuple[list[Stored], int]:
+    """Draw extents of all layers: `total` bytes of them, and at least `least`; return the largest's size too."""
     rng, layers = np.random.default_rng(0), store.bundle.layers
     drawn = [(version.name, p, int(rng.integers(x.experts))) for _ in range(8) for p, x in enumerate(layers)]
     chosen = [store.stored(*place) for place in dict.fromkeys(drawn)]
     size = max(stored.size for stored in chosen)
-    return chosen[: max(least, DISK_RUNS * READ // size)], size
+    return chosen[: max(least, total // size)], size
 
 
 def call_seconds() -> float:

@@ -33,7 +33,7 @@ class Rates:
     kernels: float  # bytes of experts that the kernels multiply by, for one token
     disk: float  # bytes of extents that are fetched, as many at a time as a layer lacks
     layer: float  # seconds of a layer's calls, beside the reading of weights
-    moves: float = 1e9  # bytes of extents that one thread reads, digests and puts into fresh memory
+    moves: float  # bytes of extents that one thread reads, digests and puts into fresh memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.store.files import Stored
 from moepack.runtime.store.read_ahead import Place
 
-RATES = Rates(memory=10e9, kernels=5e9, disk=2e9, layer=1e-4)
+RATES = Rates(memory=10e9, kernels=5e9, disk=2e9, layer=1e-4, moves=1e9)
 
 
 def test_what_takes_a_tokens_time() -> None:

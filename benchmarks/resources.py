@@ -39,9 +39,11 @@ from moepack.runtime.kernels import (
     attend_triton,
     exponent_triton,
     gemv_triton,
+    many_triton,
     routing_triton,
     step_triton,
     switch_triton,
+    unpack_triton,
 )
 
 TABLE = Path(__file__).parent / "results" / "gpu-resources.csv"
@@ -110,8 +112,13 @@ def compiled(kernel: JITFunction[Any], args: tuple[Any, ...], named: Mapping[str
         signature[parameter.name] = kind or f"*{TYPES[value.dtype]}"
         if special and (kind is None or (kind == "i32" and value % 16 == 0)):
             known[(at,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, known)
-    return lambda capability: triton.compile(source, GPUTarget("cuda", capability, 32), options)
+
+    def compile_for(capability: int) -> Any:
+        own = {"PAIRS": capability // 10 in affine_triton.PAIRS} if "PAIRS" in constants else {}
+        source = ASTSource(kernel, signature, {**constants, **own}, known)
+        return triton.compile(source, GPUTarget("cuda", capability, 32), options)
+
+    return compile_for
 
 
 @lru_cache(1)
@@ -122,12 +129,18 @@ def variants() -> dict[str, Compile]:
     cases += [(n, g, torch.bfloat16, t, True) for n, g in BIASED for t in (1, 2048)]
     cases += [(n, g, torch.bfloat16, t, False) for n, g in LADDERS[-1][1:] for t in (1, 2048)]
     for name, group, dtype, tokens, bias in cases:
-        for kernel, args, named in launches.experts(name, group, dtype, tokens, bias):
+        made = launches.experts(name, group, dtype, tokens, bias)
+        for kernel, args, named in launches.products(made):
             what = f"{'gated' if named['GATED'] else 'plain'}{' bias' if bias else ''}"
             out[_name(name, group, dtype, what, named)] = compiled(kernel, args, named)
+        for kernel, args, named in made:
+            if kernel.fn.__name__ == "arrange":
+                out[f"arrange {_form(name, group)} {TYPES[dtype]}"] = compiled(kernel, args, named)
     for name, group, tokens in ((n, g, t) for n, g in DENSE for t in (1, 2048)):
         for kernel, args, named in launches.dense(name, group, tokens):
-            out[_name(name, group, torch.bfloat16, "dense", named)] = compiled(kernel, args, named)
+            few = kernel.fn.__name__ == "few"
+            what = _name(name, group, DTYPES[0], "dense", named) if few else f"unpack {_form(name, group)}"
+            out[what] = compiled(kernel, args, named)
     words = [torch.empty(1, dtype=d, device="meta") for d in (torch.int64, torch.int32, torch.int32)]
     named = {"K": exponent_triton.TILES, "num_warps": exponent_triton.TILES}
     out["exponents' decoder"] = compiled(exponent_triton._decode, tuple(words), named)
@@ -149,8 +162,12 @@ def variants() -> dict[str, Compile]:
 def _name(name: str, group: int, dtype: torch.dtype, what: str, named: Mapping[str, Any]) -> str:
     """A variant's name in the table: encoding, activations, what is computed, tile."""
     few = (gemv_triton.SLOTS.value, gemv_triton.ROWS.value, named["GROUP"] * named.get("S", 1))
-    tile = few if "S" in named else (named["TOKENS"], named["ROWS"], named["COLUMNS"])
-    return f"{name}{f'-{group}' if group else ''} {TYPES[dtype]} {what} {'x'.join(map(str, tile))}"
+    tile = few if "S" in named else (named["TOKENS"], 8 * named["W"] * named["E"], named["GROUP"])
+    return f"{_form(name, group)} {TYPES[dtype]} {what} {'x'.join(map(str, tile))}"
+
+
+def _form(name: str, group: int) -> str:
+    return f"{name}-{group}" if group else name
 
 
 def _shown(kernel: Any, option: str) -> str:
@@ -167,7 +184,7 @@ def loops() -> list[tuple[str, float, int]]:
     out = []
     cases = [(name, next(g for n, g in FORMS if n == name)) for name in CEILINGS]
     for name, group in cases:
-        for kernel, args, named in launches.experts(name, group, torch.bfloat16, 1, False):
+        for kernel, args, named in launches.products(launches.experts(name, group, torch.bfloat16, 1, False)):
             found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", _shown(compiled(kernel, args, named)(90), "-sass"))
             code = [(int(at, 16), text) for at, text in found]
             back = [(int(to[1], 16), at) for at, text in code if (to := re.search(r"\bBRA\b.* 0x(\w+)", text))]
@@ -185,7 +202,7 @@ def taken(kernel: Any) -> Taken:
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", shown)
     assert found is not None, shown
     registers, stack, local = map(int, found.groups())
-    product = kernel.metadata.name in ("few", "_product", "_switch")
+    product = kernel.metadata.name in ("few", "many", "_switch")
     assert not product or "mma" in kernel.asm["ptx"], "a product does not use tensor cores"
     return Taken(registers, stack + local, int(kernel.metadata.shared), _least_load(kernel.asm["ptx"]))
 
@@ -213,7 +230,8 @@ def _least_load(ptx: str) -> int:
 def digest() -> str:
     """Of what the kernels do, without docstrings and comments, so that a table of other kernels is known."""
     modules = (
-        affine_triton, gemv_triton, exponent_triton, switch_triton, routing_triton, attend_triton, step_triton,
+        gemv_triton, many_triton, unpack_triton, exponent_triton, switch_triton, routing_triton, attend_triton,
+        step_triton,
     )  # fmt: skip
     found = [v.src for m in modules for v in vars(m).values() if isinstance(v, JITFunction)]
     trees = [ast.parse(source) for source in found]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from triton import knobs
 
-from benchmarks.kernels.launches import experts
+from benchmarks.kernels.launches import experts, products
 from benchmarks.resources import Taken, compiled, taken, variants
 from moepack.runtime.kernels import exponent_triton
 
@@ -42,10 +42,11 @@ class Tile:
     @staticmethod
     def of(named: Mapping[str, Any]) -> Tile:
         """Of the kernel for many tokens, or of that for few, whose threads keep what they load."""
-        gated, columns = bool(named["GATED"]), int(named["COLUMNS"])
-        if "U" in named:
+        gated = bool(named["GATED"])
+        if "S" in named:
             return Tile(8, 32, 32 * named["GROUP"] * named["S"] * (1 + gated), gated)
-        return Tile(named["TOKENS"], named["ROWS"], named["ROWS"] * columns * (1 + gated), gated)
+        rows, columns = 8 * named["W"] * named["E"], max(named["GROUP"], 4 * named["U"] * named["COLUMNS"])
+        return Tile(named["TOKENS"], rows, rows * columns * (1 + gated), gated)
 
 
 def loop(kernel: Any) -> int:
@@ -75,7 +76,7 @@ def counted() -> dict[str, dict[str, dict[str, Any]]]:
     cases = [(n, g, False) for n, g in FORMS] + [(n, g, True) for n, g in BIASED]
     for name, group, bias in cases:
         for phase, tokens in TOKENS.items():
-            for kernel, args, named in experts(name, group, torch.bfloat16, tokens, bias):
+            for kernel, args, named in products(experts(name, group, torch.bfloat16, tokens, bias)):
                 kind = f"{'gated' if named['GATED'] else 'plain'}{' bias' * bias}"
                 of = out.setdefault(f"{name} {kind} {phase}", {})
                 if not of:

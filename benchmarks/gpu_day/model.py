@@ -141,7 +141,7 @@ def products(
     plain = f"{version.name} plain{' bias' * shape.bias}"
     if f"{plain} decode" not in kernels or f"{fused} decode" not in kernels:
         return None
-    phase = "decode" if slots <= kernels[f"{plain} decode"][of]["tokens"] * shape.experts else "prefill"
+    phase = "decode" if slots <= 2 * kernels[f"{plain} decode"][of]["tokens"] * shape.experts else "prefill"
     used, size = distinct(shape.experts, shape.top_k, tokens), version.resident_size(shape.matrices)
     every, found, read = sum(m.weights for m in shape.matrices), [], used * size
     for name, matrix in zip((fused, plain), shape.matrices, strict=True):

@@ -125,7 +125,8 @@ def measure(steps: int) -> list[dict[str, Any]]:
     """Milliseconds of a step, by way and by whether versions change."""
     rows = []
     with (
-        patch.object(affine_triton, "_product", _Nothing()),
+        patch.object(affine_triton, "many", _Nothing()),
+        patch.object(affine_triton, "arrange", _Nothing()),
         patch.object(switch_triton, "_switch", _Nothing()),
         patch.object(switch_triton, "_sum", _Nothing()),
         patch.object(routing_triton, "_routing", _Nothing()),

@@ -39,7 +39,11 @@ def launched() -> Iterator[list[Launch]]:
     def run(kernel: Any, *args: Any, grid: Any, warmup: Any, **named: Any) -> None:
         kept.append((kernel, args, named))
 
-    with patch.object(JITFunction, "run", run), patch.object(torch.cuda, "device", lambda device: nullcontext()):
+    with (
+        patch.object(JITFunction, "run", run),
+        patch.object(torch.cuda, "device", lambda device: nullcontext()),
+        patch.object(affine_triton, "capability", lambda device: 8),  # of no GPU
+    ):
         yield kept
 
 
@@ -59,6 +63,11 @@ def experts(name: str, group: int, dtype: torch.dtype, tokens: int, bias: bool) 
         layer.of = layer
         gpu.forward(LayerCall(module, layer, torch.zeros(tokens, HIDDEN, dtype=dtype, device="cuda"), index, gates))
     return kept
+
+
+def products(made: list[Launch]) -> list[Launch]:
+    """The launches among these that multiply."""
+    return [launch for launch in made if "GATED" in launch[2]]
 
 
 def dense(name: str, group: int, tokens: int) -> list[Launch]:

@@ -68,7 +68,8 @@ def _random(m: Matrix, version: Version, rng: np.random.Generator) -> AffineMatr
     if version.zero == "none":
         return _released(m, version, rng)
     shape = (m.rows, -(-m.cols // version.group_size))
-    scale = torch.from_numpy(rng.uniform(0.005, 0.01, shape)).bfloat16().view(torch.uint16).numpy()
+    drawn = torch.from_numpy(rng.uniform(0.005, 0.01, shape))
+    scale = (drawn.half() if version.scale_dtype == "F16" else drawn.bfloat16()).view(torch.uint16).numpy()
     zero = rng.integers(64, 192, shape).astype(np.uint8) if version.zero == "stored" else None
     return AffineMatrix(rng.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8), scale, zero)
 

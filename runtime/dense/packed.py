@@ -55,11 +55,11 @@ class PackedLinear(nn.Module):
 
     def _on_gpu(self, x: Tensor) -> Tensor:
         """`forward` by one launch, which dequantises the weights that a program multiplies by, in registers."""
-        from moepack.runtime.kernels.affine_triton import TILINGS, dense
+        from moepack.runtime.kernels.affine_triton import TERMS, dense
 
         self._check_loaded()
         rows = x.detach().reshape(-1, self.in_features)
-        rows = (rows if x.dtype in TILINGS else rows.float()).contiguous()
+        rows = (rows if x.dtype in TERMS else rows.float()).contiguous()
         out = rows.new_empty(len(rows), self.out_features)
         if len(rows):
             form = self._form = self._form or form_at(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moepack.pack.spec import Matrix
-from moepack.runtime.kernels.affine_triton import TILINGS, Tiling, product, route
+from moepack.runtime.kernels.affine_triton import DECODE, TERMS, product, route, tiling_for
 from moepack.runtime.kernels.current import current
 from moepack.runtime.kernels.forms import Form
 from moepack.runtime.kernels.routing_triton import Routed, Routing, Tally, fits
@@ -57,7 +57,7 @@ def launch(experts: LayerExperts, step: Step | None, form: Routing, count: bool 
         tally = Tally(*counters.rows(experts.position, tokens))
     table = _snapshot(experts, step).device_table()
     with current(table.device):
-        return route_few(form, table, TILINGS[torch.bfloat16][0].tokens, tally=tally, **given)
+        return route_few(form, table, DECODE.tokens, tally=tally, **given)
 
 
 def routed(experts: LayerExperts, step: Step | None, index: Tensor, weights: Tensor) -> Routed | None:
@@ -78,7 +78,7 @@ def routed(experts: LayerExperts, step: Step | None, index: Tensor, weights: Ten
 def in_pages(table: Tensor, index: Tensor, weights: Tensor) -> Routed:
     """Route few tokens whose experts' words, all but those past the last, have just been written to the table."""
     pair = (index.long().contiguous(), weights.detach().contiguous())
-    return route_few(Routing(index.shape[1]), table, TILINGS[torch.bfloat16][0].tokens, given=pair)
+    return route_few(Routing(index.shape[1]), table, DECODE.tokens, given=pair)
 
 
 def forward(call: LayerCall) -> Tensor:
@@ -90,7 +90,7 @@ def forward(call: LayerCall) -> Tensor:
 def _forward(call: LayerCall) -> Tensor:
     module, experts, hidden, pages = call.module, call.experts, call.hidden, call.pages
     tokens, top_k = call.index.shape
-    x = (hidden if hidden.dtype in TILINGS else hidden.float()).detach().contiguous()
+    x = (hidden if hidden.dtype in TERMS else hidden.float()).detach().contiguous()
     if not tokens:
         return torch.empty_like(hidden)
     count, (first, second) = experts.of.layer.experts, experts.of.layer.matrices
@@ -98,9 +98,10 @@ def _forward(call: LayerCall) -> Tensor:
         pages.ready(0)
         if fits(tokens, top_k, count):  # now that the pages' words are written
             call.routed = in_pages(experts.device_table(), call.index, call.weights)
-    few, tiling = call.routed, _tiling(call, x.dtype)
+    few, slots, fused = call.routed, tokens * top_k, _fuses(module)
+    tiling = DECODE if few is not None else tiling_for(slots / count)
     geometry = route(call.index.long(), count, tiling.tokens) if few is None else few.geometry
-    handles, slots, fused = experts.device_table(), tokens * top_k, _fuses(module)
+    handles = experts.device_table()
     served = experts.served if few is None else experts.of.launched or experts.served
     first_forms, second_forms = zip(*experts.of.forms.values(), strict=True)  # each by the version's number
 
@@ -119,21 +120,18 @@ def _forward(call: LayerCall) -> Tensor:
     if pages is not None:
         pages.ready(1)
     normed = getattr(module, "has_post_expert_norm", False)
-    # rows of slots with an index past the last expert stay zero
-    y = (x.new_zeros if few is None or normed else x.new_empty)(slots, second.rows)
+    y = (x.new_zeros if normed else x.new_empty)(slots, second.rows)
     run(second, second_forms, h, y)
     if normed:
-        y = module.post_expert_norm(y) * (call.index.reshape(-1, 1) < count)
-    if few is not None:
-        return summed(y, call.weights.detach().contiguous(), few.live, hidden.dtype)
-    weighted = y * call.weights.detach().reshape(-1, 1)
-    return weighted.view(tokens, top_k, -1).sum(dim=1).to(hidden.dtype)
+        y = module.post_expert_norm(y)
+    live = _live(handles, call.index) if few is None else few.live
+    return summed(y, call.weights.detach().contiguous(), live, hidden.dtype)
 
 
-def _tiling(call: LayerCall, dtype: torch.dtype) -> Tiling:
-    few, many = TILINGS[dtype]
-    slots = call.index.numel()
-    return few if call.routed is not None or slots <= few.tokens * call.experts.of.layer.experts else many
+def _live(handles: Tensor, index: Tensor) -> Tensor:
+    """Whether each slot's expert is in the handle table, int32: no other slot's row is written."""
+    known = torch.nn.functional.pad(handles, (0, 1))
+    return (known[index.reshape(-1).clamp(0, len(handles))] != 0).int()
 
 
 def _fuses(module: Any) -> bool:

@@ -2,54 +2,51 @@
 
 Programs find an expert's extent (FORMAT.md, "Affine extents") through the handle table, and return at once if the
 expert's version is not the launch's. So all launches of a layer share one `Geometry`. Nothing waits for the device, and
-a CUDA graph may capture the launches. Tensor cores multiply numbers that are exact in BF16: integer codes minus the
-middle of their range, E4M3 codes, and E2M1 or E4M3 codes times scales of one byte. Other scales and zero points are
-applied to sums in float32, and so is what holds for whole rows, once, at the end. FP16 activations are exact in TF32;
-float32 ones are taken as two TF32 numbers.
+a CUDA graph may capture the launches. Tensor cores multiply numbers that are exact in BF16: integer codes and a one,
+E4M3 and E2M1 codes. Scales and zero points are applied to sums in float32. FP16 activations are taken as two BF16
+numbers, float32 ones as three.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from moepack.pack.spec import Matrix
 
 from .forms import Form, kernel_of
-from .gemv_triton import ROWS, SLOTS, few, finish, section
-
-_BLOCK: tl.constexpr = tl.constexpr(16)  # rows stored side by side
+from .gemv_triton import ROWS, SLOTS, few
+from .many_triton import STEP, arrange, many
+from .unpack_triton import COLUMNS as BLOCK_COLUMNS
+from .unpack_triton import ROWS as BLOCK_ROWS
+from .unpack_triton import unpack
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The tile of one program: `tokens` slots of an expert by `rows` rows, up to `columns` columns at a time."""
+    """The tile of one program: `tokens` slots of an expert by `rows` rows."""
 
     tokens: int
     rows: int
-    columns: int = 64
     warps: int = 4
     stages: int = 3
 
 
 # Chosen so that no kernel spills registers or passes an architecture's shared memory: `python -m benchmarks.resources`.
 DECODE = Tiling(SLOTS.value, ROWS.value)  # gemv_triton.py's
-PREFILL = Tiling(64, 128, warps=8)  # with 128 columns at 8 bits it took 128 KiB of shared memory
-# For few and for many tokens of an expert. FP16 operands take twice the registers of BF16 ones, float32 ones four.
-TILINGS = {
-    torch.bfloat16: (DECODE, PREFILL),
-    torch.float16: (DECODE, Tiling(32, 64)),
-    torch.float32: (DECODE, Tiling(32, 64, columns=32, stages=2)),
-}
+MANY = Tiling(32, 128)  # many_triton.py's; on an H200 64 slots took 1.14 of its time at 512 tokens, 0.86 to 1 at 2,048
+BLOCK = 512  # numbers of a row that a program of `arrange` takes
+BYTES = ("e8m0", "e4m3")  # scales of one byte, by which many_triton.py multiplies weights
+PAIRS = 9, 10  # the architectures whose tensor cores take a thread's columns of the first factor by two, not by four
+SLICE = 16 << 20  # bytes
 ONES = (0x3F803F80, 0x3F003F00)  # two BF16 numbers in a word, for codes of up to five bits and of eight: `few`
-TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # BF16 numbers of an activation, for few tokens
-_PRECISION = {torch.bfloat16: "ieee", torch.float16: "tf32", torch.float32: "tf32x3"}  # of tensor cores
+TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # BF16 numbers of an activation
 
 # By an encoding's number in KERNELS: the bits of its codes, the mantissa bits of codes that are floating-point numbers,
 # and what its scales are. Other numbers are the bits of integer codes with BF16 scales.
@@ -82,7 +79,7 @@ def route(index: Tensor, experts: int, tokens: int) -> Geometry:
     """
     flat = index.reshape(-1).clamp(0, experts)
     slots = flat.numel()
-    order = torch.argsort(flat, stable=True)
+    order = torch.argsort(flat.to(torch.int16), stable=True)  # a fourth of the passes over 64 bits
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
     counts.scatter_add_(0, flat, torch.ones_like(flat))
     begins = torch.cumsum(counts, 0) - counts
@@ -97,158 +94,13 @@ def route(index: Tensor, experts: int, tokens: int) -> Geometry:
     return Geometry(as_int[0], as_int[1], as_int[2], as_int[3], tokens)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _plane(base, offset, cols, row, here, g, P: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Read the P-bit codes of one plane for one step's columns: int32 [ROWS, COLUMNS]."""
-    words = (cols * P + 31) // 32
-    w = g * (COLUMNS * P // 32) + tl.arange(0, COLUMNS * P // 32)
-    at = ((row // _BLOCK)[:, None] * words + w[None, :]) * _BLOCK + (row % _BLOCK)[:, None]
-    plane = section(base, offset, tl.uint32)
-    v = tl.load(plane + at, mask=here[:, None] & (w < words)[None, :], other=0)
-    shift = (tl.arange(0, 32 // P) * P).to(tl.uint32)
-    codes = (v[:, :, None] >> shift[None, None, :]) & ((1 << P) - 1)
-    return tl.reshape(codes.to(tl.int32), [ROWS, COLUMNS])
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _number(codes, BITS: tl.constexpr, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the values of floating-point codes of BITS bits, float16, exactly.
-
-    The code's bits are moved to their places in an FP16 number, which is too small by a power of two: the difference of
-    both exponents' biases. Numbers without an exponent of their own (subnormal ones) come out right, too.
-    """
-    sign: tl.constexpr = 1 << (BITS - 1)
-    size = (codes & (sign - 1)) << (10 - MANTISSA)
-    half = (size | (codes & sign) << (16 - BITS)).to(tl.uint16).to(tl.float16, bitcast=True)
-    return half * (1 << (16 - (1 << (BITS - 2 - MANTISSA))))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _floats(  # type: ignore[no-untyped-def]
-    base, low, scale, cols, row, here, g, x, total,
-    BITS: tl.constexpr, MANTISSA: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """`_step` for floating-point codes."""
-    w = _number(_plane(base, low, cols, row, here, g, BITS, COLUMNS, ROWS), BITS, MANTISSA)
-    groups = (cols + GROUP - 1) // GROUP
-    if SCALE == "row":
-        total = tl.dot(x, tl.trans(w.to(x.dtype)), total, input_precision=PRECISION)
-    elif SCALE == "block":
-        at = (row // _BLOCK) * groups + g * COLUMNS // GROUP
-        s = tl.load(section(base, scale, tl.float32) + at, mask=here, other=0.0)
-        total += tl.dot(x, tl.trans(w.to(x.dtype)), input_precision=PRECISION) * s[None, :]
-    else:
-        n = g * (COLUMNS // GROUP) + tl.arange(0, COLUMNS // GROUP)
-        at = ((row // _BLOCK)[:, None] * groups + n[None, :]) * _BLOCK + (row % _BLOCK)[:, None]
-        bits = tl.load((base + scale) + at, mask=here[:, None] & (n < groups)[None, :], other=0).to(tl.int32)
-        if SCALE == "e4m3":
-            s = _number(bits, 8, 3).to(tl.float32)
-        else:  # the bits of an exponent; 0 is 2^-127, which in float32 is subnormal
-            s = tl.maximum(bits << 23, 1 << 22).to(tl.float32, bitcast=True)
-        scaled = tl.reshape(w.to(tl.float32), [ROWS, COLUMNS // GROUP, GROUP]) * s[:, :, None]
-        w = tl.reshape(scaled, [ROWS, COLUMNS]).to(x.dtype)
-        total = tl.dot(x, tl.trans(w), total, input_precision=PRECISION)
-    return total
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _step(  # type: ignore[no-untyped-def]
-    base, low, high, scale, zero, cols, row, here, g, x, sums, total,
-    BITS: tl.constexpr, MANTISSA: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
-    STORED: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Return total [TOKENS, ROWS] plus the product over the g-th COLUMNS columns."""
-    if BITS == 16:
-        k = g * COLUMNS + tl.arange(0, COLUMNS)
-        weights = section(base, low, tl.bfloat16)
-        at = row.to(tl.int64)[:, None] * cols + k[None, :]
-        w = tl.load(weights + at, mask=here[:, None] & (k < cols)[None, :], other=0.0)
-        return tl.dot(x, tl.trans(w.to(x.dtype)), total, input_precision=PRECISION)
-    elif MANTISSA > 0:
-        return _floats(
-            base, low, scale, cols, row, here, g, x, total, BITS, MANTISSA, SCALE, GROUP, COLUMNS, ROWS, PRECISION
-        )
-    else:
-        tl.static_assert((BITS == 8) | ((BITS >= 1) & (BITS <= 5)), "an encoding that this kernel does not know")
-        if (BITS == 3) | (BITS == 5):
-            codes = _plane(base, low, cols, row, here, g, BITS - 1, COLUMNS, ROWS)
-            codes = codes + (1 << (BITS - 1)) * _plane(base, high, cols, row, here, g, 1, COLUMNS, ROWS)
-        else:
-            codes = _plane(base, low, cols, row, here, g, BITS, COLUMNS, ROWS)
-        middle: tl.constexpr = ((1 << BITS) - 1) / 2
-        c = (codes.to(tl.float32) - middle).to(x.dtype)
-        part = tl.dot(x, tl.trans(c), input_precision=PRECISION)
-        groups = (cols + GROUP - 1) // GROUP
-        at = ((row // _BLOCK) * groups + g * COLUMNS // GROUP) * _BLOCK + row % _BLOCK
-        of: tl.constexpr = tl.float16 if SCALE == "fp16" else tl.bfloat16
-        s = tl.load(section(base, scale, of) + at, mask=here, other=0.0).to(tl.float32)
-        if STORED:
-            z = tl.load(section(base, zero, tl.uint8) + at, mask=here, other=0).to(tl.float32)
-            z = z * (1.0 / (1 << (8 - BITS))) - middle
-            part = part - sums[:, None] * z[None, :]
-        return total + part * s[None, :]
-
-
-@triton.jit(do_not_specialize=["slots", "share", "version"])  # type: ignore[untyped-decorator]
-def _product(  # type: ignore[no-untyped-def]
-    handles, order, block_expert, block_first, block_count, x, out,
-    rows, cols, slots, share, version, low, high, scale, zero, bias, outer,
-    BITS: tl.constexpr, MANTISSA: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
-    STORED: tl.constexpr, BIAS: tl.constexpr, OUTER: tl.constexpr, GATED: tl.constexpr, DENSE: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    block = tl.program_id(0)
-    lane = tl.arange(0, TOKENS)
-    if DENSE:  # `handles` is the matrix's extent, and slots are tokens in order
-        base, runs = handles, True
-        live = block * TOKENS + lane < slots
-        slot = (block * TOKENS + lane).to(tl.int64)
-    else:
-        count = tl.load(block_count + block)
-        word = tl.load(handles + tl.load(block_expert + block))
-        runs = (count > 0) & ((word & 63) == version)
-        base = (word - (word & 63)).to(tl.pointer_type(tl.uint8))
-        live = lane < count
-        slot = tl.load(order + tl.load(block_first + block) + lane, mask=live, other=0).to(tl.int64)
-    if runs:
-        row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-        made = rows // 2 if GATED else rows  # rows of the result
-        here = row < made
-        from_x = x + (slot // share)[:, None] * cols
-        total = tl.zeros([TOKENS, ROWS], dtype=tl.float32)
-        up = tl.zeros([TOKENS, ROWS], dtype=tl.float32)
-        for g in range(0, (cols + COLUMNS - 1) // COLUMNS):
-            k = g * COLUMNS + tl.arange(0, COLUMNS)
-            xs = tl.load(from_x + k[None, :], mask=live[:, None] & (k < cols)[None, :], other=0.0)
-            if PRECISION != "ieee":
-                xs = xs.to(tl.float32)
-            sums = tl.sum(xs.to(tl.float32), 1)
-            total = _step(
-                base, low, high, scale, zero, cols, row, here, g, xs, sums, total,
-                BITS, MANTISSA, SCALE, GROUP, COLUMNS, STORED, ROWS, PRECISION,
-            )  # fmt: skip
-            if GATED:
-                up = _step(
-                    base, low, high, scale, zero, cols, row + made, here, g, xs, sums, up,
-                    BITS, MANTISSA, SCALE, GROUP, COLUMNS, STORED, ROWS, PRECISION,
-                )  # fmt: skip
-        total = finish(total, base, scale, outer, bias, row[None, :], here[None, :], SCALE, OUTER, BIAS)
-        if GATED:
-            up = finish(up, base, scale, outer, bias, row[None, :] + made, here[None, :], SCALE, OUTER, BIAS)
-            total = total * (1.0 / (1.0 + tl.exp(-total))) * up
-        to = out + slot[:, None] * made + row[None, :]
-        tl.store(to, total.to(out.dtype.element_ty), mask=live[:, None] & here[None, :])
-
-
-def _cases(form: Form, tiling: Tiling) -> dict[str, Any]:
-    """What the kernel is compiled for: how it reads codes and scales, and how many columns it takes in a step."""
+def _read(form: Form) -> dict[str, Any]:
+    """How kernels read a form: its codes, its scales, and the columns of a group that a thread takes in one load."""
     bits, mantissa, scale = _RELEASED.get(form.bits, (form.bits, 0, "bf16"))
-    columns = tiling.columns
-    if form.group and (scale == "block" or not mantissa):  # scales are applied to sums
-        columns = min(columns, form.group)
+    group = form.group or 128
+    columns = min({1: 32, 2: 16, 3: 16}.get(bits, 8), group // 4)
     return {
-        "BITS": bits, "MANTISSA": mantissa, "SCALE": scale, "GROUP": form.group or columns, "COLUMNS": columns,
+        "BITS": bits, "MANTISSA": mantissa, "SCALE": scale, "GROUP": group, "COLUMNS": columns,
         "STORED": bool(form.stored),
     }  # fmt: skip
 
@@ -260,10 +112,9 @@ def few_cases(form: Form, rows: int, cols: int, terms: int, gated: bool, alone: 
     if activations are several `terms`, which take registers too. A matrix that is `alone` and has few rows is divided
     among more warps, because its programs do not fill a GPU.
     """
-    bits, mantissa, scale = _RELEASED.get(form.bits, (form.bits, 0, "bf16"))
-    group = form.group or 128
-    columns = min({1: 32, 2: 16, 3: 16}.get(bits, 8), group // 4)
-    loads = {8: 2, 16: 4}.get(bits, 1)
+    read = _read(form)
+    group, columns = read["GROUP"], read["COLUMNS"]
+    loads = {8: 2, 16: 4}.get(read["BITS"], 1)
     u = max(1, min(group // (4 * columns), (4, 2, 1)[terms - 1] // loads))
     groups = -(-cols // group)
     shares = (16, 8, 4, 2, 1) if alone and rows <= 64 * ROWS.value else (8, 4, 2, 1)
@@ -271,9 +122,26 @@ def few_cases(form: Form, rows: int, cols: int, terms: int, gated: bool, alone: 
     most = (4, 2, 1)[terms - 1] >> gated  # of both halves; with twice as many, threads take over 200 registers
     r = next(r for r in (4, 2, 1) if r == 1 or (r * u * loads <= most and groups % (warps * r) == 0))
     even = rows % ROWS.value == 0 and cols % (group * warps * r) == 0
+    return {**read, "U": u, "S": warps * r, "EVEN": even, "num_warps": warps, "num_stages": 1}
+
+
+def tiling_for(slots: float) -> Tiling:
+    """The tile for experts that have so many slots each, on the average: a second block reads weights from a cache."""
+    return DECODE if slots <= 2 * DECODE.tokens else MANY
+
+
+def many_cases(form: Form, rows: int, cols: int, gated: bool) -> dict[str, Any]:
+    """What the kernel for many tokens is compiled for. Of a gate's rows a program takes half as many, and up's too."""
+    read, of = _read(form), MANY.rows >> gated
+    if read["BITS"] == 16:
+        read["GROUP"] = STEP.value  # there are none
+    step = STEP.value // (2 if read["BITS"] == 8 and not read["MANTISSA"] else 1)  # each code is two BF16 numbers
+    span = step if read["SCALE"] in BYTES else min(read["GROUP"], step)
+    u = max(1, span // (4 * read["COLUMNS"]))
+    even = rows % of == 0 and cols % max(read["GROUP"], span) == 0
     return {
-        "BITS": bits, "MANTISSA": mantissa, "SCALE": scale, "GROUP": group, "COLUMNS": columns,
-        "STORED": bool(form.stored), "U": u, "S": warps * r, "EVEN": even, "num_warps": warps, "num_stages": 1,
+        **read, "U": u, "EVEN": even, "TOKENS": MANY.tokens, "W": MANY.warps, "E": of // (8 * MANY.warps),
+        "num_warps": MANY.warps, "num_stages": MANY.stages,
     }  # fmt: skip
 
 
@@ -305,9 +173,8 @@ def product(
     """
     check(matrix, len(geometry.order), handles, geometry, x, out, tiling, gated)
     blocks = geometry.order, geometry.expert, geometry.first, geometry.count
-    grid = (len(geometry.expert), triton.cdiv(matrix.rows >> gated, tiling.rows))
     for number in served:
-        _launch(grid, forms[number], matrix, handles, blocks, x, out, tiling, number, gated)
+        _launch(len(geometry.expert), forms[number], matrix, handles, blocks, x, out, tiling, number, gated)
 
 
 def check(
@@ -317,14 +184,16 @@ def check(
     made = matrix.rows >> gated
     if x.shape[-1] != matrix.cols or out.shape != (slots, made) or not slots or slots % len(x):
         raise ValueError(f"{matrix.name}: x {tuple(x.shape)}, out {tuple(out.shape)} and {slots} slots do not fit")
-    if x.dtype not in TILINGS or handles.dtype != torch.int64 or matrix.rows % (1 + gated):
+    if x.dtype not in TERMS or handles.dtype != torch.int64 or matrix.rows % (1 + gated):
         raise ValueError(f"{matrix.name}: x {x.dtype}, handles {handles.dtype}, {matrix.rows} rows")
     if geometry.tokens != tiling.tokens or not (x.is_contiguous() and out.is_contiguous()):
         raise ValueError(f"{matrix.name}: the geometry is of another tiling, or a tensor is not contiguous")
 
 
 def dense(matrix: Matrix, form: Form, extent: Tensor, x: Tensor, out: Tensor) -> None:
-    """Compute y = W x + b for every token by one matrix alone, with one launch on the current stream.
+    """Compute y = W x + b for every token by one matrix alone, on the current stream.
+
+    Few tokens take one launch. For many in BF16 cuBLAS multiplies by weights rounded to BF16; others are not rounded.
 
     Args:
         form: the matrix's form in its version.
@@ -337,35 +206,85 @@ def dense(matrix: Matrix, form: Form, extent: Tensor, x: Tensor, out: Tensor) ->
         ValueError: for shapes or dtypes that do not fit.
     """
     tokens = len(x)
-    if x.shape != (tokens, matrix.cols) or out.shape != (tokens, matrix.rows) or not tokens or x.dtype not in TILINGS:
+    if x.shape != (tokens, matrix.cols) or out.shape != (tokens, matrix.rows) or not tokens or x.dtype not in TERMS:
         raise ValueError(f"{matrix.name}: x {tuple(x.shape)}, {x.dtype} and out {tuple(out.shape)} do not fit")
     if not (x.is_contiguous() and out.is_contiguous()) or extent.dtype != torch.uint8 or extent.data_ptr() % 16:
         raise ValueError(f"{matrix.name}: an extent of {extent.dtype} or its place, or a tensor that is not contiguous")
-    less, more = TILINGS[x.dtype]
-    tiling = less if tokens <= 2 * less.tokens else more  # two blocks read the weights once: the second, from a cache
-    grid = (triton.cdiv(tokens, tiling.tokens), triton.cdiv(matrix.rows, tiling.rows))
-    _launch(grid, form, matrix, extent, None, x, out, tiling)
+    tiling = tiling_for(tokens)
+    if tiling is MANY and x.dtype == torch.bfloat16:
+        _by_torch(matrix, form, extent, x, out)
+    else:
+        _launch(triton.cdiv(tokens, tiling.tokens), form, matrix, extent, None, x, out, tiling)
+
+
+def _by_torch(matrix: Matrix, f: Form, extent: Tensor, x: Tensor, out: Tensor) -> None:
+    """`dense` by cuBLAS, from BF16 weights of up to SLICE bytes at a time, which stay in the device's cache."""
+    kernel_of(f.name)
+    rows, cols = matrix.rows, matrix.cols
+    plain = extent[f.low :][: 2 * rows * cols].view(torch.bfloat16).view(rows, cols) if f.bits == 16 else None
+    bias = extent[f.bias :][: 2 * rows].view(torch.bfloat16) if f.bias >= 0 else None
+    read = {k: v for k, v in _read(f).items() if k != "COLUMNS"}
+    step = max(1, SLICE // (2 * cols * BLOCK_ROWS.value)) * BLOCK_ROWS.value
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
+        if plain is None:
+            weights = x.new_empty(count, cols)
+            unpack[triton.cdiv(count, BLOCK_ROWS.value), triton.cdiv(cols, BLOCK_COLUMNS.value)](
+                extent, weights, cols, first, count, f.low, f.high, f.scale, f.zero, max(f.outer, 0), **read,
+                OUTER=f.outer >= 0,
+            )  # fmt: skip
+        else:
+            weights = plain[first : first + count]
+        some = None if bias is None else bias[first : first + count]
+        out[:, first : first + count] = torch.nn.functional.linear(x, weights, some)
+
+
+@lru_cache(8)
+def capability(device: torch.device) -> int:
+    """The major number of a GPU's compute capability; 0 for a CPU, where kernels are interpreted."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+
+
+def _arranged(x: Tensor, read: dict[str, Any]) -> tuple[Tensor, Tensor, int]:
+    """What `arrange` makes of [rows, cols]: BF16 [terms, rows, width], float32 sums [groups, rows], and the width."""
+    bits, group, terms = read["BITS"], read["GROUP"], TERMS[x.dtype]
+    sums = bits < 16 and not read["MANTISSA"]
+    groups, at_once = triton.cdiv(x.shape[1], group), max(1, BLOCK // group)
+    width = triton.cdiv(x.shape[1], max(group, STEP.value)) * max(group, STEP.value)
+    if bits == 16 and terms == 1 and width == x.shape[1]:
+        return x[None], x.new_empty(0), width
+    made = x.new_empty(terms, len(x), width, dtype=torch.bfloat16)
+    of_groups = x.new_empty(groups if sums else 0, len(x), dtype=torch.float32)
+    arrange[len(x), triton.cdiv(width, at_once * group)](
+        x, made, of_groups, x.shape[1], width, made[0].numel(), BITS=bits, COLUMNS=read["COLUMNS"], GROUP=group,
+        GROUPS=at_once, SUMS=sums, TERMS=terms, PAIRS=capability(x.device) in PAIRS,
+    )  # fmt: skip
+    return made, of_groups, width
 
 
 def _launch(
-    grid: tuple[int, int], f: Form, matrix: Matrix, of: Tensor, blocks: Sequence[Tensor] | None,
+    count: int, f: Form, matrix: Matrix, of: Tensor, blocks: Sequence[Tensor] | None,
     x: Tensor, out: Tensor, tiling: Tiling, version: int = 0, gated: bool = False,
 ) -> None:  # fmt: skip
     """Launch a kernel for one version of experts, whose handles are `of`; or for one extent, without `blocks`."""
     kernel_of(f.name)
-    args: tuple[Any, ...] = (
-        of, *(blocks or (None, None, None, None)), x, out, matrix.rows, matrix.cols, len(out), len(out) // len(x),
-        version, f.low, f.high, f.scale, f.zero, max(f.bias, 0), max(f.outer, 0),
-    )  # fmt: skip
-    named = {"BIAS": f.bias >= 0, "OUTER": f.outer >= 0, "GATED": gated, "DENSE": blocks is None}
-    # Triton's interpreter multiplies the bits of BF16 numbers instead of their values, so it gets float32.
-    if tiling == DECODE:
-        terms = TERMS[x.dtype]
-        cases = few_cases(f, matrix.rows >> gated, matrix.cols, terms, gated, blocks is None)
-        few[grid](*args, ONES[cases["BITS"] == 8], **named, **cases, TERMS=terms, WIDE=not x.is_cuda)
+    made, terms = matrix.rows >> gated, TERMS[x.dtype]
+    at = version, f.low, f.high, f.scale, f.zero, max(f.bias, 0), max(f.outer, 0)
+    named = {
+        "BIAS": f.bias >= 0, "OUTER": f.outer >= 0, "GATED": gated, "DENSE": blocks is None, "TERMS": terms,
+        "WIDE": not x.is_cuda,  # Triton's interpreter multiplies the bits of BF16 numbers, so it gets float32
+    }  # fmt: skip
+    from_blocks, slots, share = blocks or (None, None, None, None), len(out), len(out) // len(x)
+    if tiling is DECODE:
+        cases = few_cases(f, made, matrix.cols, terms, gated, blocks is None)
+        few[count, triton.cdiv(made, DECODE.rows)](
+            of, *from_blocks, x, out, matrix.rows, matrix.cols, slots, share, *at, ONES[cases["BITS"] == 8],
+            **named, **cases,
+        )  # fmt: skip
         return
-    precision = _PRECISION[x.dtype if x.is_cuda else torch.float32]
-    _product[grid](
-        *args, **named, **_cases(f, tiling), TOKENS=tiling.tokens, ROWS=tiling.rows, PRECISION=precision,
-        num_warps=tiling.warps, num_stages=tiling.stages,
+    cases = many_cases(f, made, matrix.cols, gated)
+    arranged, sums, width = _arranged(x, cases)
+    many[count, triton.cdiv(made, MANY.rows >> gated)](
+        of, *from_blocks, arranged, sums, out, matrix.rows, matrix.cols, width, slots, share, arranged[0].numel(), *at,
+        ONES[cases["BITS"] == 8], **named, **cases, PAIRS=capability(x.device) in PAIRS,
     )  # fmt: skip

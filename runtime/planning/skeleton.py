@@ -257,7 +257,7 @@ def probe_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weight
     del h
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y.to(x.dtype))
-    if kind != "native":
+    if kind not in ("native", "triton"):
         out = (y * top_k_weights.reshape(-1, 1)).view(tokens, top_k, -1).sum(dim=1)
     del order
     return out.to(hidden.dtype)
@@ -271,6 +271,9 @@ def _product(x: Tensor, m: Matrix, tokens: int, top_k: int, kind: str) -> Tensor
     """
     out = x.new_empty(tokens * top_k, m.rows)
     if kind == "triton":
+        width, terms = -(-m.cols // 128) * 128, 1 if x.dtype == torch.bfloat16 else 3
+        # what `arrange` makes: activations in BF16 numbers, and sums of groups, which have 16 columns at the least
+        beside = [x.new_empty(terms, len(x), width, dtype=torch.bfloat16), x.new_empty(width // 16, len(x)).float()]
         return out
     beside = [x.new_empty(tokens, m.cols), x.new_empty(tokens, m.rows)]
     if kind != "native":

@@ -85,7 +85,7 @@ def main() -> None:
     bundle, tiny, budget, *rest = sys.argv[1:]
     device = rest[0] if rest else "cpu"
     gpu = device.startswith("cuda")
-    warm = moepack.load(tiny, device=device, policy=POLICY, device_memory=64 << 20)
+    warm = moepack.load(tiny, device=device, policy=POLICY, device_memory=256 << 20)
     with torch.inference_mode():
         for tokens in (1, 512):
             warm(ids(warm, tokens), use_cache=True)

@@ -27,15 +27,20 @@ _VERSION = (
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch compute what `_switch`, `few` and `_product` launch."""
+    """Let torch compute what `_switch`, `few`, `arrange` and `many` launch."""
     real = GridExecutor.__call__
 
     def launch(self: Any, *args: Any, **named: Any) -> None:
-        if self.fn.__name__ not in ("_switch", "few", "_product"):
+        if self.fn.__name__ not in ("_switch", "few", "many", "arrange"):
             real(self, *args, **named)
             return
         given = SimpleNamespace(**dict(zip(inspect.signature(self.fn).parameters, args, strict=False)) | named)
         with _disable_current_modes(), torch.inference_mode():
+            if self.fn.__name__ == "arrange":
+                _arrange(given)
+                return
+            if self.fn.__name__ == "many":
+                given.x = given.x.float().sum(0)[:, : given.cols]
             if self.fn.__name__ != "_switch":
                 _launch(given)
             for version in getattr(given, "VERSIONS", ()):
@@ -44,6 +49,15 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
                 _launch(SimpleNamespace(**vars(given) | one | {"DENSE": False}))
 
     monkeypatch.setattr(GridExecutor, "__call__", launch)
+
+
+def _arrange(of: Any) -> None:
+    """Activations as several BF16 numbers, whose columns stay in their order."""
+    rest = of.x.float()
+    of.out.zero_()
+    for term in of.out:
+        term[:, : of.cols] = rest
+        rest = rest - term[:, : of.cols].float()
 
 
 def _launch(of: Any) -> None:
@@ -64,7 +78,7 @@ def _slots(of: Any, base: int, slots: Any) -> None:
     if of.BIAS:
         bias = _read(base + of.bias, torch.bfloat16, of.rows).float()
     for slot in slots:
-        y = (weights * of.x.view(-1, of.cols)[slot // of.share].float()).sum(
+        y = (weights * of.x.reshape(-1, of.cols)[slot // of.share].float()).sum(
             1
         ) + bias  # rows apart: no bit depends on others
         if of.GATED:

@@ -87,7 +87,7 @@ def test_the_gate_is_applied_on_the_way_out(inner: int) -> None:
 
 
 def released_weights(
-    version: Version, rows: int, cols: int, seed: int, dtype: torch.dtype, tile: str = "PREFILL"
+    version: Version, rows: int, cols: int, seed: int, dtype: torch.dtype, tile: str = "MANY"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What a unit matrix times the weights makes, and the reference's weights: both [rows, cols]."""
     m = Matrix("m", rows, cols)
@@ -104,6 +104,25 @@ def test_released_weights_are_the_references(version: Version) -> None:
     for seed, (rows, cols) in enumerate([(33, 200), (17, 31), (1, 1)]):
         got, want = released_weights(version, rows, cols, seed, torch.float32)
         assert torch.equal(got, want), (rows, cols)
+
+
+@pytest.mark.parametrize("version", WIDTHS + MIXED, ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}")
+@pytest.mark.parametrize("pairs", [True, False])
+def test_many_tokens_of_every_width(version: Version, pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both orders of columns; a gate whose halves begin in the middle of a block, blocks with a rest, several terms."""
+    from moepack.runtime.kernels import affine_triton
+
+    if DEVICE == "cpu":  # a GPU takes one order alone
+        monkeypatch.setattr(affine_triton, "capability", lambda device: 9 if pairs else 8)
+    m = Matrix("m", 46, 200, bias=True)
+    layer, index = make_layer(m, [version], [0, 0], 3), (torch.arange(41) % 5 == 0).long()[:, None]
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)[: 1 + 2 * pairs]:
+        x = activations(41, 200, dtype)
+        want = expected(layer, x, index)
+        assert relative(run(layer, m, [version], x, index, tile="MANY"), want) <= 1e-5, dtype
+        gate, up = torch.from_numpy(want).chunk(2, dim=1)
+        made = run(layer, m, [version], x, index, True, "MANY")
+        assert relative(made, (torch.nn.functional.silu(gate) * up).numpy()) <= 1e-5, dtype
 
 
 @pytest.mark.parametrize("version", RELEASED + WIDTHS + MIXED, ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}")
@@ -139,7 +158,7 @@ def test_released_weights_are_exact_in_bf16(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of a gate whose silu is 0
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("tile", "many"), [("DECODE", 9), ("PREFILL", 70)])
+@pytest.mark.parametrize(("tile", "many"), [("DECODE", 9), ("MANY", 70)])
 def test_released_encodings_in_one_call(tile: str, many: int, dtype: torch.dtype) -> None:
     """With biases: a token of each, and of one more than a tile takes; halves that begin in the middle of a block."""
     m, every = Matrix("m", 38, 70, bias=True), torch.arange(len(RELEASED))
@@ -197,7 +216,7 @@ def test_what_stands_in_for_products(monkeypatch: pytest.MonkeyPatch) -> None:
         want, real = torch.from_numpy(expected(layer, x, index)), (index.reshape(-1) < 2).numpy()
         assert relative(run(layer, m, [version], x, index)[real], want.numpy()[real]) <= 1e-5, version.name
         gated = (torch.nn.functional.silu(want[:, :18]) * want[:, 18:]).numpy()[real]
-        assert relative(run(layer, m, [version], x, index, True, "PREFILL")[real], gated) <= 1e-5, version.name
+        assert relative(run(layer, m, [version], x, index, True, "MANY")[real], gated) <= 1e-5, version.name
 
 
 def test_geometry_takes_every_slot_once() -> None:
@@ -241,13 +260,13 @@ def test_the_forward_is_the_references(bundle: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    from moepack.runtime.kernels.affine_triton import DECODE, PREFILL, product, route
+    from moepack.runtime.kernels.affine_triton import DECODE, MANY, product, route
 
     m = Matrix("m", 20, 64)
     forms = [make_forms((m,), v)[0] for v in VERSIONS]
     geometry = route(torch.tensor([[0], [1]], device=DEVICE), 2, 16)
     handles, out = torch.zeros(2, dtype=torch.int64), torch.empty(2, 20)
-    for x, tiling in ((torch.zeros(2, 63), None), (torch.zeros(2, 64).double(), None), (torch.zeros(2, 64), PREFILL)):
+    for x, tiling in ((torch.zeros(2, 63), None), (torch.zeros(2, 64).double(), None), (torch.zeros(2, 64), MANY)):
         with pytest.raises(ValueError, match="m:"):
             product(m, forms, [0], handles, geometry, x, out, tiling or DECODE)
 

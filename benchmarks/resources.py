@@ -41,6 +41,7 @@ from moepack.runtime.kernels import (
     gemv_triton,
     many_triton,
     routing_triton,
+    sort_triton,
     step_triton,
     switch_triton,
     unpack_triton,
@@ -48,7 +49,7 @@ from moepack.runtime.kernels import (
 
 TABLE = Path(__file__).parent / "results" / "gpu-resources.csv"
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB that a program may have, by compute capability
-STACK = 16  # bytes of a thread that a variant may keep on its stack: 38 of 1,716 keep 8 or 16
+STACK = 16  # bytes of a thread that a variant may keep on its stack: 46 of 2,022 keep 8 or 16
 FORMS = (  # what shipped recipes make or keep, and what the kernels read in a way of its own
     ("bf16", 0), ("w8", 128), ("w4", 128), ("w4", 64), ("w3", 128), ("w3", 64), ("w2", 64), ("w1", 64), ("mxfp4", 32),
     ("nvfp4", 16), ("mxfp8", 32), ("fp8", 128), ("fp8row", 0), ("int4fp16", 32), ("int8fp16", 128),
@@ -136,6 +137,9 @@ def variants() -> dict[str, Compile]:
         for kernel, args, named in made:
             if kernel.fn.__name__ == "arrange":
                 out[f"arrange {_form(name, group)} {TYPES[dtype]}"] = compiled(kernel, args, named)
+            elif kernel.fn.__name__ in ("_rank", "_place"):
+                tile = f" for {named['TOKENS']} slots" if "TOKENS" in named else ""
+                out[f"sort {kernel.fn.__name__.strip('_')}{tile}"] = compiled(kernel, args, named)
     for name, group, tokens in ((n, g, t) for n, g in DENSE for t in (1, 2048)):
         for kernel, args, named in launches.dense(name, group, tokens):
             few = kernel.fn.__name__ == "few"
@@ -231,7 +235,7 @@ def digest() -> str:
     """Of what the kernels do, without docstrings and comments, so that a table of other kernels is known."""
     modules = (
         gemv_triton, many_triton, unpack_triton, exponent_triton, switch_triton, routing_triton, attend_triton,
-        step_triton,
+        sort_triton, step_triton,
     )  # fmt: skip
     found = [v.src for m in modules for v in vars(m).values() if isinstance(v, JITFunction)]
     trees = [ast.parse(source) for source in found]

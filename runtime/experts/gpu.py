@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from moepack.pack.spec import Matrix
-from moepack.runtime.kernels.affine_triton import DECODE, TERMS, product, route, tiling_for
+from moepack.runtime.kernels.affine_triton import DECODE, TERMS, product, tiling_for
 from moepack.runtime.kernels.current import current
 from moepack.runtime.kernels.forms import Form
 from moepack.runtime.kernels.routing_triton import Routed, Routing, Tally, fits
 from moepack.runtime.kernels.routing_triton import route as route_few
+from moepack.runtime.kernels.sort_triton import sort
 from moepack.runtime.kernels.switch_triton import summed, switched
 from moepack.runtime.policies.placements import Where
 from moepack.runtime.step import Step
@@ -100,8 +101,11 @@ def _forward(call: LayerCall) -> Tensor:
             call.routed = in_pages(experts.device_table(), call.index, call.weights)
     few, slots, fused = call.routed, tokens * top_k, _fuses(module)
     tiling = DECODE if few is not None else tiling_for(slots / count)
-    geometry = route(call.index.long(), count, tiling.tokens) if few is None else few.geometry
     handles = experts.device_table()
+    if few is None:
+        geometry, live = sort(call.index.long().contiguous(), handles, tiling.tokens)
+    else:
+        geometry, live = few.geometry, few.live
     served = experts.served if few is None else experts.of.launched or experts.served
     first_forms, second_forms = zip(*experts.of.forms.values(), strict=True)  # each by the version's number
 
@@ -124,14 +128,7 @@ def _forward(call: LayerCall) -> Tensor:
     run(second, second_forms, h, y)
     if normed:
         y = module.post_expert_norm(y)
-    live = _live(handles, call.index) if few is None else few.live
     return summed(y, call.weights.detach().contiguous(), live, hidden.dtype)
-
-
-def _live(handles: Tensor, index: Tensor) -> Tensor:
-    """Whether each slot's expert is in the handle table, int32: no other slot's row is written."""
-    known = torch.nn.functional.pad(handles, (0, 1))
-    return (known[index.reshape(-1).clamp(0, len(handles))] != 0).int()
 
 
 def _fuses(module: Any) -> bool:

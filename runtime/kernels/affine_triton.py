@@ -44,7 +44,7 @@ MANY = Tiling(32, 128)  # many_triton.py's; on an H200 64 slots took 1.14 of its
 BLOCK = 512  # numbers of a row that a program of `arrange` takes
 BYTES = ("e8m0", "e4m3")  # scales of one byte, by which many_triton.py multiplies weights
 PAIRS = 9, 10  # the architectures whose tensor cores take a thread's columns of the first factor by two, not by four
-SLICE = 16 << 20  # bytes
+SLICE = 32 << 20  # bytes of BF16 weights that `_by_torch` makes at a time
 ONES = (0x3F803F80, 0x3F003F00)  # two BF16 numbers in a word, for codes of up to five bits and of eight: `few`
 TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # BF16 numbers of an activation
 
@@ -70,28 +70,6 @@ class Geometry:
     first: Tensor  # int32 [blocks]: where a block's slots begin in `order`
     count: Tensor  # int32 [blocks]: the number of a block's slots
     tokens: int  # the most slots of a block
-
-
-def route(index: Tensor, experts: int, tokens: int) -> Geometry:
-    """Sort slots by expert and cut them into blocks of `tokens` slots, on the device and without waiting.
-
-    `index` is int64 [tokens, top_k]; a slot with an index past the last expert adds nothing.
-    """
-    flat = index.reshape(-1).clamp(0, experts)
-    slots = flat.numel()
-    order = torch.argsort(flat.to(torch.int16), stable=True)  # a fourth of the passes over 64 bits
-    counts = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat))
-    begins = torch.cumsum(counts, 0) - counts
-    blocks = (counts[:experts] + tokens - 1) // tokens
-    ends = torch.cumsum(blocks, 0)
-    number = torch.arange(min(slots, experts) + slots // tokens, device=flat.device)  # enough for any routing
-    expert = torch.searchsorted(ends, number, right=True)
-    safe = expert.clamp(max=experts - 1)
-    within = (number - (ends[safe] - blocks[safe])) * tokens
-    count = torch.where(expert < experts, (counts[safe] - within).clamp(0, tokens), 0)
-    as_int = [t.to(torch.int32) for t in (order, safe, begins[safe] + within, count)]
-    return Geometry(as_int[0], as_int[1], as_int[2], as_int[3], tokens)
 
 
 def _read(form: Form) -> dict[str, Any]:
@@ -162,7 +140,7 @@ def product(
         forms: the matrix's form in every version, by the version's number.
         served: the version numbers that handles contain; each costs a launch.
         handles: int64 [experts] on the device.
-        geometry: the result of `route` with the tiling's `tokens`.
+        geometry: of `sort_triton.sort` with the tiling's `tokens`.
         x: float32, float16 or bfloat16 [activations, cols]; there are a multiple of as many slots.
         out: [slots, rows], or [slots, rows / 2] if `gated`; rows of slots of absent experts are not written.
         gated: whether to compute silu(gate) * up of the two halves of the rows.
@@ -235,8 +213,13 @@ def _by_torch(matrix: Matrix, f: Form, extent: Tensor, x: Tensor, out: Tensor) -
             )  # fmt: skip
         else:
             weights = plain[first : first + count]
-        some = None if bias is None else bias[first : first + count]
-        out[:, first : first + count] = torch.nn.functional.linear(x, weights, some)
+        to = out if count == rows else x.new_empty(len(x), count)
+        if bias is None:
+            torch.mm(x, weights.t(), out=to)
+        else:
+            torch.addmm(bias[first : first + count], x, weights.t(), out=to)
+        if to is not out:
+            out[:, first : first + count] = to
 
 
 @lru_cache(8)

@@ -26,7 +26,7 @@ from moepack.runtime.experts import gpu
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.handles import LayerCall
 from moepack.runtime.experts.host_tier import CudaLink
-from moepack.runtime.kernels import affine_triton, exponent_triton
+from moepack.runtime.kernels import affine_triton, exponent_triton, sort_triton, switch_triton
 from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.policies.contract import Needs
 from moepack.runtime.residency.routing_statistics import RoutingStatistics
@@ -90,6 +90,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
         lambda d: SimpleNamespace(device=torch.device(d).index, name=next(streams), wait_stream=lambda other: None),
     )  # fmt: skip
     monkeypatch.setattr(affine_triton, "few", made.launches("product"))
+    monkeypatch.setattr(switch_triton, "_sum", made.launches("sum"))
+    for name in ("_rank", "_place"):
+        monkeypatch.setattr(sort_triton, name, made.launches("sort"))
     monkeypatch.setattr(exponent_triton, "_decode", made.launches("decode"))
     with FakeTensorMode():
         yield made
@@ -107,7 +110,7 @@ def test_the_experts_products(fake: Fake) -> None:
         x, index = torch.zeros(3, 32, dtype=dtype, device=CUDA1), torch.zeros(3, 2, dtype=torch.int64, device=CUDA1)
         out = gpu.forward(LayerCall(module, layer, x, index, torch.ones(3, 2, device=CUDA1)))
         assert out.dtype == dtype
-    assert fake.done == [("product", 1, "default")] * 8 and fake.now == 0
+    assert fake.done == [(n, 1, "default") for n in ("sort", "sort", "product", "product", "sum")] * 4 and fake.now == 0
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")

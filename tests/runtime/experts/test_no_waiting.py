@@ -65,15 +65,19 @@ def routed(tokens: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def test_a_layer_waits_for_nothing_and_launches_what_is_served(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two versions of four: two launches a matrix, for few tokens one; no value read, counting included."""
+    """Two versions of four: two launches a matrix and a sum, for few tokens one; no value read, counts included."""
     affine_triton = pytest.importorskip("moepack.runtime.kernels.affine_triton")
-    from moepack.runtime.kernels import routing_triton, switch_triton
+    from moepack.runtime.kernels import routing_triton, sort_triton, switch_triton
 
     launches = Launches()
-    for room, name in ((affine_triton, "few"), (switch_triton, "_switch"), (switch_triton, "_sum")):
+    for name in ("few", "many", "arrange"):
+        monkeypatch.setattr(affine_triton, name, launches)
+    for room, name in ((switch_triton, "_switch"), (switch_triton, "_sum"), (routing_triton, "_routing")):
         monkeypatch.setattr(room, name, launches)
-    monkeypatch.setattr(routing_triton, "_routing", launches)
-    for tokens, count in ((17, 4), (6, 4), (1, 4)):  # few: routing, two products, the sum
+    for name in ("_rank", "_place"):
+        monkeypatch.setattr(sort_triton, name, launches)
+    # the sort's two; 80: activations for each product; few: routing, two products, the sum
+    for tokens, count in ((80, 11), (17, 7), (6, 4), (1, 4)):
         counters, launches.count = Counters([8], True, META), 0
         counters.mask = torch.empty(tokens, dtype=torch.long, device=META)
         x, index, gates = routed(tokens)

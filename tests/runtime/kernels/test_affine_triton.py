@@ -31,13 +31,14 @@ def run(
     tile: str = "DECODE",
 ) -> torch.Tensor:  # fmt: skip
     from moepack.runtime.kernels import affine_triton
-    from moepack.runtime.kernels.affine_triton import product, route
+    from moepack.runtime.kernels.affine_triton import product
+    from moepack.runtime.kernels.sort_triton import sort
 
     extents = [e.to(DEVICE) for e in layer.extents]
     numbers = [int(word) & 63 for word in layer.table]
     handles = torch.tensor([e.data_ptr() | n for e, n in zip(extents, numbers, strict=True)], device=DEVICE)
     tiling = getattr(affine_triton, tile)
-    geometry = route(index.to(DEVICE), len(extents), tiling.tokens)
+    geometry, _ = sort(index.to(DEVICE), handles, tiling.tokens)
     out = torch.full((index.numel(), m.rows // 2 if gated else m.rows), 7.0, device=DEVICE)
     forms = [make_forms((m,), v)[0] for v in versions]
     product(m, forms, range(len(forms)), handles, geometry, x.to(DEVICE), out, tiling, gated)
@@ -100,10 +101,11 @@ def released_weights(
 
 @pytest.mark.parametrize("version", RELEASED, ids=lambda v: f"{v.name}-{v.group_size}")
 def test_released_weights_are_the_references(version: Version) -> None:
-    """Bit for bit, with subnormal codes and scales among them."""
+    """Bit for bit, with subnormal codes and scales among them; not on a GPU, where weights are BF16 numbers."""
     for seed, (rows, cols) in enumerate([(33, 200), (17, 31), (1, 1)]):
         got, want = released_weights(version, rows, cols, seed, torch.float32)
-        assert torch.equal(got, want), (rows, cols)
+        exact = (want.abs() >= 2.0**-126) | (DEVICE == "cpu")
+        assert torch.equal(got[exact], want[exact]), (rows, cols)
 
 
 @pytest.mark.parametrize("version", WIDTHS + MIXED, ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}")
@@ -219,19 +221,24 @@ def test_what_stands_in_for_products(monkeypatch: pytest.MonkeyPatch) -> None:
         assert relative(run(layer, m, [version], x, index, True, "MANY")[real], gated) <= 1e-5, version.name
 
 
-def test_geometry_takes_every_slot_once() -> None:
-    from moepack.runtime.kernels.affine_triton import route
+def test_geometry_takes_every_slot_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts with many slots, one or none; some absent, indices past the last; programs that take 16 slots each."""
+    from moepack.runtime.kernels import sort_triton
 
+    monkeypatch.setattr(sort_triton, "CHUNK", 16)
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         index = torch.randint(0, 7, (1 + 5 * seed, 2), generator=generator) % (1 + seed % 7)
-        geometry = route(index.to(DEVICE), 6, 16)
+        table = torch.tensor([64, 64, 64 * (seed % 2), 64, 128, 64], device=DEVICE)
+        geometry, live = sort_triton.sort(index.to(DEVICE), table, 16)
+        there = torch.cat([table.cpu(), torch.zeros(1, dtype=torch.int64)])[index.reshape(-1)] != 0
+        assert torch.equal(live.cpu() != 0, there) and int(geometry.count.max()) <= 16
         seen = []
         for e, first, count in zip(geometry.expert, geometry.first, geometry.count, strict=True):
             slots = geometry.order[first : first + count].tolist()
             assert all(index.reshape(-1)[s] == e for s in slots)
             seen += slots
-        assert sorted(seen) == torch.nonzero(index.reshape(-1) < 6).flatten().tolist()
+        assert sorted(seen) == torch.nonzero(there).flatten().tolist()
 
 
 def test_the_forward_is_the_references(bundle: Path) -> None:
@@ -260,12 +267,13 @@ def test_the_forward_is_the_references(bundle: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    from moepack.runtime.kernels.affine_triton import DECODE, MANY, product, route
+    from moepack.runtime.kernels.affine_triton import DECODE, MANY, product
+    from moepack.runtime.kernels.sort_triton import sort
 
     m = Matrix("m", 20, 64)
     forms = [make_forms((m,), v)[0] for v in VERSIONS]
-    geometry = route(torch.tensor([[0], [1]], device=DEVICE), 2, 16)
-    handles, out = torch.zeros(2, dtype=torch.int64), torch.empty(2, 20)
+    handles, out = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.empty(2, 20)
+    geometry, _ = sort(torch.tensor([[0], [1]], device=DEVICE), handles, 16)
     for x, tiling in ((torch.zeros(2, 63), None), (torch.zeros(2, 64).double(), None), (torch.zeros(2, 64), MANY)):
         with pytest.raises(ValueError, match="m:"):
             product(m, forms, [0], handles, geometry, x, out, tiling or DECODE)
@@ -278,8 +286,8 @@ def test_one_launch_for_all_versions_makes_the_same_bits(
 ) -> None:
     """Few tokens, sentinels and an absent expert: the switch's rows and sum against a launch for each version."""
     from moepack.runtime.kernels.affine_triton import DECODE, product
-    from moepack.runtime.kernels.affine_triton import route as many
     from moepack.runtime.kernels.routing_triton import Routing, route
+    from moepack.runtime.kernels.sort_triton import sort
     from moepack.runtime.kernels.switch_triton import summed, switched
 
     if stand_in:
@@ -294,10 +302,9 @@ def test_one_launch_for_all_versions_makes_the_same_bits(
     forms, gates = [make_forms((m,), v)[0] for v in versions], torch.rand(6, 3, device=DEVICE)
     index = torch.randint(0, 13, (6, 3), generator=torch.Generator().manual_seed(3)).to(DEVICE)
     index[0, 0], index[1, 1] = 7, 12
-    there = index.masked_fill(index == 7, 12)
     x = activations(6, 90, torch.float32).to(DEVICE)
     want, got = torch.zeros(18, rows, device=DEVICE), torch.full((18, rows), float("nan"), device=DEVICE)
-    product(m, forms, numbers, handles, many(there, 12, DECODE.tokens), x, want, DECODE, gated)
+    product(m, forms, numbers, handles, sort(index, handles, DECODE.tokens)[0], x, want, DECODE, gated)
     routed = route(Routing(3), handles, DECODE.tokens, given=(index, gates))
     switched(m, forms, numbers, handles, routed.geometry, x, got, gated)
     assert torch.equal(got[routed.live.bool()], want[routed.live.bool()])

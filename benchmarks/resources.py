@@ -41,10 +41,8 @@ from moepack.runtime.kernels import (
     gemv_triton,
     many_triton,
     routing_triton,
-    sort_triton,
     step_triton,
     switch_triton,
-    unpack_triton,
 )
 
 TABLE = Path(__file__).parent / "results" / "gpu-resources.csv"
@@ -234,8 +232,8 @@ def _least_load(ptx: str) -> int:
 def digest() -> str:
     """Of what the kernels do, without docstrings and comments, so that a table of other kernels is known."""
     modules = (
-        gemv_triton, many_triton, unpack_triton, exponent_triton, switch_triton, routing_triton, attend_triton,
-        sort_triton, step_triton,
+        gemv_triton, many_triton, exponent_triton, switch_triton, routing_triton, attend_triton,
+        step_triton,
     )  # fmt: skip
     found = [v.src for m in modules for v in vars(m).values() if isinstance(v, JITFunction)]
     trees = [ast.parse(source) for source in found]

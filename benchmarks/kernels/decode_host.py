@@ -25,7 +25,7 @@ from moepack.runtime.devices import graphs, torch_cuda
 from moepack.runtime.devices.handle_tables import DeviceTables
 from moepack.runtime.experts.forward import experts_forward
 from moepack.runtime.experts.handles import LayerExperts
-from moepack.runtime.kernels import affine_triton, routing_triton, sort_triton, switch_triton
+from moepack.runtime.kernels import affine_triton, routing_triton, switch_triton
 from moepack.runtime.policies.contract import Needs
 from moepack.runtime.residency.routing_statistics import RoutingStatistics
 from moepack.runtime.step import NO_PROMPT, Step, opened
@@ -127,8 +127,8 @@ def measure(steps: int) -> list[dict[str, Any]]:
     with (
         patch.object(affine_triton, "many", _Nothing()),
         patch.object(affine_triton, "arrange", _Nothing()),
-        patch.object(sort_triton, "_rank", _Nothing()),
-        patch.object(sort_triton, "_place", _Nothing()),
+        patch.object(routing_triton, "_rank", _Nothing()),
+        patch.object(routing_triton, "_place", _Nothing()),
         patch.object(switch_triton, "_switch", _Nothing()),
         patch.object(switch_triton, "_sum", _Nothing()),
         patch.object(routing_triton, "_routing", _Nothing()),

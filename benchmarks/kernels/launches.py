@@ -48,7 +48,7 @@ def launched() -> Iterator[list[Launch]]:
 
 
 def experts(name: str, group: int, dtype: torch.dtype, tokens: int, bias: bool) -> list[Launch]:
-    """Of one layer's experts in one version, whose tokens are sorted by torch."""
+    """Of one layer's experts in one version, without a router's launch."""
     matrices = (Matrix("gate_up", 2 * INNER, HIDDEN, bias=bias), Matrix("down", HIDDEN, INNER, bias=bias))
     module = module_like()
     if bias:

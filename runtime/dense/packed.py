@@ -54,7 +54,7 @@ class PackedLinear(nn.Module):
         return out.to(x.dtype)
 
     def _on_gpu(self, x: Tensor) -> Tensor:
-        """`forward` by one launch, which dequantises the weights that a program multiplies by, in registers."""
+        """`forward` by kernels that read the packed bytes (affine_triton.py, `dense`)."""
         from moepack.runtime.kernels.affine_triton import TERMS, dense
 
         self._check_loaded()

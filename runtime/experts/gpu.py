@@ -2,8 +2,8 @@
 
 The first product computes silu(gate) * up too; another gate activation of a family runs between the two products. Few
 tokens take one launch for routing (two beyond eight slots), one for each matrix whatever its experts' versions, and one
-for the sum: always the same ones, so that a CUDA graph may hold them. More tokens take a sort by torch and a launch
-for each version.
+for the sum: always the same ones, so that a CUDA graph may hold them. More tokens take a sort and two launches
+for each matrix and version.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from moepack.pack.spec import Matrix
 from moepack.runtime.kernels.affine_triton import DECODE, TERMS, product, tiling_for
 from moepack.runtime.kernels.current import current
 from moepack.runtime.kernels.forms import Form
-from moepack.runtime.kernels.routing_triton import Routed, Routing, Tally, fits
+from moepack.runtime.kernels.routing_triton import Routed, Routing, Tally, fits, sort
 from moepack.runtime.kernels.routing_triton import route as route_few
-from moepack.runtime.kernels.sort_triton import sort
 from moepack.runtime.kernels.switch_triton import summed, switched
 from moepack.runtime.policies.placements import Where
 from moepack.runtime.step import Step

@@ -1,4 +1,4 @@
-"""Experts' products on a GPU, straight from their extents: a grouped product, one launch for each version.
+"""Experts' products on a GPU, straight from their extents: grouped products, of each version by launches of its own.
 
 Programs find an expert's extent (FORMAT.md, "Affine extents") through the handle table, and return at once if the
 expert's version is not the launch's. So all launches of a layer share one `Geometry`. Nothing waits for the device, and
@@ -20,12 +20,9 @@ from torch import Tensor
 
 from moepack.pack.spec import Matrix
 
-from .forms import Form, kernel_of
+from .forms import Form, kernel_of, slice_rows
 from .gemv_triton import ROWS, SLOTS, few
-from .many_triton import STEP, arrange, many
-from .unpack_triton import COLUMNS as BLOCK_COLUMNS
-from .unpack_triton import ROWS as BLOCK_ROWS
-from .unpack_triton import unpack
+from .many_triton import BLOCK_COLUMNS, BLOCK_ROWS, STEP, arrange, many, unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +37,10 @@ class Tiling:
 
 # Chosen so that no kernel spills registers or passes an architecture's shared memory: `python -m benchmarks.resources`.
 DECODE = Tiling(SLOTS.value, ROWS.value)  # gemv_triton.py's
-MANY = Tiling(32, 128)  # many_triton.py's; on an H200 64 slots took 1.14 of its time at 512 tokens, 0.86 to 1 at 2,048
+MANY = Tiling(32, 128)  # many_triton.py's; 64 slots took 1.12 to 1.29 of its time for 512 tokens, 0.86 to 1 for 2,048
 BLOCK = 512  # numbers of a row that a program of `arrange` takes
 BYTES = ("e8m0", "e4m3")  # scales of one byte, by which many_triton.py multiplies weights
 PAIRS = 9, 10  # the architectures whose tensor cores take a thread's columns of the first factor by two, not by four
-SLICE = 32 << 20  # bytes of BF16 weights that `_by_torch` makes at a time
 ONES = (0x3F803F80, 0x3F003F00)  # two BF16 numbers in a word, for codes of up to five bits and of eight: `few`
 TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # BF16 numbers of an activation
 
@@ -65,7 +61,7 @@ _RELEASED = {
 class Geometry:
     """Slots sorted by expert and cut into blocks, the same for every version and matrix of a layer's pass."""
 
-    order: Tensor  # int32 [slots]: the slots sorted by expert; slots with an index past the last expert come last
+    order: Tensor  # int32 [slots]: the slots of blocks, sorted by expert; what comes after them is no slot
     expert: Tensor  # int32 [blocks]: the expert of each block
     first: Tensor  # int32 [blocks]: where a block's slots begin in `order`
     count: Tensor  # int32 [blocks]: the number of a block's slots
@@ -134,13 +130,13 @@ def product(
     tiling: Tiling,
     gated: bool = False,
 ) -> None:
-    """Compute y = W x + b for every slot, by one launch for each version on the current stream, without waiting.
+    """Compute y = W x + b for every slot, on the current stream, without waiting.
 
     Args:
         forms: the matrix's form in every version, by the version's number.
-        served: the version numbers that handles contain; each costs a launch.
+        served: the version numbers that handles contain; each costs a launch, or two for many tokens.
         handles: int64 [experts] on the device.
-        geometry: of `sort_triton.sort` with the tiling's `tokens`.
+        geometry: of `routing_triton.sort` with the tiling's `tokens`.
         x: float32, float16 or bfloat16 [activations, cols]; there are a multiple of as many slots.
         out: [slots, rows], or [slots, rows / 2] if `gated`; rows of slots of absent experts are not written.
         gated: whether to compute silu(gate) * up of the two halves of the rows.
@@ -196,24 +192,26 @@ def dense(matrix: Matrix, form: Form, extent: Tensor, x: Tensor, out: Tensor) ->
 
 
 def _by_torch(matrix: Matrix, f: Form, extent: Tensor, x: Tensor, out: Tensor) -> None:
-    """`dense` by cuBLAS, from BF16 weights of up to SLICE bytes at a time, which stay in the device's cache."""
+    """`dense` by cuBLAS, from BF16 weights of one slice of rows after another (forms.py), in the same memory."""
     kernel_of(f.name)
     rows, cols = matrix.rows, matrix.cols
+    step = slice_rows(rows, cols)
     plain = extent[f.low :][: 2 * rows * cols].view(torch.bfloat16).view(rows, cols) if f.bits == 16 else None
     bias = extent[f.bias :][: 2 * rows].view(torch.bfloat16) if f.bias >= 0 else None
     read = {k: v for k, v in _read(f).items() if k != "COLUMNS"}
-    step = max(1, SLICE // (2 * cols * BLOCK_ROWS.value)) * BLOCK_ROWS.value
+    made = x.new_empty(0 if plain is not None else step, cols)
+    part = x.new_empty(0 if step == rows else len(x) * step)
     for first in range(0, rows, step):
         count = min(step, rows - first)
         if plain is None:
-            weights = x.new_empty(count, cols)
+            weights = made[:count]
             unpack[triton.cdiv(count, BLOCK_ROWS.value), triton.cdiv(cols, BLOCK_COLUMNS.value)](
                 extent, weights, cols, first, count, f.low, f.high, f.scale, f.zero, max(f.outer, 0), **read,
                 OUTER=f.outer >= 0,
             )  # fmt: skip
         else:
             weights = plain[first : first + count]
-        to = out if count == rows else x.new_empty(len(x), count)
+        to = out if step == rows else part[: len(x) * count].view(len(x), count)
         if bias is None:
             torch.mm(x, weights.t(), out=to)
         else:

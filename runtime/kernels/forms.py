@@ -12,6 +12,7 @@ from dataclasses import astuple, dataclass
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Matrix, Version, encoding_of, version_names
 
+SLICE = 32 << 20  # bytes of a dense matrix's weights that are made at a time, in BF16, for products of many tokens
 VERSION_BITS = 6  # low bits of a handle: 0 in the address, because extents begin on a multiple of 64
 
 
@@ -112,6 +113,17 @@ def form_at(version: Version, matrix: int, of: Mapping[str, int]) -> Form:
         version.name, own.kernel, version.group_size, int(own.stores_zeros), of.get("weight", of.get("plane0", 0)),
         of.get("plane1", 0), of.get("scale", 0), of.get("zero", 0), of.get("bias", -1), of.get("outer", -1),
     )  # fmt: skip
+
+
+def slice_rows(rows: int, cols: int) -> int:
+    """The rows of a slice of a dense matrix: a multiple of 16, or all."""
+    return min(rows, max(1, SLICE // (32 * cols)) * 16)
+
+
+def slice_bytes(rows: int, cols: int, tokens: int) -> int:
+    """The bytes that a GPU takes beside a packed dense matrix, its BF16 activations and its result."""
+    some = slice_rows(rows, cols)
+    return 2 * some * cols + (2 * some * tokens if some < rows else 0)
 
 
 def handle(address: int, version: int) -> int:

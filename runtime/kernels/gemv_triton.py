@@ -330,7 +330,7 @@ def few(  # type: ignore[no-untyped-def]
     STORED: tl.constexpr, BIAS: tl.constexpr, OUTER: tl.constexpr, GATED: tl.constexpr, DENSE: tl.constexpr,
     U: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr, TERMS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Multiply blocks of eight slots as affine_triton.py's `_product` does; COLUMNS are a thread's in one load.
+    """Multiply blocks of eight slots as many_triton.py's `many` does; COLUMNS are a thread's in one load.
 
     `ones` are two BF16 numbers in a word, for `_pair`: as constants they were moved into registers again and again.
     """

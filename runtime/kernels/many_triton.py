@@ -4,6 +4,7 @@ affine_triton.py launches it. A program takes ROWS rows and up to TOKENS slots. 
 gemv_triton.py, two codes by a shift and a mask, where tensor cores have them: columns are counted in the order in which
 a word holds its codes, and `arrange` gives activations that order first, once for all programs. It sums activations
 over groups, too, for zero points. FP16 activations are taken as two BF16 numbers, float32 ones as three, exactly.
+`unpack` makes BF16 weights of a dense matrix: torch's (reference.py), bit for bit, from float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def arrange(  # type: ignore[no-untyped-def]
     from each other, and sums float32 [groups, rows].
     """
     token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * (GROUPS * GROUP)
+    apart = apart.to(tl.int64)
     p = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     if BITS == 16:
         k = p
@@ -177,7 +179,8 @@ def many(  # type: ignore[no-untyped-def]
     W: tl.constexpr, E: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Multiply a block of up to TOKENS slots with W * 8 * E rows, E of a thread; x and sums are `arrange`'s."""
-    block = tl.program_id(0)
+    tl.static_assert((BITS == 16) | (BITS == 8) | (BITS <= 5), "an encoding that this kernel does not know")
+    block, apart = tl.program_id(0), apart.to(tl.int64)
     lane = tl.arange(0, TOKENS)
     mine = tl.arange(0, 4)[:, None, None] * 2 + tl.arange(0, TOKENS // 8)[None, :, None] * 8
     mine += tl.arange(0, 2)[None, None, :]  # the slots of a thread's sums
@@ -256,3 +259,77 @@ def many(  # type: ignore[no-untyped-def]
             y = y * (1.0 / (1.0 + tl.exp(-y))) * z
         to = out + at[None, None, :, None, :, :] * made + row
         tl.store(to, y.to(out.dtype.element_ty), mask=(mine < count)[None, None, :, None, :, :] & here)
+
+
+# --- a dense matrix's weights, for products by cuBLAS
+
+BLOCK_ROWS: tl.constexpr = tl.constexpr(16)  # of a program of `unpack`: rows stored side by side
+BLOCK_COLUMNS: tl.constexpr = tl.constexpr(128)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _codes(base, offset, cols, block, at, here, P: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Read the P-bit codes of one plane: int32 [BLOCK_COLUMNS, BLOCK_ROWS], as words of rows lie side by side."""
+    words = (cols * P + 31) // 32
+    w = at * P // 32 + tl.arange(0, BLOCK_COLUMNS * P // 32)
+    plane = (
+        section(base, offset, tl.uint32) + (block * words + w)[:, None] * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
+    )
+    v = tl.load(plane, mask=here & (w < words)[:, None], other=0)
+    codes = (v[:, None, :] >> (tl.arange(0, 32 // P) * P).to(tl.uint32)[None, :, None]) & ((1 << P) - 1)
+    return tl.reshape(codes.to(tl.int32), [BLOCK_COLUMNS, BLOCK_ROWS])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scale(base, scale, cols, block, k, SCALE: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the scales of weights, float32 [BLOCK_COLUMNS, BLOCK_ROWS], and where their groups' zero points lie."""
+    lane = tl.arange(0, BLOCK_ROWS)[None, :]
+    at = block * ((cols + GROUP - 1) // GROUP) + k[:, None] // GROUP
+    here = (k < cols)[:, None]
+    to = at * BLOCK_ROWS + lane
+    if SCALE == "row":
+        s = tl.load(section(base, scale, tl.float32) + block * BLOCK_ROWS + lane + 0 * at, mask=here, other=0.0)
+    elif SCALE == "block":
+        s = tl.load(section(base, scale, tl.float32) + at + 0 * lane, mask=here, other=0.0)
+    elif SCALE == "e8m0":  # the bits of an exponent; 0 is 2^-127, which is subnormal
+        bits = tl.load(section(base, scale, tl.uint8) + to, mask=here, other=0).to(tl.int32)
+        s = tl.maximum(bits << 23, 1 << 22).to(tl.float32, bitcast=True)
+    elif SCALE == "e4m3":
+        s = e4m3(tl.load(section(base, scale, tl.uint8) + to, mask=here, other=0).to(tl.int32))
+    else:
+        of: tl.constexpr = tl.float16 if SCALE == "fp16" else tl.bfloat16
+        s = tl.load(section(base, scale, of) + to, mask=here, other=0.0).to(tl.float32)
+    return s, to, here
+
+
+@triton.jit(do_not_specialize=["first", "count"])  # type: ignore[untyped-decorator]
+def unpack(  # type: ignore[no-untyped-def]
+    base, out, cols, first, count, low, high, scale, zero, outer,
+    BITS: tl.constexpr, MANTISSA: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, STORED: tl.constexpr,
+    OUTER: tl.constexpr,
+):  # fmt: skip
+    """Write `count` rows from `first` on, a multiple of BLOCK_ROWS, to out [count, cols]."""
+    tl.static_assert((BITS == 8) | (BITS <= 5), "an encoding that this kernel does not know")
+    block, at = first // BLOCK_ROWS + tl.program_id(0), tl.program_id(1) * BLOCK_COLUMNS
+    row, k = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS), at + tl.arange(0, BLOCK_COLUMNS)
+    real = (row < count)[None, :]
+    if (BITS == 3) | (BITS == 5):
+        codes = _codes(base, low, cols, block, at, True, BITS - 1)
+        codes += _codes(base, high, cols, block, at, True, 1) << (BITS - 1)
+    else:
+        codes = _codes(base, low, cols, block, at, True, BITS)
+    s, of_zero, here = _scale(base, scale, cols, block, k, SCALE, GROUP)
+    if MANTISSA == 3:
+        w = e4m3(codes)
+    elif MANTISSA == 1:  # a sign, two bits of an exponent and one more: FP16 numbers that are too small by 2^14
+        w = ((codes & 7) << 9 | (codes & 8) << 12).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 16384
+    elif STORED:
+        z = tl.load(section(base, zero, tl.uint8) + of_zero, mask=here, other=0).to(tl.float32)
+        w = codes.to(tl.float32) - z * (1 / (1 << (8 - BITS)))
+    else:
+        w = codes.to(tl.float32) - ((1 << BITS) - 1) / 2
+    w *= s
+    if OUTER:
+        w *= tl.load(section(base, outer, tl.float32) + block)
+    to = out + row.to(tl.int64)[None, :] * cols + k[:, None]
+    tl.store(to, w.to(tl.bfloat16), mask=real & here)

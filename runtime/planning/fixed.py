@@ -19,6 +19,7 @@ from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import ExpertLayer
 from moepack.runtime.experts import backends
+from moepack.runtime.kernels.forms import slice_bytes
 from moepack.runtime.kv.sizes import KvShape
 from moepack.runtime.planning.options import Workload
 
@@ -134,11 +135,11 @@ def measure(
     """
     layers = tuple(bundle.layers)
     model = json.dumps(plain_config(config), sort_keys=True, default=str), getattr(config, "_attn_implementation", None)
-    key = (*model, dtype, device.type, layers, torch.get_num_threads(), workload)
+    key = (*model, dtype, device.type, layers, torch.get_num_threads(), workload, bool(bundle.manifest.dense))
     found = _known.get(key)
     if found is None:
         try:
-            found = _measure(config, dtype, device, layers, workload)
+            found = _measure(config, dtype, device, layers, workload, bool(bundle.manifest.dense))
         except Exception as error:  # a family whose code reads values, which a skeleton does not have
             why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             raise InputError(
@@ -159,8 +160,9 @@ def plain_config(config: Any) -> dict[str, Any]:
 
 
 def _measure(
-    config: Any, dtype: torch.dtype, device: torch.device, layers: Sequence[ExpertLayer], workload: Workload
-) -> tuple[MeasuredNeeds, int]:
+    config: Any, dtype: torch.dtype, device: torch.device, layers: Sequence[ExpertLayer], workload: Workload,
+    packed: bool,
+) -> tuple[MeasuredNeeds, int]:  # fmt: skip
     from .skeleton import SHORT, Probe, skeleton  # which imports transformers' models
 
     model, mode = skeleton(config, dtype)
@@ -194,6 +196,8 @@ def _measure(
             widths = [m.cols for x in layers for m in x.matrices]
             widths += [cols for shapes in maps for _, cols in shapes]
             kept += backends.unpacked_bytes(tokens * batch, max(widths))
+        elif packed:  # dense matrices may be: whichever are
+            kept = max(slice_bytes(*shape, tokens * batch) for shapes in maps for shape in shapes)
     table = 0 if lone is None else lone[1].weight.nbytes
     return MeasuredNeeds(workload, shape, activations + kept, passes, kept, table), dense
 

@@ -61,6 +61,7 @@ def _key(bundle: Bundle, config: Any, dtype: torch.dtype, device: torch.device, 
 
     parts = (
         plain_config(config), getattr(config, "_attn_implementation", None), dtype, device.type, bundle.layers,
+        bool(bundle.manifest.dense),
         asdict(workload), torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(),
         sorted((k, v) for k, v in os.environ.items() if k.startswith(("MOEPACK_", "ATEN_", "ONEDNN_"))),
         (torch.__version__, transformers.__version__, sys.version), _sources(),

@@ -250,7 +250,8 @@ def probe_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weight
     layer, kind = module._moepack_probe
     tokens, top_k = top_k_index.shape
     x = hidden if hidden.dtype in (torch.float32, torch.bfloat16) else hidden.float()
-    out, order = torch.empty_like(x), top_k_index.new_empty(tokens * top_k)
+    # of a GPU's sort, 12 bytes a slot and as many a block
+    out, order = torch.empty_like(x), top_k_index.new_empty(tokens * top_k * (2 if kind == "triton" else 1))
     h = _product(x, layer.matrices[0], tokens, top_k, kind)
     h = (module._apply_gate(h) if module.has_gate else module.act_fn(h)).contiguous()
     y = _product(h, layer.matrices[1], tokens, top_k, kind)

@@ -211,7 +211,7 @@ def test_kernels_refuse_it_by_name(w6: Version) -> None:
     with pytest.raises(InputError, match=known):
         forms.make_forms(MATRICES, w6)
     triton = pytest.importorskip("moepack.runtime.kernels.affine_triton")
-    from moepack.runtime.kernels.sort_triton import sort
+    from moepack.runtime.kernels.routing_triton import sort
 
     form = replace(forms.make_forms(MATRICES, Version.of("w4", 64))[0], name="w6", bits=6)
     x, index = torch.zeros(1, 130), torch.zeros(1, 1, dtype=torch.int64)

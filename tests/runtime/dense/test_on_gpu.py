@@ -12,7 +12,7 @@ from moepack.pack.errors import InputError
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.dense.gpu_projections import _joined
 from moepack.runtime.dense.packed import PackedLinear, joined
-from moepack.runtime.kernels import reference
+from moepack.runtime.kernels import forms, reference
 
 WIDTHS = [Version.of(*w) for w in (("w8", 128), ("w4", 64), ("w3", 32), ("w2", 64), ("w1", 128))]
 VERSIONS = WIDTHS + list({v.name: v for v in RELEASED}.values())
@@ -86,9 +86,7 @@ def test_maps_of_one_input_become_one(version: Version, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda v: f"{v.name}-{v.group_size}")
 def test_many_tokens_are_torchs_product(version: Version, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the reference's weights, bit for bit, in slices of rows that end anywhere, with and without a bias."""
-    from moepack.runtime.kernels import affine_triton
-
-    monkeypatch.setattr(affine_triton, "SLICE", 2 * 200 * 16)
+    monkeypatch.setattr(forms, "SLICE", 2 * 200 * 16)
     for bias in (False, True):
         module = packed(matrix := Matrix("m", 40, 200, bias=bias), version, 3)
         (sections,) = reference.sections_of((matrix,), version)

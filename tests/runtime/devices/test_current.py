@@ -26,7 +26,7 @@ from moepack.runtime.experts import gpu
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.handles import LayerCall
 from moepack.runtime.experts.host_tier import CudaLink
-from moepack.runtime.kernels import affine_triton, exponent_triton, sort_triton, switch_triton
+from moepack.runtime.kernels import affine_triton, exponent_triton, routing_triton, switch_triton
 from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.policies.contract import Needs
 from moepack.runtime.residency.routing_statistics import RoutingStatistics
@@ -92,7 +92,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     monkeypatch.setattr(affine_triton, "few", made.launches("product"))
     monkeypatch.setattr(switch_triton, "_sum", made.launches("sum"))
     for name in ("_rank", "_place"):
-        monkeypatch.setattr(sort_triton, name, made.launches("sort"))
+        monkeypatch.setattr(routing_triton, name, made.launches("sort"))
     monkeypatch.setattr(exponent_triton, "_decode", made.launches("decode"))
     with FakeTensorMode():
         yield made

@@ -67,7 +67,7 @@ def routed(tokens: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_a_layer_waits_for_nothing_and_launches_what_is_served(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two versions of four: two launches a matrix and a sum, for few tokens one; no value read, counts included."""
     affine_triton = pytest.importorskip("moepack.runtime.kernels.affine_triton")
-    from moepack.runtime.kernels import routing_triton, sort_triton, switch_triton
+    from moepack.runtime.kernels import routing_triton, switch_triton
 
     launches = Launches()
     for name in ("few", "many", "arrange"):
@@ -75,7 +75,7 @@ def test_a_layer_waits_for_nothing_and_launches_what_is_served(module: Module, m
     for room, name in ((switch_triton, "_switch"), (switch_triton, "_sum"), (routing_triton, "_routing")):
         monkeypatch.setattr(room, name, launches)
     for name in ("_rank", "_place"):
-        monkeypatch.setattr(sort_triton, name, launches)
+        monkeypatch.setattr(routing_triton, name, launches)
     # the sort's two; 80: activations for each product; few: routing, two products, the sum
     for tokens, count in ((80, 11), (17, 7), (6, 4), (1, 4)):
         counters, launches.count = Counters([8], True, META), 0

@@ -161,7 +161,7 @@ def plain_config(config: Any) -> dict[str, Any]:
 
 def _measure(
     config: Any, dtype: torch.dtype, device: torch.device, layers: Sequence[ExpertLayer], workload: Workload,
-    packed: bool,
+    packed: bool = False,
 ) -> tuple[MeasuredNeeds, int]:  # fmt: skip
     from .skeleton import SHORT, Probe, skeleton  # which imports transformers' models
 

@@ -32,6 +32,12 @@ def e4m3(codes):  # type: ignore[no-untyped-def]
     return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256
 
 
+@triton.jit
+def e8m0(bits):  # type: ignore[no-untyped-def]
+    """Return the powers of two whose exponents these are in int32, float32; 0 is 2^-127, which is subnormal."""
+    return tl.maximum(bits << 23, 1 << 22).to(tl.float32, bitcast=True)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def finish(  # type: ignore[no-untyped-def]
     total, base, scale, outer, bias, row, here, SCALE: tl.constexpr, OUTER: tl.constexpr, BIAS: tl.constexpr
@@ -123,6 +129,38 @@ def _plane(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def words(  # type: ignore[no-untyped-def]
+    base, low, high, cols, row, blocks, k, t, BITS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """Load both tensors that `numbers` takes: words of two planes, or of a code's columns, or the same words twice."""
+    if BITS == 8:
+        left = _plane(base, low, cols, row, blocks, k, t, 8, COLUMNS, EVEN)
+        return left, _plane(base, low, cols, row, blocks, k + 4, t, 8, COLUMNS, EVEN)
+    elif (BITS == 3) | (BITS == 5):
+        left = _plane(base, low, cols, row, blocks, k, t, BITS - 1, COLUMNS, EVEN)
+        return left, _plane(base, high, cols, row, blocks, k, t, 1, COLUMNS, EVEN)
+    else:
+        left = _plane(base, low, cols, row, blocks, k, t, BITS, COLUMNS, EVEN)
+        return left, left
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def numbers(  # type: ignore[no-untyped-def]
+    low, high, ones, BITS: tl.constexpr, MANTISSA: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """Return the numbers of `_pairs`, BF16 or as float32 if WIDE, both of a word in one more dimension of 2."""
+    pairs = _pairs(low, high, ones, BITS, MANTISSA, PART, COLUMNS)
+    if WIDE:
+        left = (pairs << 16).to(tl.float32, bitcast=True)
+        right = (pairs & 0xFFFF0000).to(tl.float32, bitcast=True)
+    else:
+        left = (pairs & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        right = (pairs >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return tl.join(left, right)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _plain(  # type: ignore[no-untyped-def]
     base, offset, cols, first, rows, begin, U: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
@@ -154,15 +192,7 @@ def _load(  # type: ignore[no-untyped-def]
         row = first + tl.arange(0, 8)[None, None, :, None, None] * 4 + tl.arange(0, 4)[None, None, None, None, :]
         k = begin + tl.arange(0, U)[:, None, None, None, None] * (4 * COLUMNS) + t * COLUMNS
         k += tl.arange(0, S)[None, :, None, None, None] * STRIDE
-        if BITS == 8:
-            left = _plane(base, low, cols, row, blocks, k, t, 8, COLUMNS, EVEN)
-            return left, _plane(base, low, cols, row, blocks, k + 4, t, 8, COLUMNS, EVEN)
-        elif (BITS == 3) | (BITS == 5):
-            left = _plane(base, low, cols, row, blocks, k, t, BITS - 1, COLUMNS, EVEN)
-            return left, _plane(base, high, cols, row, blocks, k, t, 1, COLUMNS, EVEN)
-        else:
-            left = _plane(base, low, cols, row, blocks, k, t, BITS, COLUMNS, EVEN)
-            return left, left
+        return words(base, low, high, cols, row, blocks, k, t, BITS, COLUMNS, EVEN)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -174,14 +204,9 @@ def _weights(  # type: ignore[no-untyped-def]
     if BITS == 16:
         w = tl.permute(tl.reshape(low, [U, 4, S, 8, 4, 4, 2]), [2, 1, 3, 0, 5, 4, 6])
     else:
-        pairs = _pairs(low, high, ones, BITS, MANTISSA, PART, COLUMNS)
-        if WIDE:
-            left = (pairs << 16).to(tl.float32, bitcast=True)
-            right = (pairs & 0xFFFF0000).to(tl.float32, bitcast=True)
-        else:
-            left = (pairs & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-            right = (pairs >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-        w = tl.reshape(tl.join(left, right), [U, S, 8, 4, 4, COLUMNS // 4, 2, 2])
+        w = tl.reshape(
+            numbers(low, high, ones, BITS, MANTISSA, PART, COLUMNS, WIDE), [U, S, 8, 4, 4, COLUMNS // 4, 2, 2]
+        )
         w = tl.permute(w, [1, 4, 2, 0, 5, 3, 6, 7])
     if WIDE:
         w = w.to(tl.float32)  # BF16 weights
@@ -250,9 +275,9 @@ def _scaled(  # type: ignore[no-untyped-def]
             s = tl.load(section(base, scale, tl.float32) + at, mask=here, other=other)
             return part * s[:, :, :, :, None]
         at = at * 16 + row % 16
-        if SCALE == "e8m0":  # the bits of an exponent; 0 is 2^-127, which in float32 is subnormal
+        if SCALE == "e8m0":
             bits = tl.load(section(base, scale, tl.uint8) + at, mask=here, other=other).to(tl.int32)
-            return part * tl.maximum(bits << 23, 1 << 22).to(tl.float32, bitcast=True)[:, :, :, :, None]
+            return part * e8m0(bits)[:, :, :, :, None]
         elif SCALE == "e4m3":
             return (
                 part

@@ -1,6 +1,6 @@
 """Products of many slots of an expert on a GPU: tiles of tensor cores whose first factor stays in registers.
 
-affine_triton.py launches it. A program takes ROWS rows and up to TOKENS slots. Its weights become BF16 numbers as in
+affine_triton.py launches it. A program takes up to TOKENS slots. Its weights become BF16 numbers as in
 gemv_triton.py, two codes by a shift and a mask, where tensor cores have them: columns are counted in the order in which
 a word holds its codes, and `arrange` gives activations that order first, once for all programs. It sums activations
 over groups, too, for zero points. FP16 activations are taken as two BF16 numbers, float32 ones as three, exactly.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .gemv_triton import _pairs, _plane, e4m3, finish, section
+from .gemv_triton import e4m3, e8m0, finish, numbers, section, words
 
 STEP: tl.constexpr = tl.constexpr(64)  # the most columns that are multiplied at a time
 
@@ -75,15 +75,7 @@ def _words(  # type: ignore[no-untyped-def]
         of, t = row[None, :, :, :, :], tl.arange(0, 4)[None, None, None, :, None]
         k = begin + tl.arange(0, U)[:, None, None, None, None] * (4 * COLUMNS) + t * COLUMNS
         blocks = (rows + 15) // 16
-        if BITS == 8:
-            left = _plane(base, low, cols, of, blocks, k, t, 8, COLUMNS, EVEN)
-            return left, _plane(base, low, cols, of, blocks, k + 4, t, 8, COLUMNS, EVEN)
-        elif (BITS == 3) | (BITS == 5):
-            left = _plane(base, low, cols, of, blocks, k, t, BITS - 1, COLUMNS, EVEN)
-            return left, _plane(base, high, cols, of, blocks, k, t, 1, COLUMNS, EVEN)
-        else:
-            left = _plane(base, low, cols, of, blocks, k, t, BITS, COLUMNS, EVEN)
-            return left, left
+        return words(base, low, high, cols, of, blocks, k, t, BITS, COLUMNS, EVEN)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -95,14 +87,7 @@ def _first(  # type: ignore[no-untyped-def]
     if BITS == 16:
         return low.to(tl.float32) if WIDE else low
     else:
-        pairs = _pairs(low, high, ones, BITS, MANTISSA, PART, COLUMNS)
-        if WIDE:
-            left = (pairs << 16).to(tl.float32, bitcast=True)
-            right = (pairs & 0xFFFF0000).to(tl.float32, bitcast=True)
-        else:
-            left = (pairs & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-            right = (pairs >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-        w = tl.join(left, right)
+        w = numbers(low, high, ones, BITS, MANTISSA, PART, COLUMNS, WIDE)
         if MANTISSA == 1:
             w *= 2.0**126
         elif MANTISSA == 3:
@@ -134,8 +119,8 @@ def _scales(  # type: ignore[no-untyped-def]
         bits = tl.load(section(base, scale, tl.uint8) + at, mask=here, other=0).to(tl.int32)
     if SCALE == "e4m3":
         return e4m3(bits)
-    else:  # the bits of an exponent; 0 is 2^-127, which is subnormal
-        return tl.maximum(bits << 23, 1 << 22).to(tl.float32, bitcast=True)
+    else:
+        return e8m0(bits)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -268,14 +253,14 @@ BLOCK_COLUMNS: tl.constexpr = tl.constexpr(128)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _codes(base, offset, cols, block, at, here, P: tl.constexpr):  # type: ignore[no-untyped-def]
+def _codes(base, offset, cols, block, at, P: tl.constexpr):  # type: ignore[no-untyped-def]
     """Read the P-bit codes of one plane: int32 [BLOCK_COLUMNS, BLOCK_ROWS], as words of rows lie side by side."""
-    words = (cols * P + 31) // 32
+    count = (cols * P + 31) // 32
     w = at * P // 32 + tl.arange(0, BLOCK_COLUMNS * P // 32)
     plane = (
-        section(base, offset, tl.uint32) + (block * words + w)[:, None] * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
+        section(base, offset, tl.uint32) + (block * count + w)[:, None] * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
     )
-    v = tl.load(plane, mask=here & (w < words)[:, None], other=0)
+    v = tl.load(plane, mask=(w < count)[:, None], other=0)
     codes = (v[:, None, :] >> (tl.arange(0, 32 // P) * P).to(tl.uint32)[None, :, None]) & ((1 << P) - 1)
     return tl.reshape(codes.to(tl.int32), [BLOCK_COLUMNS, BLOCK_ROWS])
 
@@ -291,9 +276,8 @@ def _scale(base, scale, cols, block, k, SCALE: tl.constexpr, GROUP: tl.constexpr
         s = tl.load(section(base, scale, tl.float32) + block * BLOCK_ROWS + lane + 0 * at, mask=here, other=0.0)
     elif SCALE == "block":
         s = tl.load(section(base, scale, tl.float32) + at + 0 * lane, mask=here, other=0.0)
-    elif SCALE == "e8m0":  # the bits of an exponent; 0 is 2^-127, which is subnormal
-        bits = tl.load(section(base, scale, tl.uint8) + to, mask=here, other=0).to(tl.int32)
-        s = tl.maximum(bits << 23, 1 << 22).to(tl.float32, bitcast=True)
+    elif SCALE == "e8m0":
+        s = e8m0(tl.load(section(base, scale, tl.uint8) + to, mask=here, other=0).to(tl.int32))
     elif SCALE == "e4m3":
         s = e4m3(tl.load(section(base, scale, tl.uint8) + to, mask=here, other=0).to(tl.int32))
     else:
@@ -314,10 +298,10 @@ def unpack(  # type: ignore[no-untyped-def]
     row, k = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS), at + tl.arange(0, BLOCK_COLUMNS)
     real = (row < count)[None, :]
     if (BITS == 3) | (BITS == 5):
-        codes = _codes(base, low, cols, block, at, True, BITS - 1)
-        codes += _codes(base, high, cols, block, at, True, 1) << (BITS - 1)
+        codes = _codes(base, low, cols, block, at, BITS - 1)
+        codes += _codes(base, high, cols, block, at, 1) << (BITS - 1)
     else:
-        codes = _codes(base, low, cols, block, at, True, BITS)
+        codes = _codes(base, low, cols, block, at, BITS)
     s, of_zero, here = _scale(base, scale, cols, block, k, SCALE, GROUP)
     if MANTISSA == 3:
         w = e4m3(codes)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch_products
 from expert_layers import RELEASED, random_expert
 from gpu_stand_in import kernels
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Matrix, Version
@@ -97,6 +100,27 @@ def test_many_tokens_are_torchs_product(version: Version, monkeypatch: pytest.Mo
         want = [torch.nn.functional.linear(x, cut[i : i + 16], of[i : i + 16]) for i in (0, 16, 32)]
         normal = (whole == 0) | (whole.abs() >= 2.0**-126)  # the interpreter rounds others in a way of its own
         assert torch.equal(module(x).T[normal], torch.cat(want, 1).T[normal])
+
+
+def test_what_a_slice_takes_is_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of one slice, and a slice's results where there are several: the numbers that torch allocates."""
+    taken: list[int] = []
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = function(*args, **(kwargs or {}))
+            if function is torch.ops.aten.new_empty.default:
+                taken.append(out.nbytes)
+            return out
+
+    module = packed(Matrix("m", 40, 200), Version.of("w4", 64), 0)
+    x = torch.zeros(17, 200, dtype=torch.bfloat16)
+    for size in (forms.SLICE, 2 * 200 * 16):
+        monkeypatch.setattr(forms, "SLICE", size)
+        taken.clear()
+        with Counted():
+            module(x)
+        assert sum(taken) == 17 * 40 * 2 + forms.slice_bytes(40, 200, 17)
 
 
 def test_other_inputs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,7 @@ def plain_config(config: Any) -> dict[str, Any]:
 
 def _measure(
     config: Any, dtype: torch.dtype, device: torch.device, layers: Sequence[ExpertLayer], workload: Workload,
-    packed: bool = False,
+    packed: bool,
 ) -> tuple[MeasuredNeeds, int]:  # fmt: skip
     from .skeleton import SHORT, Probe, skeleton  # which imports transformers' models
 
@@ -197,7 +197,7 @@ def _measure(
             widths += [cols for shapes in maps for _, cols in shapes]
             kept += backends.unpacked_bytes(tokens * batch, max(widths))
         elif packed:  # dense matrices may be: whichever are
-            kept = max(slice_bytes(*shape, tokens * batch) for shapes in maps for shape in shapes)
+            kept = max((slice_bytes(*shape, tokens * batch) for shapes in maps for shape in shapes), default=0)
     table = 0 if lone is None else lone[1].weight.nbytes
     return MeasuredNeeds(workload, shape, activations + kept, passes, kept, table), dense
 

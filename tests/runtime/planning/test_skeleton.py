@@ -67,5 +67,5 @@ def test_leaving_out_repeated_layers_changes_no_byte(family: str, kept: int, mon
     for instead in (counted, lambda self: None):
         monkeypatch.setattr(Probe, "shorten", instead)
         asked = Workload(kv_tokens=100, prefill_tokens=24, batch=2)
-        made.append(_measure(config, torch.bfloat16, torch.device("cpu"), layers, asked))
+        made.append(_measure(config, torch.bfloat16, torch.device("cpu"), layers, asked, False))
     assert made[0] == made[1] and numbers == [kept]

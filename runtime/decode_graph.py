@@ -1,10 +1,11 @@
 """Decode steps on a GPU as replays of CUDA graphs, unless MOEPACK_CUDA_GRAPH=off forbids it.
 
-A pass is captured when it has come WARM times with one token of each sequence, a static KV cache, and arguments of the
-same shapes. A graph reads addresses that never change: the pass's tensors, the handle table and the counters of a step
-are copied there and back on the step's stream. So policies go on changing versions between replays. What is read at
-other addresses, or decided by the host in a pass, is never captured: experts on the host or in pages, policies that
-make passes wait, padding. A budget holds back what graphs take.
+A pass is captured when it has come WARM times with one token of each sequence, arguments of the same shapes, and a KV
+cache that is static or, as the server's, found by a table. A graph reads addresses that never change: the pass's
+tensors, the handle table and the counters of a step are copied there and back on the step's stream. So policies go on
+changing versions between replays. What is read at other addresses, or decided by the host in a pass, is never
+captured: experts on the host or in pages, policies that make passes wait, padding. A budget holds back what graphs
+take.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from moepack.runtime.step import Step, opened
 
 VARIABLE = "MOEPACK_CUDA_GRAPH"
 WARM = 2  # passes before a capture: kernels are compiled, and libraries take their memory
-KEPT = 4  # graphs of one model
+KEPT = 20  # graphs of one model: the server has one for each number of sequences
 log = logging.getLogger("moepack.runtime")
 Forward = Callable[..., Any]
 
@@ -62,7 +63,7 @@ class _Captured:
     kind: Any  # the class of the model's output
     out: dict[str, Any]  # its parts, in the graph's memory, but for the cache: that would never be let go
     taken: int  # bytes of the device that the capture took
-    addresses: tuple[int, ...]  # of the cache, and of a table that never changes
+    addresses: tuple[int, ...]  # of the cache or its table, and of handles that never change
     step: Step  # kept: its snapshots' tensors are views of `words`
 
 
@@ -74,6 +75,7 @@ class DecodeGraphs:
         self._layers, self._lock = tuple(layers), threading.Lock()
         self._seen: dict[Any, int] = {}
         self._made: dict[Any, _Captured | None] = {}  # None: it could not be captured
+        self._outs: dict[Any, Tensor] = {}  # outputs, of which each replay's are copied before the next
 
     def run(
         self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], step: Step, given: Any, bounded: bool
@@ -95,10 +97,11 @@ class DecodeGraphs:
         if key is None:
             return None
         stream = graphs.stream(self._layers[0].of.device)
+        owner = cache if step.packed is None else step.packed.table
         key = (
             stream,
             key,
-            id(cache),
+            id(owner),
             tuple(map(id, step.watchers)),
             torch.is_inference_mode_enabled(),
             step.counters is None,
@@ -110,15 +113,15 @@ class DecodeGraphs:
                 self._seen[key] = self._seen.get(key, 0) + 1
                 if self._seen[key] <= WARM:
                     return None
-                self._keep(key, cache)
+                self._keep(key, owner)
             made = self._made.get(key)
-            if made is not None and made.addresses != _addresses(cache, step):
+            if made is not None and made.addresses != _addresses(owner, step):
                 del self._made[key]  # the cache was made anew, by another order of beams for example
                 return None
             if made is None and key in self._made:
                 return None
             if made is None:
-                made = self._capture(forward, (args, kwargs), tensors, step, cache, stream)
+                made = self._capture(forward, (args, kwargs), tensors, step, (cache, owner), stream)
                 if made is not None and bounded and made.taken + self._taken() > graphs.MEMORY:
                     log.warning("a decode step is not captured in a CUDA graph: it takes %d bytes", made.taken)
                     made = None
@@ -130,32 +133,39 @@ class DecodeGraphs:
 
     def _may(self, step: Step, given: dict[str, Any], cache: Any) -> bool:
         """Whether a graph may hold the pass."""
-        ids, counters = inputs(given), step.counters
-        if ids is None or ids.shape[1] != 1 or torch.is_grad_enabled() or not _is_static(cache):
+        ids, counters, packed = inputs(given), step.counters, step.packed
+        if ids is None or torch.is_grad_enabled():
             return False
+        tokens = ids.shape[0] * ids.shape[1]
+        if packed is None:
+            one_each = ids.shape[1] == 1 and _is_static(cache)
+        else:
+            one_each = packed is cache and packed.table is not None and not packed.table.by_address
         mask = given.get("attention_mask")
         if isinstance(mask, Tensor) and mask.ndim == 2:  # grows with every token
             return False
-        if step.packed is not None or step.importance is not None or step.loader is not None:
+        if not one_each or step.importance is not None or step.loader is not None:
             return False
         if counters is not None and (counters.mask is not None or counters.within):
             return False
         return all(
-            takes(layer, step, len(ids), 1) and not snapshot.places & PAGED and snapshot.places <= RUN_THERE
+            takes(layer, step, tokens, 1) and not snapshot.places & PAGED and snapshot.places <= RUN_THERE
             for layer, snapshot in zip(self._layers, step.snapshots, strict=True)
         )
 
-    def _keep(self, key: Any, cache: Any) -> None:
-        """Make room for one more graph, which goes with its cache."""
+    def _keep(self, key: Any, owner: Any) -> None:
+        """Make room for one more graph, which goes with its cache or table."""
         while len(self._made) >= KEPT:
             self._made.pop(next(iter(list(self._made))), None)
         self._seen.pop(key, None)
-        weakref.finalize(cache, self._made.pop, key, None).atexit = False
+        weakref.finalize(owner, self._made.pop, key, None).atexit = False
 
     def _capture(
-        self, forward: Forward, of: tuple[Any, Any], tensors: list[Tensor], step: Step, cache: Any, stream: int
+        self, forward: Forward, of: Any, tensors: list[Tensor], step: Step, into: tuple[Any, Any], stream: int
     ) -> _Captured | None:
-        device, counters, words = self._layers[0].of.device, None, None
+        (cache, owner), device, counters, words = into, self._layers[0].of.device, None, None
+        if step.packed is not None:
+            step.packed.write_table()  # which is no part of the graph
         with torch.inference_mode(False):
             own = [t.detach().clone() for t in tensors]
             if step.counters is not None:
@@ -165,12 +175,14 @@ class DecodeGraphs:
         seen = step.snapshots if words is None else [s.over(w) for s, w in zip(step.snapshots, words, strict=True)]
         inner = replace(step, snapshots=tuple(seen), counters=counters, table=None, routed=None)
         args, kwargs = _with(of, iter(own))
-        outs: list[Any] = []
+        out, kind = dict[str, Any](), list[Any]()
 
         def run() -> None:
             if counters is not None:
                 counters.zero()
-            outs.append(forward(*args, **kwargs))
+            made = forward(*args, **kwargs)
+            out.update((k, None if v is cache else self._kept(stream, k, v, own[0])) for k, v in made.items())
+            kind.append(type(made))
 
         try:
             # Graphs of one stream run one after another, and their outputs are copied: they may share memory.
@@ -181,12 +193,26 @@ class DecodeGraphs:
         except Exception as error:  # of any kind, from a family's code
             log.warning("a decode step is not captured in a CUDA graph: %s", str(error).splitlines()[0])
             return None
-        log.info("a decode step of %d sequences is now a CUDA graph", len(own[0]))
-        taken, out = graphs.reserved(device) - before, {k: None if v is cache else v for k, v in outs[0].items()}
-        return _Captured(graph, own, words, counters, type(outs[0]), out, taken, _addresses(cache, step), inner)
+        inner.packed = inner.outer = None  # which hold sequences and memory of this pass
+        log.info("a decode step of %d sequences is now a CUDA graph", own[0].shape[0] * own[0].shape[1])
+        taken = graphs.reserved(device) - before
+        return _Captured(graph, own, words, counters, kind[0], out, taken, _addresses(owner, step), inner)
+
+    def _kept(self, stream: int, name: str, made: Any, ids: Tensor) -> Tensor:
+        """Copy a part of a pass's output to where graphs of one stream and about as many tokens keep theirs."""
+        if not isinstance(made, Tensor):
+            raise RuntimeError(f"the pass returns {name}, which is no tensor")
+        tokens = ids.shape[0] * ids.shape[1]
+        room = made.numel() // tokens * (1 << (tokens - 1).bit_length())
+        with torch.inference_mode(False):
+            if (key := (stream, name, made.dtype, room)) not in self._outs:
+                self._outs[key] = made.new_empty(room)
+            return self._outs[key][: made.numel()].view(made.shape).copy_(made)
 
     def _replay(self, made: _Captured, tensors: list[Tensor], step: Step, cache: Any) -> Any:
         with torch.no_grad():
+            if step.packed is not None:
+                step.packed.write_table()
             for to, source in zip(made.given, tensors, strict=True):
                 to.copy_(source, non_blocking=True)
             if made.words is not None:
@@ -194,8 +220,7 @@ class DecodeGraphs:
             made.graph.replay()
             if made.counters is not None:
                 made.counters.copy_to(step.counters)
-            out = {k: v.clone() if isinstance(v, Tensor) else v for k, v in made.out.items()}
-            return made.kind(**{k: cache if v is None else v for k, v in out.items()})
+            return made.kind(**{k: cache if v is None else v.clone() for k, v in made.out.items()})
 
 
 def _is_static(cache: Any) -> bool:
@@ -209,9 +234,12 @@ def _is_static(cache: Any) -> bool:
     )
 
 
-def _addresses(cache: Any, step: Step) -> tuple[int, ...]:
-    """What a graph reads beside its own tensors."""
-    held = [t.data_ptr() for x in cache.layers for t in (x.keys, x.values, x.cumulative_length)]
+def _addresses(owner: Any, step: Step) -> tuple[int, ...]:
+    """What a graph reads beside its own tensors: of a static cache or a table, and handles."""
+    if step.packed is not None:
+        held = [owner.there.data_ptr()]
+    else:
+        held = [t.data_ptr() for x in owner.layers for t in (x.keys, x.values, x.cumulative_length)]
     if step.table is None:
         held += [s.device_table().data_ptr() for s in step.snapshots]
     return tuple(held)

@@ -60,8 +60,10 @@ class PackedCache:
     """A KV cache whose passes read [1, tokens]: tokens of several sequences, one after another.
 
     The server's cache implements it (moepack/server/batching/packed_cache.py). The KV reserve and the sequences ask it
-    about the pass that is about to begin; attention calls `attend`.
+    about the pass that is about to begin; attention calls `attend`. A pass of few tokens on a GPU has a `table`.
     """
+
+    table: Any = None  # where the running pass's launches find the sequences' memory (`RowTable`); else None
 
     def sequences(self) -> Sequence[tuple[Any, int, bool]]:
         """Return each sequence in order: its own cache, its number of tokens, and whether they are of a prompt."""
@@ -69,6 +71,14 @@ class PackedCache:
 
     def needed(self) -> tuple[int, int]:
         """Return the bytes of all sequences' caches in the pass, and the longest sequence's tokens after it."""
+        raise NotImplementedError
+
+    def write_table(self) -> None:
+        """Write the table of the running pass, unless it has none or that was done."""
+        raise NotImplementedError
+
+    def written(self, layer: int) -> Tensor | None:
+        """Return a layer's part of the table, where a launch writes keys and values; None without a table."""
         raise NotImplementedError
 
     def attend(self, module: Any, query: Tensor, key: Tensor, scaling: float | None, sinks: Tensor | None) -> Tensor:

@@ -112,12 +112,22 @@ def beside(dtype: torch.dtype) -> Iterator[tuple[str, list[Launch]]]:
         if attend_triton.takes(query, cache, cache, mask):
             attend_triton.attend(query, cache, torch.empty_like(cache), length, mask, size**-0.5)
 
-    def heads(normed: bool, placed: bool) -> None:
+    def rows() -> torch.Tensor:
+        return zeros(attend_triton.FIELDS, attend_triton.SEQUENCES.value, dtype=torch.int64)
+
+    def of_rows(size: int, sinks: bool) -> None:
+        key, query = zeros(1, KEYS, 4, size), zeros(1, HEADS, 4, size)
+        if attend_triton.takes_rows(query, key, key):
+            own = zeros(HEADS) if sinks else None
+            attend_triton.attend_rows(query, KEYS, rows(), size**-0.5, 128 if sinks else None, own)
+        attend_triton.append(key, torch.empty_like(key), rows())
+
+    def heads(normed: bool, placed: str) -> None:
         keys, place = zeros(1, KEYS, 4096, SIZE), zeros(1, dtype=torch.int64)
         own = step_triton.HeadNorm(zeros(SIZE), "rounded", 1e-6) if normed else None
         x, angles = zeros(1, (HEADS + 2 * KEYS) * SIZE), zeros(1, SIZE)
-        where = (keys, torch.empty_like(keys), place) if placed else None
-        step_triton.rotate(x, angles, angles, (HEADS, KEYS), (own, own), place=where)
+        static = (keys, torch.empty_like(keys), place) if placed else None
+        step_triton.rotate(x, angles, angles, (HEADS, KEYS), (own, own), place=rows() if "rows" in placed else static)
 
     def norm(cols: int) -> None:
         step_triton.norm(zeros(1, cols), zeros(cols), "rounded", 1e-6)
@@ -129,7 +139,9 @@ def beside(dtype: torch.dtype) -> Iterator[tuple[str, list[Launch]]]:
     ways: dict[str, Callable[[], None]] = {"of experts": total}
     ways |= {f"{n} {t}x{c}": partial(routing, form, t, c) for n, form in ROUTERS.items() for t, c in sizes}
     ways |= {f"{n}{' masked' * m}": partial(attention, n, m) for n in (64, 128, 256) for m in choices}
-    ways |= {f"heads{' normed' * n}{' placed' * p}": partial(heads, n, p) for n in choices for p in choices}
+    ways |= {f"{n} of rows{' with sinks' * s}": partial(of_rows, n, s) for n in (64, 128, 256) for s in choices}
+    places = ("", " placed", " placed in rows")
+    ways |= {f"heads{' normed' * n}{p}": partial(heads, n, p) for n in choices for p in places}
     ways |= {f"{cols}": partial(norm, cols) for cols in (2048, 7168)}
     for name, way in ways.items():
         with FakeTensorMode(), launched() as kept:

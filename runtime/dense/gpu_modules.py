@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from moepack.pack.spec import ExpertLayer
 from moepack.runtime.experts.gpu import launch, takes
 from moepack.runtime.kernels.current import current
-from moepack.runtime.kernels.routing_triton import Routing, fits, route
+from moepack.runtime.kernels.routing_triton import Routing, choose, fits, route
 from moepack.runtime.kernels.step_triton import FORMS, HeadNorm, norm
 from moepack.runtime.step import step_of
 
@@ -237,12 +237,14 @@ def _served_router(kind: Any, router: _Router, of: Callable[[], Any]) -> type[nn
         experts: Any = getattr(of(), "_moepack", None)
         step = None if experts is None else step_of(experts.model)
         tokens = x.numel() // x.shape[-1]
-        if step is None or torch.compiler.is_compiling() or learns(x, self.weight):
-            return plain(self, x)
-        if not takes(experts, step, tokens, router.form.top_k):
+        if step is None or not tokens or torch.compiler.is_compiling() or learns(x, self.weight):
             return plain(self, x)
         logits = router.linear(self, x.reshape(tokens, -1))
         bias = None if router.correction is None else getattr(self, router.correction)
+        if not takes(experts, step, tokens, router.form.top_k):
+            with current(x.device):
+                index, gates = choose(router.form, logits, bias, router.gates)
+            return logits.to(router.logits), gates, index
         count = bool(experts.passes_on)
         made = launch(experts, step, router.form, count, logits=logits, bias=bias, dtype=router.gates)
         step.routed = experts.position, made, count

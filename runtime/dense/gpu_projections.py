@@ -1,13 +1,15 @@
-"""Attention of one token of each sequence on a GPU: queries, keys and values by one product and one launch.
+"""Attention on a GPU: queries, keys and values by one product and one launch.
 
-The three maps' weights become parts of one matrix. Its product is torch's, or, where they are packed, that of the
-experts' kernel. The launch normalises and rotates the heads, and writes keys and values where a static cache keeps
-them; attention over such a cache has a kernel, too. Modules are found and tried as by projections.py.
+The three maps' weights become parts of one matrix. Its product is torch's, or, where they are packed, that of packed
+matrices. The launch normalises and rotates the heads. Of one token of each sequence it also writes keys and values
+where a static cache, or a table of sequences' own memory, has them; attention over these has a kernel, too. Modules
+are found and tried as by projections.py.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +19,8 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from moepack.runtime.kernels.attend_triton import attend, takes
 from moepack.runtime.kernels.current import current
-from moepack.runtime.kernels.routing_triton import TOKENS
 from moepack.runtime.kernels.step_triton import rotate
+from moepack.runtime.step import PackedCache
 
 from .borrowed import SPECIAL
 from .gpu_modules import FLOATS, described
@@ -30,12 +32,10 @@ from .projections import MAPS, NORMS, serve_projections
 class GpuPlace:
     """What a module's launch reads."""
 
-    several = False
-
     def __init__(self, module: Any, modules: dict[str, Any], norms: Any, shared: bool, dtype: torch.dtype) -> None:
         """Move the maps' weights into one matrix, of which their modules keep their rows."""
         maps = [modules[name] for name in MAPS]
-        self.most, self._modules, self._norms, self._shared = TOKENS, modules, norms, shared
+        self.most, self._modules, self._norms, self._shared = sys.maxsize, modules, norms, shared
         with torch.no_grad(), torch.inference_mode(False):
             self._map = _joined(maps)
         self.dtype, self.device = dtype, _weight_of(maps[0]).device
@@ -59,20 +59,26 @@ class GpuPlace:
 
     def run(self, x: Tensor, turn: tuple[Tensor, Tensor], cache: Any, number: int, others: Any) -> tuple[Tensor, ...]:
         """Return queries, keys and values of `x`; these two are all that layer `number` of the cache then holds."""
-        made = self._map(x.view(len(x), -1))
-        cos, sin = (t.reshape(len(x), -1) for t in turn)
-        layer = _static(cache, number, made.dtype)
-        place = None if layer is None else (layer.keys, layer.values, layer.cumulative_length)
+        batch, tokens = x.shape[:2]
+        made = self._map(x.view(batch * tokens, -1))
+        cos, sin = (t.reshape(batch * tokens, -1) for t in turn)
+        rows = cache.written(number) if isinstance(cache, PackedCache) else None
+        layer = _static(cache, number, made.dtype) if tokens == 1 else None
+        place = rows if layer is None else (layer.keys, layer.values, layer.cumulative_length)
         with current(x.device):
             query, key, value = rotate(made, cos, sin, self._heads, self._norms, self._shared, place)
+        if rows is not None:
+            return query.transpose(0, 2), key, value
+        if tokens > 1:
+            query, key, value = (y.view(batch, tokens, -1, y.shape[3]).transpose(1, 2) for y in (query, key, value))
         if layer is not None:
             layer.cumulative_length.add_(1)
             return query, key, value
         return query, *((key, value) if cache is None else cache.update(key, value, number, kwargs=others))
 
     def mask(self, mask: Tensor | None) -> Tensor | None:
-        """Return a mask of attention as numbers to add, made once a step: torch would make them in every layer."""
-        if mask is None or mask.dtype != torch.bool:
+        """Return one token's mask as numbers to add, made once a step: torch would make them in every layer."""
+        if mask is None or mask.dtype != torch.bool or mask.shape[-2] > 1:
             return mask
         made: Tensor | None = getattr(mask, "_moepack_added", None)
         if made is None:

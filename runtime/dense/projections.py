@@ -46,7 +46,6 @@ class _Place:
     most: int  # tokens
     device: torch.device
     dtype = torch.bfloat16
-    several = True  # whether a sequence may have several tokens
 
     def holds(self, module: nn.Module) -> bool:
         """Whether the module's maps and norms are as they were: the same, at their addresses, frozen, without hooks."""
@@ -150,11 +149,12 @@ def _served(kind: Any, cache_name: str) -> Any:
         place: _Place | None = self._moepack_projection
         if args or place is None or torch.compiler.is_compiling() or not older.isdisjoint(kwargs):
             return plain(self, *args, **kwargs)
+        cache = kwargs.get(cache_name)
         if not _fits(x, turn, place) or not place.holds(self):
             return plain(self, *args, **kwargs)
         assert x is not None and turn is not None
         others = {name: given for name, given in kwargs.items() if name not in own}
-        query, key, value = place.run(x, turn, kwargs.get(cache_name), self.layer_idx, others)
+        query, key, value = place.run(x, turn, cache, self.layer_idx, others)
         if "sliding_window" in reads:
             of = self if hasattr(self, "sliding_window") else self.config
             others["sliding_window"] = getattr(of, "sliding_window", None)
@@ -163,7 +163,7 @@ def _served(kind: Any, cache_name: str) -> Any:
         named = self.config._attn_implementation
         attention = names[REGISTRY].get_interface(named, names["eager_attention_forward"])
         if named == "sdpa":
-            attention = place.attention(attention, kwargs.get(cache_name), self.layer_idx)
+            attention = place.attention(attention, cache, self.layer_idx)
         dropout = self.attention_dropout if self.training else 0.0
         out, weights = attention(
             self,
@@ -188,7 +188,6 @@ def _fits(x: Any, turn: Any, place: _Place) -> bool:
     return (
         x.dtype == place.dtype
         and x.dim() == 3
-        and (place.several or x.shape[1] == 1)
         and 0 < tokens <= place.most
         and x.is_contiguous()
         and not learns(x)

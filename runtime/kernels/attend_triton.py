@@ -1,8 +1,11 @@
-"""Attention of one new token of each sequence over a static KV cache on a GPU, in two launches that wait for nothing.
+"""Attention of one new token of each sequence over a KV cache on a GPU, in two launches that wait for nothing.
 
 The keys of a sequence are divided among programs, so that a long cache fills a GPU (flash decoding, Dao et al., 2023);
 the second launch joins what they found. How many tokens the cache holds is read on the device. Heads of queries that
 share a head of keys are rows of one product. Sums are float32; weights of values are rounded as values are.
+
+A cache is one tensor for all sequences (`attend`), or has memory of its own for each of them (`attend_rows`). Where
+that lies, and how much of it is filled, then stands in a table on the device: so a CUDA graph may hold the launches.
 """
 
 from __future__ import annotations
@@ -18,18 +21,38 @@ from .routing_triton import power
 KEYS: tl.constexpr = tl.constexpr(64)  # of a step of a program
 QUERIES: tl.constexpr = tl.constexpr(16)  # the least rows that tensor cores take
 PROGRAMS, SPLITS = 128, 32  # about as many as GPUs have multiprocessors; the most of a sequence's head
+# A layer's table is int64 [4, SEQUENCES]: by sequence the addresses of its keys and of its values, [heads, room, size],
+# the tokens that they hold with the new one, and their room.
+SEQUENCES: tl.constexpr = tl.constexpr(16)
+FIELDS = 4
+SIZES = (32, 64, 128, 256)  # of heads
 
 
-@triton.jit(do_not_specialize=["room", "stride"])  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
+def _row(field, sequence, OF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return a pointer to what a field of a table says of a sequence."""
+    return tl.multiple_of(tl.load(field + sequence).to(tl.pointer_type(OF)), 16)
+
+
+@triton.jit(do_not_specialize=["room", "stride", "window"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    query, keys, values, length, mask, part, most, sums, room, stride, scale,
+    query, keys, values, length, mask, rows, part, most, sums, room, stride, window, scale,
     HEADS: tl.constexpr, OF: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, MASKED: tl.constexpr,
-    WIDE: tl.constexpr,
+    ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence = head // HEADS
-    tokens = tl.minimum(tl.load(length).to(tl.int32), room)  # a step past a full cache writes nothing, but counts
-    share = (tokens + SPLITS * KEYS - 1) // (SPLITS * KEYS) * KEYS
+    of: tl.constexpr = query.dtype.element_ty
+    if ROWS:
+        of_keys, of_values = _row(rows, sequence, of), _row(rows + SEQUENCES, sequence, of)
+        tokens = tl.load(rows + 2 * SEQUENCES + sequence).to(tl.int32)
+        begins = head % HEADS * tl.load(rows + 3 * SEQUENCES + sequence)
+        low = tl.maximum(tokens - window, 0)
+    else:
+        of_keys, of_values = keys, values
+        tokens = tl.minimum(tl.load(length).to(tl.int32), room)  # a step past a full cache writes nothing, but counts
+        begins, low = head * room, 0
+    share = (tokens - low + SPLITS * KEYS - 1) // (SPLITS * KEYS) * KEYS
     row, d = tl.arange(0, QUERIES), tl.arange(0, SIZE)
     there = (row < OF)[:, None]
     q = tl.load(query + (head * OF + row)[:, None] * SIZE + d[None, :], mask=there, other=0.0)
@@ -38,12 +61,12 @@ def _attend(  # type: ignore[no-untyped-def]
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     out = tl.zeros([QUERIES, SIZE], tl.float32)
-    for first in range(split * share, tl.minimum((split + 1) * share, tokens), KEYS):
+    for first in range(low + split * share, tl.minimum(low + (split + 1) * share, tokens), KEYS):
         key = first + tl.arange(0, KEYS)
         here = key < tokens
-        at = (head * room + key)[:, None] * SIZE + d[None, :]
-        k = tl.load(keys + at, mask=here[:, None], other=0.0)
-        v = tl.load(values + at, mask=here[:, None], other=0.0)
+        at = (begins + key)[:, None] * SIZE + d[None, :]
+        k = tl.load(of_keys + at, mask=here[:, None], other=0.0)
+        v = tl.load(of_values + at, mask=here[:, None], other=0.0)
         if WIDE:
             k, v = k.to(tl.float32), v.to(tl.float32)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -64,28 +87,45 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _join(part, most, sums, out, OF: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _join(  # type: ignore[no-untyped-def]
+    part, most, sums, sinks, out, OF: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr
+):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)  # of queries
     split, d = tl.arange(0, SPLITS), tl.arange(0, SIZE)
     at = (head // OF * SPLITS + split) * OF + head % OF
     top = tl.load(most + at)
     highest = tl.max(top, 0)
+    if SINKS > 0:
+        sink = tl.load(sinks + head % SINKS).to(tl.float32)
+        highest = tl.maximum(highest, sink)
     scale = tl.exp(top - tl.where(highest == float("-inf"), 0.0, highest))
     total = tl.sum(tl.load(sums + at) * scale, 0)
+    if SINKS > 0:
+        total += tl.exp(sink - highest)
     value = tl.sum(tl.load(part + at[:, None] * SIZE + d[None, :]) * scale[:, None], 0)
     tl.store(out + head * SIZE + d, (value / total).to(out.dtype.element_ty))
 
 
+@triton.jit(do_not_specialize=["key_head", "key_token", "value_head", "value_token"])  # type: ignore[untyped-decorator]
+def _append(  # type: ignore[no-untyped-def]
+    key, value, rows, key_head, key_token, value_head, value_token, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    sequence, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, COLUMNS)
+    room = tl.load(rows + 3 * SEQUENCES + sequence)
+    at = head * room + tl.load(rows + 2 * SEQUENCES + sequence) - 1
+    k = tl.load(key + head * key_head + sequence * key_token + d, mask=d < K_SIZE)
+    tl.store(_row(rows, sequence, key.dtype.element_ty) + at * K_SIZE + d, k, mask=d < K_SIZE)
+    v = tl.load(value + head * value_head + sequence * value_token + d, mask=d < V_SIZE)
+    tl.store(_row(rows + SEQUENCES, sequence, value.dtype.element_ty) + at * V_SIZE + d, v, mask=d < V_SIZE)
+
+
 def takes(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> bool:
     """Whether `attend` computes this: shapes and dtypes, without a look at values."""
-    sequences, heads, new, size = query.shape
+    sequences, _, new, size = query.shape
     if new != 1 or keys.shape != values.shape or keys.dim() != 4 or keys.shape[0] != sequences:
         return False
-    if not query.dtype == keys.dtype == values.dtype or keys.shape[3] != size or size not in (32, 64, 128, 256):
-        return False
-    if size * query.element_size() > 512:  # spills, and passes some GPUs' shared memory
-        return False
-    if heads % keys.shape[1] or heads // keys.shape[1] > QUERIES.value:
+    if not query.dtype == keys.dtype == values.dtype or keys.shape[3] != size or not _fits(query, keys.shape[1]):
         return False
     if mask is not None and (
         mask.dim() != 4 or mask.shape[0] not in (1, sequences) or mask.shape[1:3] != (1, 1)
@@ -93,6 +133,14 @@ def takes(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> b
     ):  # fmt: skip
         return False
     return query.is_contiguous() and keys.is_contiguous() and values.is_contiguous()
+
+
+def _fits(query: Tensor, heads: int) -> bool:
+    """Whether queries over so many heads of keys fit the kernel."""
+    size = query.shape[3]
+    if size not in SIZES or size * query.element_size() > 512:  # spills, and passes some GPUs' shared memory
+        return False
+    return not query.shape[1] % heads and query.shape[1] // heads <= QUERIES.value
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, length: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
@@ -105,20 +153,69 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, length: Tensor, mask: Te
         mask: [sequences or 1, 1, 1, room or more] is added to products; None adds nothing.
         scaling: of products of queries and keys.
     """
-    sequences, heads, _, size = query.shape
-    count = keys.shape[1]
-    splits = max(1, min(SPLITS, PROGRAMS // (sequences * count), power(triton.cdiv(keys.shape[2], KEYS.value))))
+    held = power(triton.cdiv(keys.shape[2], KEYS.value))
+    stride = 0 if mask is None or mask.shape[0] == 1 else mask.stride(0)
+    return _run(query, keys.shape[1], held, (keys, values, length, mask, None), keys.shape[2], stride, scaling)
+
+
+def takes_rows(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether `attend_rows` computes this, and `append` writes it: [1, heads, sequences, size]."""
+    if not query.dtype == key.dtype == value.dtype or not query.shape[3] == key.shape[3] == value.shape[3]:
+        return False
+    return 0 < query.shape[2] <= SEQUENCES.value and _fits(query, key.shape[1])
+
+
+def append(key: Tensor, value: Tensor, rows: Tensor) -> None:
+    """Write one new token of each sequence where a table says, in one launch.
+
+    Args:
+        key: and `value`, [1, heads, sequences, size], each of a size of its own; numbers of a head are contiguous.
+        rows: int64 [FIELDS, SEQUENCES], a layer's table.
+    """
+    _, heads, sequences, size = key.shape
+    strides = key.stride(1), key.stride(2), value.stride(1), value.stride(2)
+    columns = power(max(size, value.shape[3]))
+    _append[sequences, heads](
+        key, value, rows, *strides, K_SIZE=size, V_SIZE=value.shape[3], COLUMNS=columns, num_warps=1
+    )
+
+
+def attend_rows(
+    query: Tensor, heads: int, rows: Tensor, scaling: float, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """Return what queries read of sequences' own memory, the new token's included: [1, sequences, heads, size].
+
+    Args:
+        query: [1, heads of queries, sequences, size].
+        heads: of keys.
+        rows: int64 [FIELDS, SEQUENCES], a layer's table.
+        scaling: of products of queries and keys.
+        window: the last tokens that are read; None reads all.
+        sinks: [heads of queries], a logit beside the keys' in each softmax (gpt-oss).
+    """
+    own = query[0].transpose(0, 1).contiguous()[:, :, None]
+    given = None, None, None, None, rows
+    out = _run(own, heads, SPLITS, given, 0, 0, scaling, (1 << 31) - 1 if window is None else window, sinks)
+    return out.view(1, len(own), -1, query.shape[3])
+
+
+def _run(
+    query: Tensor, heads: int, most: int, of: tuple[Tensor | None, ...], room: int, stride: int, scaling: float,
+    window: int = 0, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Launch both kernels; a head's keys are divided among up to `most` programs."""
+    sequences, queries, _, size = query.shape
+    splits = max(1, min(SPLITS, PROGRAMS // (sequences * heads), most))
     splits = 1 << (splits.bit_length() - 1)
-    rows = sequences * heads * splits
-    room = query.new_empty(rows * (size + 2), dtype=torch.float32)
-    part, most, sums = room.split((rows * size, rows, rows))
-    out = query.new_empty(sequences, 1, heads, size)
-    shape, wide = {"OF": heads // count, "SIZE": size, "SPLITS": splits}, size * query.element_size() >= 512
-    _attend[sequences * count, splits](
-        query, keys, values, length, mask, part, most, sums, keys.shape[2],
-        0 if mask is None or mask.shape[0] == 1 else mask.stride(0), scaling,
-        HEADS=count, MASKED=mask is not None, WIDE=knobs.runtime.interpret, **shape,
+    rows = sequences * queries * splits
+    beside = query.new_empty(rows * (size + 2), dtype=torch.float32)
+    parts = beside.split((rows * size, rows, rows))
+    out = query.new_empty(sequences, 1, queries, size)
+    shape, wide = {"OF": queries // heads, "SIZE": size, "SPLITS": splits}, size * query.element_size() >= 512
+    _attend[sequences * heads, splits](
+        query, *of, *parts, room, stride, window, scaling,
+        HEADS=heads, MASKED=of[3] is not None, ROWS=of[4] is not None, WIDE=knobs.runtime.interpret, **shape,
         num_warps=8 if wide else 4, num_stages=2 if wide else 3,  # sm_86, 89 and 120 have 99 KiB of shared memory
     )  # fmt: skip
-    _join[(sequences * heads,)](part, most, sums, out, **shape, num_warps=2)
+    _join[(sequences * queries,)](*parts, sinks, out, **shape, SINKS=0 if sinks is None else queries, num_warps=2)
     return out

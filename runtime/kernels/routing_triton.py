@@ -1,4 +1,4 @@
-"""Routing on a GPU: of a few tokens scores, top-k, gates, counters and blocks of slots; of many, blocks alone.
+"""Routing on a GPU: of a few tokens scores, top-k, gates, counters and blocks of slots; of many, all but counters.
 
 `Routing` describes how a family's router makes gates of logits; of experts and gates that a family chose itself, the
 last launch makes blocks and counts. Nothing waits for the device, and every launch of a layer has the same arguments
@@ -247,6 +247,32 @@ def fits(tokens: int, top_k: int, experts: int) -> bool:
     return 0 < tokens <= TOKENS and 0 < top_k <= TOP_K and experts <= EXPERTS
 
 
+def choose(
+    form: Routing, logits: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return experts and gates, [tokens, top_k], of any number of tokens by one launch; arguments as of `route`."""
+    index, gates = _chosen(form, logits, dtype)
+    choice, warps = _choice(form, logits.shape[1])
+    _one[(len(logits),)](logits, bias, index, gates, **choice, num_warps=warps)
+    return index, gates
+
+
+def _chosen(form: Routing, logits: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """Return memory for experts and gates."""
+    shape = len(logits), form.top_k
+    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=dtype or logits.dtype)
+
+
+def _choice(form: Routing, experts: int) -> tuple[dict[str, Any], int]:
+    """Return a form as the kernels' constants, and the warps of a program."""
+    lanes = power(experts)
+    return {
+        "EXPERTS": experts, "TOP_K": form.top_k, "SCORES": form.scores, "NORMED": form.normed, "SCALE": form.scale,
+        "BIASED": form.biased, "GROUPS": form.groups, "KEPT": form.kept, "TWO": form.by == "two",
+        "LANES": lanes, "SLOTS": power(form.top_k), "MOST": power(form.groups),
+    }, 1 if lanes <= 256 else 4  # fmt: skip
+
+
 def route(
     form: Routing,
     table: Tensor,
@@ -279,21 +305,12 @@ def route(
         raise ValueError(f"routing of {tuple(x.shape)} among {count} experts: {form}")
     tokens, slots = len(x), len(x) * form.top_k
     room = torch.empty(slots * (4 + width), dtype=torch.int32, device=x.device)
-    if given is None:
-        index = torch.empty(tokens, form.top_k, dtype=torch.int64, device=x.device)
-        gates = torch.empty(tokens, form.top_k, dtype=dtype or x.dtype, device=x.device)
-    else:
-        index, gates = given
+    index, gates = _chosen(form, x, dtype) if given is None else given
     made, masked = tally or _NOWHERE, tally is not None and tally.mask is not None
-    choice: dict[str, Any] = {
-        "EXPERTS": count, "TOP_K": form.top_k, "SCORES": form.scores, "NORMED": form.normed, "SCALE": form.scale,
-        "BIASED": form.biased, "GROUPS": form.groups, "KEPT": form.kept, "TWO": form.by == "two",
-        "LANES": power(count), "SLOTS": power(form.top_k), "MOST": power(form.groups),
-    }  # fmt: skip
-    warps = 1 if choice["LANES"] <= 256 else 4
+    choice, warps = _choice(form, count)
     if given is None and tokens * choice["SLOTS"] > 8:  # more scores or slots take more registers than a thread has
-        _one[(tokens,)](x, bias, index, gates, **choice, num_warps=warps)
-        x, given = index, (index, gates)
+        given = index, gates = choose(form, x, bias, dtype)
+        x = index
     _routing[(1,)](
         x, bias, index, gates, table, made.counts, made.sums, made.mask, index, gates, room, tokens,
         GIVEN=given is not None, COUNTS=tally is not None, SUMS=made.sums is not None, MASKED=masked, WIDTH=width,

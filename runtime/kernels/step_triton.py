@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .attend_triton import SEQUENCES, _row
 from .routing_triton import power
 
 FORMS = ("rounded", "wide", "added")  # times the weight after rounding; in float32; in float32, the weight plus one
@@ -75,7 +76,7 @@ class HeadNorm:
 def _rotate(  # type: ignore[no-untyped-def]
     x, cos, sin, q_weight, k_weight, place, query, key, value, most, q_epsilon, k_epsilon,
     Q_FORM: tl.constexpr, K_FORM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
-    TURNED: tl.constexpr, ANGLES: tl.constexpr, PLACED: tl.constexpr, COLUMNS: tl.constexpr,
+    TURNED: tl.constexpr, ANGLES: tl.constexpr, PLACED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     of: tl.constexpr = query.dtype.element_ty
@@ -85,8 +86,15 @@ def _rotate(  # type: ignore[no-untyped-def]
     row = x + (token * (QUERIES + 2 * KEYS) + head) * DIM
     mine = tl.load(row + d, mask=here, other=0.0).to(tl.float32)
     at = token * 0
-    if PLACED:
-        at = tl.load(place).to(tl.int64)
+    if ROWS:
+        of_keys, of_values = _row(place, token, of), _row(place + SEQUENCES, token, of)
+        at += tl.load(place + 2 * SEQUENCES + token) - 1
+        room, begins = tl.load(place + 3 * SEQUENCES + token), 0
+    else:
+        of_keys, of_values = key, value
+        room, begins = most, token * KEYS
+        if PLACED:
+            at = tl.load(place).to(tl.int64)
     if head < QUERIES + KEYS:
         partner = tl.load(row + other, mask=here, other=0.0).to(tl.float32)
         total = tl.sum(mine * mine, 0) / DIM
@@ -106,16 +114,16 @@ def _rotate(  # type: ignore[no-untyped-def]
         s = tl.load(sin + token * ANGLES + d % ANGLES, mask=d < TURNED, other=0.0).to(tl.float32)
         turned = tl.where(d < half, -partner, partner)
         mine = tl.where(d < TURNED, _rounded(_rounded(mine * c, of) + _rounded(turned * s, of), of), mine)
-    fits = here & (at + d < most + d)  # numbers of one shape, as Triton's interpreter wants them
+    fits = here & (at + d < room + d)  # numbers of one shape, as Triton's interpreter wants them
     if head < QUERIES:
         tl.store(query + (token * QUERIES + head) * DIM + d, mine.to(of), mask=here)
     else:
         if head < QUERIES + KEYS:
-            to = ((token * KEYS + head - QUERIES) * most + at) * DIM
-            tl.store(key + to + d, mine.to(of), mask=fits)
+            to = ((begins + head - QUERIES) * room + at) * DIM
+            tl.store(of_keys + to + d, mine.to(of), mask=fits)
         else:
-            to = ((token * KEYS + head - QUERIES - KEYS) * most + at) * DIM
-            tl.store(value + to + d, mine.to(of), mask=fits)
+            to = ((begins + head - QUERIES - KEYS) * room + at) * DIM
+            tl.store(of_values + to + d, mine.to(of), mask=fits)
 
 
 def rotate(
@@ -125,7 +133,7 @@ def rotate(
     heads: tuple[int, int],
     norms: tuple[HeadNorm | None, HeadNorm | None],
     shared: bool = False,
-    place: tuple[Tensor, Tensor, Tensor] | None = None,
+    place: tuple[Tensor, Tensor, Tensor] | Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise and rotate the heads of one token of each sequence, in one launch.
 
@@ -137,24 +145,28 @@ def rotate(
         norms: of queries and of keys.
         shared: whether both of a pair turn by one angle, so that twice as many turn as there are angles.
         place: a static cache's keys and values, [batch, heads, tokens, dim], contiguous, and the token at which to
-            write, an integer on the device; one past the cache writes nothing.
+            write, an integer on the device; one past the cache writes nothing. Or a layer's table of sequences' own
+            memory (attend_triton.py).
 
     Returns:
-        Queries [batch, heads, 1, dim]; keys and values of that shape, or the cache's.
+        Queries [batch, heads, 1, dim]; keys and values of that shape, or the cache's; for a table, the table.
     """
     queries, keys = heads
     batch, dim = len(x), x.shape[-1] // (queries + 2 * keys)
     query = x.new_empty(batch, queries, 1, dim)
     if place is None:
         key, value, at = x.new_empty(batch, keys, 1, dim), x.new_empty(batch, keys, 1, dim), None
+    elif isinstance(place, Tensor):
+        key, value, at = place, place, place
     else:
         key, value, at = place
     (q, q_form, q_epsilon), (k, k_form, k_epsilon) = (
         (None, "", 0.0) if n is None else (n.weight, n.form, n.epsilon) for n in norms
     )
+    in_rows = isinstance(place, Tensor)
     _rotate[batch, queries + 2 * keys](
-        x, cos, sin, q, k, at, query, key, value, key.shape[2], q_epsilon, k_epsilon,
+        x, cos, sin, q, k, at, query, key, value, 0 if in_rows else key.shape[2], q_epsilon, k_epsilon,
         Q_FORM=q_form, K_FORM=k_form, QUERIES=queries, KEYS=keys, DIM=dim, TURNED=cos.shape[-1] * (1 + shared),
-        ANGLES=cos.shape[-1], PLACED=at is not None, COLUMNS=power(dim), num_warps=1,
+        ANGLES=cos.shape[-1], PLACED=at is not None, ROWS=in_rows, COLUMNS=power(dim), num_warps=1,
     )  # fmt: skip
     return query, key, value

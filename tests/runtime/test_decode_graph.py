@@ -6,6 +6,7 @@ No GPU is there: torch's operations and Triton's launches are recorded on a stan
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -25,6 +26,9 @@ from moepack.pack.errors import InputError
 from moepack.runtime import attach, decode_graph
 from moepack.runtime.devices import graphs
 from moepack.runtime.experts import gpu as gpu_module
+from moepack.runtime.kernels import attend_triton
+from moepack.server.batching import packed_cache
+from moepack.server.batching.engine import Engine, StepInput
 
 RECIPE = """
 versions: [bf16, w4, w2]
@@ -63,12 +67,14 @@ def dense_kernels(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
 class Served:
     """A model whose versions change when a test lets them, and a static cache that holds a prompt."""
 
-    def __init__(self, path: Path, policy: str = LIVE, dense: str = "bf16") -> None:
-        given: Any = {"kv_tokens": 2 * TOKENS, "prefill_tokens": TOKENS, "dtype": torch.float32, "dense": dense}
+    def __init__(self, path: Path, policy: str = LIVE, dense: str = "bf16", tokens: int = 2 * TOKENS) -> None:
+        given: Any = {"kv_tokens": tokens, "prefill_tokens": TOKENS, "dtype": torch.float32, "dense": dense}
         self.model = load(path, policy, room=ROOM, **given)
         if (manager := self.model.moepack.manager) is not None:
-            self._round, manager.worker._round = manager.worker._round, lambda now: None
-            time.sleep(0.1)  # the round that runs ends
+            ended = threading.Event()
+            self._round, manager.worker._round = manager.worker._round, lambda now: ended.set()
+            manager.worker.wake()
+            assert ended.wait(20), "a round does not end"
         self.cache = self.filled()
 
     def filled(self) -> StaticCache:
@@ -184,6 +190,63 @@ def test_replays_are_the_steps(bundles: Any, gpu: StandIn, policy: str, monkeypa
     served.cache.layers[0].keys = served.cache.layers[0].keys.clone()  # as another order of beams does
     assert torch.equal(served.run(tokens, served.cache), served.run(tokens, other)), "a graph of other addresses ran"
     assert made[0].replays == PASSES - decode_graph.WARM
+
+
+def test_replays_of_the_servers_passes(bundles: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sequences of other lengths, one of which gets other memory meanwhile, and one of them alone.
+
+    Each step is also run, without graphs, by rows of their own. Bits are the same, promotions between, counts included.
+    """
+    made, passes = list[Any](), decode_graph.WARM + 2
+    monkeypatch.setattr(
+        graphs, "capture", lambda run, device, beside: made.append(fake_graph.capture(run, device)) or made[-1]
+    )
+    monkeypatch.setenv(decode_graph.VARIABLE, "on")
+    monkeypatch.setattr(attend_triton, "PROGRAMS", 4)  # the interpreter runs one after another
+    monkeypatch.setattr(packed_cache, "GRAIN", 8)
+    served = Served(bundles(2), tokens=1024)
+    del served.cache
+    wrapper, engine = served.model._moepack_wrapper, Engine(served.model, 64)
+    captures, wrapper.graphs = wrapper.graphs, None
+    prompts = [torch.randint(1, 4096, (n,)).tolist() for n in (3, 5)]
+    pairs = [[engine.add(len(p)) for p in prompts] for _ in range(2)]
+    for slots in pairs:
+        engine.run([StepInput(s, p) for s, p in zip(slots, prompts, strict=True)])
+    rooms = []
+    for step in range(2 * passes):
+        some = slice(0, 2 if step < passes else 1)
+        counts = served.model.moepack.manager.statistics._ended
+        outs = []
+        for slots, wrapper.graphs in zip(pairs, (None, captures), strict=True):
+            items = [StepInput(s, [5 + step + n]) for n, s in enumerate(slots[some])]
+            outs.append(torch.stack(engine.run(items)))
+        assert torch.equal(*outs), step
+        rooms.append([s.cache.room for s in pairs[1]])
+        eager, graph = (step.counters.counts for _, step in list(counts)[-2:])
+        assert torch.equal(eager, graph) and eager.sum() == 4 * len(items), step
+        served.promote()
+    assert rooms[0] == [8, 8] and rooms[-1][1] > 8, "no row was to get other memory"
+    assert [graph.replays for graph in made] == [2, 2]
+    mine, theirs = (slots[1].cache.layers for slots in pairs)
+    for a, b in zip(mine, theirs, strict=True):
+        assert a.end == b.end == 5 + passes
+        assert torch.equal(a.keys[:, :, : a.end], b.keys[:, :, : b.end])
+        assert torch.equal(a.values[:, :, : a.end], b.values[:, :, : b.end])
+    del mine, theirs, a, b
+    held = [weakref.ref(s.cache.layers[0].keys.untyped_storage()) for s in pairs[1]]
+    for slot in [*pairs[0], *pairs[1]]:
+        engine.remove(slot)
+    gc.collect()
+    assert [ref() for ref in held] == [None, None], "a graph holds a sequence's memory"
+    assert len(captures._made) == 2, "graphs outlive sequences"
+    slot, wrapper.graphs = engine.add(3), captures
+    engine.run([StepInput(slot, prompts[0])])
+    (made_by_graph,) = engine.run([StepInput(slot, [5])])
+    assert made[1].replays == 3
+    served.model.config._attn_implementation = engine._native
+    with torch.no_grad():
+        want = served.model(torch.tensor([[*prompts[0], 5]])).logits[0, -1:]
+    torch.testing.assert_close(made_by_graph, want, rtol=1e-4, atol=1e-5)
 
 
 def test_graphs_go_with_their_caches_and_take_what_a_budget_holds_back(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import moepack
 from moepack.generation import generate
 from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.options import LoadOptions
+from moepack.server.batching.engine import Engine, StepInput
 
 pytestmark = [
     pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
@@ -53,3 +55,22 @@ def test_replayed_steps_write_the_text_of_a_cpu(bundle: Path) -> None:
         for device in ("cuda", "cpu")
     ]
     assert texts[0] == texts[1]
+
+
+def test_the_servers_passes_are_those_of_a_cpu(bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Five sequences of lengths up to 90, which come and go; on the GPU their passes become graphs."""
+    caplog.set_level(logging.INFO, "moepack.runtime")
+    found = []
+    for device in ("cuda", "cpu"):
+        model = moepack.load(bundle, policy="static:w4", dtype="float32", device=device)
+        engine, outs = Engine(model, 128), list[torch.Tensor]()
+        slots = [engine.add(8) for _ in range(5)]
+        for n, slot in enumerate(slots):
+            engine.run([StepInput(slot, range(5 + n, 7 + 9 * n))])
+        for step in range(60):
+            some = slots[step // 20 :]
+            out = engine.run([StepInput(slot, [5 + (7 * step + n) % 200]) for n, slot in enumerate(some)])
+            outs += [x.double().cpu() for x in out if x is not None]
+        found.append(torch.cat(outs))
+    assert (found[0] - found[1]).norm() <= NEAR["float32"] * found[1].norm()
+    assert sum("is now a CUDA graph" in r.getMessage() for r in caplog.records) == 3

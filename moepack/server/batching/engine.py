@@ -24,6 +24,7 @@ from moepack.runtime.residency.kv_reserve import KvBudget
 
 from .packed_cache import NAME, CacheShape, NotPackable, PackedKvCache, RowInput, SequenceCache, windows_of
 from .prefixes import CHUNK
+from .row_table import RowTable
 
 log = logging.getLogger("moepack.server")
 # Passes of many lengths on one thread fragment the heap: 800 passes of up to 256 tokens left 200 MB of free holes.
@@ -73,6 +74,7 @@ class Engine:
         self.why_not_packed: str | None = None  # why each sequence has passes of its own; None if passes are packed
         self._windows: list[int | None] = []
         self._rows: PackedKvCache | None = None
+        self._table: RowTable | None = None
         serving = getattr(model, "moepack", None)
         self._watch: KvBudget | None = None if serving is None else serving.caches
         manager = None if serving is None else serving.manager
@@ -83,6 +85,7 @@ class Engine:
                 raise NotPackable("its policy reads attention weights")
             self._windows = windows_of(model.config)
             model.config._attn_implementation = NAME
+            self._table = RowTable.on(self.device, len(self._windows))
         except NotPackable as error:
             self._give_up(error)
         budget = None if serving is None else serving.budget_bytes
@@ -110,7 +113,7 @@ class Engine:
         if not self.is_packed:
             return CacheSlot()
         if self._rows is None:
-            self._rows = PackedKvCache(self._windows, self._shape(), self._step, self.most_kept)
+            self._rows = PackedKvCache(self._windows, self._shape(), self._step, self.most_kept, self._table)
         return CacheSlot(self._rows.add(wanted, keys))
 
     def remove(self, slot: CacheSlot) -> None:

@@ -2,6 +2,8 @@
 
 A pass reads [1, tokens]: some tokens of every running sequence, one after another. A row is one sequence's cache. Only
 attention combines tokens, and each sequence attends to its own row alone, so others do not change its result.
+
+On a GPU a pass of one token of each row finds them by a table (row_table.py): the same launches for any rows.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from moepack.runtime.step import PackedCache, Step, current, opened
 
 from .prefixes import CHUNK, Chunk, Prefixes
+from .row_table import END, ROOM, RowTable, Where, where
 
 NAME = "moepack_rows"  # packed attention's name in transformers' registry
 GRAIN = 32  # a row has room (allocated memory) for a multiple of this many tokens
@@ -56,6 +59,7 @@ class SequenceCache:
     keys: tuple[bytes, ...] = ()  # the prompt's `chunk_keys`
     length: int = 0  # cached tokens
     room: int = 0  # tokens for which the layers without a window have memory
+    where: Where | None = None  # where its layers lie, as the last pass by a table has written it
 
     def get_seq_length(self) -> int:
         """Cached tokens, under the name that transformers' caches use."""
@@ -125,10 +129,13 @@ class PackedKvCache(Cache, PackedCache):
     The KV budget (runtime/residency/kv_reserve.py) reads `held_bytes` and `needed`; policies read `sequences`.
     """
 
-    def __init__(self, windows: Sequence[int | None], shape: CacheShape | None, step: int, most_kept: int = 0) -> None:
+    def __init__(
+        self, windows: Sequence[int | None], shape: CacheShape | None, step: int, most_kept: int = 0,
+        table: RowTable | None = None,
+    ) -> None:  # fmt: skip
         """Start empty. `windows`: attention windows by layer, tokens, None for full; `step`: the most tokens a pass.
 
-        `most_kept` is the most bytes of kept chunks; 0 unless every layer is full.
+        `most_kept` is the most bytes of kept chunks; 0 unless every layer is full. `table` is the model's, on a GPU.
         """
         layers: list[Any] = [_Layer(self, n) for n in range(len(windows))]
         super().__init__(layers=layers)
@@ -138,6 +145,8 @@ class PackedKvCache(Cache, PackedCache):
         self.began = False  # whether the last pass has written into rows
         self._parts: list[_PassPart] = []
         self._passed: list[tuple[Tensor, Tensor] | None] = [None] * len(windows)
+        self._table, self._written = table, False
+        self.table: RowTable | None = None  # where the running pass finds its rows, if it does so by a table
 
     # --- rows
 
@@ -200,6 +209,9 @@ class PackedKvCache(Cache, PackedCache):
             chunks = self.prefixes.find(one.row.keys) if one.taken else []
             assert not one.taken or one.start <= CHUNK * len(chunks), "a chunk left after the pass was planned"
             self._parts.append(_PassPart(one, span, one.room, chunks, self.new_chunks(one)))
+        made = self._table
+        if made is not None and len(inputs) <= made.sequences:
+            self.table = made if all(x.count == 1 and x.row.length and not x.taken for x in inputs) else None
         try:
             with opened(Step(packed=self)):
                 yield
@@ -208,6 +220,7 @@ class PackedKvCache(Cache, PackedCache):
                 part.of.row.length, part.of.row.room = part.of.end, part.room
         finally:
             self._parts, self._passed = [], [None] * len(self.windows)
+            self.table, self._written = None, False
 
     def _keep(self, part: _PassPart) -> None:
         """Keep copies of the chunks that a pass has completed: no more than its claim counts."""
@@ -222,20 +235,60 @@ class PackedKvCache(Cache, PackedCache):
 
     # --- what models call
 
+    def write_table(self) -> None:
+        """Make room for the pass's tokens in every layer, and say in the table where they belong; once a pass."""
+        if self.table is None or self._written:
+            return
+        self.began = self._written = True
+        found = []
+        for part in self._parts:
+            row, at = part.of.row, part.of.row.where
+            grows = at is None or bool((at[:, END] >= at[:, ROOM]).any())
+            for layer, held in enumerate(row.layers):
+                held.end = self._room(part, layer, held.keys, held.values) if grows else held.end + 1
+            if at is None or grows:
+                at = row.where = where(row.layers)
+            else:
+                at[:, END] += 1
+            found.append(at)
+        self.table.write(found)
+
+    def written(self, layer: int) -> Tensor | None:
+        """Return a layer's part of the table, where a launch is to write the layer's keys and values.
+
+        None if the pass has no table. The part then stands for keys and values, as what `update` returns does.
+        """
+        if self.table is None:
+            return None
+        self.write_table()
+        made = self.table.there[layer]
+        self._passed[layer] = made, made
+        return made
+
+    def _room(self, part: _PassPart, layer: int, keys: Any, values: Any) -> int:
+        """Make room in a row's layer for the pass's tokens, like `keys` and `values`; return where they end."""
+        one, window, held = part.of, self.windows[layer], part.of.row.layers[layer]
+        end = held.end + one.taken + one.count
+        if held.keys is not None and end <= held.keys.shape[2]:
+            return end
+        size = part.room if window is None else min(part.room, window - 1 + self.step)
+        keep = held.end if window is None else min(held.end, window - 1)
+        held.keys = _moved(held.keys, held.end, keep, size, keys)
+        held.values = _moved(held.values, held.end, keep, size, values)
+        return keep + one.taken + one.count
+
     def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Append a layer's new keys and values [1, heads, tokens, dim] to the rows, and return both unchanged."""
+        self._passed[layer] = keys, values
+        if self.table is not None:
+            self.write_table()
+            self.table.append(layer, keys, values)
+            return keys, values
         self.began = True
         for part in self._parts:
-            one, window = part.of, self.windows[layer]
-            held = one.row.layers[layer]
-            end = held.end + one.taken + one.count
-            if held.keys is None or end > held.keys.shape[2]:
-                size = part.room if window is None else min(part.room, window - 1 + self.step)
-                keep = held.end if window is None else min(held.end, window - 1)
-                held.keys = _moved(held.keys, held.end, keep, size, keys)
-                held.values = _moved(held.values, held.end, keep, size, values)
-                end = keep + one.taken + one.count
-            assert held.values is not None
+            one, held, part.of.row.where = part.of, part.of.row.layers[layer], None
+            end = self._room(part, layer, keys, values)
+            assert held.keys is not None and held.values is not None
             for n in range(one.row.length // CHUNK, -(-one.start // CHUNK) if one.taken else 0):
                 kept, first = part.chunks[n].layers[layer], n * CHUNK
                 low, high = max(one.row.length, first), min(one.start, first + CHUNK)
@@ -244,7 +297,6 @@ class PackedKvCache(Cache, PackedCache):
             held.keys[:, :, end - one.count : end] = keys[:, :, part.span]
             held.values[:, :, end - one.count : end] = values[:, :, part.span]
             held.end = end
-        self._passed[layer] = keys, values
         return keys, values
 
     def attend(self, module: Any, query: Tensor, key: Tensor, scaling: float | None, sinks: Tensor | None) -> Tensor:
@@ -253,6 +305,12 @@ class PackedKvCache(Cache, PackedCache):
         passed = self._passed[layer]
         if passed is None or (expand is None and key is not passed[0]):
             raise NotPackable(f"{type(module).__name__} changes what its cache returns")
+        if self.table is not None:
+            one, window = self._parts[0].of.row.layers[layer], self.windows[layer]
+            made = None if expand is not None else self.table.attend(layer, query, one, scaling, window, sinks)
+            if made is not None:
+                return made
+            self.table.by_address = True
         out = []
         for part in self._parts:
             held = part.of.row.layers[layer]

@@ -67,6 +67,18 @@ def test_every_form(name: str, dtype: torch.dtype) -> None:
         check_blocks(made, experts)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "deepseek-v3", "gpt-oss"])
+def test_many_tokens(name: str) -> None:
+    from moepack.runtime.kernels.routing_triton import choose, reference
+
+    experts, form = forms()[name]
+    logits, bias = inputs(experts, 40, form.biased, torch.bfloat16)
+    index, gates = choose(form, logits.to(DEVICE), None if bias is None else bias.to(DEVICE), torch.float32)
+    want = reference(form, logits, bias)
+    assert torch.equal(index.cpu(), want[0]) and gates.dtype == torch.float32
+    torch.testing.assert_close(gates.cpu(), want[1], rtol=1e-6, atol=1e-30)
+
+
 def check_blocks(made: object, absent_from: int) -> None:
     """Each slot of an expert that is there is in one block of that expert."""
     index, geometry, seen = made.index.reshape(-1).tolist(), made.geometry, []

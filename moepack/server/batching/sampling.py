@@ -59,10 +59,20 @@ class Sampler:
         """Whether the grammar is complete."""
         return self._mask is not None and self._mask.is_done
 
-    def choose(self, logits: Tensor) -> Scored:
-        """Choose the next token from logits [vocabulary]."""
+    @property
+    def is_likeliest(self) -> bool:
+        """Whether the next token is the likeliest by the model's own logits."""
+        how = self._how
+        changes = self._mask is not None or how.presence or how.frequency or how.bias or how.repetition != 1.0
+        return self._random is None and not changes
+
+    def choose(self, logits: Tensor, likeliest: int | None = None) -> Scored:
+        """Choose the next token from logits [vocabulary]. `likeliest` is theirs, if `is_likeliest` and it is known."""
         how, changed = self._how, self._changed(logits)
-        token = int(changed.argmax()) if self._random is None else draw(changed, how, self._random)
+        if self._random is not None:
+            token = draw(changed, how, self._random)
+        else:
+            token = int(changed.argmax()) if likeliest is None else likeliest
         if how.presence or how.frequency or how.repetition != 1.0:
             self._counts[token] += 1
         if self._mask is not None:
@@ -87,6 +97,18 @@ class Sampler:
         if self._mask is not None:
             logits[~self._mask.allowed(len(logits)).to(device)] = -torch.inf
         return logits
+
+
+def likeliest_of(samplers: Sequence[Sampler | None], logits: Sequence[Tensor | None]) -> list[int | None]:
+    """Return the likeliest tokens by the last of sequences' logits, where samplers want them; wait for a GPU once."""
+    out: list[int | None] = [None] * len(logits)
+    pairs = enumerate(zip(samplers, logits, strict=True))
+    wanted = {n: x[-1] for n, (s, x) in pairs if s is not None and s.is_likeliest and x is not None}
+    if wanted:
+        found = torch.stack([*wanted.values()]).argmax(-1).tolist()
+        for n, token in zip(wanted, found, strict=True):
+            out[n] = token
+    return out
 
 
 def draw(logits: Tensor, how: Sampling, random: torch.Generator) -> int:

@@ -26,7 +26,7 @@ from .engine import CacheSlot, Engine, StepInput
 from .jobs import Job, JobEvent
 from .packed_cache import NotPackable
 from .prefixes import CHUNK, chunk_keys
-from .sampling import Sampler, Scored, scored
+from .sampling import Sampler, Scored, likeliest_of, scored
 from .text import Pieces, Stops
 from .tokens import Tokens
 from .turns import Turns
@@ -345,7 +345,10 @@ class Scheduler:
         if not any(item.is_prompt for _, item in planned):
             seconds, waited = time.monotonic() - began, self._engine.waited() - waited
             self.turns.record([one for one, _ in planned], ready, seconds, waited)
-        for (one, item), logits in zip(planned, out, strict=True):
+        likeliest: list[int | None] = [None] * len(out)
+        if self._engine.device.type != "cpu":
+            likeliest = likeliest_of([one.sampler for one, _ in planned], out)
+        for (one, item), logits, token in zip(planned, out, likeliest, strict=True):
             if item.is_prompt and not one.made:
                 self.totals.prompt_tokens += len(item.tokens)
                 one.cached += item.taken
@@ -353,7 +356,7 @@ class Scheduler:
                     self.totals.prefix_queries += len(one.job.prompt)
                     self.totals.prefix_hits += one.cached
             try:
-                self._read_logits(one, item, logits)
+                self._read_logits(one, item, logits, token)
             except Exception as error:
                 if not isinstance(error, ApiError):
                     log.exception("a sequence failed")
@@ -377,7 +380,7 @@ class Scheduler:
         else:
             self._drop([self._running.pop()], too_long(str(error)))
 
-    def _read_logits(self, one: _Sequence, item: StepInput, logits: Tensor | None) -> None:
+    def _read_logits(self, one: _Sequence, item: StepInput, logits: Tensor | None, likeliest: int | None) -> None:
         """Score prompt tokens, or choose the next token, by the logits of a sequence's last pass."""
         if logits is None:
             return
@@ -392,13 +395,13 @@ class Scheduler:
                 return
             prompt = tuple(one.prompt)
         if one.job.max_tokens:
-            self._append_token(one, logits[-1], prompt)
+            self._append_token(one, logits[-1], prompt, likeliest)
         else:
             self._finish(one, "length", prompt)
 
-    def _append_token(self, one: _Sequence, logits: Tensor, prompt: tuple[Scored, ...]) -> None:
+    def _append_token(self, one: _Sequence, logits: Tensor, prompt: tuple[Scored, ...], likeliest: int | None) -> None:
         assert one.sampler is not None
-        chosen = one.sampler.choose(logits)
+        chosen = one.sampler.choose(logits, likeliest)
         job, now = one.job, time.monotonic()
         job.first = job.first or now
         job.last = now

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moepack.server.batching.sampling import Sampler, Scored, draw, scored
+from moepack.server.batching.sampling import Sampler, Scored, draw, likeliest_of, scored
 from moepack.server.options import Sampling
 
 CPU = torch.device("cpu")
@@ -68,6 +68,19 @@ def test_repetition_by_hand() -> None:
     sampler = Sampler(Sampling(temperature=0, repetition=2.0), [0], CPU)
     assert sampler.choose(torch.tensor([0.0, 0.0, 0.0, 9.0])).token == 3
     assert sampler._changed(torch.tensor([4.0, 4.0, -4.0, -4.0])).tolist() == [2.0, 4.0, -4.0, -8.0]
+
+
+def test_the_likeliest_of_several_are_found_at_once() -> None:
+    """For samplers that take it, by their last logits; they choose it, and the others are as without it."""
+    how = Sampling(temperature=0), Sampling(), Sampling(temperature=0, bias={1: 0.1}), Sampling(temperature=0)
+    samplers = [*(Sampler(h, [0], CPU) for h in how), None, Sampler(Sampling(temperature=0, presence=0.1), [0], CPU)]
+    logits = [torch.stack([x, x.roll(n)]) for n, x in enumerate([LOGITS] * 6)]
+    assert likeliest_of(samplers, [*logits[:3], None, *logits[4:]]) == [0, None, None, None, None, None]
+    found = likeliest_of(samplers, logits)
+    assert found == [0, None, None, 3, None, None]
+    for n in (0, 3):
+        assert samplers[n].choose(logits[n][-1], found[n]) == samplers[n].choose(logits[n][-1])
+        assert samplers[n].choose(logits[n][-1], 2).token == 2, "what is known is not looked for again"
 
 
 def test_nothing_asked_for_changes_nothing() -> None:

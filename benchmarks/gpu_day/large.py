@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -17,6 +18,7 @@ import moepack
 from benchmarks.limited.shapes import SHAPES, text
 from moepack.families.arguments import with_cache
 from moepack.runtime.planning.exceeded import TooSmallError
+from moepack.server.batching.engine import Engine, StepInput
 
 from .rows import Entry, Measured, Rows, Setting
 from .served import FEW, captures, made_bundle
@@ -25,6 +27,7 @@ from .whole import calls_of
 WHOLE = SHAPES["qwen3-moe"]
 FOUR = SHAPES["four"]  # of the same sizes, in four layers: `--quick` on a GPU
 PROMPT, WARM, STEPS, ROOM = 512, 16, 48, 1024  # tokens: of a prompt, before the clock, on the clock, of the cache
+SEQUENCES, READ = (1, 4, 16), 64  # that the server decodes together, and tokens of each one's prompt
 HOTNESS = "hotness:hi=w4,lo=w2"
 BUDGETS = {  # bytes for the whole model; for a smaller one somewhat more than the least
     f"{HOTNESS} in 14 GB": (HOTNESS, 14e9),
@@ -40,6 +43,9 @@ def rows(setting: Setting) -> Rows:
     out["w4, dense w8: prompt of 512"] = Entry(lambda: prompt(setting), on_cpu=True)
     for kind in ("Launch", "Synchronize"):
         out[f"w4, dense w8: {kind.lower()} calls of a token"] = Entry(partial(calls, setting, kind), on_cpu=True)
+    for n in SEQUENCES:
+        work = partial(server, setting, n)
+        out[f"w4, dense w8: a step of the server, {n} sequence{'s' * (n > 1)}"] = Entry(work, on_cpu=n == 4)
     for label, (policy, budget) in BUDGETS.items():
         out[label] = Entry(partial(limited, setting, policy, budget), on_cpu=policy == HOTNESS)
     return out
@@ -122,16 +128,16 @@ def token(setting: Setting, graphs: bool) -> Measured:
     more = {"tokens/s": 1 / took, "p90 ms": 1e3 * statistics.quantiles(times, n=10)[8], "load s": loading, "log": said}
     more["MB taken by the cache and the graph"] = taken / 1e6
     if graphs:
-        more["kernels us"] = _kernels(model, cache, setting)
+        more["kernels us"] = _kernels(lambda: _pass(model, cache, _ids(setting)[1][:1], setting))
     return Measured(took * 1e3, "ms", 1e3 / rate if rate else None, more=more)
 
 
-def _kernels(model: Any, cache: Any, setting: Setting) -> dict[str, float]:
-    """Microseconds of a token, by kernel: the dearest."""
+def _kernels(run: Callable[[], object]) -> dict[str, float]:
+    """Microseconds of a pass, by kernel: the dearest."""
     from torch.profiler import ProfilerActivity, profile
 
     with torch.inference_mode(), profile(activities=[ProfilerActivity.CUDA]) as seen:
-        _pass(model, cache, _ids(setting)[1][:1], setting)
+        run()
     found = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)[:24]
     return {f"{e.count} {e.key[:60]}": e.self_device_time_total for e in found}
 
@@ -155,6 +161,39 @@ def calls(setting: Setting, kind: str) -> Measured:
         one = torch.ones(1, 1, dtype=torch.long, device=setting.torch)
         counted, more = calls_of(lambda: model(one, use_cache=True, **with_cache(model, cache)), kind, setting)
     return Measured(counted, "calls", limit=0 if kind == "Synchronize" else None, more=more)
+
+
+def server(setting: Setting, sequences: int) -> Measured:
+    """Milliseconds of a decoding pass of the server's engine, greedy choice included, in the median."""
+    model = _whole(setting)[0]
+    engine, wrapper = Engine(model, PROMPT, 0), model._moepack_wrapper
+    try:
+        slots = [engine.add(ROOM) for _ in range(sequences)]
+        ids = _ids(setting)[0]
+        for n, slot in enumerate(slots):
+            engine.run([StepInput(slot, ids[n * 7 :][:READ], is_prompt=True)])
+
+        def step(token: int) -> float:
+            began = time.perf_counter()
+            out = engine.run([StepInput(slot, [ids[token + n]]) for n, slot in enumerate(slots)])
+            torch.stack([o[-1].argmax() for o in out if o is not None]).tolist()
+            return time.perf_counter() - began
+
+        count = 4 if setting.small else STEPS
+        with captures() as said:
+            times = [step(n) for n in range(WARM * (not setting.small) + count)][-count:]
+            kernels = _kernels(lambda: step(0)) if setting.on_gpu else {}
+        captured, wrapper.graphs = wrapper.graphs, None
+        try:
+            eager = [step(n) for n in range(count // 4 + 1)]
+        finally:
+            wrapper.graphs = captured
+    finally:
+        model.config._attn_implementation = engine._native
+    took = statistics.median(times)
+    more = {"tokens/s": sequences / took, "launched one by one ms": 1e3 * statistics.median(eager), "log": said,
+            "kernels us": kernels}  # fmt: skip
+    return Measured(1e3 * took, "ms", more=more)
 
 
 def limited(setting: Setting, policy: str, budget: float) -> Measured:

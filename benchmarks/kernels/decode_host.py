@@ -4,12 +4,14 @@
 
 Needs no GPU: tensors lie in the host's memory and launches do nothing, so rows count Python alone, without torch's and
 Triton's launchers. `graph` replays a captured step (decode_graph.py): what remains is to open and close the step,
-to compare addresses, and to copy tensors. `eager` runs routers' and experts' code of every layer. In `moving` rows a
+to compare addresses, and to copy tensors. In `server` rows the step is one token of each of the server's sequences, and
+a table of where they lie is written, too. `eager` runs routers' and experts' code of every layer. In `moving` rows a
 version changes before every step. The middle of the steps; the target is the graph's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from typing import Any
@@ -29,10 +31,13 @@ from moepack.runtime.kernels import affine_triton, routing_triton, switch_triton
 from moepack.runtime.policies.contract import Needs
 from moepack.runtime.residency.routing_statistics import RoutingStatistics
 from moepack.runtime.step import NO_PROMPT, Step, opened
+from moepack.server.batching.packed_cache import PackedKvCache, RowInput
+from moepack.server.batching.row_table import RowTable
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, INNER = 48, 128, 8, 2048, 768
 MATRICES = (Matrix("gate_up", 2 * INNER, HIDDEN), Matrix("down", HIDDEN, INNER))
 VERSIONS = tuple(Version.of(name, 64) for name in ("w4", "w2"))
+SEQUENCES = 16  # of the server
 TARGET = 1.0  # milliseconds
 
 
@@ -70,17 +75,32 @@ class _CacheLayer:
         self.keys, self.values, self.cumulative_length = torch.zeros(8), torch.zeros(8), torch.tensor(0)
 
 
+def _pass(input_ids: torch.Tensor, **_: Any) -> dict[str, Any]:
+    """Stands for a model."""
+    return {"logits": input_ids.float()[..., None]}
+
+
+def _rows() -> PackedKvCache:
+    """The server's cache with sequences that have room for all steps."""
+    made = PackedKvCache([None] * LAYERS, None, 1, table=RowTable(LAYERS, torch.device("cpu")))
+    for row in (made.add(1) for _ in range(SEQUENCES)):
+        row.length = 1
+        for held in row.layers:
+            held.keys, held.values, held.end = torch.zeros(1, 1, 4096, 1), torch.zeros(1, 1, 4096, 1), 1
+    return made
+
+
 class Serving:
     """What a decode step passes through, from the wrapped forward to the counters' way to the policy."""
 
-    def __init__(self) -> None:
+    def __init__(self, several: bool) -> None:
         device, self.modules = torch.device("cpu"), [module_like() for _ in range(LAYERS)]
         self.room = [torch.zeros(v.resident_size(MATRICES) + 64, dtype=torch.uint8) for v in VERSIONS]
         self.room = [t[-t.data_ptr() % 64 :] for t in self.room]
         self.layers = [
             LayerExperts(ExpertLayer(i, "experts", EXPERTS, MATRICES), VERSIONS, device) for i in range(LAYERS)
         ]
-        self.epoch, self.key, self.cache = 0, object(), _Cache()
+        self.epoch, self.key, self.cache = 0, object(), _rows() if several else _Cache()
         for position, (layer, module) in enumerate(zip(self.layers, self.modules, strict=True)):
             layer.of.backend, layer.of.native, layer.of.launched = "triton", None, (0, 1)
             layer.model, layer.position = self.key, position
@@ -92,7 +112,8 @@ class Serving:
         self.x = torch.zeros(1, HIDDEN, dtype=torch.bfloat16)
         self.index = torch.arange(TOP_K)[None]
         self.gates = torch.ones(1, TOP_K)
-        self.given = {"input_ids": torch.zeros(1, 1, dtype=torch.int64), "cache": self.cache, "use_cache": True}
+        ids = torch.zeros(1, SEQUENCES if several else 1, dtype=torch.int64)
+        self.given = {"input_ids": ids, "cache": self.cache, "use_cache": True}
 
     def promote(self) -> None:
         """Give one expert its other version."""
@@ -106,19 +127,21 @@ class Serving:
         """Run one step, by a graph or layer by layer."""
         table = self.tables.take(self.epoch, tuple(layer.current for layer in self.layers))
         counters = self.statistics.counters(NO_PROMPT, None)
-        step = Step(self.key, table.snapshots, counters, table=table)
-        with opened(step):
-            if captured is None or captured.run(self.forward, (), self.given, step, self.given, False) is None:
+        step, rows = Step(self.key, table.snapshots, counters, table=table), self.cache
+        with contextlib.ExitStack() as stack:
+            if isinstance(rows, PackedKvCache):
+                stack.enter_context(rows.passing([RowInput(row, 1) for row in rows.rows]))
+            stack.enter_context(opened(step))
+            if captured is None or captured.run(_pass, (), self.given, step, self.given, False) is None:
                 self.forward()
         self.tables.give(table)
         self.statistics.ended(step)
         self.statistics.deliver(lambda event: None, lambda: [0] * LAYERS)
 
-    def forward(self, **given: Any) -> dict[str, Any]:
+    def forward(self) -> None:
         """Run every layer's experts."""
         for module in self.modules:
             experts_forward(module, self.x, self.index, self.gates)
-        return {"logits": self.x}
 
 
 def measure(steps: int) -> list[dict[str, Any]]:
@@ -133,12 +156,12 @@ def measure(steps: int) -> list[dict[str, Any]]:
         patch.object(switch_triton, "_sum", _Nothing()),
         patch.object(routing_triton, "_routing", _Nothing()),
         patch.object(torch_cuda, "is_gpu", lambda device: True),
-        patch.object(graphs, "capture", lambda run, device: (run(), _Nothing())[1]),
+        patch.object(graphs, "capture", lambda run, device, beside: (run(), _Nothing())[1]),
         torch.no_grad(),
     ):
-        for way in ("graph", "eager"):
-            serving = Serving()
-            captured = decode_graph.DecodeGraphs(serving.layers) if way == "graph" else None
+        for way in ("graph", "server", "eager"):
+            serving = Serving(way == "server")
+            captured = None if way == "eager" else decode_graph.DecodeGraphs(serving.layers)
             for moving in (False, True):
                 seconds = []
                 for _ in range(steps):
@@ -147,6 +170,7 @@ def measure(steps: int) -> list[dict[str, Any]]:
                     began = time.perf_counter()
                     serving.step(captured)
                     seconds.append(time.perf_counter() - began)
+                assert captured is None or all(captured._made.values()), "no graph was captured"
                 name = f"{way}, moving" if moving else way
                 rows.append({"step": name, "milliseconds": round(1e3 * statistics.median(seconds), 3)})
     return rows

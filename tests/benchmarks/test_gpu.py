@@ -35,7 +35,7 @@ def test_no_kernel_spills_or_passes_shared_memory() -> None:
     from benchmarks.resources import SHARED, STACK, committed
 
     table, _, _ = committed()
-    assert len(table) == 337 * len(SHARED)
+    assert len(table) == 367 * len(SHARED)
     assert all(t.stack <= STACK and t.shared <= SHARED[capability] << 10 for (_, capability), t in table.items())
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "benchmarks.resources", "--quick"]
@@ -70,3 +70,12 @@ def test_a_regression_is_missed() -> None:
     assert all(t.met for t in judged({key: table[key]}))
     for worse in ({"stack": 32}, {"shared": 1 << 20}, {"registers": 256}, {"load": 4}):
         assert sum(not t.met for t in judged({key: replace(table[key], **worse)})) == 1, worse
+
+
+def test_replayed_steps_are_measured_without_a_gpu() -> None:
+    """It stops where no graph was captured."""
+    from benchmarks.kernels.decode_host import measure
+
+    took = {r["step"]: r["milliseconds"] for r in measure(4)}
+    assert [*took] == [f"{way}{moving}" for way in ("graph", "server", "eager") for moving in ("", ", moving")]
+    assert min(took.values()) > 0

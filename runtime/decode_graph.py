@@ -89,15 +89,18 @@ class DecodeGraphs:
             given: the pass's arguments by name.
             bounded: whether the model has a budget, which holds back `graphs.MEMORY` for all graphs.
         """
-        cache = cache_of(given)
-        if not self._may(step, given, cache):
+        cache, packed = cache_of(given), step.packed
+        may = self._may(step, given, cache)
+        if packed is not None and packed.table is not None:
+            packed.table.is_replayed = may
+        if not may:
             return None
         tensors: list[Tensor] = []
         key = _key((args, kwargs), tensors, cache)
         if key is None:
             return None
         stream = graphs.stream(self._layers[0].of.device)
-        owner = cache if step.packed is None else step.packed.table
+        owner = cache if packed is None else packed.table
         key = (
             stream,
             key,
@@ -118,14 +121,14 @@ class DecodeGraphs:
             if made is not None and made.addresses != _addresses(owner, step):
                 del self._made[key]  # the cache was made anew, by another order of beams for example
                 return None
-            if made is None and key in self._made:
-                return None
-            if made is None:
+            if made is None and key not in self._made:
                 made = self._capture(forward, (args, kwargs), tensors, step, (cache, owner), stream)
                 if made is not None and bounded and made.taken + self._taken() > graphs.MEMORY:
                     log.warning("a decode step is not captured in a CUDA graph: it takes %d bytes", made.taken)
                     made = None
                 self._made[key] = made
+            if made is None and packed is not None:
+                owner.is_replayed = False
             return None if made is None else self._replay(made, tensors, step, cache)
 
     def _taken(self) -> int:

@@ -108,6 +108,12 @@ class Engine:
 
     # --- sequences
 
+    @property
+    def at_once(self) -> int | None:
+        """The most sequences that a replayed pass decodes; more in one pass take longer. None without replays."""
+        table, graphs = self._table, getattr(getattr(self._model, "_moepack_wrapper", None), "graphs", None)
+        return table.sequences if self.is_packed and table is not None and table.is_replayed and graphs else None
+
     def add(self, wanted: int, keys: tuple[bytes, ...] = ()) -> CacheSlot:
         """Add a sequence whose cache will soon hold `wanted` tokens; `keys` are its prompt's `chunk_keys`."""
         if not self.is_packed:

@@ -36,6 +36,7 @@ class RowTable:
         self.there = torch.zeros(layers, FIELDS, self.sequences, dtype=torch.int64, device=device)
         self._here: Where = np.zeros(self.there.shape, np.int64)
         self.by_address = False  # whether some layer's attention reads its rows at their own addresses
+        self.is_replayed = True  # whether passes by the table are replayed, or may come to be; set by decode_graph.py
 
     @classmethod
     def on(cls, device: torch.device, layers: int) -> RowTable | None:

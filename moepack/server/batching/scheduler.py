@@ -295,8 +295,9 @@ class Scheduler:
     def _next_inputs(self, keeps: int) -> list[tuple[_Sequence, StepInput]]:
         planned, room = [], self._token_limit
         being_read: set[tuple[bytes, ...]] = set()  # chunks that the step reads and keeps, by all keys up to theirs
-        decoding = self.turns.choose(self._decoding(), time.monotonic())
-        for one in decoding + [one for one in self._running if one.left > 1]:
+        reading = [one for one in self._running if one.left > 1]
+        at_once = None if reading else self._engine.at_once
+        for one in self.turns.choose(self._decoding(), time.monotonic(), at_once) + reading:
             if not room or (slot := one.slot) is None:
                 continue
             taken = min(self._engine.kept_ahead(slot), one.left - 1) if one.left > 1 else 0

@@ -39,11 +39,16 @@ class Turns(Generic[One]):
         self._tries = 0  # trials in vain since the number changed
         self._hold, self._patience = 0, 1  # windows until the next trial, and after the next one in vain
 
-    def choose(self, ready: Sequence[One], now: float) -> list[One]:
+    def choose(self, ready: Sequence[One], now: float, at_once: int | None = None) -> list[One]:
         """Return which of the sequences that could decode do so; `now` in seconds of any clock.
 
-        A turn ends after its time; who decoded longest ago is next. Who ends early is replaced at once.
+        A turn ends after its time; who decoded longest ago is next. Who ends early is replaced at once. Of those whose
+        turn it is, one step serves no more than `at_once`.
         """
+        mine = self._in_turn(ready, now)
+        return mine if at_once is None else sorted(mine, key=lambda one: one.served)[:at_once]
+
+    def _in_turn(self, ready: Sequence[One], now: float) -> list[One]:
         if self.most is None or len(ready) <= self.most:
             return list(ready)
         mine = [one for one in self._mine if one in ready and now < self._ends]

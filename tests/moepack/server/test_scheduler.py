@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -43,6 +44,7 @@ class Machine:
     before: Callable[[list[StepInput]], None] = lambda items: None
     gate: threading.Event | None = None
     most_kept = 0
+    at_once: int | None = None  # sequences of a decoding pass
     seconds: float = 0.0  # that passes waited for experts
     kept: int = 0  # tokens of kept chunks, of prompts that nobody asks for
 
@@ -186,6 +188,24 @@ def test_a_long_prompt_does_not_hold_others_up(bench: Any) -> None:
     assert [p[1] for p in reading] == [(7, 0), (7, 7), (7, 14), (7, 21), (7, 28), (5, 35)]
     assert all(p[0][0] == 1 for p in reading) and all(sum(n for n, _ in p) <= 8 for p in b.machine.passes)
     assert text(told) == expected(list(range(40)), 3) and text(b.events[0]) == expected([1], 60)
+
+
+def test_no_more_decode_at_once_than_a_replayed_pass_holds(bench: Any) -> None:
+    """Five sequences by passes of two, in turn; a pass that reads a prompt may have more."""
+    served: list[list[int]] = []
+    machine = Machine(
+        at_once=2, gate=threading.Event(), before=lambda items: served.append([id(i.slot) for i in items])
+    )
+    b = bench(machine, sequences=5)
+    told = [b.ask([n + 1], 12) for n in range(5)]
+    b.machine.gate.set()
+    b.ended()
+    assert [text(events) for events in told] == [expected([n + 1], 12) for n in range(5)]
+    decoding = [p for p in b.machine.passes if all(before for _, before in p)]
+    assert max(map(len, decoding)) == 2 and len(decoding) >= 5 * 11 // 2
+    for slot in {slot for slots in served for slot in slots}:
+        when = [n for n, slots in enumerate(served) if slot in slots]
+        assert max(b - a for a, b in itertools.pairwise(when)) <= 6, "one waits longer than others"
 
 
 def test_answers_do_not_change_by_turns(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def attach(model: Any, bundle: Bundle, options: LoadOptions, dense: Sequence[Ver
             "give device= and device_memory= instead"
         )
     compiled = all(device.type == "cpu" and backends.backend(device) == "native" for device in devices)
-    kernels = compiled and _wanted()
+    kernels = compiled and serves_dense()
     if in_place := device_memory is not None and devices[0].type == "cpu":
         glibc.bound()  # at once: memory freed while loading goes back
         own(model, bundle, options.memory is not None)  # before matrices move to where kernels read them
@@ -75,7 +75,7 @@ def attach(model: Any, bundle: Bundle, options: LoadOptions, dense: Sequence[Ver
         bundle = within(bundle, bound, read, top_k(model.config), partial(read_rate, devices[0]))
     policy = choose_policy(options.policy, bundle, devices, device_memory is not None)
     replaced = _replaced(model, bundle) if kernels else {}
-    if all(torch_cuda.is_gpu(d) and backends.backend(d) == "triton" for d in devices) and _wanted():
+    if all(torch_cuda.is_gpu(d) and backends.backend(d) == "triton" for d in devices) and serves_dense():
         replaced = _replaced_on_gpu(model, bundle)
     fixed, needs = Fixed(dense_bytes(model)), None
     if device_memory is not None:
@@ -105,7 +105,8 @@ def attach(model: Any, bundle: Bundle, options: LoadOptions, dense: Sequence[Ver
         raise
 
 
-def _wanted() -> bool:
+def serves_dense() -> bool:
+    """Whether kernels may take the place of the code of modules outside the experts."""
     return os.environ.get(KERNELS, "on") != "off"
 
 

@@ -61,7 +61,8 @@ class _Captured:
     words: Tensor | None  # the handle tables of all layers; `None` if versions never change
     counters: Counters | None
     kind: Any  # the class of the model's output
-    out: dict[str, Any]  # its parts, in the graph's memory, but for the cache: that would never be let go
+    out: dict[str, Any]  # its parts, in memory that graphs share, but for the cache: that would never be let go
+    shared: list[Tensor]  # that memory
     taken: int  # bytes of the device that the capture took
     addresses: tuple[int, ...]  # of the cache or its table, and of handles that never change
     step: Step  # kept: its snapshots' tensors are views of `words`
@@ -75,7 +76,8 @@ class DecodeGraphs:
         self._layers, self._lock = tuple(layers), threading.Lock()
         self._seen: dict[Any, int] = {}
         self._made: dict[Any, _Captured | None] = {}  # None: it could not be captured
-        self._outs: dict[Any, Tensor] = {}  # outputs, of which each replay's are copied before the next
+        # Memory of outputs, as long as a graph has it; a replay's are copied before the next replay
+        self._outs: weakref.WeakValueDictionary[Any, Tensor] = weakref.WeakValueDictionary()
 
     def run(
         self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], step: Step, given: Any, bounded: bool
@@ -90,10 +92,7 @@ class DecodeGraphs:
             bounded: whether the model has a budget, which holds back `graphs.MEMORY` for all graphs.
         """
         cache, packed = cache_of(given), step.packed
-        may = self._may(step, given, cache)
-        if packed is not None and packed.table is not None:
-            packed.table.is_replayed = may
-        if not may:
+        if not self._may(step, given, cache):
             return None
         tensors: list[Tensor] = []
         key = _key((args, kwargs), tensors, cache)
@@ -122,13 +121,14 @@ class DecodeGraphs:
                 del self._made[key]  # the cache was made anew, by another order of beams for example
                 return None
             if made is None and key not in self._made:
-                made = self._capture(forward, (args, kwargs), tensors, step, (cache, owner), stream)
+                tokens = inputs(given).shape[0] * inputs(given).shape[1]
+                made = self._capture(forward, (args, kwargs), tensors, step, (cache, owner), (stream, tokens))
                 if made is not None and bounded and made.taken + self._taken() > graphs.MEMORY:
                     log.warning("a decode step is not captured in a CUDA graph: it takes %d bytes", made.taken)
                     made = None
                 self._made[key] = made
-            if made is None and packed is not None:
-                owner.is_replayed = False
+            if made is None and packed is not None and inputs(given).shape[1] == owner.sequences:
+                owner.is_refused = True
             return None if made is None else self._replay(made, tensors, step, cache)
 
     def _taken(self) -> int:
@@ -164,8 +164,9 @@ class DecodeGraphs:
         weakref.finalize(owner, self._made.pop, key, None).atexit = False
 
     def _capture(
-        self, forward: Forward, of: Any, tensors: list[Tensor], step: Step, into: tuple[Any, Any], stream: int
+        self, forward: Forward, of: Any, tensors: list[Tensor], step: Step, into: tuple[Any, Any], at: tuple[int, int]
     ) -> _Captured | None:
+        """Capture a pass `into` its cache and what that belongs to, `at` a stream and of so many tokens."""
         (cache, owner), device, counters, words = into, self._layers[0].of.device, None, None
         if step.packed is not None:
             step.packed.write_table()  # which is no part of the graph
@@ -178,39 +179,43 @@ class DecodeGraphs:
         seen = step.snapshots if words is None else [s.over(w) for s, w in zip(step.snapshots, words, strict=True)]
         inner = replace(step, snapshots=tuple(seen), counters=counters, table=None, routed=None)
         args, kwargs = _with(of, iter(own))
-        out, kind = dict[str, Any](), list[Any]()
+        out, kind, shared = dict[str, Any](), list[Any](), list[Tensor]()
 
         def run() -> None:
             if counters is not None:
                 counters.zero()
             made = forward(*args, **kwargs)
-            out.update((k, None if v is cache else self._kept(stream, k, v, own[0])) for k, v in made.items())
+            out.update((k, None if v is cache else self._shared(at, k, v, shared)) for k, v in made.items())
             kind.append(type(made))
 
         try:
             # Graphs of one stream run one after another, and their outputs are copied: they may share memory.
-            beside = next((m.graph for k, m in list(self._made.items()) if m is not None and k[0] == stream), None)
-            before = graphs.reserved(device)
+            beside = next((m.graph for k, m in list(self._made.items()) if m is not None and k[0] == at[0]), None)
+            before = graphs.reserved(device, emptied=True)  # as a capture begins by emptying what is kept for later
             with opened(inner):
                 graph = graphs.capture(run, device, beside)
         except Exception as error:  # of any kind, from a family's code
             log.warning("a decode step is not captured in a CUDA graph: %s", str(error).splitlines()[0])
             return None
         inner.packed = inner.outer = None  # which hold sequences and memory of this pass
-        log.info("a decode step of %d sequences is now a CUDA graph", own[0].shape[0] * own[0].shape[1])
-        taken = graphs.reserved(device) - before
-        return _Captured(graph, own, words, counters, kind[0], out, taken, _addresses(owner, step), inner)
+        log.info("a decode step of %d sequences is now a CUDA graph", at[1])
+        taken = max(0, graphs.reserved(device) - before)
+        return _Captured(graph, own, words, counters, kind[0], out, shared, taken, _addresses(owner, step), inner)
 
-    def _kept(self, stream: int, name: str, made: Any, ids: Tensor) -> Tensor:
-        """Copy a part of a pass's output to where graphs of one stream and about as many tokens keep theirs."""
+    def _shared(self, at: tuple[int, int], name: str, made: Any, shared: list[Tensor]) -> Tensor:
+        """Copy a part of a pass's output to memory that graphs of one stream and about as many tokens share.
+
+        Each graph's own logits would stay beside those of all others. The memory is added to `shared`.
+        """
         if not isinstance(made, Tensor):
             raise RuntimeError(f"the pass returns {name}, which is no tensor")
-        tokens = ids.shape[0] * ids.shape[1]
-        room = made.numel() // tokens * (1 << (tokens - 1).bit_length())
+        stream, tokens = at
+        room = -(-made.numel() // tokens) * (1 << (tokens - 1).bit_length())
         with torch.inference_mode(False):
-            if (key := (stream, name, made.dtype, room)) not in self._outs:
-                self._outs[key] = made.new_empty(room)
-            return self._outs[key][: made.numel()].view(made.shape).copy_(made)
+            if (memory := self._outs.get(key := (stream, name, made.dtype, room))) is None:
+                memory = self._outs[key] = made.new_empty(room)
+            shared.append(memory)
+            return memory[: made.numel()].view(made.shape).copy_(made)
 
     def _replay(self, made: _Captured, tensors: list[Tensor], step: Step, cache: Any) -> Any:
         with torch.no_grad():

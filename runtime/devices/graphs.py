@@ -22,8 +22,10 @@ def stream(device: torch.device) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
-def reserved(device: torch.device) -> int:
-    """Bytes that torch's allocator has taken of a GPU."""
+def reserved(device: torch.device, emptied: bool = False) -> int:
+    """Bytes that torch's allocator has taken of a GPU; if `emptied`, after it has given back what it kept for later."""
+    if emptied and device.type == "cuda":
+        torch.cuda.empty_cache()
     return int(torch.cuda.memory_reserved(device)) if device.type == "cuda" else 0
 
 

@@ -208,6 +208,7 @@ def test_replays_of_the_servers_passes(bundles: Any, gpu: StandIn, monkeypatch: 
     del served.cache
     wrapper, engine = served.model._moepack_wrapper, Engine(served.model, 64)
     captures, wrapper.graphs = wrapper.graphs, None
+    assert engine.at_once == 16
     prompts = [torch.randint(1, 4096, (n,)).tolist() for n in (3, 5)]
     pairs = [[engine.add(len(p)) for p in prompts] for _ in range(2)]
     for slots in pairs:
@@ -268,7 +269,7 @@ def test_graphs_go_with_their_caches_and_take_what_a_budget_holds_back(
         gc.collect()
     assert [ref() for ref in made] == [None] * 3
     sizes = iter([0, graphs.MEMORY + 1])
-    monkeypatch.setattr(graphs, "reserved", lambda device: next(sizes))
+    monkeypatch.setattr(graphs, "reserved", lambda device, emptied=False: next(sizes))
     served.run(ids(1, 1), served.cache)
     assert list(captured.values()) == [None]
 

@@ -78,6 +78,7 @@ class Engine:
         serving = getattr(model, "moepack", None)
         self._watch: KvBudget | None = None if serving is None else serving.caches
         manager = None if serving is None else serving.manager
+        self._waits = manager is not None and bool(manager.policy.needs.layers)  # whether passes may, for experts
         # Seconds that passes waited for experts' bytes since the start.
         self.waited: Callable[[], float] = lambda: 0.0 if manager is None else float(manager.waited)
         try:
@@ -85,7 +86,7 @@ class Engine:
                 raise NotPackable("its policy reads attention weights")
             self._windows = windows_of(model.config)
             model.config._attn_implementation = NAME
-            self._table = RowTable.on(self.device, len(self._windows))
+            self._table = RowTable.of(model, len(self._windows))
         except NotPackable as error:
             self._give_up(error)
         budget = None if serving is None else serving.budget_bytes
@@ -111,8 +112,8 @@ class Engine:
     @property
     def at_once(self) -> int | None:
         """The most sequences that a replayed pass decodes; more in one pass take longer. None without replays."""
-        table, graphs = self._table, getattr(getattr(self._model, "_moepack_wrapper", None), "graphs", None)
-        return table.sequences if self.is_packed and table is not None and table.is_replayed and graphs else None
+        table = self._table if self.is_packed and not self._waits else None
+        return None if table is None or table.by_address or table.is_refused else table.sequences
 
     def add(self, wanted: int, keys: tuple[bytes, ...] = ()) -> CacheSlot:
         """Add a sequence whose cache will soon hold `wanted` tokens; `keys` are its prompt's `chunk_keys`."""

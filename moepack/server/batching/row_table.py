@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moepack.runtime.devices import torch_cuda
+from moepack.runtime.attach import serves_dense
 
 Where = npt.NDArray[np.int64]  # of a row, [layers, FIELDS]: where keys and values lie, where they end, their room
 END, ROOM = 2, 3  # the fields that change as a row grows
@@ -36,20 +36,20 @@ class RowTable:
         self.there = torch.zeros(layers, FIELDS, self.sequences, dtype=torch.int64, device=device)
         self._here: Where = np.zeros(self.there.shape, np.int64)
         self.by_address = False  # whether some layer's attention reads its rows at their own addresses
-        self.is_replayed = True  # whether passes by the table are replayed, or may come to be; set by decode_graph.py
+        self.is_refused = False  # whether a pass of the most rows could not be captured (decode_graph.py)
 
     @classmethod
-    def on(cls, device: torch.device, layers: int) -> RowTable | None:
-        """Return a table for a model on a GPU; None on another device."""
-        return cls(layers, device) if torch_cuda.is_gpu(device) else None
+    def of(cls, model: Any, layers: int) -> RowTable | None:
+        """Return a table for a model whose decoding passes may be replayed; None for another."""
+        graphs = getattr(getattr(model, "_moepack_wrapper", None), "graphs", None)
+        return cls(layers, model.device) if graphs is not None and serves_dense() else None
 
     def write(self, rows: Sequence[Where]) -> None:
         """Write where a pass's rows lie, in order."""
         for n, where in enumerate(rows):
             self._here[:, :, n] = where
-        self.there.copy_(
-            torch.from_numpy(self._here), non_blocking=True
-        )  # pageable memory: it is read before this ends
+        # `_here` is written again after the tokens of this pass have been read, which waits for this copy.
+        self.there.copy_(torch.from_numpy(self._here), non_blocking=True)
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write a layer's new keys and values, [1, heads, rows, dim], into the rows."""

@@ -323,6 +323,9 @@ class Scheduler:
         ready, began, waited = len(self._decoding()), time.monotonic(), self._engine.waited()
         try:
             out = self._engine.run([item for _, item in planned])
+            likeliest: list[int | None] = [None] * len(out)
+            if self._engine.device.type != "cpu":
+                likeliest = likeliest_of([one.sampler for one, _ in planned], out)
         except BudgetExceeded as error:
             self._refused(planned, error)
             return
@@ -346,9 +349,6 @@ class Scheduler:
         if not any(item.is_prompt for _, item in planned):
             seconds, waited = time.monotonic() - began, self._engine.waited() - waited
             self.turns.record([one for one, _ in planned], ready, seconds, waited)
-        likeliest: list[int | None] = [None] * len(out)
-        if self._engine.device.type != "cpu":
-            likeliest = likeliest_of([one.sampler for one, _ in planned], out)
         for (one, item), logits, token in zip(planned, out, likeliest, strict=True):
             if item.is_prompt and not one.made:
                 self.totals.prompt_tokens += len(item.tokens)

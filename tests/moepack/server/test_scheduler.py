@@ -14,7 +14,7 @@ import torch
 from live_models import wait_for
 
 from moepack.runtime.planning.exceeded import BudgetExceeded
-from moepack.server.batching import turns
+from moepack.server.batching import scheduler, turns
 from moepack.server.batching.engine import CacheSlot, StepInput
 from moepack.server.batching.jobs import Job, JobEvent
 from moepack.server.batching.packed_cache import NotPackable
@@ -188,6 +188,23 @@ def test_a_long_prompt_does_not_hold_others_up(bench: Any) -> None:
     assert [p[1] for p in reading] == [(7, 0), (7, 7), (7, 14), (7, 21), (7, 28), (5, 35)]
     assert all(p[0][0] == 1 for p in reading) and all(sum(n for n, _ in p) <= 8 for p in b.machine.passes)
     assert text(told) == expected(list(range(40)), 3) and text(b.events[0]) == expected([1], 60)
+
+
+def test_an_error_that_a_gpu_reports_late_fails_its_pass_alone(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes where the pass's tokens are read. Sequences that come later are answered."""
+    b, found = bench(Machine(device=torch.device("cuda"))), scheduler.likeliest_of
+
+    def fails(*given: Any) -> Any:
+        monkeypatch.setattr(scheduler, "likeliest_of", found)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(scheduler, "likeliest_of", fails)
+    told = b.ask([1, 2], 5)
+    wait_for(lambda: told and told[-1].error is not None)
+    assert "the model failed" in str(told[-1].error)
+    after = [b.ask([n, 3], 5) for n in range(3)]
+    wait_for(lambda: all(events and events[-1].finish for events in after))
+    assert [text(events) for events in after] == [expected([n, 3], 5) for n in range(3)]
 
 
 def test_no_more_decode_at_once_than_a_replayed_pass_holds(bench: Any) -> None:

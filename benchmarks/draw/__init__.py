@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.formats.measure import at_bits
 from benchmarks.tables.common import ROOT, TEXTS, mean_rise, results
 
 from .limited import limited
@@ -116,51 +117,6 @@ def process() -> Any:
     row(18, "--device-memory", 258, [*parts, (72, low, "other\nexperts")])
     said = "The system takes cached\npages back when it needs\nthem; the rest it cannot."
     axis.text(18, 42, said, fontsize=12, color=GREY, va="center")
-    return figure
-
-
-def bits() -> Any:
-    """What a bit costs: the rise in perplexity against bits a weight, moepack's versions and others'."""
-    import matplotlib.pyplot as plt
-
-    quality_rows = results("quality-tiny-qwen3-moe")["rows"]
-    plain = quality_rows[0]
-
-    def points(method: str) -> tuple[list[float], list[float]]:
-        mine = [r for r in quality_rows if r["version"].endswith(f" {method}")]
-        return [r["bits/weight"] for r in mine], [mean_rise(r, plain) for r in mine]
-
-    figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")
-    plain_axes(axis)
-    axis.plot(*points("rtn"), "s--", color=THEIRS, linewidth=2, markersize=9)
-    axis.plot(*points("gptq"), "o-", color=OURS, linewidth=2.5, markersize=10)
-    mixes = {r["allocation"]: r for r in results("allocation-tiny-qwen3-moe")["rows"]}
-    base = mixes["transformers"]
-    for name, colour, mark in (
-        ("uniform mix, hqq", FOURTH, "^"),
-        ("uniform mix, gptqmodel", THIRD, "D"),
-        ("greedy, gates", OURS, "*"),
-    ):
-        axis.plot(
-            [mixes[name]["bits/weight"]],
-            [mean_rise(mixes[name], base)],
-            mark,
-            color=colour,
-            markersize=17 if mark == "*" else 10,
-        )
-    axis.set_yscale("symlog", linthresh=0.1, linscale=0.5)
-    axis.set(ylim=(-0.1, 300), xlim=(1, 4.75))
-    axis.set_yticks([0, 0.1, 1, 10, 100], ["0", "0.1", "1", "10", "100"])
-    axis.set_xlabel("bits a weight, tables included", fontsize=15, color=INK)
-    axis.set_title("Rise in perplexity over BF16, %", fontsize=16, color=INK, loc="left", weight="bold")
-    for x, y, what, colour, side in (
-        (1.38, 105, "rounding to nearest", THEIRS, "left"),
-        (1.22, 3.0, "moepack", OURS, "left"),
-        (3.25, 4.0, "HQQ", FOURTH, "left"),
-        (3.12, 0.36, "gptqmodel", THIRD, "left"),
-        (3.06, 0.034, "moepack,\nwidths by loss", OURS, "right"),
-    ):
-        axis.text(x, y, what, color=colour, fontsize=14, ha=side, va="center", weight="bold")
     return figure
 
 
@@ -311,22 +267,33 @@ def released() -> Any:
 
 
 def divergence() -> Any:
-    """What a bit costs in divergence: as many bits everywhere, one more in down, and both with down fitted again."""
+    """What a bit costs in divergence: moepack's default and `quality`, and others.
+
+    Each run measured on windows of its own. So others are placed by their ratio to the default in their own run.
+    """
     import matplotlib.pyplot as plt
 
     rows = results("refined-tiny-qwen3-moe")["rows"]
     figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")
     plain_axes(axis)
-    for more, fitted, colour, mark, label in (
-        (False, False, THEIRS, "s-", "as many bits in every matrix (default)"),
-        (False, True, THEIRS, "s--", "the same, down fitted again"),
-        (True, False, OURS, "o-", "one bit more in down"),
-        (True, True, OURS, "o--", "the same, down fitted again (quality)"),
-    ):
-        mine = [r for r in rows if ("d" in r["version"], r["way"].startswith("down")) == (more, fitted)]
-        mine.sort(key=lambda r: float(r["bits/weight"]))
-        axis.plot([r["bits/weight"] for r in mine], [r["KL, mnat"] for r in mine], mark, color=colour, linewidth=2,
-                  markersize=8, markerfacecolor=PAPER if fitted else colour, label=label)  # fmt: skip
+    default = sorted((r["bits/weight"], r["KL, mnat"]) for r in rows if "d" not in r["version"] and "built" in r["way"])
+    anchors = [(bits, [value]) for bits, value in default]
+    formats = [r for r in results("formats")["rows"] if r["model"] == "tiny-qwen3-moe" and "KL, mnat" in r]
+    learned = [r for r in results("autoround-tiny-qwen3-moe")["rows"] if r["way"] == "AutoRound"]
+    for who, colour, mark, label in (
+        ("hqq", FOURTH, "^", "HQQ"), ("gptqmodel", THIRD, "D", "gptqmodel"),
+        ("llama.cpp", GREY, "P", "llama.cpp, IQ4_NL"), ("", THEIRS, "s", "AutoRound"),
+    ):  # fmt: skip
+        mine = [(r["bits/weight"], r["of today's at these bits"]) for r in formats if r["who"] == who]
+        mine += [(r["bits/weight"], r["over today's at these bits"]) for r in learned if not who]
+        places = [(bits, ratio * at_bits(anchors, bits)[0]) for bits, ratio in sorted(mine)]
+        axis.plot(*zip(*places, strict=True), mark, color=colour, markersize=9, label=label)
+    axis.plot(*zip(*default, strict=True), "o-", color=OURS, linewidth=2, markersize=8, markerfacecolor=PAPER,
+              label="moepack, default")  # fmt: skip
+    best = sorted(
+        (r["bits/weight"], r["KL, mnat"]) for r in rows if "d" in r["version"] and r["way"].startswith("down")
+    )
+    axis.plot(*zip(*best, strict=True), "o-", color=OURS, linewidth=2.5, markersize=9, label="moepack, quality")
     axis.set_yscale("log")
     axis.set_yticks([1, 3, 10, 30, 100], ["1", "3", "10", "30", "100"])
     axis.set_xlabel("bits a weight, tables included", fontsize=15, color=INK)
@@ -338,7 +305,7 @@ def divergence() -> Any:
 
 
 PICTURES: dict[str, Callable[[], Any]] = {
-    f.__name__: f for f in (bundle, process, bits, divergence, budgets, peers, policies, released, limited)
+    f.__name__: f for f in (bundle, process, divergence, budgets, peers, policies, released, limited)
 }
 
 

@@ -127,11 +127,12 @@ def refined() -> str:
 def autoround() -> str:
     """AutoRound's divergence beside the build's, and over today's at as many bits."""
     out = []
-    for r in results("autoround-mini-qwen3-moe")["rows"]:
-        ratio, half = r["over today's at these bits"], r["today +-"]
-        known = f"{ratio:.2f} ± {half:.2f}" if r["way"] == "AutoRound" else "1"
-        out.append([r["version"], r["way"], f"{r['bits/weight']:.4g}", f"{r['KL, mnat']:.3g}", known])
-    return table(["version", "way", "bits", "mnat a token", "over today's at these bits"], out)
+    for model in ("tiny-qwen3-moe", "mini-qwen3-moe"):
+        for r in results(f"autoround-{model}")["rows"]:
+            ratio, half = r["over today's at these bits"], r["today +-"]
+            known = f"{ratio:.2f} ± {half:.2f}" if r["way"] == "AutoRound" else "1"
+            out.append([model, r["version"], r["way"], f"{r['bits/weight']:.4g}", f"{r['KL, mnat']:.3g}", known])
+    return table(["model", "version", "way", "bits", "mnat a token", "over today's at these bits"], out)
 
 
 SETS = {

@@ -208,7 +208,7 @@ def test_replays_of_the_servers_passes(bundles: Any, gpu: StandIn, monkeypatch: 
     del served.cache
     wrapper, engine = served.model._moepack_wrapper, Engine(served.model, 64)
     captures, wrapper.graphs = wrapper.graphs, None
-    assert engine.at_once == 16
+    assert engine.at_once() == 16
     prompts = [torch.randint(1, 4096, (n,)).tolist() for n in (3, 5)]
     pairs = [[engine.add(len(p)) for p in prompts] for _ in range(2)]
     for slots in pairs:

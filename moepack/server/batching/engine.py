@@ -75,10 +75,11 @@ class Engine:
         self._windows: list[int | None] = []
         self._rows: PackedKvCache | None = None
         self._table: RowTable | None = None
+        # The most sequences that a replayed pass decodes; more in one pass take longer. None without replays.
+        self.at_once: Callable[[], int | None] = lambda: None
         serving = getattr(model, "moepack", None)
         self._watch: KvBudget | None = None if serving is None else serving.caches
         manager = None if serving is None else serving.manager
-        self._waits = manager is not None and bool(manager.policy.needs.layers)  # whether passes may, for experts
         # Seconds that passes waited for experts' bytes since the start.
         self.waited: Callable[[], float] = lambda: 0.0 if manager is None else float(manager.waited)
         try:
@@ -87,6 +88,8 @@ class Engine:
             self._windows = windows_of(model.config)
             model.config._attn_implementation = NAME
             self._table = RowTable.of(model, len(self._windows))
+            if self._table is not None and not (manager is not None and manager.policy.needs.layers):
+                self.at_once = self._table.at_once  # a policy that lets passes wait has no replays
         except NotPackable as error:
             self._give_up(error)
         budget = None if serving is None else serving.budget_bytes
@@ -108,12 +111,6 @@ class Engine:
         return self.why_not_packed is None
 
     # --- sequences
-
-    @property
-    def at_once(self) -> int | None:
-        """The most sequences that a replayed pass decodes; more in one pass take longer. None without replays."""
-        table = self._table if self.is_packed and not self._waits else None
-        return None if table is None or table.by_address or table.is_refused else table.sequences
 
     def add(self, wanted: int, keys: tuple[bytes, ...] = ()) -> CacheSlot:
         """Add a sequence whose cache will soon hold `wanted` tokens; `keys` are its prompt's `chunk_keys`."""

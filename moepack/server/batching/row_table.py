@@ -44,6 +44,10 @@ class RowTable:
         graphs = getattr(getattr(model, "_moepack_wrapper", None), "graphs", None)
         return cls(layers, model.device) if graphs is not None and serves_dense() else None
 
+    def at_once(self) -> int | None:
+        """Return the most rows of a pass that may be replayed; None if none may."""
+        return None if self.by_address or self.is_refused else self.sequences
+
     def write(self, rows: Sequence[Where]) -> None:
         """Write where a pass's rows lie, in order."""
         for n, where in enumerate(rows):

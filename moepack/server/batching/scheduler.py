@@ -296,7 +296,7 @@ class Scheduler:
         planned, room = [], self._token_limit
         being_read: set[tuple[bytes, ...]] = set()  # chunks that the step reads and keeps, by all keys up to theirs
         reading = [one for one in self._running if one.left > 1]
-        at_once = None if reading else self._engine.at_once
+        at_once = None if reading else self._engine.at_once()
         for one in self.turns.choose(self._decoding(), time.monotonic(), at_once) + reading:
             if not room or (slot := one.slot) is None:
                 continue
@@ -324,7 +324,7 @@ class Scheduler:
         try:
             out = self._engine.run([item for _, item in planned])
             likeliest: list[int | None] = [None] * len(out)
-            if self._engine.device.type != "cpu":
+            if self._engine.at_once() is not None:  # a replayed pass takes as long as a few waits for a GPU
                 likeliest = likeliest_of([one.sampler for one, _ in planned], out)
         except BudgetExceeded as error:
             self._refused(planned, error)

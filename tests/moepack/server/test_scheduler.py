@@ -44,7 +44,7 @@ class Machine:
     before: Callable[[list[StepInput]], None] = lambda items: None
     gate: threading.Event | None = None
     most_kept = 0
-    at_once: int | None = None  # sequences of a decoding pass
+    at_once: Callable[[], int | None] = lambda: None  # sequences of a decoding pass
     seconds: float = 0.0  # that passes waited for experts
     kept: int = 0  # tokens of kept chunks, of prompts that nobody asks for
 
@@ -192,7 +192,7 @@ def test_a_long_prompt_does_not_hold_others_up(bench: Any) -> None:
 
 def test_an_error_that_a_gpu_reports_late_fails_its_pass_alone(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes where the pass's tokens are read. Sequences that come later are answered."""
-    b, found = bench(Machine(device=torch.device("cuda"))), scheduler.likeliest_of
+    b, found = bench(Machine(at_once=lambda: 16)), scheduler.likeliest_of
 
     def fails(*given: Any) -> Any:
         monkeypatch.setattr(scheduler, "likeliest_of", found)
@@ -209,10 +209,9 @@ def test_an_error_that_a_gpu_reports_late_fails_its_pass_alone(bench: Any, monke
 
 def test_no_more_decode_at_once_than_a_replayed_pass_holds(bench: Any) -> None:
     """Five sequences by passes of two, in turn; a pass that reads a prompt may have more."""
-    served: list[list[int]] = []
-    machine = Machine(
-        at_once=2, gate=threading.Event(), before=lambda items: served.append([id(i.slot) for i in items])
-    )
+    served: list[list[CacheSlot]] = []
+    gate = threading.Event()
+    machine = Machine(at_once=lambda: 2, gate=gate, before=lambda items: served.append([i.slot for i in items]))
     b = bench(machine, sequences=5)
     told = [b.ask([n + 1], 12) for n in range(5)]
     b.machine.gate.set()

@@ -99,7 +99,8 @@ class DecodeGraphs:
         if key is None:
             return None
         stream = graphs.stream(self._layers[0].of.device)
-        owner = cache if packed is None else packed.table
+        owner, ids = cache if packed is None else packed.table, inputs(given)
+        tokens = ids.shape[0] * ids.shape[1]
         key = (
             stream,
             key,
@@ -121,13 +122,12 @@ class DecodeGraphs:
                 del self._made[key]  # the cache was made anew, by another order of beams for example
                 return None
             if made is None and key not in self._made:
-                tokens = inputs(given).shape[0] * inputs(given).shape[1]
                 made = self._capture(forward, (args, kwargs), tensors, step, (cache, owner), (stream, tokens))
                 if made is not None and bounded and made.taken + self._taken() > graphs.MEMORY:
                     log.warning("a decode step is not captured in a CUDA graph: it takes %d bytes", made.taken)
                     made = None
                 self._made[key] = made
-            if made is None and packed is not None and inputs(given).shape[1] == owner.sequences:
+            if made is None and packed is not None and tokens == owner.sequences:
                 owner.is_refused = True
             return None if made is None else self._replay(made, tensors, step, cache)
 

@@ -279,14 +279,14 @@ def divergence() -> Any:
     default = sorted((r["bits/weight"], r["KL, mnat"]) for r in rows if "d" not in r["version"] and "built" in r["way"])
     anchors = [(bits, [value]) for bits, value in default]
     formats = [r for r in results("formats")["rows"] if r["model"] == "tiny-qwen3-moe" and "KL, mnat" in r]
-    learned = [r for r in results("autoround-tiny-qwen3-moe")["rows"] if r["way"] == "AutoRound"]
+    others = [(r["who"], r["bits/weight"], r["of today's at these bits"]) for r in formats]
+    learned = results("autoround-tiny-qwen3-moe")["rows"]
+    others += [(r["way"], r["bits/weight"], r["over today's at these bits"]) for r in learned]
     for who, colour, mark, label in (
         ("hqq", FOURTH, "^", "HQQ"), ("gptqmodel", THIRD, "D", "gptqmodel"),
-        ("llama.cpp", GREY, "P", "llama.cpp, IQ4_NL"), ("", THEIRS, "s", "AutoRound"),
+        ("llama.cpp", GREY, "P", "llama.cpp, IQ4_NL"), ("AutoRound", THEIRS, "s", "AutoRound"),
     ):  # fmt: skip
-        mine = [(r["bits/weight"], r["of today's at these bits"]) for r in formats if r["who"] == who]
-        mine += [(r["bits/weight"], r["over today's at these bits"]) for r in learned if not who]
-        places = [(bits, ratio * at_bits(anchors, bits)[0]) for bits, ratio in sorted(mine)]
+        places = [(bits, ratio * at_bits(anchors, bits)[0]) for name, bits, ratio in sorted(others) if name == who]
         axis.plot(*zip(*places, strict=True), mark, color=colour, markersize=9, label=label)
     axis.plot(*zip(*default, strict=True), "o-", color=OURS, linewidth=2, markersize=8, markerfacecolor=PAPER,
               label="moepack, default")  # fmt: skip

@@ -50,8 +50,8 @@ class RowTable:
 
     def write(self, rows: Sequence[Where]) -> None:
         """Write where a pass's rows lie, in order."""
-        for n, where in enumerate(rows):
-            self._here[:, :, n] = where
+        for n, row in enumerate(rows):
+            self._here[:, :, n] = row
         # `_here` is written again after the tokens of this pass have been read, which waits for this copy.
         self.there.copy_(torch.from_numpy(self._here), non_blocking=True)
 

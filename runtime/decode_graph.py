@@ -91,16 +91,19 @@ class DecodeGraphs:
             given: the pass's arguments by name.
             bounded: whether the model has a budget, which holds back `graphs.MEMORY` for all graphs.
         """
-        cache, packed = cache_of(given), step.packed
+        cache, ids, table = cache_of(given), inputs(given), None if step.packed is None else step.packed.table
+        tokens = 0 if ids is None else ids.shape[0] * ids.shape[1]
+        full = table if table is not None and tokens == table.sequences else None
         if not self._may(step, given, cache):
+            if full is not None:
+                full.refused += 1
             return None
         tensors: list[Tensor] = []
         key = _key((args, kwargs), tensors, cache)
         if key is None:
             return None
         stream = graphs.stream(self._layers[0].of.device)
-        owner, ids = cache if packed is None else packed.table, inputs(given)
-        tokens = ids.shape[0] * ids.shape[1]
+        owner = cache if table is None else table
         key = (
             stream,
             key,
@@ -127,8 +130,8 @@ class DecodeGraphs:
                     log.warning("a decode step is not captured in a CUDA graph: it takes %d bytes", made.taken)
                     made = None
                 self._made[key] = made
-            if made is None and packed is not None and tokens == owner.sequences:
-                owner.is_refused = True
+            if full is not None:
+                full.refused = 0 if made is not None else full.refused + 1
             return None if made is None else self._replay(made, tensors, step, cache)
 
     def _taken(self) -> int:

@@ -27,7 +27,7 @@ from moepack.runtime import attach, decode_graph
 from moepack.runtime.devices import graphs
 from moepack.runtime.experts import gpu as gpu_module
 from moepack.runtime.kernels import attend_triton
-from moepack.server.batching import packed_cache
+from moepack.server.batching import packed_cache, row_table
 from moepack.server.batching.engine import Engine, StepInput
 
 RECIPE = """
@@ -234,6 +234,17 @@ def test_replays_of_the_servers_passes(bundles: Any, gpu: StandIn, monkeypatch: 
         assert torch.equal(a.keys[:, :, : a.end], b.keys[:, :, : b.end])
         assert torch.equal(a.values[:, :, : a.end], b.values[:, :, : b.end])
     del mine, theirs, a, b
+    table = engine._table
+    table.sequences = 2  # so that a pass of both is one of the most rows
+    with monkeypatch.context() as refusing:
+        refusing.setattr(decode_graph.DecodeGraphs, "_may", lambda *given: False)
+        for _ in range(row_table.REFUSED):
+            assert engine.at_once() == 2
+            engine.run([StepInput(s, [5]) for s in pairs[1]])
+    assert engine.at_once() is None
+    engine.run([StepInput(s, [5]) for s in pairs[1]])
+    assert engine.at_once() == 2, "a replay shows that it goes again"
+    table.sequences = 16
     held = [weakref.ref(s.cache.layers[0].keys.untyped_storage()) for s in pairs[1]]
     for slot in [*pairs[0], *pairs[1]]:
         engine.remove(slot)

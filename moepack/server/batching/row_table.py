@@ -16,6 +16,7 @@ from torch import Tensor
 from moepack.runtime.attach import serves_dense
 
 Where = npt.NDArray[np.int64]  # of a row, [layers, FIELDS]: where keys and values lie, where they end, their room
+REFUSED = 8  # passes after which the next ones are not expected to be replayed either
 END, ROOM = 2, 3  # the fields that change as a row grows
 
 
@@ -36,7 +37,7 @@ class RowTable:
         self.there = torch.zeros(layers, FIELDS, self.sequences, dtype=torch.int64, device=device)
         self._here: Where = np.zeros(self.there.shape, np.int64)
         self.by_address = False  # whether some layer's attention reads its rows at their own addresses
-        self.is_refused = False  # whether a pass of the most rows could not be captured (decode_graph.py)
+        self.refused = 0  # passes of the most rows, one after another, that were not replayed (decode_graph.py)
 
     @classmethod
     def of(cls, model: Any, layers: int) -> RowTable | None:
@@ -46,7 +47,7 @@ class RowTable:
 
     def at_once(self) -> int | None:
         """Return the most rows of a pass that may be replayed; None if none may."""
-        return None if self.by_address or self.is_refused else self.sequences
+        return None if self.by_address or self.refused >= REFUSED else self.sequences
 
     def write(self, rows: Sequence[Where]) -> None:
         """Write where a pass's rows lie, in order."""

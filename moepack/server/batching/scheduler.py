@@ -324,7 +324,7 @@ class Scheduler:
         try:
             out = self._engine.run([item for _, item in planned])
             likeliest: list[int | None] = [None] * len(out)
-            if self._engine.at_once() is not None:  # on a GPU: one wait for all tokens
+            if self._engine.at_once() is not None:  # where passes are replayed: one wait for all tokens
                 likeliest = likeliest_of([one.sampler for one, _ in planned], out)
         except BudgetExceeded as error:
             self._refused(planned, error)

@@ -1,7 +1,8 @@
 """Affine extents: convert one expert's codes, scales and zero points to bytes and back, and to reference values.
 
 `AffineMatrix.dequantise` defines a version's weights and is the reference for every kernel. Values are exact in
-float32, because a code minus a zero point has at most 12 significant bits and a scale has 8.
+float32, because a code minus a zero point has at most 12 significant bits and a scale has 8. Scales of a byte become
+the BF16 numbers that they stand for, and back.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import numpy.typing as npt
 from ..encodings.base import Version
 from ..sections import BLOCK_ROWS, Matrix, Section
 from .bits import Bf16Bits, Buffer, Codes, bf16_to_float32, from_blocks, join_planes, split_planes, to_blocks
+
+# The values of scales of a byte: three bits of exponent, five of mantissa, from 1 on.
+BYTE_SCALES = ((1 + np.arange(256) % 32 / 32) * 2.0 ** (np.arange(256) // 32)).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +62,16 @@ def encode(matrices: Sequence[Matrix], version: Version, values: Sequence[Any]) 
         if v.codes.shape != (m.rows, m.cols):
             raise ValueError(f"{m.name}: codes are {v.codes.shape}, not {(m.rows, m.cols)}")
     packed = [split_planes(v.codes, version.at(i).planes) for i, v in enumerate(values)]
+    scales = [
+        bytes_of(v.scale, m.name) if version.scale_bits == 8 else {} for m, v in zip(matrices, values, strict=True)
+    ]
     for section in version.sections(matrices):
         v = values[section.matrix]
         if section.kind.startswith("plane"):
             array: npt.NDArray[np.generic] = packed[section.matrix][int(section.kind[5:])]
         else:
-            array = getattr(v, section.kind)
+            small = scales[section.matrix].get(section.kind)
+            array = getattr(v, section.kind) if small is None else small
             if len(section.shape) == 3:
                 array = to_blocks(array)
             elif section.kind != "bias":
@@ -72,6 +80,20 @@ def encode(matrices: Sequence[Matrix], version: Version, values: Sequence[Any]) 
             raise ValueError(f"{section.kind} of {matrices[section.matrix].name}: {array.shape}, not {section.shape}")
         out[section.offset : section.end] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
     return out
+
+
+def bytes_of(scale: Bf16Bits, what: str) -> dict[str, npt.NDArray[np.generic]]:
+    """Scales as bytes and outer scales: uint8 [rows, groups] and float32 [rows], equal in each block of 16 rows.
+
+    Raises ValueError for scales that are not such products (FORMAT.md, "Scales of a byte").
+    """
+    exponent = (scale >> np.uint16(7)).astype(np.int32)  # and the sign, which is to be 0
+    top = np.maximum.reduceat(exponent.max(1), np.arange(0, len(scale), BLOCK_ROWS))
+    base = np.repeat(np.maximum(top - 7, 1), BLOCK_ROWS)[: len(scale)]
+    code = (scale.astype(np.int32) >> 2) - (base << 5)[:, None]
+    if (scale & np.uint16(3)).any() or code.min() < 0 or code.max() > 255 or top.max() > 254:
+        raise ValueError(f"{what}: a scale is no byte times a power of two that 16 rows share")
+    return {"scale": code.astype(np.uint8), "outer": (base << 23).astype(np.uint32).view(np.float32)}
 
 
 def by_block(values: npt.NDArray[np.generic], what: str) -> npt.NDArray[np.generic]:
@@ -118,4 +140,13 @@ def unpacked(part: Mapping[str, npt.NDArray[np.generic]], planes: Sequence[int],
     """A matrix, or rows of one from a first block on, of its sections by kind."""
     codes = join_planes([part[f"plane{p}"] for p in range(len(planes))], planes, rows, cols)  # type: ignore[misc]
     zero = from_blocks(part["zero"], rows) if "zero" in part else None
-    return AffineMatrix(codes, from_blocks(part["scale"], rows), zero, part.get("bias"))  # type: ignore[arg-type]
+    scale = from_blocks(wide_scales(part["scale"], part.get("outer")), rows)
+    return AffineMatrix(codes, scale, zero, part.get("bias"))  # type: ignore[arg-type]
+
+
+def wide_scales(scale: npt.NDArray[Any], outer: npt.NDArray[Any] | None) -> Bf16Bits:
+    """A section of scales [blocks, groups, 16] with 16 bits each: as it is, or of bytes and their `outer` [blocks]."""
+    if outer is None:
+        return scale
+    values = BYTE_SCALES[scale] * outer.view("<f4")[:, None, None]
+    return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)

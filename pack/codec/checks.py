@@ -33,7 +33,10 @@ def check_affine(matrices: Sequence[Matrix], version: Version, extent: Buffer) -
         m, array = matrices[section.matrix], section_array(extent, section)
         if section.kind == "bias":
             continue
-        if section.kind in ("scale", "outer") and not _finite(
+        if version.scale_bits == 8:  # scales of any byte are numbers
+            if section.kind == "outer" and not _powers(array):
+                yield "number", f"{m.name} has an outer scale that is no power of two from 2^-126 to 2^120"
+        elif section.kind in ("scale", "outer") and not _finite(
             array, "F32" if section.item == 4 else version.scale_dtype
         ):
             yield "number", f"{m.name} has a scale that is not finite"
@@ -62,6 +65,11 @@ _NOT_FINITE: dict[str, tuple[Any, int]] = {
 def _finite(array: npt.NDArray[Any], dtype: str) -> bool:
     mask, value = _NOT_FINITE[dtype]
     return not bool((array.view(mask.dtype) & mask == value).any())
+
+
+def _powers(outer: npt.NDArray[Any]) -> bool:
+    exponent = outer >> 23
+    return not bool((outer & 0x7FFFFF).any() or exponent.min() < 1 or exponent.max() > 120 + 127)
 
 
 def _any(extent: Buffer, gaps: Iterator[tuple[int, int]]) -> bool:

@@ -23,11 +23,13 @@ class Affine(Version):
     """An affine version (FORMAT.md, "Affine extents"). An extent has the same bytes in memory and in its file."""
 
     def parts(self, matrix: Matrix) -> Iterator[Part]:
-        """Planes, scales, zero points where they are stored, and the bias if the matrix has one."""
+        """Planes, scales (of a byte: with an outer one a block), stored zero points, and the bias if there is one."""
         blocks, by_group = -(-matrix.rows // BLOCK_ROWS), -(-matrix.cols // self.group_size)
         for p, bits in enumerate(self.planes):
             yield f"plane{p}", (blocks, plane_words(matrix.cols, bits), BLOCK_ROWS), 4
-        yield "scale", (blocks, by_group, BLOCK_ROWS), 2
+        yield "scale", (blocks, by_group, BLOCK_ROWS), self.scale_bits // 8
+        if self.scale_bits == 8:
+            yield "outer", (blocks,), 4
         if self.stores_zeros:
             yield "zero", (blocks, by_group, BLOCK_ROWS), 1
         if matrix.bias:

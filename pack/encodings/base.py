@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 Part = tuple[str, tuple[int, ...], int]  # a section that has no offset yet: kind, shape, bytes of an element
 BLOCKS = (16, 32, 64, 128, 256)  # columns that a rotation may mix: few enough for a first cache
 SEEDS = 1 << 32
-ROTATED_SINCE = 5  # the first version of the format with rotations
+ROTATED_SINCE = 5  # the first version of the format with rotations, and with scales of a byte
+SCALE_BITS = (16, 8)  # of a scale that a quantiser makes: BF16, or a byte (FORMAT.md, "Scales of a byte")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,8 @@ class Rotation:
 class Version(ABC):
     """One version of a bundle's experts: how codes become bytes, and how bytes become weights.
 
-    The manifest records `name`, `encoding`, `bits`, `group_size`, `zero` and `rotation`; versions are equal where these
-    are. The other attributes follow from the name.
+    The manifest records `name`, `encoding`, `bits`, `group_size`, `zero`, `rotation` and `scale_bits`; versions are
+    equal where these are. The other attributes follow from the name.
     """
 
     name: str  # the version's name, its folder in a bundle and its column in tables
@@ -51,6 +52,7 @@ class Version(ABC):
     group_size: int = 0  # columns that share a scale; 0 without groups
     # Of the input of an expert's `down`, whose codes are then those of the rotated weights; None for a plain version.
     rotation: Rotation | None = None
+    scale_bits: int = 16  # of an affine version's scale, one of SCALE_BITS
 
     holds: ClassVar[
         Mapping[str, str]
@@ -65,15 +67,17 @@ class Version(ABC):
     extent_boundary: ClassVar[int] = PAGE  # alignment of an extent's end in memory
 
     @staticmethod
-    def of(name: str, group_size: int = 0, rotation: Rotation | None = None) -> Version:
+    def of(name: str, group_size: int = 0, rotation: Rotation | None = None, scale_bits: int = 16) -> Version:
         """Find a version by name. Encodings without groups ignore the size; 0 stands for the largest.
 
-        Encodings that hold a checkpoint ignore `rotation`. Raises ValueError for an unknown name, or a group size that
-        the encoding does not have.
+        Encodings that hold a checkpoint ignore `rotation` and `scale_bits`. Raises ValueError for an unknown name, or a
+        group size that the encoding does not have.
         """
         e = encoding_of(name)
-        if rotation is not None and not e.holds:
-            e = replace(e, rotation=rotation, since=max(e.since, ROTATED_SINCE))
+        if scale_bits not in SCALE_BITS:
+            raise ValueError(f"{name}: scales are of 16 or 8 bits, not {scale_bits}")
+        if (rotation is not None or scale_bits != SCALE_BITS[0]) and not e.holds:
+            e = replace(e, rotation=rotation, scale_bits=scale_bits, since=max(e.since, ROTATED_SINCE))
         if not e.group_sizes:
             return e
         group_size = group_size or max(e.group_sizes)
@@ -86,7 +90,8 @@ class Version(ABC):
         """Find the version of a record in the manifest. Raises ValueError if no version has this record."""
         turn = record.get("rotation")
         rotation = None if turn is None else Rotation(turn["block"], turn["seed"])
-        made = Version.of(str(record.get("name")), record.get("group_size") or 0, rotation)
+        scale_bits = record.get("scale_bits", SCALE_BITS[0])
+        made = Version.of(str(record.get("name")), record.get("group_size") or 0, rotation, scale_bits)
         if made.record() != record:
             raise ValueError(f"this moepack does not know this form of {made.name}")
         return made
@@ -94,7 +99,11 @@ class Version(ABC):
     def record(self) -> dict[str, Any]:
         """The version's record in the manifest."""
         found = {k: getattr(self, k) for k in ("name", "encoding", "bits", "group_size", "zero")}
-        return found if self.rotation is None else found | {"rotation": asdict(self.rotation)}
+        if self.rotation is not None:
+            found["rotation"] = asdict(self.rotation)
+        if self.scale_bits != SCALE_BITS[0]:
+            found["scale_bits"] = self.scale_bits
+        return found
 
     @property
     def stores_zeros(self) -> bool:

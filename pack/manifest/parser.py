@@ -226,18 +226,19 @@ def _matrix(check: Checker, at: str, item: Mapping[str, Any], name: str) -> Matr
 def _versions(
     check: Checker, where: str, value: Any, known: Sequence[str], may_rotate: Sequence[ExpertLayer] = ()
 ) -> tuple[Version, ...]:
-    """Check a list of versions; those of the layers `may_rotate` may have a rotation of their `down`."""
+    """Check a list of versions; those of the layers `may_rotate` may have `rotation` and `scale_bits`."""
     out: list[Version] = []
     for i, item in enumerate(check.items(where, value, len(known))):
         at = f"{where}[{i}]"
         item = check.object(at, item)
         name = check.text(f"{at}.name", item.get("name"), known)
-        rotated = bool(may_rotate) and "rotation" in item and not spec.encoding_of(name).holds
-        keys = ["name", "encoding", "bits", "group_size", "zero", *(["rotation"] if rotated else [])]
-        item = dict(check.object(at, item, keys))
-        rotation = _rotation(check, f"{at}.rotation", item.pop("rotation"), may_rotate) if rotated else None
+        may = bool(may_rotate) and not spec.encoding_of(name).holds
+        more = [key for key in ("rotation", "scale_bits") if may and key in item]
+        item = dict(check.object(at, item, ["name", "encoding", "bits", "group_size", "zero", *more]))
+        rotation = _rotation(check, f"{at}.rotation", item.pop("rotation"), may_rotate) if "rotation" in more else None
         size, sizes = item.get("group_size"), spec.encoding_of(name).group_sizes
-        expected = Version.of(name, size if size in sizes else max(sizes, default=0), rotation)
+        scale_bits = 8 if "scale_bits" in more else 16
+        expected = Version.of(name, size if size in sizes else max(sizes, default=0), rotation, scale_bits)
         if canonical(item) != canonical(replace(expected, rotation=None).record()):  # as JSON: in Python, True == 1
             check.wrong(at, "encoding", f"this moepack does not know this form of {name}: {show(item)}")
         out.append(expected)

@@ -229,6 +229,8 @@ def random_matrix(m: Matrix, version: Version, seed: int) -> AffineMatrix:
     zero = rng.integers(0, 256, (m.rows, groups)).astype(np.uint8) if version.zero == "stored" else None
     bias = rng.integers(0, 1 << 16, m.rows).astype(np.uint16) if m.bias else None
     scale = (rng.normal(0, 1, (m.rows, groups)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    if version.scale_bits == 8:  # from 2^-9 to 2^-1
+        scale = (118 * 128 + 4 * rng.integers(0, 256, scale.shape)).astype(np.uint16)
     return AffineMatrix(rng.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8), scale, zero, bias)
 
 

@@ -46,11 +46,12 @@ def test_planes_round_trip(planes: tuple[int, ...], rows: int, cols: int, seed: 
     assert np.array_equal(join_planes(split_planes(codes, planes), planes, rows, cols), codes)
 
 
+@pytest.mark.parametrize("scale_bits", [16, 8])
 @pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize("bias", [False, True])
-def test_extent_round_trip(bits: int, group_size: int, bias: bool) -> None:
-    version = Version.of(f"w{bits}", group_size)
+def test_extent_round_trip(bits: int, group_size: int, bias: bool, scale_bits: int) -> None:
+    version = Version.of(f"w{bits}", group_size, scale_bits=scale_bits)
     matrices = (Matrix("gate_up", 6, 100, bias), Matrix("down", 5, 33, bias))
     values = [random_matrix(m, version, i) for i, m in enumerate(matrices)]
     extent = version.encode(matrices, values)[0]
@@ -80,11 +81,41 @@ def test_values_are_exact_in_float32(bits: int) -> None:
 
 
 def test_bits_per_weight_are_what_the_format_says() -> None:
-    """4 bits in groups of 64: 4 + 16/64 for the scale + 8/64 for the zero; 1 bit has no zero."""
+    """4 bits in groups of 64: 4 + 16/64 for the scale + 8/64 for the zero; 1 bit has no zero.
+
+    A scale of a byte saves 8/64, and costs a float for 16 rows: 2 in 256 or 64 columns.
+    """
     matrices = (Matrix("gate_up", 128, 256), Matrix("down", 256, 64))
     weights = sum(m.weights for m in matrices)
     for bits, expected in ((8, 8.375), (4, 4.375), (3, 3.375), (2, 2.375), (1, 1.25)):
         assert 8 * Version.of(f"w{bits}", 64).stored_sizes(matrices)[1] / weights == expected
+        outer = 2 * (128 + 256) / weights
+        small = Version.of(f"w{bits}", 64, scale_bits=8).stored_sizes(matrices)[1]
+        assert 8 * small / weights == expected - 0.125 + outer
+
+
+def test_scales_of_a_byte_are_what_the_format_says() -> None:
+    """The byte is the exponent and five bits of the mantissa, counted from 16 rows' greatest; padding rows are zero."""
+    version, m = Version.of("w4", 32, scale_bits=8), Matrix("down", 17, 64)
+    v = random_matrix(m, version, 0)
+    v.scale[:16] = 127 << 7  # 1
+    v.scale[3, 1], v.scale[5, 0] = (127 << 7) + 0x7C, 120 << 7  # 63 / 32, 2^-7
+    v.scale[16] = (1 << 7) + 4  # of the least normal number, 33 / 32
+    sections = {s.kind: s for s in version.sections((m,))}
+    extent, _ = version.encode((m,), [v])
+    scale = extent[sections["scale"].offset : sections["scale"].end].reshape(2, 2, 16)
+    outer = extent[sections["outer"].offset : sections["outer"].end].view("<f4")
+    assert (scale[0, 1, 3], scale[0, 0, 5], scale[0, 0, 0]) == (255, 0, 7 << 5) and outer[0] == 2.0**-7
+    assert scale[1, :, 0].tolist() == [1, 1] and not scale[1, :, 1:].any() and outer[1] == 2.0**-126
+    assert not list(version.check((m,), extent))
+    for wrong in (3.0, -1.0, 2.0**-127, 2.0**121, float("inf")):
+        broken = extent.copy()
+        broken[sections["outer"].offset : sections["outer"].end].view("<f4")[1] = wrong
+        assert [kind for kind, _ in version.check((m,), broken)] == ["number"], wrong
+    for other in (0x8000 | 127 << 7, (127 << 7) + 2, 119 << 7, 0x7F80):  # negative, too fine, too small, infinite
+        v.scale[5, 0] = other
+        with pytest.raises(ValueError, match="down: a scale is no byte"):
+            version.encode((m,), [v])
 
 
 def test_wrong_shape_is_refused() -> None:

@@ -51,6 +51,21 @@ def test_down_has_a_bit_more(name: str, tmp_path: Path) -> None:
         assert np.array_equal(ours.astype(np.float64), np.array(b))
 
 
+@pytest.mark.parametrize("names", [("w8", "w3"), ("w2d3", "w1")])
+def test_scales_of_a_byte(names: tuple[str, str], tmp_path: Path) -> None:
+    versions = (Version.of("bf16"), *(Version.of(name, 128, scale_bits=8) for name in names))
+    manifest = reader.read_manifest(write_small_bundle(tmp_path / "b", versions, "BF16"))
+    assert manifest["format_version"] == 5 and manifest["versions"][1]["scale_bits"] == 8
+    bundle = open_bundle(tmp_path / "b")
+    assert bundle.versions == versions and bundle.versions[1] != Version.of(names[0], 128)
+    for name, record in zip(names, manifest["versions"][1:], strict=True):
+        extent = reader.read_extent(tmp_path / "b", manifest, name, 4, 2)
+        theirs = reader.values(extent, manifest["layers"][1], record)
+        ours = [v for n, v in bundle.expert(name, 4, 2).numpy().items() if "bias" not in n]
+        for a, b in zip(ours, theirs, strict=True):
+            assert np.array_equal(a.astype(np.float64), np.array(b))
+
+
 @pytest.mark.parametrize(("name", "group"), [of for of in NAMES if not encoding_of(of[0]).entropy_coded])
 def test_every_released_version_at_odd_shapes(name: str, group: int, tmp_path: Path) -> None:
     """Partial words, groups and blocks, biases; products rounded to float32 as the page says."""

@@ -88,14 +88,14 @@ def in_version_4(change: Callable[[Any], object]) -> Do:
     return signs(lambda d: (d.update(format_version=4), change(d)))
 
 
-def rotated(version: int, value: Any, *where: Any, number: int = 5) -> Do:
-    """A rotation in a version's record, of experts or, with `where`, of others."""
+def rotated(version: int, value: Any, *where: Any, number: int = 5, key: str = "rotation") -> Do:
+    """A rotation in a version's record, of experts or, with `where`, of others; or another `key` there."""
 
     def change(document: Any) -> None:
         document["format_version"] = number
-        for key in where:
-            document = document[key]
-        document["versions"][version]["rotation"] = value
+        for part in where:
+            document = document[part]
+        document["versions"][version][key] = value
 
     return signs(change)
 
@@ -193,6 +193,12 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "a rotation in version 4": (rotated(1, {"block": 16, "seed": 0}, number=4), "keys"),
     "a rotation of what holds the checkpoint": (rotated(0, {"block": 16, "seed": 0}), "keys"),
     "dense: a rotation": (rotated(1, {"block": 16, "seed": 0}, "dense"), "keys"),
+    "scales of 4 bits": (rotated(1, 4, key="scale_bits"), "encoding"),
+    "scales of 16 bits, said": (rotated(1, 16, key="scale_bits"), "encoding"),
+    "scales of true bits": (rotated(1, True, key="scale_bits"), "encoding"),
+    "scales of a byte in version 4": (rotated(1, 8, number=4, key="scale_bits"), "keys"),
+    "scales of a byte of what holds the checkpoint": (rotated(0, 8, key="scale_bits"), "keys"),
+    "dense: scales of a byte": (rotated(1, 8, "dense", key="scale_bits"), "keys"),
     "a file of no list": (put("files")([]), "type"),
     "an entry of no object": (put("files", CONFIG)([]), "type"),
     "an entry with more": (put("files", CONFIG, "mode")(1), "keys"),

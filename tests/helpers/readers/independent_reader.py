@@ -151,7 +151,12 @@ def affine_values(sections: Sections, rows: int, cols: int, version: dict) -> li
     groups = -(-cols // size)
     codes = sections.codes(bits, rows, cols)
     number = fp16 if version["encoding"] == "affine-fp16" else bf16
-    scale = [[number(b) for b in row] for row in sections.rows(2, rows, groups)]
+    if version.get("scale_bits") == 8:
+        small = sections.rows(1, rows, groups)
+        outer = [f32(b[0]) for b in sections.blocks(4, rows, 1)]
+        scale = [[(1 + b % 32 / 32) * 2 ** (b // 32) * outer[r] for b in small[r]] for r in range(rows)]
+    else:
+        scale = [[number(b) for b in row] for row in sections.rows(2, rows, groups)]
     if version["zero"] == "stored":
         zero = [[z / 2 ** (8 - bits) for z in row] for row in sections.rows(1, rows, groups)]
     else:

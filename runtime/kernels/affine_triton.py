@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moepack.pack.spec import Matrix
 
-from .forms import Form, kernel_of, slice_rows
+from .forms import SMALL, Form, kernel_of, slice_rows
 from .gemv_triton import ROWS, SLOTS, few
 from .many_triton import BLOCK_COLUMNS, BLOCK_ROWS, STEP, arrange, many, unpack
 
@@ -45,7 +45,7 @@ ONES = (0x3F803F80, 0x3F003F00)  # two BF16 numbers in a word, for codes of up t
 TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # BF16 numbers of an activation
 
 # By an encoding's number in KERNELS: the bits of its codes, the mantissa bits of codes that are floating-point numbers,
-# and what its scales are. Other numbers are the bits of integer codes with BF16 scales.
+# and what its scales are. Other numbers are the bits of integer codes with BF16 scales, with SMALL added: of a byte.
 _RELEASED = {
     17: (4, 1, "e8m0"),
     18: (4, 1, "e4m3"),
@@ -70,7 +70,8 @@ class Geometry:
 
 def _read(form: Form) -> dict[str, Any]:
     """How kernels read a form: its codes, its scales, and the columns of a group that a thread takes in one load."""
-    bits, mantissa, scale = _RELEASED.get(form.bits, (form.bits, 0, "bf16"))
+    own = (form.bits - SMALL, 0, "e3m5") if form.bits > SMALL else (form.bits, 0, "bf16")
+    bits, mantissa, scale = _RELEASED.get(form.bits, own)
     group = form.group or 128
     columns = min({1: 32, 2: 16, 3: 16}.get(bits, 8), group // 4)
     return {

@@ -39,6 +39,17 @@ def e8m0(bits):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def scales_of(base, scale, at, here, other, SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load scales of integer codes, float32; those of a byte without their outer one."""
+    if SCALE == "e3m5":
+        bits = tl.load(section(base, scale, tl.uint8) + at, mask=here, other=other).to(tl.int32)
+        return ((bits << 18) + 0x3F800000).to(tl.float32, bitcast=True)
+    else:
+        of: tl.constexpr = tl.float16 if SCALE == "fp16" else tl.bfloat16
+        return tl.load(section(base, scale, of) + at, mask=here, other=other).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def finish(  # type: ignore[no-untyped-def]
     total, base, scale, outer, bias, row, here, SCALE: tl.constexpr, OUTER: tl.constexpr, BIAS: tl.constexpr
 ):  # fmt: skip
@@ -286,8 +297,7 @@ def _scaled(  # type: ignore[no-untyped-def]
                 ]
             )
         else:
-            of: tl.constexpr = tl.float16 if SCALE == "fp16" else tl.bfloat16
-            s = tl.load(section(base, scale, of) + at, mask=here, other=other).to(tl.float32)
+            s = scales_of(base, scale, at, here, other, SCALE)
             sums = tl.permute(tl.reshape(sums, [S, 2, 8, 4, 2]), [0, 2, 3, 1, 4])
             sums = tl.max(sums, 3)[:, :, :, None, :]  # of two that are the same
             if STORED:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .gemv_triton import e4m3, e8m0, finish, numbers, section, words
+from .gemv_triton import e4m3, e8m0, finish, numbers, scales_of, section, words
 
 STEP: tl.constexpr = tl.constexpr(64)  # the most columns that are multiplied at a time
 
@@ -144,8 +144,7 @@ def _scaled(  # type: ignore[no-untyped-def]
         return total + part * s[:, :, :, :, None, None]
     else:
         at = at * 16 + row % 16
-        of: tl.constexpr = tl.float16 if SCALE == "fp16" else tl.bfloat16
-        s = tl.load(section(base, scale, of) + at, mask=here, other=other).to(tl.float32) * (1 << BITS)
+        s = scales_of(base, scale, at, here, other, SCALE) * (1 << BITS)
         if STORED:
             z = tl.load(section(base, zero, tl.uint8) + at, mask=here, other=other).to(tl.float32)
             part -= of_x * (z * (1 / 256) + 1)[:, :, :, :, None, None]
@@ -281,8 +280,7 @@ def _scale(base, scale, cols, block, k, SCALE: tl.constexpr, GROUP: tl.constexpr
     elif SCALE == "e4m3":
         s = e4m3(tl.load(section(base, scale, tl.uint8) + to, mask=here, other=0).to(tl.int32))
     else:
-        of: tl.constexpr = tl.float16 if SCALE == "fp16" else tl.bfloat16
-        s = tl.load(section(base, scale, of) + to, mask=here, other=0.0).to(tl.float32)
+        s = scales_of(base, scale, to, here, 0, SCALE)
     return s, to, here
 
 

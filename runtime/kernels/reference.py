@@ -68,12 +68,15 @@ def dequantise(extent: Tensor, sections: Sections, matrix: Matrix, version: Vers
         part = unpack(section(extent, sections[f"plane{p}"]), bits, matrix.cols)
         codes = codes | part << sum(version.planes[:p])
     scale = _scale(section(extent, sections["scale"]), version)
+    outer = section(extent, sections["outer"]) if "outer" in sections else None
     size = version.group_size or matrix.cols
     if version.zero == "none":
         values = _floats(codes, version.bits).mul_(scale.repeat_interleave(size, dim=1)[:, : matrix.cols])
-        if "outer" in sections:
-            values.mul_(section(extent, sections["outer"]))
+        if outer is not None:
+            values.mul_(outer)
         return values[: matrix.rows].to(dtype)
+    if outer is not None:
+        scale = scale * outer  # a power of two
     if version.stores_zeros:
         zero = section(extent, sections["zero"]).float() * 2.0 ** (version.bits - 8)
     else:
@@ -84,6 +87,8 @@ def dequantise(extent: Tensor, sections: Sections, matrix: Matrix, version: Vers
 
 def _scale(raw: Tensor, version: Version) -> Tensor:
     """Scales in float32."""
+    if version.scale_bits == 8:
+        return ((raw.int() << 18) + 0x3F800000).view(torch.float32)  # three bits of exponent, from 1 on
     if version.scale_dtype == "F16":
         return raw.view(torch.float16).float()
     if version.scale_dtype == "F8_E4M3":

@@ -46,6 +46,7 @@ typedef struct {
 #define AND(a, b) _mm256_and_si256(a, b)
 #define SHL(a, n) _mm256_slli_epi32(a, n)
 #define SRA(a, n) _mm256_srai_epi32(a, n)
+#define ADDI(a, b) _mm256_add_epi32(a, b)
 #define MAXI(a, b) _mm256_max_epi32(a, b)
 #define LOADB(p) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p)))
 #define LOADSB(p) _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p)))
@@ -74,7 +75,6 @@ INLINE float sum_avx2(__m256 a) {
 #define PARTS 1
 #define FR 2
 #define MANY 4
-#define ADDI(a, b) _mm256_add_epi32(a, b)
 #define SUBI(a, b) _mm256_sub_epi32(a, b)
 #define MULI(a, b) _mm256_mullo_epi32(a, b)
 #define DOT(acc, fields, x) _mm256_add_epi32(acc, _mm256_madd_epi16(fields, x))

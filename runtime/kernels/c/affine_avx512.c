@@ -45,6 +45,7 @@
 #define AND(a, b) _mm512_and_si512(a, b)
 #define SHL(a, n) _mm512_slli_epi32(a, n)
 #define SRA(a, n) _mm512_srai_epi32(a, n)
+#define ADDI(a, b) _mm512_add_epi32(a, b)
 #define MAXI(a, b) _mm512_max_epi32(a, b)
 #define LOADB(p) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p)))
 #define LOADSB(p) _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p)))
@@ -67,7 +68,6 @@ INLINE void store_bf16_avx512(uint16_t *to, __m512 v, __m512 w) {
 #include "affine_rows.h"
 
 #define FR 1
-#define ADDI(a, b) _mm512_add_epi32(a, b)
 #define SUBI(a, b) _mm512_sub_epi32(a, b)
 #define MULI(a, b) _mm512_mullo_epi32(a, b)
 #define FLOATS(a) _mm512_cvtepi32_ps(a)

@@ -218,12 +218,12 @@ INLINE I NAME(folded)(const int chains, I acc[2][PARTS]) { /* the total of one v
 /* Products of FR vectors of rows from `row` on and T activations, into out[(r * T + t) * L]. */
 INLINE void NAME(fixed_rows)(const int bits, const int T, const Gemm *m, const Form *f, const uint8_t *base, int64_t row,
                              const Prepared *const *x, float *out) {
-    const int p = low_bits(bits), half = f->bits > 16;
+    const int p = low_bits(bits), of = scales_of(f), item = of == OF_BYTE ? 1 : 2;
     const int64_t groups = ceil_div(m->cols, f->group), words = ceil_div(m->cols * p, 32), block = row / BLOCK;
     const int64_t lane = row % BLOCK, step = f->group * p / 32, per = FIXED / f->group;
     const uint32_t *low = (const uint32_t *)(base + f->low) + block * words * BLOCK + lane;
     const uint32_t *high = (const uint32_t *)(base + f->high) + block * ceil_div(m->cols, 32) * BLOCK + lane;
-    const uint16_t *scale = (const uint16_t *)(base + f->scale) + block * groups * BLOCK + lane;
+    const uint8_t *scale = base + f->scale + (block * groups * BLOCK + lane) * item;
     const uint8_t *zero = base + f->zero + block * groups * BLOCK + lane;
     const int32_t *at[PASS], *totals[PASS];
     F total[FR][PASS];
@@ -265,8 +265,7 @@ INLINE void NAME(fixed_rows)(const int bits, const int T, const Gemm *m, const F
         F unit[PASS];
         UNROLL for (int t = 0; t < T; t++) unit[t] = SET(x[t]->units[g / per] * (1.0f / (1 << (8 - bits))));
         UNROLL for (int r = 0; r < FR; r++) {
-            const uint16_t *mine = scale + g * BLOCK + r * L;
-            const F s = half ? HALF(mine) : BF16(mine);
+            const F s = SCALE(bits, of, scale + (g * BLOCK + r * L) * item);
             const I z = f->stored ? LOADB(zero + g * BLOCK + r * L) : SETI(((1 << bits) - 1) << (8 - bits) >> 1);
             UNROLL for (int t = 0; t < T; t++) {
                 const I exact = SUBI(sum[r][t], MULI(z, SETI(totals[t][g])));
@@ -275,6 +274,7 @@ INLINE void NAME(fixed_rows)(const int bits, const int T, const Gemm *m, const F
         }
     }
     UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) {
+        if (f->outer >= 0) total[r][t] = MUL(total[r][t], SET(outer_of(f, base, row + r * L)));
         STOREF(out + (r * T + t) * L, total[r][t]);
     }
 }
@@ -360,14 +360,12 @@ INLINE void NAME(pairs)(const int T, const int64_t cols, const uint16_t *w, cons
             return; \
         } \
         for (; at < end; at += FR * L) { \
-            switch (job->form->bits) { \
+            switch (codes_of(job->form)) { \
                 FIXED_CASE(1, T) \
                 FIXED_CASE(2, T) \
                 FIXED_CASE(3, T) \
                 FIXED_CASE(5, T) \
-            case HALF4: \
                 FIXED_CASE(4, T) \
-            case HALF8: \
                 FIXED_CASE(8, T) \
             case MXFP4: NAME(fp4_rows)(0, T, m, job->form, job->base, at, x, part); break; \
             case NVFP4: NAME(fp4_rows)(1, T, m, job->form, job->base, at, x, part); break; \

@@ -40,6 +40,7 @@
 #define AND(a, b) ((a) & (b))
 #define SHL(a, n) ((uint32_t)(a) << (n))
 #define SRA(a, n) ((uint32_t)((int32_t)(a) >> (n)))
+#define ADDI(a, b) ((a) + (b))
 #define MAXI(a, b) ((a) > (b) ? (a) : (b))
 #define LOADB(p) ((uint32_t)*(p))
 #define LOADSB(p) ((uint32_t)(int8_t)*(p))
@@ -74,7 +75,6 @@ static inline uint32_t fp4_plain(uint32_t word, int down) {
 
 #define PARTS 1
 #define FR 4
-#define ADDI(a, b) ((a) + (b))
 #define SUBI(a, b) ((a) - (b))
 #define MULI(a, b) ((a) * (b))
 #define DOT(acc, fields, x) ((acc) + (uint32_t)dot_plain(fields, x))

@@ -10,7 +10,7 @@
  *   LOOKUP(table, words)             table[word & 15]
  *   CODE4(words), CODE8(words)       (word & 15) - 7.5, (word & 255) - 127.5
  *   BF16(at), BYTES(at)              L BF16 numbers or bytes as floats
- *   SETI, AND, SHL, SRA, MAXI        of 32-bit words: a broadcast, a & b, shifts (SRA keeps the sign), the greater one
+ *   SETI, ADDI, AND, SHL, SRA, MAXI  of 32-bit words: a broadcast, a + b, a & b, shifts (SRA keeps the sign), the greater one
  *   SRA16(words, n)                  SRA of both 16-bit halves
  *   LOADB, LOADSB, LOADSH            L bytes, signed bytes and signed 16-bit numbers as 32-bit words
  *   AS_FLOATS(words)                 the words' bits as floats
@@ -33,12 +33,14 @@
 #define E4M3_SHIFTED(p) AS_FLOATS(AND(SHL(LOADSB(p), 20), SETI(0x87F00000))) /* times 2^-120 */
 #define E4M3(p) MUL(E4M3_SHIFTED(p), SET(0x1p120f))
 #define HALF(p) MUL(AS_FLOATS(AND(SHL(LOADSH(p), 13), SETI(0x8FFFE000))), SET(0x1p112f))
-/* L scales: bytes of FP4, FP16 if `half`, else BF16. */
-#define SCALE(bits, half, at) \
-    ((bits) == MXFP4   ? POW2(at) \
-     : (bits) == NVFP4 ? E4M3(at) \
-     : (half)          ? HALF((const uint16_t *)(at)) \
-                       : BF16((const uint16_t *)(at)))
+#define E3M5(p) AS_FLOATS(ADDI(SHL(LOADB(p), 18), SETI(0x3F800000))) /* from 1 on */
+/* L scales: bytes of FP4, else by `scales_of`. */
+#define SCALE(bits, of, at) \
+    ((bits) == MXFP4     ? POW2(at) \
+     : (bits) == NVFP4   ? E4M3(at) \
+     : (of) == OF_BYTE   ? E3M5(at) \
+     : (of) == OF_HALF   ? HALF((const uint16_t *)(at)) \
+                         : BF16((const uint16_t *)(at)))
 #define CODE_E4M3(w) AS_FLOATS(AND(SRA(SHL(w, 24), 4), SETI(0x87F00000))) /* the low byte, times 2^-120 */
 #define QUAD 4.0f /* LUTs of four one-bit codes are for codes worth 4: the high plane of three bits */
 
@@ -94,7 +96,8 @@ INLINE void NAME(plane)(const int codes, const int R, const int T, const uint32_
 /* Products of R vectors of rows from `row` on and T activations, into out[r * T + t]. */
 INLINE void NAME(packed)(const int bits, const int R, const int T, const Gemm *m, const Form *f, const uint8_t *base,
                          int64_t row, const Prepared *const *x, float *out) {
-    const int fp4 = bits == MXFP4 || bits == NVFP4, width = fp4 ? 4 : bits, item = fp4 ? 1 : 2, half = f->bits > 16;
+    const int fp4 = bits == MXFP4 || bits == NVFP4, width = fp4 ? 4 : bits, of = scales_of(f);
+    const int item = fp4 || of == OF_BYTE ? 1 : 2;
     const int64_t groups = ceil_div(m->cols, f->group), per_word = 32 / low_bits(bits);
     const int64_t low_words = ceil_div(m->cols, per_word), high_words = ceil_div(m->cols, 32);
     const int64_t step = f->group / per_word, high_step = f->group / 32;
@@ -130,7 +133,7 @@ INLINE void NAME(packed)(const int bits, const int R, const int T, const Gemm *m
                 acc[r][t] = bits == 3 ? above[r][t] : FMA(above[r][t], SET(4.0f), acc[r][t]);
         }
         UNROLL for (int r = 0; r < R; r++) {
-            F s = SCALE(bits, half, scale[r] + g * BLOCK * item);
+            F s = SCALE(bits, of, scale[r] + g * BLOCK * item);
             if (bits == 1) s = MUL(s, SET(1 / QUAD));
             if (f->stored) {
                 F z = FMA(BYTES(zero[r] + g * BLOCK), unit, middle);
@@ -141,7 +144,7 @@ INLINE void NAME(packed)(const int bits, const int R, const int T, const Gemm *m
         }
     }
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T; t++) {
-        if (bits == NVFP4) total[r][t] = MUL(total[r][t], SET(outer_of(f, base, row + r * L)));
+        if (f->outer >= 0) total[r][t] = MUL(total[r][t], SET(outer_of(f, base, row + r * L)));
         STOREF(out + (r * T + t) * L, total[r][t]);
     }
 }
@@ -173,14 +176,12 @@ INLINE void NAME(plain)(const int R, const int T, const Gemm *m, const Form *f, 
 
 #define PACKED(bits, R, T) NAME(packed)(bits, R, T, m, job->form, job->base, at, x, part)
 #define BY_BITS(R, T) \
-    switch (job->form->bits) { \
+    switch (codes_of(job->form)) { \
     case 1: PACKED(1, R, T); break; \
     case 2: PACKED(2, R, T); break; \
     case 3: PACKED(3, R, T); break; \
     case 5: PACKED(5, R, T); break; \
-    case HALF4: \
     case 4: PACKED(4, R, T); break; \
-    case HALF8: \
     case 8: PACKED(8, R, T); break; \
     case MXFP4: PACKED(MXFP4, R, T); break; \
     case NVFP4: PACKED(NVFP4, R, T); break; \
@@ -278,11 +279,11 @@ CALLED void NAME(prepare)(const Gemm *m, const void *from, Prepared *p) {
     }
 }
 /* Unpack R vectors of rows from `row` on, column after column, `ld` numbers apart: as scale * (code - zero), exact; for
- * floating-point codes code * scale, then times the outer scale, each rounded. */
+ * floating-point codes code * scale. Then times the outer scale. Each is rounded. */
 INLINE void NAME(unpack)(const int bits, const int R, const Unpack *m, int64_t row, uint8_t *out) {
     const Form *f = m->form;
-    const int p = low_bits(bits), per_word = 32 / p, width = bits > 8 ? p : bits, half = f->bits > 16;
-    const int wide = bits == FP8 || bits == FP8_ROW, item = wide ? 4 : bits > 16 ? 1 : 2;
+    const int p = low_bits(bits), per_word = 32 / p, width = bits > 8 ? p : bits, of = scales_of(f);
+    const int wide = bits == FP8 || bits == FP8_ROW, item = wide ? 4 : bits > 16 || of == OF_BYTE ? 1 : 2;
     const int64_t group = bits == FP8_ROW ? m->cols : f->group, groups = ceil_div(m->cols, group);
     const F unit = SET(1.0f / (1 << (8 - width))), middle = SET(-(float)((1 << width) - 1) / 2);
     const T16 twos = LOADT(two_bits);
@@ -297,7 +298,7 @@ INLINE void NAME(unpack)(const int bits, const int R, const Unpack *m, int64_t r
         high[r] = (const uint32_t *)(m->base + f->high) + block * ceil_div(m->cols, 32) * BLOCK + lane;
         scale[r] = m->base + f->scale + (bits == FP8 ? block * groups : block * groups * BLOCK + lane) * item;
         zero[r] = m->base + f->zero + block * groups * BLOCK + lane;
-        outer[r] = SET(bits == NVFP4 ? outer_of(f, m->base, row + r * L) : 1.0f);
+        outer[r] = SET(f->outer >= 0 ? outer_of(f, m->base, row + r * L) : 1.0f);
     }
     for (int64_t c = 0; c < m->cols;) {
         const int64_t g = c / group, word = c / per_word, end = c + per_word < m->cols ? c + per_word : m->cols;
@@ -307,7 +308,7 @@ INLINE void NAME(unpack)(const int bits, const int R, const Unpack *m, int64_t r
             s[r] = bits == FP8       ? SET(((const float *)scale[r])[g])
                    : bits == FP8_ROW ? LOADF((const float *)scale[r])
                    : bits == MXFP8   ? POW2(scale[r] + g * BLOCK)
-                                     : SCALE(bits, half, scale[r] + g * BLOCK * item);
+                                     : SCALE(bits, of, scale[r] + g * BLOCK * item);
             less[r] = f->stored ? MUL(s[r], FMA(BYTES(zero[r] + g * BLOCK), unit, middle)) : SET(0.0f);
             w[r] = h[r] = LOADI(low[r] + word * BLOCK);
             if (two_planes(bits)) {
@@ -331,7 +332,7 @@ INLINE void NAME(unpack)(const int bits, const int R, const Unpack *m, int64_t r
                 }
                 value[r] = MUL(s[r], code);
                 if (bits <= 16) value[r] = SUB(value[r], less[r]); /* both products and the difference fit a float */
-                if (bits == NVFP4) value[r] = MUL(value[r], outer[r]);
+                if (f->outer >= 0) value[r] = MUL(value[r], outer[r]);
             }
             if (m->out_bf16 && R == 2)
                 STOREB2((uint16_t *)out + c * m->ld, value[0], value[1]);
@@ -349,14 +350,12 @@ INLINE void NAME(unpack)(const int bits, const int R, const Unpack *m, int64_t r
 #define UNPACK_CASE(bits, R) \
     case bits: NAME(unpack)(bits, R, m, row + r, at); break;
 #define UNPACK(R) \
-    switch (m->form->bits) { \
+    switch (codes_of(m->form)) { \
         UNPACK_CASE(1, R) \
         UNPACK_CASE(2, R) \
         UNPACK_CASE(3, R) \
         UNPACK_CASE(5, R) \
-    case HALF4: \
         UNPACK_CASE(4, R) \
-    case HALF8: \
         UNPACK_CASE(8, R) \
         UNPACK_CASE(MXFP4, R) \
         UNPACK_CASE(NVFP4, R) \

@@ -172,7 +172,7 @@ WIDE static void put_block(const Gemm *m, const Job *job, const int64_t *slot, i
     __m512i v[16];
     UNROLL for (int i = 0; i < 16; i++) v[i] = _mm512_loadu_si512(sums + 16 * i);
     if (turned) turn(v);
-    const int twice = job->form->bits == NVFP4;
+    const int twice = job->form->outer >= 0;
     const __m512 outer = _mm512_set1_ps(twice ? outer_of(job->form, job->base, row) : 1.0f);
     float made[16][16];
     UNROLL for (int i = 0; i < 16; i++) _mm512_storeu_si512(made[i], v[i]);
@@ -253,7 +253,7 @@ WIDE static void code_panel(const Run *run, const Batch *batch, int64_t row, uin
     const int64_t rows = batch->job->rows;
     const int64_t blocks = ceil_div(batch->count, 16), pairs = ceil_div(blocks, 2), steps = run->steps;
     const int64_t group = code_group(f), of = group / STEP, groups = ceil_div(m->cols, group), block = row / BLOCK;
-    const int mine = row + BLOCK < rows ? 2 : 1, width = low_bits((int)f->bits) + two_planes((int)f->bits);
+    const int mine = row + BLOCK < rows ? 2 : 1, width = low_bits(codes_of(f)) + two_planes(codes_of(f));
     const __m512 unit = _mm512_set1_ps(1.0f / (1 << (8 - width)));
     const __m512 middle = _mm512_set1_ps(-(float)((1 << width) - 1) / 2);
     float made[2][1024], of_x[16];

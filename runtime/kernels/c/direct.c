@@ -123,15 +123,14 @@ static void run_tasks(void *argument) {
 static int needs_of(const Gemm *m, const Form *f, int64_t slots) {
     if (f->bits == 16) return 0;
     if (is_fp8(f)) return NEEDS_SCALED;
-    const int p = low_bits((int)f->bits), many = moepack_fixed->many, two = two_planes((int)f->bits);
+    const int bits = codes_of(f), p = low_bits(bits), many = moepack_fixed->many, two = two_planes(bits);
     if (m->x_bf16) {
         const int halved = many && slots >= many && (p == 2 || p == 4) ? NEEDS_FIXED << (5 + p / 2) : 0;
-        if (halved && slots % many == 0) return NEEDS_FIXED | halved | (f->bits == 5 ? NEEDS_FIXED << 1 : 0);
-        if (f->bits == MXFP4 || f->bits == NVFP4) return NEEDS_FIXED | NEEDS_FIXED << 5 | halved;
+        if (halved && slots % many == 0) return NEEDS_FIXED | halved | (bits == 5 ? NEEDS_FIXED << 1 : 0);
+        if (bits == MXFP4 || bits == NVFP4) return NEEDS_FIXED | NEEDS_FIXED << 5 | halved;
         return NEEDS_FIXED | NEEDS_FIXED << (p == 8 ? 4 : 1 + p / 2) | (two ? NEEDS_FIXED << 1 : 0) | halved;
     }
-    return NEEDS_SUMS | (f->bits == 1 || two ? NEEDS_QUADS : 0) |
-           (f->bits == 2 || f->bits == 3 ? NEEDS_PAIRS : 0);
+    return NEEDS_SUMS | (bits == 1 || two ? NEEDS_QUADS : 0) | (bits == 2 || bits == 3 ? NEEDS_PAIRS : 0);
 }
 
 /* Set p's pointers to memory from `at` on; returns the bytes they need. */

@@ -20,20 +20,30 @@ typedef struct {
     int64_t bits, group, stored, low, high, scale, zero, bias, outer; /* bias, outer: -1 without one */
 } Form;
 
-/* Numbers of encodings whose codes are floating-point, or whose scales are FP16; the others' are their bits. */
-enum { MXFP4 = 17, NVFP4, MXFP8, FP8, FP8_ROW, HALF4, HALF8 };
+/* Numbers of encodings whose codes are floating-point, or whose scales are FP16; the others' are their bits. Where scales
+ * have a byte, it is their bits and SMALL. */
+enum { MXFP4 = 17, NVFP4, MXFP8, FP8, FP8_ROW, HALF4, HALF8, SMALL = 32 };
+enum { OF_BF16, OF_HALF, OF_BYTE }; /* scales of integer codes */
 
-/* Whether there are kernels for a form. Every switch over `bits` has exactly these cases. */
+/* The number of an encoding with the same codes, and, if they are integers, BF16 scales. */
+static inline int codes_of(const Form *f) {
+    return (int)(f->bits > SMALL ? f->bits - SMALL : f->bits == HALF4 ? 4 : f->bits == HALF8 ? 8 : f->bits);
+}
+
+static inline int scales_of(const Form *f) {
+    return f->bits > SMALL ? OF_BYTE : f->bits == HALF4 || f->bits == HALF8 ? OF_HALF : OF_BF16;
+}
+
+/* Whether there are kernels for a form. Every switch over codes has exactly these cases. */
 static inline int known(const Form *f) {
-    switch (f->bits) {
+    if (f->bits > SMALL + 8 || (f->bits > SMALL && f->outer < 0)) return 0;
+    switch (codes_of(f)) {
     case 16: return 1;
     case MXFP4:
     case MXFP8: return f->group == 32;
     case NVFP4: return f->group == 16;
     case FP8: return f->group == 32 || f->group == 128;
     case FP8_ROW: return f->group == 0;
-    case HALF8:
-    case HALF4:
     case 8:
     case 5:
     case 4:
@@ -49,9 +59,9 @@ static inline int two_planes(int bits) { return bits == 3 || bits == 5; }
 
 static inline int is_fp8(const Form *f) { return f->bits == MXFP8 || f->bits == FP8 || f->bits == FP8_ROW; }
 
-/* Bits of a code in the low plane. */
+/* Bits of a code in the low plane, by `codes_of`. */
 static inline int low_bits(int bits) {
-    return bits == 3 ? 2 : bits == 5 || bits == MXFP4 || bits == NVFP4 || bits == HALF4 ? 4 : bits > 16 ? 8 : bits;
+    return bits == 3 ? 2 : bits == 5 || bits == MXFP4 || bits == NVFP4 ? 4 : bits > 16 ? 8 : bits;
 }
 
 /* One product of all experts. A handle is an extent's address, a multiple of 64, with the version's number in its low 6 bits. */

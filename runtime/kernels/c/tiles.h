@@ -66,6 +66,9 @@ INLINE __m512 e4m3_low(__m512i w) { /* the low byte of each word */
 INLINE __m512 scale_row(const Form *f, const uint8_t *base, int64_t block, int64_t groups, int64_t g) {
     const int64_t at = (block * groups + g) * BLOCK;
     const uint8_t *scale = base + f->scale;
+    if (scales_of(f) == OF_HALF) return half_row((const uint16_t *)scale + at);
+    if (scales_of(f) == OF_BYTE) /* as E3M5 of affine_rows.h */
+        return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_slli_epi32(byte_row(scale + at), 18), _mm512_set1_epi32(0x3F800000)));
     switch (f->bits) {
     case MXFP4:
     case MXFP8:
@@ -73,8 +76,6 @@ INLINE __m512 scale_row(const Form *f, const uint8_t *base, int64_t block, int64
     case NVFP4: return e4m3_low(byte_row(scale + at));
     case FP8: return _mm512_set1_ps(((const float *)scale)[block * groups + g]);
     case FP8_ROW: return _mm512_loadu_ps((const float *)scale + block * BLOCK);
-    case HALF4:
-    case HALF8: return half_row((const uint16_t *)scale + at);
     }
     return bf16_row((const uint16_t *)scale + at);
 }
@@ -186,14 +187,12 @@ INLINE void weights(const int bits, const Gemm *m, const Form *f, const uint8_t 
 #define PANEL(name) \
     WIDE static void name##_panel(const Gemm *m, const Form *f, const uint8_t *base, int64_t rows, int64_t row, int64_t from, \
                                   int64_t n, uint8_t *out) { \
-        for (int k = 0; k < 2 && row < rows; k++, row += BLOCK, out += TILE) switch (f->bits) { \
+        for (int k = 0; k < 2 && row < rows; k++, row += BLOCK, out += TILE) switch (codes_of(f)) { \
             case 1: name(1, m, f, base, row, from, n, out); break; \
             case 2: name(2, m, f, base, row, from, n, out); break; \
             case 3: name(3, m, f, base, row, from, n, out); break; \
             case 5: name(5, m, f, base, row, from, n, out); break; \
-            case HALF4: \
             case 4: name(4, m, f, base, row, from, n, out); break; \
-            case HALF8: \
             case 8: name(8, m, f, base, row, from, n, out); break; \
             case FP8: \
             case FP8_ROW: \

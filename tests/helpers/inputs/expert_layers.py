@@ -39,6 +39,8 @@ def random_expert(m: Matrix, version: Version, seed: int) -> AffineMatrix | Rele
     shape = (m.rows, -(-m.cols // max(version.group_size, 1)))
     values = rng.uniform(0.01, 0.03, shape) * rng.choice([-1, 1, 1, 1], shape)
     scale = values.astype(np.float16).view(np.uint16) if version.scale_dtype == "F16" else bf16(values)
+    if version.scale_bits == 8:  # five bits of mantissa, none negative, some over a hundred times as small
+        scale = np.where(rng.random(shape) < 0.03, bf16(np.array(0.0002)), scale) & np.uint16(0x7FFC)
     zero = rng.integers(64, 192, shape).astype(np.uint8) if version.zero == "stored" else None
     bias = bf16(rng.normal(0, 0.1, m.rows)) if m.bias else None
     return AffineMatrix(rng.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8), scale, zero, bias)
@@ -160,4 +162,5 @@ def activations(n: int, cols: int, dtype: torch.dtype, seed: int = 0) -> torch.T
 
 # Every encoding of a released checkpoint that is read in a way of its own, in every group size
 RELEASED = [Version.of(e.name, size) for e in KNOWN if e.released and e.kernel > 16 for size in e.group_sizes or (0,)]
+SMALL = [Version.of(name, g, scale_bits=8) for name, g in (("w8", 64), ("w4", 64), ("w3", 128), ("w2", 32), ("w1", 64))]
 VERSIONS = [Version.of("bf16"), *(Version.of(f"w{b}", g) for b, g in ((4, 128), (3, 64), (2, 32), (1, 64)))]

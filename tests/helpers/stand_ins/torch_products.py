@@ -125,8 +125,10 @@ def _weights(of: Any, base: int) -> Tensor:
         scales = _read(base + of.scale, torch.float32, blocks * groups).view(blocks, groups)
         values *= scales.repeat_interleave(16, 0).repeat_interleave(of.GROUP, 1)[:, : of.cols]
     else:
-        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "e8m0": torch.uint8}
-        scales = by_group(of.scale, dtypes[of.SCALE])
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn}
+        scales = by_group(of.scale, dtypes.get(of.SCALE, torch.uint8))
+        if of.SCALE == "e3m5":
+            scales = ((scales.int() << 18) + 0x3F800000).view(torch.float32)
         if of.SCALE == "e8m0":
             scales = (scales.int() << 23).clamp(min=1 << 22).view(torch.float32)
         values *= scales.repeat_interleave(of.GROUP, 1)[:, : of.cols]

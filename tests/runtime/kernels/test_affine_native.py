@@ -14,7 +14,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from expert_layers import RELEASED, TOLERANCE, VERSIONS, activations, expected, make_layer, native, product, relative
+from expert_layers import (
+    RELEASED,
+    SMALL,
+    TOLERANCE,
+    VERSIONS,
+    activations,
+    expected,
+    make_layer,
+    native,
+    product,
+    relative,
+)
 from support import HELPERS, at_once
 
 from moepack.pack.spec import Matrix, Version
@@ -33,11 +44,16 @@ ALL_IN_TILES = np.zeros(8, np.int64)  # limits
 
 
 MIXED = [Version.of(f"w{b}d{b + 1}").at(1) for b in (4, 3, 2, 1)]
-PACKED = [*(Version.of(f"w{bits}", size) for bits in (8, 4, 3, 2, 1) for size in (128, 64, 32)), *MIXED, *RELEASED]
+PACKED = [
+    *(Version.of(f"w{bits}", size) for bits in (8, 4, 3, 2, 1) for size in (128, 64, 32)),
+    *MIXED,
+    *RELEASED,
+    *SMALL,
+]
 
 
 def named(version: Version) -> str:
-    return f"{version.name}-{version.bits}-{version.group_size}"
+    return f"{version.name}-{version.bits}-{version.group_size}-{version.scale_bits}"
 
 
 @pytest.fixture(autouse=True)

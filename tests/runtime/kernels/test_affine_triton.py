@@ -8,6 +8,7 @@ import pytest
 import torch
 from expert_layers import (
     RELEASED,
+    SMALL,
     TOLERANCE,
     VERSIONS,
     Layer,
@@ -49,7 +50,7 @@ WIDTHS = [Version.of(*w) for w in (("w8", 64), ("w4", 128), ("w3", 32), ("w2", 6
 MIXED = [Version.of(f"w{b}d{b + 1}").at(1) for b in (4, 3, 2, 1)]
 
 
-@pytest.mark.parametrize("version", WIDTHS + MIXED, ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}")
+@pytest.mark.parametrize("version", WIDTHS + MIXED + SMALL, ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}")
 def test_every_width_and_group(version: Version) -> None:
     versions = [version]
     index = torch.tensor([[0], [2], [2]])  # expert 1 has no tokens
@@ -112,7 +113,7 @@ def test_released_weights_are_the_references(version: Version, monkeypatch: pyte
         assert torch.equal(got[exact], want[exact]), (rows, cols)
 
 
-@pytest.mark.parametrize("version", WIDTHS + MIXED, ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}")
+@pytest.mark.parametrize("version", WIDTHS + MIXED + SMALL[1:3], ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}")
 @pytest.mark.parametrize("pairs", [True, False])
 def test_many_tokens_of_every_width(version: Version, pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both orders of columns; a gate whose halves begin in the middle of a block, blocks with a rest, several terms."""
@@ -131,7 +132,9 @@ def test_many_tokens_of_every_width(version: Version, pairs: bool, monkeypatch: 
         assert relative(made, (torch.nn.functional.silu(gate) * up).numpy()) <= 1e-5, dtype
 
 
-@pytest.mark.parametrize("version", RELEASED + WIDTHS + MIXED, ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}")
+@pytest.mark.parametrize(
+    "version", RELEASED + WIDTHS + MIXED + SMALL, ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}"
+)
 def test_few_tokens_weights_are_the_references(version: Version) -> None:
     """Bit for bit too: a code's ones and its zero point leave no rest."""
     got, want = released_weights(version, 33, 65, 0, torch.float32, "DECODE")
@@ -216,7 +219,7 @@ def test_a_layer_in_released_versions_is_run_by_it(monkeypatch: pytest.MonkeyPat
 def test_what_stands_in_for_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """In tests of what is around them: every encoding, both tiles, a gate."""
     install(monkeypatch)
-    for version in (Version.of("bf16"), *WIDTHS, *MIXED, *RELEASED):
+    for version in (Version.of("bf16"), *WIDTHS, *MIXED, *RELEASED, *SMALL):
         m, index = Matrix("m", 36, 70, bias=True), torch.tensor([[0, 1], [1, 1], [2, 0]])
         layer, x = make_layer(m, [version], [0, 0]), activations(3, 70, torch.float32)
         want, real = torch.from_numpy(expected(layer, x, index)), (index.reshape(-1) < 2).numpy()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from expert_layers import RELEASED, Layer, activations, make_layer, native, product
+from expert_layers import RELEASED, SMALL, Layer, activations, make_layer, native, product
 
 from moepack.pack.spec import Matrix, Version
 
@@ -34,7 +34,7 @@ def hard(n: int, cols: int) -> torch.Tensor:
 
 
 WHOLE = [Version.of(f"w{b}", size) for b in (8, 4, 3, 2, 1) for size in (128, 64, 32)]
-WHOLE += [v for v in RELEASED if v.bits == 4 or v.zero == "stored"]  # FP8 codes are multiplied as floats
+WHOLE += [*(v for v in RELEASED if v.bits == 4 or v.zero == "stored"), *SMALL]  # FP8 codes are multiplied as floats
 
 
 @pytest.mark.parametrize("version", WHOLE, ids=lambda v: f"{v.name}-{v.group_size}")

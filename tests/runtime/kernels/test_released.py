@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from codec_mutations import Fenced
-from expert_layers import RELEASED, activations, expected, make_layer, native, product, relative
+from expert_layers import RELEASED, SMALL, activations, expected, make_layer, native, product, relative
 
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.kernels import reference
@@ -25,7 +25,7 @@ def best_level() -> Iterator[None]:
     native.use_level()
 
 
-@pytest.mark.parametrize("version", RELEASED, ids=lambda v: f"{v.name}-{v.group_size}")
+@pytest.mark.parametrize("version", RELEASED + SMALL, ids=lambda v: f"{v.name}-{v.group_size}")
 def test_torchs_weights_are_packs(version: Version) -> None:
     for k, (rows, cols) in enumerate(SHAPES):
         m = Matrix("m", rows, cols, bias=bool(k % 2))

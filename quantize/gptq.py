@@ -30,7 +30,7 @@ from moepack.pack.spec import Version
 
 from .factor import Factored, factor
 from .grid import Quantised, fix_scale, fix_zero, join
-from .lanes import LANE, Lanes, column_sums, search, stored_scale
+from .lanes import LANE, Lanes, column_sums, search
 from .methods import FREE
 
 SWEEPS = 2
@@ -55,8 +55,8 @@ def quantise_widths(
     """
     experts, own, cols = weight.shape
     made: dict[Version, list[Quantised]] = {v: [] for v in versions}
-    for size in sorted({v.group_size for v in versions}):
-        alike = [v for v in versions if v.group_size == size]
+    for size, scale_bits in sorted({(v.group_size, v.scale_bits) for v in versions}):
+        alike = [v for v in versions if (v.group_size, v.scale_bits) == (size, scale_bits)]
         rows = wide_rows(own)
         step = experts_at_once(own, cols, len(alike), experts, weight.device.type)
         for start in range(0, experts, step):
@@ -203,7 +203,7 @@ class Work:
             dd = cc - 2 * z * c1 + z * z * total
             dd_old = cc - (z + zero) * c1 + z * zero * total
             gd = gc - z * g1
-            s = stored_scale((gd + scale * dd_old) / dd, scale)
+            s = self._lanes.stored_scale((gd + scale * dd_old) / dd, scale)
             old_old = cc - 2 * zero * c1 + zero * zero * total
             quadratic = s * s * dd - 2 * s * scale * dd_old + scale * scale * old_old
             return s, quadratic - 2 * (s * gd - scale * (gc - zero * g1))
@@ -232,7 +232,7 @@ class Work:
             out.append(
                 Quantised(
                     codes.contiguous(),
-                    fix_scale(scale[..., lanes]).transpose(1, 2).contiguous(),
+                    fix_scale(scale[..., lanes], version.scale_bits).transpose(1, 2).contiguous(),
                     None if zero is None else zero.transpose(1, 2).contiguous(),
                 )
             )

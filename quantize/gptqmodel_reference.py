@@ -54,7 +54,7 @@ def _one(weight: Tensor, moments: Tensor, version: Version) -> Quantised:
     spread = torch.arange(weight.shape[1], device=weight.device) // version.group_size
     codes = (values / scale[:, spread]).round() + zero[:, spread]
     codes = codes.clamp(0, (1 << version.bits) - 1).to(torch.uint8)
-    return Quantised(codes[None], fix_scale(scale)[None], fix_zero(zero, version.bits)[None])
+    return Quantised(codes[None], fix_scale(scale, version.scale_bits)[None], fix_zero(zero, version.bits)[None])
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moepack.pack.codec.affine import AffineMatrix
 from moepack.pack.codec.bits import Bf16Bits
-from moepack.pack.spec import Version
+from moepack.pack.spec import BLOCK_ROWS, Version
 
 _TOGETHER = 1 << 17  # elements, 512 KiB of float32; larger temporaries cost a page fault each 4 KiB
 
@@ -76,10 +76,42 @@ def fix_zero(zero: Tensor, bits: int) -> Tensor:
     return (zero * 2.0 ** (8 - bits)).round().clamp(0, 255).to(torch.uint8)
 
 
-def fix_scale(scale: Tensor) -> Tensor:
-    """Round scales to bfloat16. Zero becomes the least normal number, so that groups of zeros can be divided by it."""
+def fix_scale(scale: Tensor, bits: int = 16) -> Tensor:
+    """Round scales to bfloat16; with 8 `bits` to five bits behind the first, none below 0 (`raised` fits the range).
+
+    Zero becomes the least normal number, so that groups of zeros can be divided by it.
+    """
     tiny = torch.finfo(torch.bfloat16).tiny
+    if bits == 8:
+        part, exponent = torch.frexp(scale.float().clamp_(min=tiny))
+        scale = torch.ldexp((part * 64).round_(), exponent - 6)
     return torch.where(scale == 0, tiny, scale).to(torch.bfloat16)
+
+
+def raised(weight: Tensor, q: Quantised, version: Version) -> Quantised:
+    """Raise scales of a byte that are too small beside the greatest of their 16 rows, and round their weights anew.
+
+    A byte has eight powers of two (FORMAT.md, "Scales of a byte"). Zero points there become whole codes, so that zeros
+    stay zeros. `weight` is float32 [experts, rows, cols].
+    """
+    if version.scale_bits != 8:
+        return q
+    scale = q.scale.float()
+    rows = scale.shape[1]
+    blocks = torch.nn.functional.pad(scale.amax(-1), (0, -rows % BLOCK_ROWS)).unflatten(-1, (-1, BLOCK_ROWS))
+    exponent = torch.frexp(blocks.amax(-1))[1] - 8  # the greatest is in [2^7, 2^8) of the least
+    least = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent).repeat_interleave(BLOCK_ROWS, -1)
+    few = scale < least[:, :rows, None]
+    if not few.any():
+        return q
+    larger = scale.maximum(least[:, :rows, None]).to(torch.bfloat16)
+    zero = q.zero
+    if zero is not None:
+        whole = fix_zero(zero_values(q.scale, zero, version.bits).round(), version.bits)
+        zero = torch.where(few, whole, zero)
+    made = round_to_grid(weight, larger, zero, version)
+    wide = few.repeat_interleave(version.group_size, -1)[..., : weight.shape[-1]]
+    return Quantised(torch.where(wide, made.codes, q.codes), larger, zero)
 
 
 def round_to_grid(weight: Tensor, scale: Tensor, zero: Tensor | None, version: Version) -> Quantised:
@@ -104,7 +136,7 @@ def with_zeros(weight: Tensor, q: Quantised, version: Version, symmetric: bool) 
     if symmetric:
         parts = grouped(weight, version.group_size)
         low, high = parts.amin(-1).clamp_(max=0), parts.amax(-1).clamp_(min=0)
-        scale = fix_scale(torch.maximum(high / (top - middle), -low / middle))
+        scale = fix_scale(torch.maximum(high / (top - middle), -low / middle), version.scale_bits)
         return round_to_grid(weight, scale, fix_zero(torch.full_like(scale.float(), middle), version.bits), version)
     zero = fix_zero(zero_values(q.scale, q.zero, version.bits).round().clamp(0, top), version.bits)
     made = round_to_grid(weight, q.scale, zero, version)

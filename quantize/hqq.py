@@ -34,7 +34,7 @@ def quantise(weight: Tensor, version: Version) -> Quantised:
         parts.append(_solve(weight[..., cols - tail :], version.bits, tail))
     scale = torch.cat([p[0].view(experts, rows, -1) for p in parts], dim=-1)
     zero = torch.cat([p[1].view(experts, rows, -1) for p in parts], dim=-1)
-    return round_to_grid(weight, fix_scale(scale), fix_zero(zero, version.bits), version)
+    return round_to_grid(weight, fix_scale(scale, version.scale_bits), fix_zero(zero, version.bits), version)
 
 
 def _solve(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:

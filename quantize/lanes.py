@@ -38,11 +38,13 @@ class Lanes:
     middle: Tensor  # float32 [lanes], the zero point of `midpoint`
     # Bool [lanes], whether the zero point is the middle of the codes; None if no lane has that.
     midpoint: Tensor | None
+    scale_bits: int = 16  # of every lane's scales
 
     @staticmethod
     def of(versions: Sequence[Version], rows: int, device: torch.device, zeros: str = FREE) -> Lanes:
         """The lanes of a matrix's rows, version after version. `zeros`: which zero points, one of `methods.ZEROS`."""
         symmetric = zeros == SYMMETRIC
+        (scale_bits,) = {v.scale_bits for v in versions}
 
         def spread(values: list[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float32, device=device).repeat_interleave(rows)
@@ -53,24 +55,26 @@ class Lanes:
         fixed = [symmetric or not v.stores_zeros for v in versions]
         midpoint = torch.tensor(fixed, device=device).repeat_interleave(rows) if any(fixed) else None
         if zeros == FREE:
-            return Lanes(top, unit, torch.full_like(top, 255), middle, midpoint)
-        return Lanes(top, torch.ones_like(top), top, middle, midpoint)
+            return Lanes(top, unit, torch.full_like(top, 255), middle, midpoint, scale_bits)
+        return Lanes(top, torch.ones_like(top), top, middle, midpoint, scale_bits)
 
     def part(self, start: int, end: int) -> Lanes:
         """The lanes from `start` to `end`."""
         middle = None if self.midpoint is None else self.midpoint[start:end]
         top, unit, most, point = (t[start:end] for t in (self.top, self.unit, self.most, self.middle))
-        return Lanes(top, unit, most, point, middle)
+        return Lanes(top, unit, most, point, middle, self.scale_bits)
 
     def stored_zero(self, zero: Tensor) -> Tensor:
         """Round zero points [..., lanes], in units of a code, to their nearest stored values."""
         stored = (zero * self.unit).round_().clamp_(min=0).clamp_(max=self.most).div_(self.unit)
         return stored if self.midpoint is None else torch.where(self.midpoint, self.middle, stored)
 
-
-def stored_scale(scale: Tensor, other: Tensor) -> Tensor:
-    """Round scales to their nearest stored values, float32; `other` replaces those that are not finite."""
-    return fix_scale(torch.where(torch.isfinite(scale), scale, other)).float()
+    def stored_scale(self, scale: Tensor, other: Tensor) -> Tensor:
+        """Round scales to their nearest stored values, float32; `other` replaces those that cannot be stored."""
+        good = torch.isfinite(scale)
+        if self.scale_bits == 8:
+            good &= scale > 0
+        return fix_scale(torch.where(good, scale, other), self.scale_bits).float()
 
 
 def column_sums(x: Tensor) -> Tensor:
@@ -127,7 +131,7 @@ class _Search:
             wide = torch.maximum(self._high / (lanes.top - lanes.middle), -self._low / lanes.middle) * share
             mean = 2 * (self._share @ self._block.abs())[:, 0]
             scale = torch.where(lanes.midpoint, torch.where(lanes.top == 1, mean, wide), scale)
-        return stored_scale(scale, self._range), self._lanes.stored_zero(zero)
+        return lanes.stored_scale(scale, self._range), lanes.stored_zero(zero)
 
     def _measure(self, scale: Tensor, zero: Tensor) -> tuple[Tensor, ...]:
         """Round values x to codes c: error (up to a constant), scale, zero, and weighted sums of c, x c and c c."""
@@ -148,7 +152,7 @@ class _Search:
             slope = torch.where(self._lanes.midpoint, middle, slope)
         good = (slope > 0) & torch.isfinite(slope) & torch.isfinite(offset)
         return (
-            stored_scale(torch.where(good, slope, scale), scale),
+            self._lanes.stored_scale(torch.where(good, slope, scale), scale),
             self._lanes.stored_zero(torch.where(good, offset, zero)),
         )
 

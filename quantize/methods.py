@@ -150,6 +150,10 @@ def quantise_all(
 
             found = quantise_widths(weight, moments, widths)
             made |= {v: with_zeros(weight, q, v, zeros == SYMMETRIC) for v, q in found.items()}
+    if any(v.scale_bits == 8 for v in versions):
+        from .grid import raised
+
+        made = {v: raised(weight, q, v) for v, q in made.items()}
     return {v: made[own[v]] for v in versions}
 
 

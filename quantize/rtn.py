@@ -25,11 +25,11 @@ def quantise(weight: Tensor, version: Version) -> Quantised:
     """
     if not version.stores_zeros:
         used = grouped(torch.ones_like(weight[:1, :1]), version.group_size).sum(-1)
-        scale = fix_scale(2 * grouped(weight.abs(), version.group_size).sum(-1) / used)
+        scale = fix_scale(2 * grouped(weight.abs(), version.group_size).sum(-1) / used, version.scale_bits)
         return round_to_grid(weight, scale, None, version)
     parts = grouped(weight, version.group_size)
     low, high = parts.amin(-1).clamp_(max=0), parts.amax(-1).clamp_(min=0)
     top = (1 << version.bits) - 1
-    scale = fix_scale((high - low) / top)
+    scale = fix_scale((high - low) / top, version.scale_bits)
     zero = (-low / scale.float()).round().clamp(0, top)
     return round_to_grid(weight, scale, fix_zero(zero, version.bits), version)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moepack.pack.codec.affine import AffineMatrix, section_array, unpacked
+from moepack.pack.codec.affine import AffineMatrix, section_array, unpacked, wide_scales
 from moepack.pack.codec.bits import from_blocks
 from moepack.pack.codec.rotation import turned_back
 from moepack.pack.encodings.affine import Affine
@@ -146,7 +146,9 @@ class Values:
     def scale(self) -> Tensor:
         """The scales of an affine version [rows, groups], bfloat16 or float16 as stored."""
         dtype = torch.float16 if self.version.scale_dtype == "F16" else torch.bfloat16
-        return torch.from_numpy(from_blocks(self._blocks("scale"), self._rows).copy()).view(dtype)  # read-only
+        outer = self._blocks("outer") if self.version.scale_bits == 8 else None
+        scale = wide_scales(self._blocks("scale"), outer)
+        return torch.from_numpy(from_blocks(scale, self._rows).copy()).view(dtype)  # read-only
 
     @cached_property
     def zero(self) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from moepack.pack.manifest import MANIFEST
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import (
     LOSSLESS,
-    Rotation,
     Version,
     dense_file,
     dense_layers,
@@ -187,10 +186,10 @@ def _wanted(
             check_beside(native, names)
     for name in sorted(set(sizes) - {*names, *dense}):
         raise InputError(f"--group-size {name}: this version is not added: name it with --add or --add-dense as well")
-    wanted = _merged(before, recipe, names, sizes, recipe.rotation)
+    wanted = _merged(before, recipe, names, sizes, recipe.version)
     # Dense matrices that have any version have the lossless one too.
     exact = next((name for name in recipe.dense if encoding_of(name).released), LOSSLESS)
-    dense_wanted = _merged(dense_before, recipe, (exact, *dense) if dense or dense_before else (), sizes)
+    dense_wanted = _merged(dense_before, recipe, (exact, *dense) if dense or dense_before else (), sizes, Version.of)
     if dense_wanted:
         check_watched(directory, replace(recipe, dense=tuple(v.name for v in dense_wanted)))
     if dense and not record["dense"]:
@@ -217,7 +216,7 @@ def _merged(
     recipe: Recipe,
     names: Sequence[str],
     sizes: Mapping[str, int],
-    rotation: Rotation | None = None,
+    made: Callable[[str, int], Version],
 ) -> Versions:
     """The versions `before`, with those in `names` added or replaced, the most precise first."""
     wanted = {v.name: v for v in before}
@@ -226,7 +225,7 @@ def _merged(
         size = sizes.get(name, recipe.quantize.size(name))
         if possible and size not in possible:
             raise InputError(f"--group-size {name}={size}: groups are of {', '.join(map(str, possible))}")
-        wanted[name] = Version.of(name, size, rotation)
+        wanted[name] = made(name, size)
     return tuple(wanted[name] for name in version_names() if name in wanted)
 
 

@@ -210,4 +210,5 @@ def _described(version: Version) -> str:
         return "as released" if version.released else "lossless"
     more = ", in down one more" if version.by_matrix else ""
     turned = f", down rotated in blocks of {version.rotation.block}" if version.rotation else ""
-    return f"{version.bits} bits{more}, groups of {version.group_size}{turned}"
+    small = ", scales of a byte" if version.scale_bits == 8 else ""
+    return f"{version.bits} bits{more}, groups of {version.group_size}{small}{turned}"

@@ -18,6 +18,7 @@ from moepack.pack.spec import (
     GROUPS,
     KNOWN,
     LOSSLESS,
+    SCALE_BITS,
     ExpertLayer,
     Rotation,
     Version,
@@ -54,6 +55,7 @@ class Quantize:
     zeros: str = methods.FREE
     refine: bool = False
     rotate: int = 0  # columns of down that are mixed by a rotation of its inputs (`spec.Rotation`); 0: not rotated
+    scale_bits: int = SCALE_BITS[0]  # of a scale of the experts' versions
 
     def size(self, version: str) -> int:
         """The group size of a version."""
@@ -122,12 +124,14 @@ class Recipe:
 
     def version_specs(self) -> tuple[Version, ...]:
         """The versions of experts as descriptors, from most to least precise."""
-        return self._specs(self.versions, self.rotation)
+        assert NATIVE not in self.versions, "with_native names the version"
+        return tuple(self.version(name) for name in version_names() if name in self.versions)
 
-    @property
-    def rotation(self) -> Rotation | None:
-        """The rotation of the experts' versions that are quantised."""
-        return Rotation(self.quantize.rotate) if self.quantize.rotate else None
+    def version(self, name: str, size: int = 0) -> Version:
+        """A version of experts as the recipe has it; `size`: another group size."""
+        how = self.quantize
+        rotation = Rotation(how.rotate) if how.rotate else None
+        return Version.of(name, size or how.size(name), rotation, how.scale_bits)
 
     @property
     def keeps_released(self) -> bool:
@@ -137,16 +141,14 @@ class Recipe:
     def dense_specs(self) -> tuple[Version, ...]:
         """The versions of dense matrices, including the lossless one; empty if the recipe names no version of them."""
         kept = any(encoding_of(name).released for name in self.dense)
-        return self._specs(self.dense if kept or not self.dense else (LOSSLESS, *self.dense))
+        names = self.dense if kept or not self.dense else (LOSSLESS, *self.dense)
+        assert NATIVE not in names, "with_native names the version"
+        return tuple(Version.of(name, self.quantize.size(name)) for name in version_names() if name in names)
 
     @property
     def fits_dense(self) -> bool:
         """Whether versions of dense matrices take the moments of their inputs, which the released one does not."""
         return any(not v.released for v in self.dense_specs())
-
-    def _specs(self, names: Sequence[str], rotation: Rotation | None = None) -> tuple[Version, ...]:
-        assert NATIVE not in names, "with_native names the version"
-        return tuple(Version.of(name, self.quantize.size(name), rotation) for name in version_names() if name in names)
 
 
 def shipped() -> list[str]:
@@ -191,7 +193,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
         raise InputError(f"{where}: dense: {min(mixed)} is for experts alone: it gives their down more bits")
     at = f"{where}: quantize"
     rules = {"method": methods.named(), "min_tokens": 0, "loss_tokens": 1, "moments": MOMENTS, "zeros": methods.ZEROS}
-    rules |= {"rotate": (0, *BLOCKS)}
+    rules |= {"rotate": (0, *BLOCKS), "scale_bits": SCALE_BITS}
     quantize = Quantize(**_settings(at, top.get("quantize", {}), Quantize, rules))
     if quantize.zeros == methods.SYMMETRIC and quantize.method in methods.ASYMMETRIC:
         raise InputError(f"{at}.zeros: {quantize.method} makes no symmetric codes: gptq and rtn do")

@@ -297,7 +297,7 @@ def quantize_settings(recipe: Recipe) -> dict[str, Any]:
     from moepack.quantize.losses import ESTIMATE
 
     by_recipe = asdict(recipe.quantize)
-    del by_recipe["group_size"], by_recipe["rotate"]  # each version's record has them
+    del by_recipe["group_size"], by_recipe["rotate"], by_recipe["scale_bits"]  # each version's record has them
     if not recipe.quantize.refine:  # older work directories do not have it
         del by_recipe["refine"]
     return by_recipe | {

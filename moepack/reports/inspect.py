@@ -28,6 +28,7 @@ def inspect(path: str | Path) -> dict[str, Any]:
             "bytes": bundle.version_bytes(version.name),
             "bits_per_weight": round(bundle.bits_per_weight(version.name), 4),
             "group_size": version.group_size,
+            "scale_bits": version.scale_bits if version.group_size else 0,
             "rotated": version.rotation.block if version.rotation else 0,
         }
         loss[version.name], loss_error[version.name] = tables.mean_loss(version.name)
@@ -79,6 +80,8 @@ def render(facts: dict[str, Any]) -> Table:
         notes.insert(0, f"{exact.name} holds {exact.holds[facts['expert_dtype']]}")
     if turned := [n for n, v in facts["versions"].items() if v["rotated"]]:
         notes.append(f"down of {', '.join(turned)} multiplies rotated inputs")
+    if small := [n for n, v in facts["versions"].items() if v["scale_bits"] == 8]:
+        notes.append(f"scales of {', '.join(small)} have a byte")
     if few := facts["few_tokens"]["experts"]:
         below = facts["few_tokens"]["below"]
         notes.append(f"{few:,} experts had fewer than {below} calibration tokens: their losses draw on their layers'")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moepack.pack.codec.affine import section_array
+from moepack.pack.codec.affine import section_array, wide_scales
 from moepack.pack.codec.bits import bf16_to_float32
 from moepack.pack.encodings.affine import Affine
 from moepack.pack.reader import Bundle
@@ -75,13 +75,13 @@ def _beyond_fp16(bundle: Bundle, version: Version, dense: bool) -> int:
         return 0
     count, half = 0, np.float32(0.5 if version.bits == 1 else 1)  # levels of one bit are half a scale
     for matrices, extent in extents(bundle, version, dense):
-        for section in version.sections(matrices):
-            if section.kind == "scale":
-                bits = section_array(extent, section).astype(np.uint16)
-                exact = bf16_to_float32(bits) * half
-                with np.errstate(over="ignore"):
-                    lost = exact.astype(np.float16).astype(np.float32) != exact
-                count += int(np.count_nonzero(lost & ((bits != _TINY) | (version.bits == 1))))
+        parts = {(s.matrix, s.kind): section_array(extent, s) for s in version.sections(matrices)}
+        for matrix in range(len(matrices)):
+            bits = wide_scales(parts[matrix, "scale"], parts.get((matrix, "outer")))
+            exact = bf16_to_float32(bits) * half
+            with np.errstate(over="ignore"):
+                lost = exact.astype(np.float16).astype(np.float32) != exact
+            count += int(np.count_nonzero(lost & ((bits != _TINY) | (version.bits == 1))))
     return count
 
 

@@ -1,0 +1,157 @@
+"""Scales of a byte from recipe to logits: an eighth of a bit less a weight, and about as much error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import cli, tree
+
+import moepack
+from moepack.pack.errors import InputError
+from moepack.pack.reader import open_bundle
+from moepack.pack.spec import Matrix, Version
+from moepack.pipeline.add import add
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+from moepack.quantize.grid import dequantise
+from moepack.quantize.methods import quantise_all
+from moepack.reports.inspect import inspect
+from moepack.reports.verify import verify
+
+RECIPE = """
+versions: [bf16, w4, w3d4, w2, w1]
+dense: [w4]
+quantize: {{loss_tokens: 256, scale_bits: {bits}}}
+calibration: {{samples: 16, length: 128, batch_size: 8}}
+"""
+SMALL = ("w4", "w3d4", "w2", "w1")
+
+
+@pytest.fixture(scope="module")
+def made(short_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`16` and `8`, and the work directory of the latter; read only."""
+    root = tmp_path_factory.mktemp("scales")
+    for bits in (16, 8):
+        recipe = parse_recipe(RECIPE.format(bits=bits), "r")
+        build(short_model, root / str(bits), recipe, [text], work=root / "work" if bits == 8 else None, keep=bits == 8)
+    return root
+
+
+def test_a_bundle_of_them(made: Path) -> None:
+    """Fewer bytes; losses within a tenth; dense matrices keep BF16 scales."""
+    assert verify(made / "8") == []
+    wide, small = (open_bundle(made / bits) for bits in ("16", "8"))
+    assert small.manifest.format_version == 5 and small.versions[0] == wide.versions[0]
+    assert {v.scale_bits for v in small.versions[1:]} == {8} and {v.scale_bits for v in small.dense_versions} == {16}
+    assert small.dense_versions == wide.dense_versions
+    for name in SMALL:
+        group, layer = small.manifest.version(name).group_size, small.layers[0]
+        weights = sum(m.weights for m in layer.matrices)
+        outer = sum(32 * m.rows // 16 for m in layer.matrices) / weights
+        less = wide.bits_per_weight(name) - small.bits_per_weight(name)
+        scales = sum(8 * m.rows * -(-m.cols // group) for m in layer.matrices) / weights
+        assert less == pytest.approx(scales - outer) and less > 0.03
+        loss = [b.calibration().mean_loss(name)[0] for b in (wide, small)]
+        assert 0.9 < loss[1] / loss[0] < 1.1, name
+    assert inspect(made / "8")["versions"]["w2"]["scale_bits"] == 8
+    assert "scales of w4, w3d4, w2, w1 have a byte" in " ".join(cli("inspect", made / "8")[1].split())
+
+
+@pytest.mark.parametrize(("kernels", "dtype"), [("native", "float32"), ("native", "bfloat16"), ("triton", "float32")])
+def test_served_logits_are_those_of_its_weights(
+    made: Path, dtype: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a layer whose experts are the dequantised weights in torch."""
+    from types import SimpleNamespace
+
+    from moepack.runtime.experts.forward import reference_forward
+    from moepack.runtime.experts.handles import LayerCall
+
+    if kernels == "triton":
+        pytest.importorskip("gpu_stand_in").kernels(monkeypatch)
+    g = torch.Generator().manual_seed(0)
+    for name in SMALL:
+        model = moepack.load(made / "8", policy=f"static:{name}", dtype=dtype)
+        module = model.model.layers[open_bundle(made / "8").layers[0].index].mlp.experts
+        layer: SimpleNamespace = module._moepack.of.layer
+        for tokens in (1, 70) if kernels == "native" else (3,):
+            x = torch.randn(tokens, layer.matrices[0].cols, generator=g).to(getattr(torch, dtype))
+            index = torch.stack([torch.randperm(layer.experts, generator=g)[:2] for _ in range(tokens)])
+            gates = torch.rand(tokens, 2, generator=g)
+            with torch.no_grad():
+                got = module(x, index, gates).float()
+                want = reference_forward(LayerCall(module, module._moepack.current, x.float(), index, gates))
+            assert module._moepack.of.backend == kernels
+            assert float((got - want).norm() / want.norm()) < (0.02 if dtype == "bfloat16" else 1e-5), (name, tokens)
+
+
+def test_added_versions_have_them_too(made: Path, short_model: Path, text: Path, tmp_path: Path) -> None:
+    """The bytes of a build of all of them."""
+    add(tmp_path / "more", made / "work", ["w3"])
+    assert open_bundle(tmp_path / "more").manifest.version("w3") == Version.of("w3", 64, scale_bits=8)
+    recipe = RECIPE.format(bits=8).replace("w3d4, w2", "w3d4, w3, w2")
+    build(short_model, tmp_path / "whole", parse_recipe(recipe, "whole"), [text])
+    ours, theirs = (
+        {n: b for n, b in tree(tmp_path / which).items() if n.startswith("experts/")} for which in ("more", "whole")
+    )
+    assert ours == theirs
+
+
+def test_exports_have_the_same_weights(made: Path, tmp_path: Path) -> None:
+    """A byte's scale is a BF16 number, so checkpoints need no rounding for it."""
+    assert cli("export", made / "8", "-o", tmp_path / "plain", "--to", "checkpoint", "--bits", "4")[0] == 0
+    tensors = {k: v for f in (tmp_path / "plain").glob("*.safetensors") for k, v in load_file(f).items()}
+    opened = open_bundle(made / "8")
+    index = opened.layers[1].index
+    down = opened.expert("w4", index, 3).torch()["down"].bfloat16()
+    assert torch.equal(tensors[f"model.layers.{index}.mlp.experts.3.down_proj.weight"], down)
+
+
+def test_other_formats_have_the_same_weights(short_model: Path, text: Path, tmp_path: Path) -> None:
+    """With the middle code for a zero point llama.cpp's Q4_0 is as exact as with BF16 scales."""
+    import gguf
+
+    recipe = "versions: [bf16, w4]\nquantize: {loss_tokens: 64, scale_bits: 8, zeros: symmetric, method: rtn}\n"
+    recipe += "calibration: {samples: 4, length: 64, batch_size: 4}"
+    build(short_model, tmp_path / "b", parse_recipe(recipe, "r"), [text])
+    assert cli("export", tmp_path / "b", "-o", tmp_path / "gguf", "--to", "gguf", "--bits", "4")[0] == 0
+    tensors = {t.name: t for f in (tmp_path / "gguf").glob("*.gguf") for t in gguf.GGUFReader(f).tensors}
+    opened = open_bundle(tmp_path / "b")
+    index = opened.layers[1].index
+    made = tensors[f"blk.{index}.ffn_down_exps.weight"]
+    assert made.tensor_type.name == "Q4_0"
+    want = opened.expert("w4", index, 3).numpy()["down"]
+    assert np.array_equal(gguf.dequantize(made.data, made.tensor_type)[3], want)
+
+
+@pytest.mark.parametrize("method", ["gptq", "rtn", "hqq", "gptqmodel"])
+def test_rows_and_groups_next_to_nothing(method: str) -> None:
+    """Scales too small for a byte beside others of 16 rows become larger; zeros stay zeros where codes have some."""
+    weight = torch.randn(2, 40, 256, generator=torch.Generator().manual_seed(0))
+    weight[0, 3] *= 1e-6
+    weight[0, :, 64:128] = 0
+    weight[1, 16:32] = 0
+    weight[1, 33, :64] *= 1e-3
+    versions = [Version.of(name, 64, scale_bits=8) for name in ("w4", "w2", "w1")]
+    wide = [Version.of(name, 64) for name in ("w4", "w2", "w1")]
+    moments, m = torch.eye(256).repeat(2, 1, 1), Matrix("m", 40, 256)
+    made, other = (quantise_all(method, weight, moments, some) for some in (versions, wide))
+    for v, w in zip(versions, wide, strict=True):
+        values = dequantise(made[v], v)
+        error, least = ((x - weight).square().sum() for x in (values, dequantise(other[w], w)))
+        assert error < 1.05 * least, v.name
+        assert float(values[0, 3].abs().max()) < 0.01 and float(values[0, :, 64:128].abs().max()) < 0.01
+        assert not values[1, 16:32].bfloat16().any() or v.name == "w1"
+        for e in range(2):
+            extent, _ = v.encode((m,), [made[v].matrix(e)])
+            assert not list(v.check((m,), extent))
+            assert np.array_equal(v.dequantise(v.decode((m,), extent)[0]), values[e].numpy())
+
+
+def test_recipes_that_ask_for_others() -> None:
+    with pytest.raises(InputError, match=r"quantize.scale_bits: 4 is not one of 16, 8"):
+        parse_recipe("quantize: {scale_bits: 4}", "r")

@@ -47,15 +47,20 @@ from moepack.runtime.kernels import (
 
 TABLE = Path(__file__).parent / "results" / "gpu-resources.csv"
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB that a program may have, by compute capability
-STACK = 16  # bytes of a thread that a variant may keep on its stack: 46 of 2,022 keep 8 or 16
+STACK = 16  # bytes of a thread that a variant may keep on its stack: 48 of 2,454 keep 8 or 16
 FORMS = (  # what shipped recipes make or keep, and what the kernels read in a way of its own
     ("bf16", 0), ("w8", 128), ("w4", 128), ("w4", 64), ("w3", 128), ("w3", 64), ("w2", 64), ("w1", 64), ("mxfp4", 32),
     ("nvfp4", 16), ("mxfp8", 32), ("fp8", 128), ("fp8row", 0), ("int4fp16", 32), ("int8fp16", 128),
+)  # fmt: skip
+SMALL = (  # with scales of a byte, for BF16 activations
+    ("w4/8", 64), ("w3/8", 64), ("w2/8", 64), ("w1/8", 64), ("w4d5/8", 128), ("w3d4/8", 128), ("w2d3/8", 128),
+    ("w1d2/8", 128),
 )  # fmt: skip
 BIASED = (("mxfp4", 32), ("w3", 64), ("w2", 64), ("w1", 64))  # gpt-oss's, whose gate is its own
 DENSE = (("w8", 128), ("w4", 128), ("mxfp4", 32), ("fp8", 128))  # in which matrices outside the experts are served
 # The most instructions for a weight of BF16 activations' products, so that an H100 waits for bytes at 3.35 TB/s.
 CEILINGS = {"w8": 3.0, "w4": 4.5, "w3": 5.0, "w2": 2.5, "w1": 2.5, "mxfp4": 4.5, "bf16": 1.5}
+CEILINGS |= {f"{name}/8": CEILINGS[name] for name in ("w4", "w3", "w2", "w1")}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LADDERS = (  # of shipped recipes: one launch for all their versions; the first with every dtype of activations
     (("bf16", 0), ("w4", 128), ("w3", 128), ("w2", 64), ("w1", 64)),
@@ -63,6 +68,7 @@ LADDERS = (  # of shipped recipes: one launch for all their versions; the first 
     (("mxfp4", 32), ("w3", 64), ("w2", 64), ("w1", 64)),
     (("fp8", 128), ("w4", 128), ("w3", 128), ("w2", 64)),
     (("bf16", 0), ("w4d5", 128), ("w3d4", 128), ("w2d3", 128), ("w1d2", 128)),
+    (("bf16", 0), *SMALL[4:]),
 )
 TYPES = {
     torch.uint8: "u8",
@@ -126,7 +132,7 @@ def variants() -> dict[str, Compile]:
     out: dict[str, Compile] = {}
     cases = [(n, g, d, t, False) for n, g in FORMS for d in DTYPES for t in (1, 2048)]
     cases += [(n, g, torch.bfloat16, t, True) for n, g in BIASED for t in (1, 2048)]
-    cases += [(n, g, torch.bfloat16, t, False) for n, g in LADDERS[-1][1:] for t in (1, 2048)]
+    cases += [(n, g, torch.bfloat16, t, False) for n, g in (*LADDERS[-2][1:], *SMALL) for t in (1, 2048)]
     for name, group, dtype, tokens, bias in cases:
         made = launches.experts(name, group, dtype, tokens, bias)
         for kernel, args, named in launches.products(made):
@@ -184,7 +190,7 @@ def _shown(kernel: Any, option: str) -> str:
 def loops() -> list[tuple[str, float, int]]:
     """Of the kernel for few tokens: a variant's name, instructions a weight in its loop, barriers there."""
     out = []
-    cases = [(name, next(g for n, g in FORMS if n == name)) for name in CEILINGS]
+    cases = [(name, next(g for n, g in (*FORMS, *SMALL) if n == name)) for name in CEILINGS]
     for name, group in cases:
         for kernel, args, named in launches.products(launches.experts(name, group, torch.bfloat16, 1, False)):
             found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", _shown(compiled(kernel, args, named)(90), "-sass"))

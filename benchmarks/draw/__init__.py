@@ -276,7 +276,8 @@ def divergence() -> Any:
     rows = results("refined-tiny-qwen3-moe")["rows"]
     figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")
     plain_axes(axis)
-    default = sorted((r["bits/weight"], r["KL, mnat"]) for r in rows if "d" not in r["version"] and "built" in r["way"])
+    ours = {(r["version"], r["scale bits"], r["way"]): (r["bits/weight"], r["KL, mnat"]) for r in rows}
+    default = sorted(v for (name, bits, way), v in ours.items() if "d" not in name and bits == 16 and "built" in way)
     anchors = [(bits, [value]) for bits, value in default]
     formats = [r for r in results("formats")["rows"] if r["model"] == "tiny-qwen3-moe" and "KL, mnat" in r]
     others = [(r["who"], r["bits/weight"], r["of today's at these bits"]) for r in formats]
@@ -290,9 +291,7 @@ def divergence() -> Any:
         axis.plot(*zip(*places, strict=True), mark, color=colour, markersize=9, label=label)
     axis.plot(*zip(*default, strict=True), "o-", color=OURS, linewidth=2, markersize=8, markerfacecolor=PAPER,
               label="moepack, default")  # fmt: skip
-    best = sorted(
-        (r["bits/weight"], r["KL, mnat"]) for r in rows if "d" in r["version"] and r["way"].startswith("down")
-    )
+    best = sorted(v for (name, bits, way), v in ours.items() if "d" in name and bits == 8 and way.startswith("down"))
     axis.plot(*zip(*best, strict=True), "o-", color=OURS, linewidth=2.5, markersize=9, label="moepack, quality")
     axis.set_yscale("log")
     axis.set_yticks([1, 3, 10, 30, 100], ["1", "3", "10", "30", "100"])

@@ -3,6 +3,7 @@
     python -m benchmarks.formats --part ideas [--checkpoint MODEL --calibration FILE... --data FILE...]
     python -m benchmarks.formats --part generated --part libraries
     python -m benchmarks.formats --part generated --part ideas --bits 2
+    python -m benchmarks.formats --part bytes --part generated: scales of a byte
     python -m benchmarks.formats --part grids [--part generated]: narrower scales and zero points, unequal levels
 
 Of the same weights and second moments, each scheme gives values. They are compared by relative output error on
@@ -29,7 +30,7 @@ from .grids import grids
 from .measure import OURS, PARTS, of_generated, of_model
 
 RATIO, PLAIN = "of today's at these bits", "of the plain version's"
-MORE = ("libraries", "ideas", "rotated", "grids", "generated")  # generated: matrices in place of models
+MORE = ("libraries", "ideas", "rotated", "grids", "bytes", "generated")  # generated: matrices in place of models
 
 
 def main() -> None:
@@ -57,6 +58,7 @@ def main() -> None:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         every = [*schemes.today(), *schemes.built()]
         every += schemes.rotated() if "rotated" in parts else ()
+        every += schemes.small() if "bytes" in parts else ()
         if "libraries" in parts and not args.quick:
             every += [scheme for method in ("gptqmodel", "hqq") for scheme in schemes.others(method)]
             if (llama := ggml(stack, scratch)) is not None:
@@ -72,7 +74,9 @@ def main() -> None:
         for checkpoint in models:
             rows += of_model(checkpoint, calibration, data, windows, every)
         shapes = ((128, 256), (256, 128)) if args.quick else ((768, 2048), (2048, 768))
-        if "grids" in parts and not args.quick:  # many, and what they make of a row depends on few others
+        if {"grids", "bytes"} & set(
+            parts
+        ) and not args.quick:  # many, and what they make of a row depends on few others
             shapes = ((192, 2048), (512, 768))
         for kind in ("normal", "heavy", "outliers") if "generated" in parts else ():
             rows += of_generated(kind, shapes, every)

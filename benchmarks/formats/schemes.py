@@ -50,9 +50,11 @@ class Scheme:
         return cols % self.sides[matrix].block == 0
 
 
-def of_version(who: str, name: str, group: int = 0, method: str = DEFAULT, rotated: bool = False) -> Scheme:
+def of_version(
+    who: str, name: str, group: int = 0, method: str = DEFAULT, rotated: bool = False, scale_bits: int = 16
+) -> Scheme:
     """A version of moepack's, made by a method; `rotated`: its down for rotated inputs."""
-    version = Version.of(name, group)
+    version = Version.of(name, group, scale_bits=scale_bits)
 
     def size(matrix: int, cols: int) -> float:
         m = Matrix("m", 16, cols)
@@ -105,6 +107,12 @@ def rotated() -> Iterator[Scheme]:
         yield of_version("moepack", name, GROUP, rotated=True)
     for name in MIXED:
         yield of_version("moepack", name, rotated=True)
+
+
+def small() -> Iterator[Scheme]:
+    """Versions with as many bits in every matrix, and scales of a byte."""
+    for name in TODAY:
+        yield of_version("bytes", name, GROUP, scale_bits=8)
 
 
 def others(method: str) -> Iterator[Scheme]:

@@ -7,6 +7,7 @@ and slower, with its search for grids. On a version's own grid it has the versio
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,7 +95,8 @@ class _Fit:
         grid = {"top": plain, "middle": plain / 2}
         if trial.zero_bits:
             grid |= {"unit": 2.0**trial.zero_bits / (plain + 1), "most": 2.0**trial.zero_bits - 1}
-        self._lanes = replace(lanes, **{name: torch.full_like(lanes.top, value) for name, value in grid.items()})
+        own: dict[str, Any] = {name: torch.full_like(lanes.top, value) for name, value in grid.items()}
+        self._lanes = replace(lanes, **own)
         cols, group = weight.shape[2], trial.group
         self._blocks = [(a, min(a + group, cols)) for a in range(0, cols, group)]
         self._shared: list[Tensor] = []

@@ -9,8 +9,8 @@ lie in huge pages where the system gives them (`--pages 4k`: in small ones, whos
 turns; lower quartiles, because medians on a machine that others use are times of waiting for it, and of one thread its
 own time. Decode walks through more experts than caches hold. `--checkpoint` (default: the one in examples/) is built
 into a bundle, rounded to nearest, and served end to end beside transformers' own experts implementations. `--version`
-leaves that and torch's side out. `--rotated` measures the named versions beside the same ones whose down multiplies
-rotated inputs.
+leaves that and torch's side out. `--beside` measures the named versions beside the same ones whose down multiplies
+rotated inputs, or whose scales are bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch
 from benchmarks.common import EXAMPLES, Target, arguments, finish, lower_quartile
 from moepack.pack.spec import Matrix
 
-from .layers import MIXED, RELEASED, SHAPES, VERSIONS, Layer, Module, Pool, routed, torch_forward
+from .layers import MIXED, RELEASED, SHAPES, VERSIONS, Layer, Module, Pool, changed, routed, torch_forward
 
 CACHES = 512 << 20  # bytes of experts that decode walks through: more than a server's last-level cache
 # must hold, ambition
@@ -55,7 +55,7 @@ def measure(
     mixed: bool,
     pages: str,
     versions: Sequence[str] = (),
-    rotated: bool = False,
+    beside: str = "",
 ) -> list[dict[str, Any]]:
     """A row a version (bf16 and those of `versions`, or all), and one for a layer whose experts are in all of them."""
     from moepack.runtime.experts.cpu import forward
@@ -71,7 +71,7 @@ def measure(
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(tokens, hidden, generator=generator).bfloat16()
     gates = torch.full(index.shape, 1 / top_k)
-    pools = {}
+    pools, variants = dict[str, Pool](), dict[str, Pool]()
     every = (*VERSIONS, *RELEASED, *(v for v in MIXED if v.name in versions))
     for v in [v for v in every if not versions or v.name in ("bf16", *versions)]:
         least = len(used) * 2 if tokens < 64 else len(used)
@@ -80,13 +80,13 @@ def measure(
     module, work = Module(), {}
     clock = _clock()
 
-    def layer_of(versions: list[str], rotate: bool = False) -> Callable[[int], object]:
-        layer = Layer(matrices, experts, rotate)
+    def layer_of(versions: list[str], change: str = "") -> Callable[[int], object]:
+        layer = Layer(matrices, experts, change)
 
         def run(i: int) -> object:
             for k, e in enumerate(used):
-                pool = pools[versions[k]]
-                far = len(pool) // 2 * rotate  # from those that the plain layer has just brought into the caches
+                pool = variants[versions[k]] if change else pools[versions[k]]
+                far = len(pool) // 2 * bool(change)  # from those that the plain layer has just brought into the caches
                 layer.use(e, pool, (i * len(used) + k + far) % len(pool))
             began = clock()
             forward(LayerCall(module, layer, x, index, gates))  # type: ignore[arg-type]
@@ -128,8 +128,10 @@ def measure(
 
     for name, pool in pools.items():
         work[name] = layer_of([name] * len(used))
-        if rotated and not pool.version.holds:
-            work[f"{name} rotated"] = layer_of([name] * len(used), rotate=True)
+        if beside and not pool.version.holds:
+            version = changed(pool.version, beside, inner)
+            variants[name] = pool if beside == "rotated" else Pool(matrices, version, len(pool), pages)
+            work[f"{name} {beside}"] = layer_of([name] * len(used), beside)
         work[f"read {name}"] = reading(pool)
     if mixed:
         names = itertools.cycle([v.name for v in VERSIONS])
@@ -139,16 +141,17 @@ def measure(
         work["torch"] = torch_run()
     with torch.inference_mode():
         for i in range(runs + 1):
-            for one in list(work.values())[:: -1 if rotated and i % 2 else 1]:  # each as often after the other
+            for one in list(work.values())[:: -1 if beside and i % 2 else 1]:  # each as often after the other
                 one(i)
     seconds = {name: lower_quartile(one.spent[1:]) for name, one in work.items()}  # type: ignore[attr-defined]
     rows = []
     for name, pool in pools.items():
         rows.append(_row(shape, name, tokens, seconds[name], seconds.get("torch"), seconds[f"read {name}"]))
         rows[-1]["MB"] = pool.size * len(used) / 1e6
-        if (turned := f"{name} rotated") in seconds:
-            rows.append(_row(shape, turned, tokens, seconds[turned], None, seconds[f"read {name}"]))
-            rows[-1]["over plain"] = seconds[turned] / seconds[name]
+        if (other := f"{name} {beside}") in seconds:
+            size = variants[name].size
+            rows.append(_row(shape, other, tokens, seconds[other], None, seconds[f"read {name}"] * size / pool.size))
+            rows[-1] |= {"over plain": seconds[other] / seconds[name], "MB": size * len(used) / 1e6}
             continue
         if (peer := BESIDE.get(name)) in pools:
             own, others = seconds[name] / pool.size, seconds[peer] / pools[peer].size
@@ -287,7 +290,7 @@ def main() -> None:
     parser.add_argument("--shape", action="append", choices=list(SHAPES), help="default: Qwen3-30B-A3B")
     parser.add_argument("--tokens", action="append", type=int, help="default: 1, 4, 16 and 512")
     parser.add_argument("--version", action="append", help="default: all")
-    parser.add_argument("--rotated", action="store_true", help="beside each of them, the same with a rotated down")
+    parser.add_argument("--beside", choices=("rotated", "bytes"), default="", help="beside each, the same changed so")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--pages", choices=("huge", "4k"), default="huge")
     parser.add_argument("--checkpoint", type=Path, default=EXAMPLES / "mini-qwen3-moe")
@@ -300,10 +303,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for shape in args.shape or ["Qwen3-30B-A3B"]:
         for tokens in args.tokens or ((1, 16) if args.quick else (1, 4, 16, 512)):
-            runs = (8 if args.quick else 400 if args.rotated else 40) if tokens < 64 else 5
+            runs = (8 if args.quick else 400 if args.beside else 40) if tokens < 64 else 5
             caches = CACHES // 8 if args.quick else CACHES
             named = args.version or ()
-            rows += measure(shape, tokens, runs, caches, not named, args.pages, named, bool(named) and args.rotated)
+            rows += measure(shape, tokens, runs, caches, not named, args.pages, named, args.beside if named else "")
             gc.collect()  # gigabytes of experts
     rows = [{"instructions": LEVELS[level], **row} for row in rows]
     targets = judged(rows)

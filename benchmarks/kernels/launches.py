@@ -47,6 +47,12 @@ def launched() -> Iterator[list[Launch]]:
         yield kept
 
 
+def version_of(name: str, group: int) -> Version:
+    """A version by its name, behind which `/8` stands for scales of a byte."""
+    name, _, scale_bits = name.partition("/")
+    return Version.of(name, group, scale_bits=int(scale_bits or 16))
+
+
 def experts(name: str, group: int, dtype: torch.dtype, tokens: int, bias: bool) -> list[Launch]:
     """Of one layer's experts in one version, without a router's launch."""
     matrices = (Matrix("gate_up", 2 * INNER, HIDDEN, bias=bias), Matrix("down", HIDDEN, INNER, bias=bias))
@@ -58,7 +64,7 @@ def experts(name: str, group: int, dtype: torch.dtype, tokens: int, bias: bool) 
         table = torch.zeros(EXPERTS, dtype=torch.int64, device="cuda")
         layer: Any = SimpleNamespace(
             layer=ExpertLayer(0, "experts", EXPERTS, matrices), device_table=lambda: table, served=[0], rotation=None,
-            forms={name: make_forms(matrices, Version.of(name, group))},
+            forms={name: make_forms(matrices, version_of(name, group))},
         )  # fmt: skip
         layer.of = layer
         gpu.forward(LayerCall(module, layer, torch.zeros(tokens, HIDDEN, dtype=dtype, device="cuda"), index, gates))
@@ -83,7 +89,7 @@ def dense(name: str, group: int, tokens: int) -> list[Launch]:
 def switches(ladder: tuple[tuple[str, int], ...], dtype: torch.dtype, bias: bool) -> list[Launch]:
     """Of one layer's products for few tokens, whose experts have any of a ladder's versions."""
     matrices = (Matrix("gate_up", 2 * INNER, HIDDEN, bias=bias), Matrix("down", HIDDEN, INNER, bias=bias))
-    versions = [make_forms(matrices, Version.of(*of)) for of in ladder]
+    versions = [make_forms(matrices, version_of(*of)) for of in ladder]
     with FakeTensorMode(), launched() as kept:
         table = torch.zeros(EXPERTS, dtype=torch.int64, device="cuda")
         words = torch.zeros(TOP_K, affine_triton.DECODE.tokens, dtype=torch.int32, device="cuda")

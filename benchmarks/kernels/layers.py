@@ -30,6 +30,15 @@ MIXED = tuple(Version.of(f"w{bits}d{bits + 1}") for bits in (4, 3, 2, 1))  # mea
 HUGE = 2 << 20
 
 
+def changed(version: Version, change: str, cols: int) -> Version:
+    """The same version `rotated`, in the largest blocks of `cols` columns that fit, or with scales of `bytes`."""
+    if version.holds or not change:
+        return version
+    if change == "rotated":
+        return replace(version, rotation=Rotation(min(cols & -cols, BLOCKS[-1])))
+    return Version.of(version.name, version.group_size, scale_bits=8)
+
+
 def paged(count: int, size: int, pages: str) -> torch.Tensor:
     """Memory of its own for `count` extents, uint8 [count, size], in huge pages or of 4 KiB."""
     room = mmap.mmap(-1, -(-count * size // HUGE) * HUGE + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -70,6 +79,8 @@ def _random(m: Matrix, version: Version, rng: np.random.Generator) -> AffineMatr
     shape = (m.rows, -(-m.cols // version.group_size))
     drawn = torch.from_numpy(rng.uniform(0.005, 0.01, shape))
     scale = (drawn.half() if version.scale_dtype == "F16" else drawn.bfloat16()).view(torch.uint16).numpy()
+    if version.scale_bits == 8:
+        scale &= np.uint16(0xFFFC)  # five bits of mantissa
     zero = rng.integers(64, 192, shape).astype(np.uint8) if version.zero == "stored" else None
     return AffineMatrix(rng.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8), scale, zero)
 
@@ -94,18 +105,14 @@ def _released(m: Matrix, version: Version, rng: np.random.Generator) -> Released
 class Layer:
     """What the forward reads of a layer and its snapshot: handles that a benchmark moves from expert to expert."""
 
-    def __init__(self, matrices: tuple[Matrix, ...], experts: int, rotate: bool = False) -> None:
-        """With `rotate`, versions multiply rotated inputs, in the largest blocks that fit."""
+    def __init__(self, matrices: tuple[Matrix, ...], experts: int, change: str = "") -> None:
+        """With `change`, all versions are `changed`."""
         from moepack.runtime.kernels.affine_native import LayerForms
-
-        cols = matrices[1].cols
-        turn = Rotation(min(cols & -cols, BLOCKS[-1])) if rotate else None
 
         self.of = self
         self.layer = ExpertLayer(0, "experts", experts, matrices)
         self.device = torch.device("cpu")
-        every = (*VERSIONS, *RELEASED, *MIXED)
-        self.versions = tuple(v if v.holds else replace(v, rotation=turn) for v in every)
+        self.versions = tuple(changed(v, change, matrices[1].cols) for v in (*VERSIONS, *RELEASED, *MIXED))
         self.native = LayerForms(matrices, self.versions)
         self.gated: Any = None
         self.table = np.zeros(experts, np.uint64)

@@ -30,10 +30,20 @@ from .building import (
     weighting,
 )
 from .common import RESULTS, ROOT, machine, results, table
-from .formats import encodings, formats, generated_matrices, grids, released, released_others, rotations, sizes
+from .formats import (
+    encodings,
+    formats,
+    generated_matrices,
+    grids,
+    released,
+    released_others,
+    rotations,
+    sizes,
+    small_generated,
+)
 from .gpu import gpu_assumed, gpu_counted, gpu_kernels, gpu_steps, gpu_steps_fused
 from .gpu_day import gpu_layers, gpu_measured, gpu_token
-from .kernels import codec, kernels, released_kernels, rotated_kernels, shapes, whole_model
+from .kernels import codec, kernels, released_kernels, rotated_kernels, shapes, small_kernels, whole_model
 from .peers import limited, limited_released, peer_layers, peer_models, peer_mxfp4, peer_quality, peer_versions
 from .serving import (
     alpha,
@@ -82,8 +92,9 @@ TABLES: dict[str, Callable[[], str]] = {
         hostile, hostile_formats, soak, serving, kept_prompts, start, families, peer_layers, peer_mxfp4, peer_models,
         peer_quality, peer_versions,
         gpu_assumed, gpu_counted, gpu_kernels, gpu_layers, gpu_measured, gpu_steps, gpu_steps_fused, gpu_token,
-        encodings, generated_matrices, grids, rotations, formats, released, released_others, sizes, limited,
-        limited_clients, limited_released, limited_soak, limited_export, start_cold, rotated_kernels,
+        encodings, generated_matrices, grids, rotations, small_generated, formats, released, released_others, sizes,
+        limited,
+        limited_clients, limited_released, limited_soak, limited_export, start_cold, rotated_kernels, small_kernels,
     )
 }  # fmt: skip
 _TABLE = re.compile(r"<!-- table: ([a-z0-9_]+) -->\n.*?<!-- end of table -->", re.S)

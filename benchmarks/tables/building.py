@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 from .common import RESULTS, TEXTS, VERSIONS, figures, mean_rise, percent, ratio, results, rise, table
 
@@ -109,19 +110,19 @@ def tried() -> str:
 
 
 def refined() -> str:
-    """Versions as built and with down fitted again, over today's at as many bits."""
+    """Versions as built, with down fitted again, with scales of a byte, and with both, over today's at as many bits."""
     out = []
     for model in ("tiny-qwen3-moe", "mini-qwen3-moe"):
-        rows = results(f"refined-{model}")["rows"]
-        for built, fitted in zip(rows[::2], rows[1::2], strict=True):
-            kl = [f"{r['KL, mnat']:.3g}" for r in (built, fitted)]
-            own = [model, f"`{built['version']}`", f"{built['bits/weight']:.4g}", *kl]
-            for r in (built, fitted):
-                known = r.get("over today's at these bits", r["over as built"]), r.get("today +-", r["+-"])
-                own.append("1" if known[0] == 1 else f"{known[0]:.2f} ± {known[1]:.2f}")
-            out.append(own)
-    columns = ["model", "version", "bits", "divergence", "down fitted again", "over today's at these bits"]
-    return table([*columns, "down fitted again"], out)
+        by_version: dict[str, list[dict[str, Any]]] = {}
+        for r in sorted(results(f"refined-{model}")["rows"], key=lambda r: -r["scale bits"]):
+            by_version.setdefault(r["version"], []).append(r)
+        for version, rows in by_version.items():
+            bits = ", ".join(f"{r['bits/weight']:.3f}" for r in rows[::2])
+            ratios = [(r["over today's at these bits"], r["today +-"]) for r in rows]
+            cells = ["1" if over == 1 else f"{over:.2f} ± {half:.2f}" for over, half in ratios]
+            out.append([model, f"`{version}`", bits, f"{rows[0]['KL, mnat']:.3g}", *cells])
+    columns = ["model", "version", "bits", "divergence", "over today's at these bits", "down fitted again"]
+    return table([*columns, "scales of a byte", "both"], out)
 
 
 def autoround() -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from .common import results, table
 
 # Version, group size, what it keeps, its bits a weight by formula.
@@ -150,10 +153,29 @@ def rotations() -> str:
     return table([*columns, "over today's at these bits"], out)
 
 
-def grids() -> str:
-    """Ideas over today's at as many bits: divergence of two models, and the greatest error of a kind of matrices."""
+def small_generated() -> str:
+    """Errors with scales of a byte on generated matrices over today's at as many bits: the greater of two."""
+    rows = results("formats-bytes")["rows"]
+    known = {(r["model"], r["encoding"]): r for r in rows if r["who"] == "moepack"}
+    own = {(r["model"], r["encoding"]): r for r in rows if r["who"] == "bytes"}
+    kinds, versions = (list(dict.fromkeys(key[i] for key in own)) for i in range(2))
+    out = [[f"`{v}`", *(f"{max(_over_today(known, own[k, v])):.2f}" for k in kinds)] for v in versions]
+    return table(["version", *(kind.removeprefix("generated, ") for kind in kinds)], out)
+
+
+def _over_today(known: Mapping[tuple[str, str], Any], row: Any) -> list[float]:
+    """Of each matrix: a row's error over that of today's versions at as many bits, on the same generated matrix."""
     from benchmarks.formats.measure import PARTS, at_bits
 
+    out = []
+    for part in (f"error {p}" for p in PARTS):
+        anchors = [(r["bits/weight"], [r[part]]) for w in ("w1", "w2", "w3", "w4") for r in (known[row["model"], w],)]
+        out.append(row[part] / at_bits(anchors, row["bits/weight"])[0])
+    return out
+
+
+def grids() -> str:
+    """Ideas over today's at as many bits: divergence of two models, and the greatest error of a kind of matrices."""
     widths = ("w4", "w3", "w2", "w1")
     cells: dict[str, dict[str, list[str]]] = {}
     worst: dict[str, dict[str, float]] = {}
@@ -167,11 +189,9 @@ def grids() -> str:
     found = {(r["model"], r["encoding"]): r for r in rows}
     for row in rows:
         version, _, idea = row["encoding"].partition(", ")
-        for part in (f"error {p}" for p in PARTS if version in widths):
-            anchors = [found[row["model"], w] for w in reversed(widths)]
-            today = at_bits([(r["bits/weight"], [r[part]]) for r in anchors], row["bits/weight"])[0]
+        if version in widths:
             kinds = worst.setdefault(idea, {})
-            kinds[row["model"]] = max(row[part] / today, kinds.get(row["model"], 0.0))
+            kinds[row["model"]] = max(*_over_today(found, row), kinds.get(row["model"], 0.0))
     out = []
     for idea, by_width in cells.items():
         if idea:

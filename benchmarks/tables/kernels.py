@@ -71,8 +71,17 @@ def released_kernels() -> str:
 
 def rotated_kernels() -> str:
     """Versions whose down multiplies rotated inputs over the same without, one thread."""
-    rows = [r for r in results("kernels-rotated")["rows"] if "over plain" in r]
+    return _over_plain("kernels-rotated")
+
+
+def small_kernels() -> str:
+    """Versions whose scales are bytes over the same with BF16 ones, one thread."""
+    return _over_plain("kernels-bytes")
+
+
+def _over_plain(name: str) -> str:
+    rows = [r for r in results(name)["rows"] if "over plain" in r]
     names = list(dict.fromkeys(r["version"] for r in rows))
     found = {(r["tokens"], r["version"]): f"{r['over plain']:.3f}" for r in rows}
     out = [[str(n), *(found[n, v] for v in names)] for n in dict.fromkeys(r["tokens"] for r in rows)]
-    return table(["tokens", *(f"`{v.removesuffix(' rotated')}`" for v in names)], out)
+    return table(["tokens", *(f"`{v.partition(' ')[0]}`" for v in names)], out)

@@ -149,4 +149,5 @@ def wide_scales(scale: npt.NDArray[Any], outer: npt.NDArray[Any] | None) -> Bf16
     if outer is None:
         return scale
     values = BYTE_SCALES[scale] * outer.view("<f4")[:, None, None]
-    return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    bits: Bf16Bits = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    return bits

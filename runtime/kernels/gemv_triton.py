@@ -39,11 +39,11 @@ def e8m0(bits):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def scales_of(base, scale, at, here, other, SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load scales of integer codes, float32; those of a byte without their outer one."""
+def scales_of(base, scale, at, here, other, SCALE: tl.constexpr, POWER: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load scales of integer codes, float32; those of a byte times 2^POWER, and without their outer one."""
     if SCALE == "e3m5":
         bits = tl.load(section(base, scale, tl.uint8) + at, mask=here, other=other).to(tl.int32)
-        return ((bits << 18) + 0x3F800000).to(tl.float32, bitcast=True)
+        return ((bits << 18) + ((127 + POWER) << 23)).to(tl.float32, bitcast=True)
     else:
         of: tl.constexpr = tl.float16 if SCALE == "fp16" else tl.bfloat16
         return tl.load(section(base, scale, of) + at, mask=here, other=other).to(tl.float32)
@@ -297,7 +297,7 @@ def _scaled(  # type: ignore[no-untyped-def]
                 ]
             )
         else:
-            s = scales_of(base, scale, at, here, other, SCALE)
+            s = scales_of(base, scale, at, here, other, SCALE, BITS)
             sums = tl.permute(tl.reshape(sums, [S, 2, 8, 4, 2]), [0, 2, 3, 1, 4])
             sums = tl.max(sums, 3)[:, :, :, None, :]  # of two that are the same
             if STORED:
@@ -305,7 +305,7 @@ def _scaled(  # type: ignore[no-untyped-def]
                 part -= sums * (z * (1 / 256) + 1)[:, :, :, :, None]
             else:
                 part -= sums * (((1 << BITS) - 1) / (2 << BITS) + 1)
-            return part * (s * (1 << BITS))[:, :, :, :, None]
+            return part * (s if SCALE == "e3m5" else s * (1 << BITS))[:, :, :, :, None]
 
 
 @triton.jit  # type: ignore[untyped-decorator]

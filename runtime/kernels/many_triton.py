@@ -144,7 +144,8 @@ def _scaled(  # type: ignore[no-untyped-def]
         return total + part * s[:, :, :, :, None, None]
     else:
         at = at * 16 + row % 16
-        s = scales_of(base, scale, at, here, other, SCALE) * (1 << BITS)
+        s = scales_of(base, scale, at, here, other, SCALE, BITS)
+        s = s if SCALE == "e3m5" else s * (1 << BITS)
         if STORED:
             z = tl.load(section(base, zero, tl.uint8) + at, mask=here, other=other).to(tl.float32)
             part -= of_x * (z * (1 / 256) + 1)[:, :, :, :, None, None]
@@ -280,7 +281,7 @@ def _scale(base, scale, cols, block, k, SCALE: tl.constexpr, GROUP: tl.constexpr
     elif SCALE == "e4m3":
         s = e4m3(tl.load(section(base, scale, tl.uint8) + to, mask=here, other=0).to(tl.int32))
     else:
-        s = scales_of(base, scale, to, here, 0, SCALE)
+        s = scales_of(base, scale, to, here, 0, SCALE, 0)
     return s, to, here
 
 

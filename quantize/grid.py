@@ -107,7 +107,8 @@ def raised(weight: Tensor, q: Quantised, version: Version) -> Quantised:
     larger = scale.maximum(least[:, :rows, None]).to(torch.bfloat16)
     zero = q.zero
     if zero is not None:
-        whole = fix_zero(zero_values(q.scale, zero, version.bits).round(), version.bits)
+        top = (1 << version.bits) - 1
+        whole = fix_zero(zero_values(q.scale, zero, version.bits).round().clamp(0, top), version.bits)
         zero = torch.where(few, whole, zero)
     made = round_to_grid(weight, larger, zero, version)
     wide = few.repeat_interleave(version.group_size, -1)[..., : weight.shape[-1]]

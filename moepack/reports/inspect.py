@@ -28,7 +28,7 @@ def inspect(path: str | Path) -> dict[str, Any]:
             "bytes": bundle.version_bytes(version.name),
             "bits_per_weight": round(bundle.bits_per_weight(version.name), 4),
             "group_size": version.group_size,
-            "scale_bits": version.scale_bits if version.group_size else 0,
+            "scale_bits": 0 if version.holds else version.scale_bits,
             "rotated": version.rotation.block if version.rotation else 0,
         }
         loss[version.name], loss_error[version.name] = tables.mean_loss(version.name)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moepack.pack.codec.affine import section_array, wide_scales
-from moepack.pack.codec.bits import bf16_to_float32
+from moepack.pack.codec.bits import bf16_to_float32, from_blocks
 from moepack.pack.encodings.affine import Affine
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import Version
@@ -77,7 +77,8 @@ def _beyond_fp16(bundle: Bundle, version: Version, dense: bool) -> int:
     for matrices, extent in extents(bundle, version, dense):
         parts = {(s.matrix, s.kind): section_array(extent, s) for s in version.sections(matrices)}
         for matrix in range(len(matrices)):
-            bits = wide_scales(parts[matrix, "scale"], parts.get((matrix, "outer")))
+            scale = wide_scales(parts[matrix, "scale"], parts.get((matrix, "outer")))
+            bits = from_blocks(scale, matrices[matrix].rows)
             exact = bf16_to_float32(bits) * half
             with np.errstate(over="ignore"):
                 lost = exact.astype(np.float16).astype(np.float32) != exact

@@ -279,7 +279,7 @@ CALLED void NAME(prepare)(const Gemm *m, const void *from, Prepared *p) {
     }
 }
 /* Unpack R vectors of rows from `row` on, column after column, `ld` numbers apart: as scale * (code - zero), exact; for
- * floating-point codes code * scale. Then times the outer scale. Each is rounded. */
+ * floating-point codes code * scale, rounded. Then times the outer scale, rounded where that is no power of two. */
 INLINE void NAME(unpack)(const int bits, const int R, const Unpack *m, int64_t row, uint8_t *out) {
     const Form *f = m->form;
     const int p = low_bits(bits), per_word = 32 / p, width = bits > 8 ? p : bits, of = scales_of(f);

@@ -94,8 +94,6 @@ def raised(weight: Tensor, q: Quantised, version: Version) -> Quantised:
     A byte has eight powers of two (FORMAT.md, "Scales of a byte"). Zero points there become whole codes, so that zeros
     stay zeros. `weight` is float32 [experts, rows, cols].
     """
-    if version.scale_bits != 8:
-        return q
     scale = q.scale.float()
     rows = scale.shape[1]
     blocks = torch.nn.functional.pad(scale.amax(-1), (0, -rows % BLOCK_ROWS)).unflatten(-1, (-1, BLOCK_ROWS))

@@ -153,7 +153,7 @@ def quantise_all(
     if any(v.scale_bits == 8 for v in versions):
         from .grid import raised
 
-        made = {v: raised(weight, q, v) for v, q in made.items()}
+        made = {v: raised(weight, q, v) if v.scale_bits == 8 else q for v, q in made.items()}
     return {v: made[own[v]] for v in versions}
 
 

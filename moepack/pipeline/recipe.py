@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
@@ -124,14 +124,12 @@ class Recipe:
 
     def version_specs(self) -> tuple[Version, ...]:
         """The versions of experts as descriptors, from most to least precise."""
-        assert NATIVE not in self.versions, "with_native names the version"
-        return tuple(self.version(name) for name in version_names() if name in self.versions)
+        return self._specs(self.versions, self.version)
 
-    def version(self, name: str, size: int = 0) -> Version:
-        """A version of experts as the recipe has it; `size`: another group size."""
-        how = self.quantize
-        rotation = Rotation(how.rotate) if how.rotate else None
-        return Version.of(name, size or how.size(name), rotation, how.scale_bits)
+    def version(self, name: str, size: int) -> Version:
+        """A version of experts as the recipe has it, in groups of this size."""
+        rotation = Rotation(self.quantize.rotate) if self.quantize.rotate else None
+        return Version.of(name, size, rotation, self.quantize.scale_bits)
 
     @property
     def keeps_released(self) -> bool:
@@ -141,14 +139,16 @@ class Recipe:
     def dense_specs(self) -> tuple[Version, ...]:
         """The versions of dense matrices, including the lossless one; empty if the recipe names no version of them."""
         kept = any(encoding_of(name).released for name in self.dense)
-        names = self.dense if kept or not self.dense else (LOSSLESS, *self.dense)
-        assert NATIVE not in names, "with_native names the version"
-        return tuple(Version.of(name, self.quantize.size(name)) for name in version_names() if name in names)
+        return self._specs(self.dense if kept or not self.dense else (LOSSLESS, *self.dense), Version.of)
 
     @property
     def fits_dense(self) -> bool:
         """Whether versions of dense matrices take the moments of their inputs, which the released one does not."""
         return any(not v.released for v in self.dense_specs())
+
+    def _specs(self, names: Sequence[str], made: Callable[[str, int], Version]) -> tuple[Version, ...]:
+        assert NATIVE not in names, "with_native names the version"
+        return tuple(made(name, self.quantize.size(name)) for name in version_names() if name in names)
 
 
 def shipped() -> list[str]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Part = tuple[str, tuple[int, ...], int]  # a section that has no offset yet: kind, shape, bytes of an element
 BLOCKS = (16, 32, 64, 128, 256)  # columns that a rotation may mix: few enough for a first cache
 SEEDS = 1 << 32
-ROTATED_SINCE = 5  # the first version of the format with rotations, and with scales of a byte
+OPTIONS_SINCE = 5  # the first version of the format with rotations and with scales of a byte
 SCALE_BITS = (16, 8)  # of a scale that a quantiser makes: BF16, or a byte (FORMAT.md, "Scales of a byte")
 
 
@@ -77,7 +77,7 @@ class Version(ABC):
         if scale_bits not in SCALE_BITS:
             raise ValueError(f"{name}: scales are of 16 or 8 bits, not {scale_bits}")
         if (rotation is not None or scale_bits != SCALE_BITS[0]) and not e.holds:
-            e = replace(e, rotation=rotation, scale_bits=scale_bits, since=max(e.since, ROTATED_SINCE))
+            e = replace(e, rotation=rotation, scale_bits=scale_bits, since=max(e.since, OPTIONS_SINCE))
         if not e.group_sizes:
             return e
         group_size = group_size or max(e.group_sizes)

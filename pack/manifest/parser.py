@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from .. import manifest, spec
-from ..encodings.base import ROTATED_SINCE, SEEDS
+from ..encodings.base import OPTIONS_SINCE, SEEDS
 from ..errors import BundleError, Kind, Problem
 from ..spec import DenseLayer, DenseMatrix, ExpertLayer, Matrix, Rotation, Version
 from . import Allocation, ExpertFileEntry, FileEntry, Manifest, canonical, strict_json
@@ -110,7 +110,7 @@ def parse_manifest(data: bytes) -> Manifest:
     has_dense = number >= spec.DENSE_SINCE and "dense" in document
     check.object("top level", document, [*keys, "dense"] if has_dense else keys)
     layers = _layers(check, document.get("layers"))
-    may_rotate = layers if number >= ROTATED_SINCE else ()
+    may_rotate = layers if number >= OPTIONS_SINCE else ()
     versions = _versions(check, "versions", document.get("versions"), spec.version_names(number), may_rotate)
     dense, dense_versions = _dense(check, document["dense"], number) if has_dense else ((), ())
     packed = manifest.PACKED if number >= spec.DENSE_SINCE else manifest.PACKED[:1]

@@ -234,6 +234,15 @@ def random_matrix(m: Matrix, version: Version, seed: int) -> AffineMatrix:
     return AffineMatrix(rng.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8), scale, zero, bias)
 
 
+def exported_down(bundle: Path, out: Path, layer: int, expert: int) -> Any:
+    """An expert's `down` of a checkpoint that is exported from a bundle's w4."""
+    from safetensors.torch import load_file
+
+    assert cli("export", bundle, "-o", out, "--to", "checkpoint", "--bits", "4")[0] == 0
+    tensors = {k: v for f in out.glob("*.safetensors") for k, v in load_file(f).items()}
+    return tensors[f"model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"]
+
+
 def tree(root: Path) -> dict[str, bytes]:
     """Every file under a directory, by its relative path."""
     return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}

@@ -74,9 +74,8 @@ def main() -> None:
         for checkpoint in models:
             rows += of_model(checkpoint, calibration, data, windows, every)
         shapes = ((128, 256), (256, 128)) if args.quick else ((768, 2048), (2048, 768))
-        if {"grids", "bytes"} & set(
-            parts
-        ) and not args.quick:  # many, and what they make of a row depends on few others
+        # Many schemes, and what they make of a row depends on few others.
+        if {"grids", "bytes"} & set(parts) and not args.quick:
             shapes = ((192, 2048), (512, 768))
         for kind in ("normal", "heavy", "outliers") if "generated" in parts else ():
             rows += of_generated(kind, shapes, every)

@@ -93,8 +93,8 @@ TABLES: dict[str, Callable[[], str]] = {
         peer_quality, peer_versions,
         gpu_assumed, gpu_counted, gpu_kernels, gpu_layers, gpu_measured, gpu_steps, gpu_steps_fused, gpu_token,
         encodings, generated_matrices, grids, rotations, small_generated, formats, released, released_others, sizes,
-        limited,
-        limited_clients, limited_released, limited_soak, limited_export, start_cold, rotated_kernels, small_kernels,
+        limited, limited_clients, limited_released, limited_soak, limited_export, start_cold, rotated_kernels,
+        small_kernels,
     )
 }  # fmt: skip
 _TABLE = re.compile(r"<!-- table: ([a-z0-9_]+) -->\n.*?<!-- end of table -->", re.S)

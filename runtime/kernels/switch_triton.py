@@ -23,15 +23,8 @@ from .forms import Form, kernel_of
 from .gemv_triton import few
 from .routing_triton import power
 
-SCALES = (
-    "bf16",
-    "fp16",
-    "e8m0",
-    "e4m3",
-    "block",
-    "row",
-    "e3m5",
-)  # by number: Triton before 3.9 takes no string in a tuple
+# By number: Triton before 3.9 takes no string in a tuple.
+SCALES = ("bf16", "fp16", "e8m0", "e4m3", "block", "row", "e3m5")
 _CASES = ("BITS", "MANTISSA", "SCALE", "GROUP", "COLUMNS", "STORED")
 
 

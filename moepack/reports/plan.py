@@ -234,7 +234,7 @@ def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int, device: t
     )
     base, growing = base_bytes(made.sizes, made.experts), made.growing()
     used = base + sum(growing[p][v] - growing[p][made.base] for (p, _), v in wanted.items())
-    names, least = tuple(map(str, made.ladder)), base + made.demand
+    names, least = tuple(map(str, made.ladder)), base + made.demand + made.present
     moving = chosen.needs.layers or any(p.where is not Where.DEVICE for p in made.ladder)
     return _Decided(table, names, made.staging, made.workspace, least, used, 0, made.window, moving)
 

@@ -100,6 +100,7 @@ def token_bytes(bundle: Bundle, policy: Policy, table: Versions, dense: int, cho
             for name in {*row, fetched}
             if name not in ("stored", "absent")
         }
+        sizes |= {} if waits else {"absent": 0}  # not fetched
         read += sum(float(n) * sizes.get(name, sizes[fetched]) for n, name in zip(q, row, strict=True))
         moved += missed[p] * bundle.layer_file(fetched, p).extent_size(0)
     several = max(1.0, sum(missed) / len(missed))

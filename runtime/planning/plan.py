@@ -18,7 +18,7 @@ from moepack.runtime.allocation.knapsack import BudgetError, Table
 from moepack.runtime.allocation.ladder import Floats, Ints, Ladder, bytes_by_loss
 from moepack.runtime.policies.contract import Interval, LiveOptions, LivePolicy, Setting, Sums, Versions, Wanted
 from moepack.runtime.policies.contract import Ladder as Placements
-from moepack.runtime.policies.placements import Placement, Where
+from moepack.runtime.policies.placements import ABSENT, Placement, Where
 from moepack.runtime.policies.registry import Policy
 
 from .capacity import base_bytes, even_bytes
@@ -52,6 +52,8 @@ class Plan:
     most: tuple[tuple[int, ...], ...] | None = None
     # The least bytes for on-demand loading: the largest layer's experts at the best placement; 0 with resident versions
     demand: int = 0
+    # Where experts may be absent beside passes: the least bytes of the others, half of all at the lowest version
+    present: int = 0
     workspace: int = 0  # the part of `fixed` for measurements that the policy needs during a pass
     window: int = 0  # bytes into which paged experts are decoded while their layer runs, with the loaders' buffers
     # `rates`, `together`: as in `Setting`
@@ -166,7 +168,8 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int, o
         if on_gpu and not by_matrix(paged):
             raise InputError(f"{bundle.path}: {paged.name} is paged on a CPU alone: a GPU's pages are bf16")
     experts = tuple(x.experts for x in bundle.layers)
-    traffic, losses = calibration(bundle, ladders)
+    traffic, losses, compared = calibration(bundle, ladders)
+    by_loss = options.share == "loss" or (options.share == "auto" and compared)
     plans: list[tuple[int, Plan]] = []  # each with the least budget that it needs
     for ladder, loss in zip(ladders, losses, strict=True):
         blocks = tuple(tuple(block_bytes(bundle, position, p) for p in ladder) for position in range(len(experts)))
@@ -179,17 +182,20 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int, o
         demand = max((row[0] * n for row, n in zip(sizes, experts, strict=True)), default=0) * options.on_demand
         work, most = options.workspace
         fixed = outside + staging + window
-        needed = fixed + work + base_bytes(sizes, experts) + demand
+        lacking = ladder[-1] == ABSENT and not options.on_demand
+        present = base_bytes(sizes, experts, -2) // 2 if lacking else 0
+        needed = fixed + work + base_bytes(sizes, experts) + demand + present
         work = min(most, work + max(0, budget - needed) // ROOMY)
         plan = Plan(
             ladder, blocks, sizes, experts, fixed + work, staging, budget, options.keeps_low, options.spare_blocks,
-            traffic, loss, options.share == "loss", demand=demand, workspace=work, window=window,
+            traffic, loss, by_loss, demand=demand, present=present, workspace=work, window=window,
         )  # fmt: skip
         plans.append((needed, plan))
     fitting = [plan for needed, plan in plans if needed <= budget]
     if not fitting:
         needed, plan = min(plans, key=lambda found: found[0])
         what = f"a layer's experts at {plan.ladder[0]}" if plan.demand else f"every expert at {plan.ladder[-1]}"
+        what = f"half of the experts at {plan.ladder[-2]}" if plan.present else what
         raise TooSmallError(
             f"{bundle.path}: a budget of {budget} bytes does not hold {what}: the least "
             f"that would do is {needed} bytes ({plan.fixed} of them outside the experts)",
@@ -221,7 +227,7 @@ def window_bytes(bundle: Bundle, ladder: Placements, staging: int, on_gpu: Seque
     return window_size(bundle.layers, found, bool(on_gpu)).bytes + LOADERS * staging + ends
 
 
-def calibration(bundle: Bundle, ladders: Sequence[Placements]) -> tuple[list[list[float]], list[Sums]]:
+def calibration(bundle: Bundle, ladders: Sequence[Placements]) -> tuple[list[list[float]], list[Sums], bool]:
     """Read calibration's traffic and losses (pack/FORMAT.md, "Calibration tables").
 
     Losses with standard errors are used as they are: for rarely used experts they lean on the layer's already. Without
@@ -230,7 +236,8 @@ def calibration(bundle: Bundle, ladders: Sequence[Placements]) -> tuple[list[lis
 
     Returns:
         Tokens routed to each expert plus one, [layers][experts]. For each ladder and layer, the squared error a token
-        that each placement adds to the layer's output, gate weights included, float64 [experts, placements].
+        that each placement adds to the layer's output, gate weights included, float64 [experts, placements]. Whether
+        losses of different layers can be compared, because all are multiplied by their reach.
     """
     tables, traffic = bundle.calibration(), []
     losses: list[list[Floats]] = [[] for _ in ladders]
@@ -246,7 +253,7 @@ def calibration(bundle: Bundle, ladders: Sequence[Placements]) -> tuple[list[lis
         for ladder, out in zip(ladders, losses, strict=True):
             columns = [-1 if p.version is None else tables.versions.index(p.version.name) for p in ladder]
             out.append(drawn[:, columns])
-    return traffic, list(losses)
+    return traffic, list(losses), all(layer.reach is not None for layer in tables.layers)
 
 
 def staging_bytes(bundle: Bundle, version: Version) -> int:

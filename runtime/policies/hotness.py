@@ -32,7 +32,7 @@ from .contract import (
 from .contract import Ladder as Ladders
 from .heat import ExpertHeat
 from .hotness_on_demand import HotnessOnDemand
-from .placements import STORED, Placement, find_version
+from .placements import ABSENT, STORED, Placement, find_version
 
 LEAST = 2  # bits of the lowest version over `stored`: rare experts run at it, and one bit costs more than it spares
 RATE = 200.0  # megabytes a second: copies then take a few per cent of one core's memory bandwidth
@@ -44,9 +44,10 @@ class HotnessOptions(DeviceOptions):
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
         **DeviceOptions.CHOICES, "prior": ("calibration", "none"), "score": ("loss", "counts"), "keep": ("yes", "no"),
-        "prefetch": ("yes", "no"),
+        "prefetch": ("yes", "no"), "share": ("auto", "even", "loss"),
     }  # fmt: skip
 
+    share: str = "auto"  # "loss" where the tables say how far losses reach the logits, else "even"
     prior: str = "calibration"  # "calibration": experts that were busy in calibration start high; "none": all start low
     score: str = "loss"  # upgrades are ranked per byte: by traffic times loss saved a token ("loss"), or by traffic
     keep: str = "no"  # "yes": a promoted expert keeps its base version; "no": the version's memory is freed
@@ -71,9 +72,15 @@ class HotnessOptions(DeviceOptions):
     def ladders(self, versions: Sequence[Version]) -> list[Ladders]:
         """Return the ladders of `DeviceOptions`.
 
+        With `lo=absent` there is one for each possible `hi`: with `between` all versions from there on, and absent.
         With `lo=stored` there is one: `hi`, by default the best of at most 4 bits; with `between` the versions below it
         of at least LEAST bits; and stored.
         """
+        if self._may_lack:
+            last = len(versions) if self.between == "yes" else 1
+            highs = [find_version(self.hi, versions)] if self.hi else versions
+            tails = [versions[versions.index(high) :][:last] for high in highs]
+            return [(*map(Placement, tail), ABSENT) for tail in tails]
         if not self.on_demand:
             return DeviceOptions.ladders(self, versions)
         names, small = [v.name for v in versions], [v for v in versions if v.bits + v.by_matrix <= 4] or versions
@@ -87,14 +94,18 @@ class HotnessOptions(DeviceOptions):
         return self.lo == str(STORED)
 
     @property
+    def _may_lack(self) -> bool:
+        return self.lo == str(ABSENT)
+
+    @property
     def keeps_low(self) -> bool:
         """Whether `keep` is "yes" (a promoted expert keeps its base version), or the base takes no memory."""
-        return self.keep == "yes" or self.on_demand
+        return self.keep == "yes" or self.on_demand or self._may_lack
 
     @property
     def spare_blocks(self) -> int:
         """The base blocks that stay free for demotions: `reserve`."""
-        return 0 if self.on_demand else self.reserve
+        return 0 if self.on_demand or self._may_lack else self.reserve
 
     def heat(self, setting: Setting) -> ExpertHeat:
         """Return the scores with which these options begin."""

@@ -156,7 +156,8 @@ class ResidencyManager:
         )  # fmt: skip
         on_device = [pool for pool in pools.values() if pool.budget_bytes]
         on_host = [pool for pool in pools.values() if not pool.budget_bytes]
-        self.transitions = Transitions(self.residency, self.tracker, on_device, plan.reserve, on_host, kept=plan.demand)
+        kept = plan.demand + plan.present
+        self.transitions = Transitions(self.residency, self.tracker, on_device, plan.reserve, on_host, kept=kept)
         named = partial(_name, bundle, plan) if plan.ladder[plan.base].version is None else None
         self.on_demand = OnDemandLoader(self.transitions, partial(_stored_bytes, bundle, plan), named)
         self.prediction: Prediction | None = None  # predicts the next layer's routing; set by the `ForwardWrapper`

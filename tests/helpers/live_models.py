@@ -112,6 +112,8 @@ def check_exact(model: Any, bundle: Path) -> int:
     opened, lossless = open_bundle(bundle), 0
     for position, layer in enumerate(model.moepack.layers):
         for e, handle in enumerate(layer.current.handles):
+            if handle.version is None:  # absent
+                continue
             extent = opened.extent(handle.version.name, position, e)
             if handle.version.plain:
                 lossless += 1

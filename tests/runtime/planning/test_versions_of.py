@@ -22,7 +22,7 @@ def test_the_versions_that_a_policy_may_serve(bundle: Path, tmp_path: Path) -> N
     for text, in_budget, names in (
         (None, False, ("bf16",)), ("static", False, ("bf16",)), ("static:w2", True, ("w2",)),
         (f"static:{table}", False, ("w4", "w1")), (None, True, every), ("uniform", True, every),
-        ("hotness", True, every),
+        ("hotness", True, every), ("hotness:lo=absent", True, every), ("hotness:hi=w2,lo=absent", True, ("w2", "w1")),
         ("hotness:hi=w4,lo=w2", True, ("w4", "w3", "w2")), ("hotness:hi=w4,lo=w2,between=no", True, ("w4", "w2")),
         ("lru:lo=w1,hi=bf16", True, ("bf16", "w1")), ("lru:lo=absent", True, ("bf16",)), ("random", True, every),
         ("importance:hi=w4,lo=w2", True, ("w4", "w2")), ("paged", True, ("bf16",)), ("prefill", True, every),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from moepack.runtime.planning.capacity import base_bytes, even_bytes, even_room
 from moepack.runtime.policies.contract import Changes, Interval, LayerReached, LiveOptions, Setting
 from moepack.runtime.policies.hotness import Hotness, HotnessOptions
 from moepack.runtime.policies.lru import Recent
-from moepack.runtime.policies.placements import Placement
+from moepack.runtime.policies.placements import ABSENT, Placement
 from moepack.runtime.policies.registry import parse_policy
 from moepack.runtime.trace import Record, TraceWriter, read_trace, replay
 
@@ -251,7 +252,7 @@ def test_experts_are_ranked_by_what_they_save() -> None:
         ("hotness:alpha=x", "is a number"),
         ("hotness:alpha=1", "alpha is from 0"),
         ("hotness:margin=nan", "from 0"),
-        ("hotness:share=odd", "even or loss"),
+        ("hotness:share=odd", "auto or even or loss"),
         ("hotness:prior=x", "prior is calibration or none"),
         ("hotness:score=x", "score is loss or counts"),
         ("hotness:reserve=0", "a demotion needs a block"),
@@ -303,6 +304,27 @@ def test_options() -> None:
     assert parse_policy("random").options == 0 and parse_policy("random:seed=7").options == 7
     lru = parse_policy("lru:hi=bf16").options
     assert isinstance(lru, LiveOptions) and lru.between == "no" and lru.keeps_low and lru.hi == "bf16"
+
+
+def test_below_the_lowest_version_experts_may_be_absent() -> None:
+    """Nobody waits for one that is absent: its tokens are counted, and it comes at the next decision."""
+
+    def ladders(text: str) -> list[tuple[str, ...]]:
+        return [tuple(map(str, found)) for found in parse_policy(f"hotness:{text}").options.ladders(VERSIONS)]
+
+    assert ladders("lo=absent") == [("bf16", "w4", "w2", "absent"), ("w4", "w2", "absent"), ("w2", "absent")]
+    assert ladders("hi=w4,lo=absent") == [("w4", "w2", "absent")]
+    assert ladders("lo=absent,between=no") == [("bf16", "absent"), ("w4", "absent"), ("w2", "absent")]
+    with pytest.raises(InputError, match="no version 'w9'"):
+        ladders("hi=w9,lo=absent")
+    options = parse_policy("hotness:lo=absent").options
+    assert options.keeps_low and not options.on_demand and options.spare_blocks == 0
+    losses = [[[0.0, 1.0, 9.0]] * 3]
+    given = replace(setting([3], (2, 1, 0), losses=losses), ladder=tuple(map(Placement, VERSIONS[:2])) + (ABSENT,))
+    policy = Hotness(given, counting(lo="absent", alpha=0.0, anchor=0.0))
+    assert policy.decide(passed(0.0, [[9, 3, 0]], [3])) is None
+    assert policy.decide(passed(1.0, [[0, 0, 0]], [3])) == {(0, 0): 0, (0, 1): 1}
+    assert policy.decide(passed(2.0, [[9, 0, 5]], [3])) == {(0, 0): 0, (0, 2): 1}
 
 
 def test_traces_are_read_back_and_replayed(tmp_path: Path) -> None:

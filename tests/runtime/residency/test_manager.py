@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from typer.testing import CliRunner
 import moepack
 from moepack.cli import app
 from moepack.pack.errors import InputError
-from moepack.pack.reader import open_bundle
+from moepack.pack.reader import Bundle, open_bundle
 from moepack.reports.evaluate import evaluate
 from moepack.runtime.devices import cpu as device_module
 from moepack.runtime.devices import migration
@@ -98,6 +99,46 @@ def test_plans(bundle: Path) -> None:
     high, low = even.sizes[0][0], even.sizes[0][even.base]
     assert sum(rooms(even)) == (3_000_000 - even.fixed - 70 * low) // (high - low), "a reserve of six"
     assert sum(rooms(kept)) == (3_000_000 - kept.fixed - 64 * low) // high
+
+
+def test_layers_share_by_loss_where_their_losses_compare(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`share=auto`: evenly, unless the tables say how far every layer's losses reach the logits."""
+    opened = open_bundle(bundle)
+
+    def shared(share: str) -> list[int]:
+        options = HotnessOptions(hi="bf16", lo="w2", between="no", share=share)
+        return make_plan(opened, options, 1_000_000, 3_000_000).capacity()
+
+    assert shared("auto") == shared("even") != shared("loss")
+    tables = opened.calibration()
+    layers = tuple(replace(layer, reach=np.full(5, 4.0 - p)) for p, layer in enumerate(tables.layers))
+    monkeypatch.setattr(Bundle, "calibration", lambda self: replace(tables, layers=layers))
+    assert shared("auto") == shared("loss") != shared("even")
+    assert shared("auto")[0] > shared("auto")[-1], "the first layer's losses reach four times as far"
+
+
+def test_absent_experts_come_without_a_wait(bundle: Path) -> None:
+    """`lo=absent`: what calibration rarely saw takes no memory and adds nothing, until its tokens come."""
+    policy = "hotness:lo=absent,interval=0.02,rate=0,margin=0,slack=0,anchor=0"
+    enough, of_w1 = least(bundle, policy), least(bundle, "hotness:hi=w2,lo=w1")
+    assert enough < of_w1
+    with pytest.raises(InputError, match=f"half of the experts at w1: the least that would do is {enough} bytes"):
+        load(bundle, policy, enough - 1)
+    model = load(bundle, policy, enough + 60_000)
+    before = model.moepack.versions
+    assert all(0 < row.count("absent") < 16 for row in before)
+
+    def came_and_went() -> bool:
+        moves = [pair for rows in zip(before, model.moepack.versions, strict=True) for pair in zip(*rows, strict=True)]
+        moves = [(old, new) for old, new in moves if old != new]
+        return any(old == "absent" for old, _ in moves) and any(new == "absent" for _, new in moves)
+
+    wait_for(came_and_went, model)
+    model.moepack.close()
+    counters = model.moepack.counters()
+    assert counters["forward_waits"] == counters["transition_failures"] == 0
+    assert model.moepack.resident_bytes_peak <= model.moepack.budget_bytes
+    check_exact(model, bundle)
 
 
 def test_the_prior_is_high_from_the_start(bundle: Path) -> None:

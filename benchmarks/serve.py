@@ -1,7 +1,8 @@
 """Throughput, TTFT and TPOT of `moepack serve` by clients and policies, with plain `transformers serve` beside it.
 
     python -m benchmarks.serve [--bundle BUNDLE] [--checkpoint MODEL] [--device-memory SIZE] [--data FILE...]
-    python -m benchmarks.serve --bundle BUNDLE --soak 480 [--policy POLICY] [--dense VERSION] [--memory SIZE]
+    python -m benchmarks.serve --bundle BUNDLE --soak 480 [--clients N] [--policy POLICY] [--dense VERSION]
+        [--memory SIZE]
     python -m benchmarks.serve --bundle BUNDLE --memory SIZE [--policy POLICY] [--dense VERSION]
     python -m benchmarks.serve --shared [--bundle BUNDLE] [--device-memory SIZE]
 
@@ -147,7 +148,7 @@ def resident(pid: int) -> int:
 
 
 def soak(
-    bundle: Path, memory: str, prompts: list[list[str]], seconds: float, cage: Cage | None, serving: Sequence[str]
+    bundle: Path, memory: str, prompts: list[list[str]], options: Any, cage: Cage | None, serving: Sequence[str]
 ) -> tuple[list[Any], list[Target]]:
     """One server under a load that shifts, for so long: memory, promotions and errors, ten times."""
     budget = ("--memory", "auto") if cage is not None else ("--device-memory", memory)
@@ -168,7 +169,7 @@ def soak(
                 return Reply(tokens=1, at=[0.0])
 
         for _ in range(10):
-            replies, _ = asyncio.run(clients(16, seconds / 10, ask))
+            replies, _ = asyncio.run(clients(options.clients, options.soak / 10, ask))
             if cage is not None and cage.killed():
                 raise SystemExit(f"the kernel killed the server in its cage of {cage.limit} bytes")
             now = live(port)
@@ -355,6 +356,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--length", type=int, default=200, help="characters of a prompt")
     parser.add_argument("--soak", type=float, help="seconds of one long load instead")
+    parser.add_argument("--clients", type=int, default=16, help="with --soak")
     parser.add_argument("--shared", action="store_true", help="a system prompt that clients share instead")
     parser.add_argument("--policy", default="hotness", help="with --soak or --memory: what is served")
     parser.add_argument("--dense", help="with --soak or --memory: the version of matrices beside the experts")
@@ -371,7 +373,7 @@ def main() -> None:
         serving = ["--policy", options.policy, *(["--dense", options.dense] if options.dense else [])]
         if options.soak:
             with Cage(parse_size(options.memory) or 0) if options.memory else contextlib.nullcontext() as cage:
-                rows, targets = soak(bundle, options.device_memory, prompts, options.soak, cage, serving)
+                rows, targets = soak(bundle, options.device_memory, prompts, options, cage, serving)
             columns = [
                 "minutes",
                 "MB",

@@ -56,6 +56,10 @@ POLICIES = {
     "importance, 4/0": "importance:hi=w4,lo=absent",
     "paged": "paged",
 }
+OTHERS = {  # not in the table: for `--only`
+    "hotness, layers evenly": "hotness:share=even,interval=0.2",
+    "hotness, or absent": "hotness:lo=absent,interval=0.2",
+}
 
 
 def best_map(bundle: Path, room: int, work: Path) -> str:
@@ -73,8 +77,10 @@ def best_map(bundle: Path, room: int, work: Path) -> str:
     return f"static:{file}"
 
 
-def at_budgets(session: Session, best: Decoded, shares: Sequence[float], work: Path) -> list[dict[str, Any]]:
-    """Rows of all policies at all budgets, equal bytes of device memory in each."""
+def at_budgets(
+    session: Session, best: Decoded, shares: Sequence[float], work: Path, only: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Rows of policies at all budgets, equal bytes of device memory in each; of all where `only` names none."""
     low, low_counted = session.run("static:w2", reference=best)
     high = session.load("static:bf16")
     span = high.moepack.resident_bytes_peak - low_counted["peak"]
@@ -84,7 +90,8 @@ def at_budgets(session: Session, best: Decoded, shares: Sequence[float], work: P
     for share in shares:
         budget, shown = low_counted["peak"] + int(share * span), f"{share:.0%}"
         static = best_map(session.bundle, budget - low_counted["fixed"], work)
-        for name, policy in {"static, by loss": static, **POLICIES}.items():
+        served = {"static, by loss": static, **POLICIES}
+        for name, policy in {name: OTHERS.get(name) or served[name] for name in only or served}.items():
             row: dict[str, Any] = {"budget": shown, "policy": name, "budget MB": budget / 1e6}
             try:
                 got, counted = session.run(policy, budget, best)
@@ -103,11 +110,16 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens after it")
     parser.add_argument("--dtype", default="bfloat16", help="of activations")
+    named = [*POLICIES, *OTHERS]
+    parser.add_argument("--only", nargs="+", choices=named, default=(), metavar="POLICY", help=f"of {', '.join(named)}")
+    parser.add_argument(
+        "--shares", nargs="+", type=float, default=SHARES, help="budgets, from all w2 (0) to all bf16 (1)"
+    )
     args = parser.parse_args()
     quiet_libraries()
     if args.quick:
         args.windows, args.samples, args.prompt, args.tokens = 2, 32, 48, 16
-    shares = SHARES[1:2] if args.quick else SHARES
+    shares = SHARES[1:2] if args.quick else args.shares
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         bundle = args.bundle or built(args, work / "bundle", "bf16, w4, w3, w2, w1")
@@ -115,9 +127,9 @@ def main() -> None:
         served = [Text(Path(n).stem, windows(n, tokenizer, length, args.windows)) for n in texts(args)[1]]
         session = Session(bundle, served, args.prompt, args.dtype)
         best, counted = session.run("static:bf16")
-        rows = [session.row("", "all bf16", best, counted, best), *at_budgets(session, best, shares, work)]
-        claims, targets = similarity(session, work)
-        for measure in () if args.quick else (selector, retention, prefetch, residency):
+        rows = [session.row("", "all bf16", best, counted, best), *at_budgets(session, best, shares, work, args.only)]
+        claims, targets = ([], []) if args.only else similarity(session, work)
+        for measure in () if args.quick or args.only else (selector, retention, prefetch, residency):
             more, others = measure(session, best)
             claims, targets = [*claims, *more], [*targets, *others]
     columns = ["budget", "policy", *(t.name for t in served), "KL, mnat", "+-", "TTFT ms", "TPOT p50 ms", "TPOT p99 ms"]

@@ -296,7 +296,7 @@ def render(planned: Planned) -> tuple[Any, str]:
     names = planned.per_layer[0].versions if planned.per_layer else {}
     table = Table("layers", title=f"{planned.bundle}: {planned.policy} in {_size(planned.budget_bytes)}")
     for name in names:
-        table.add_column(f"at {name}", justify="right")
+        table.add_column(f"at {name}" if _version(name) else name, justify="right")
     for _, group in groupby(planned.per_layer, key=lambda x: (x.hi, x.lo, *x.versions.items())):
         rows = list(group)
         first, last = rows[0].layer, rows[-1].layer
@@ -315,7 +315,7 @@ def render(planned: Planned) -> tuple[Any, str]:
     taken = ", ".join(f"{_size(n)} {name}" for n, name in parts if n)
     text = (
         f"For {asked(planned)}, {_size(planned.used_bytes)} are used: {taken}. "
-        f"The least that would do is {planned.least_bytes:,} bytes. With every expert at the lowest version, the cache "
+        f"The least that would do is {planned.least_bytes:,} bytes. With experts at their least, the cache "
         f"could have {planned.kv_tokens_most:,} tokens ({planned.kv_bytes_per_token:,} bytes each). The versions take "
         f"{_size(planned.host_bytes)} on the host. Expected relative loss "
         f"{shown_loss(planned.expected_relative_loss or 0.0, planned.expected_relative_loss_error)}. "

@@ -1,7 +1,7 @@
 """A bundle for an engine with model code of its own: dense tensors by name, and modules that run packed experts.
 
-This module knows no engine. The versions served never change, and there is no budget: the engine owns the memory beside
-experts.
+This module knows no engine. A budget bounds the experts alone, with the buffer from which a lossless version is
+decoded: the engine owns all other memory. Versions change only on a CPU, and only under a policy no pass waits for.
 """
 
 from __future__ import annotations
@@ -16,44 +16,53 @@ import torch
 from torch import Tensor
 
 from moepack.pack.errors import InputError
-from moepack.pack.reader import open_bundle
+from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import ExpertLayer, Version
 from moepack.runtime.attach import load_map
 from moepack.runtime.dense.choice import choose_dense
 from moepack.runtime.experts import backends
-from moepack.runtime.planning.choice import choose_policy
+from moepack.runtime.experts.forward import experts_forward
+from moepack.runtime.experts.handles import LayerExperts
+from moepack.runtime.planning.choice import choose_policy, ladders_of
 from moepack.runtime.planning.config import read_config
+from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.fixed import Fixed
 from moepack.runtime.planning.options import LoadOptions
-from moepack.runtime.planning.plan import unchanging
+from moepack.runtime.planning.plan import Plan, make_plan, unchanging
 from moepack.runtime.planning.skeleton import EXPERT_PARAMETERS, on_meta
-from moepack.runtime.policies.registry import parse_policy
+from moepack.runtime.policies.contract import Versions
+from moepack.runtime.policies.placements import Where
+from moepack.runtime.policies.registry import Policy, parse_policy
+from moepack.runtime.residency.manager import ResidencyManager
+from moepack.runtime.serving import Serving
 from moepack.runtime.store.checked import recording
 
 log = logging.getLogger("moepack.engines")
-OPTIONS = ("policy", "dense")  # what an engine's quantisation config may say, beside the method's name
+CPU = torch.device("cpu")
+OPTIONS = ("policy", "dense", "device_memory")  # what an engine's quantisation config may say, beside the method's name
 
 
 def options_in(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a quantisation config. Raises InputError for any other key, and for a wrong policy."""
     given = {name: value for name, value in config.items() if name != "quant_method"}
     if unknown := sorted(given.keys() - set(OPTIONS)):
-        raise InputError(f"quantization_config has {', '.join(unknown)}: a bundle takes {' and '.join(OPTIONS)} there")
+        raise InputError(f"quantization_config has {', '.join(unknown)}: a bundle takes {', '.join(OPTIONS)} there")
     LoadOptions(**given)
     return given
 
 
 class ServedBundle:
-    """A bundle under a policy that never changes versions."""
+    """A bundle under a policy."""
 
     def __init__(self, path: str | Path, given: Mapping[str, Any]) -> None:
         """Open a bundle and choose its versions; reads no weights.
 
         Args:
-            given: options as from `options_in`; MOEPACK_POLICY and MOEPACK_DENSE complete them.
+            given: options as from `options_in`; MOEPACK_POLICY, MOEPACK_DEVICE_MEMORY and MOEPACK_DENSE complete them.
 
         Raises:
-            InputError: for a policy that needs a budget or does not fit the bundle, or a name that is no directory.
+            InputError: for a policy that is not served here or does not fit the bundle, or a name that is no directory.
+            TooSmallError: for a budget that does not hold the experts; it says how much is enough.
             BundleError: for a damaged manifest, configuration or tokenizer.
         """
         if not Path(path).is_dir():
@@ -61,18 +70,37 @@ class ServedBundle:
         self.bundle = open_bundle(path)
         self.bundle.check()
         options = LoadOptions(**given).with_environment(bool(self.bundle.manifest.dense))
-        if options.in_budget:
-            raise InputError(f"{path}: no budget is kept here: unset MOEPACK_DEVICE_MEMORY and MOEPACK_MEMORY")
-        if options.policy is not None and parse_policy(options.policy).entry.needs_budget:
+        budget = options.budget
+        if options.memory is not None:
+            raise InputError(f"{path}: a process's memory is not limited here: set MOEPACK_DEVICE_MEMORY, for experts")
+        if budget is None and options.policy is not None and parse_policy(options.policy).entry.needs_budget:
             raise InputError(
-                f"{path}: policy {options.policy} needs a budget, which moepack serve keeps: name a static one"
+                f"{path}: policy {options.policy} needs a budget for experts: give device_memory beside the policy, or "
+                "set MOEPACK_DEVICE_MEMORY"
             )
         self.dense = choose_dense(options.dense, self.bundle, options.policy)
-        policy = choose_policy(options.policy, self.bundle, (), False)
-        self.table, self.expert_bytes = unchanging(self.bundle, policy, Fixed(0), None)
-        self.policy, self._checked = str(policy), bool(options.checked)
+        self._policy, self._checked = (
+            choose_policy(options.policy, self.bundle, [CPU], budget is not None),
+            options.checked,
+        )
+        self.table: Versions = ()  # the versions served, [layers][experts]; empty if they change
+        self.plan: Plan | None = None  # the placements that fit the budget, if they change
+        try:
+            if self._policy.is_live:
+                self.plan = _plan(self.bundle, self._policy, budget or 0)
+            else:
+                self.table, _ = unchanging(self.bundle, self._policy, Fixed(0), budget)
+        except TooSmallError as error:
+            raise TooSmallError(f"{error.text}; this budget is for experts alone", error.least) from None
+        self.serving: Serving | None = None  # counters and versions once loaded, if versions change
         self.handed_over = False  # whether the engine has read all dense tensors
         self._modules: list[Any] = []
+        self._model: Any = None  # has these modules; without it they are let go
+
+    @property
+    def policy(self) -> str:
+        """The policy, as users write it."""
+        return str(self._policy)
 
     @property
     def layers(self) -> tuple[ExpertLayer, ...]:
@@ -117,24 +145,62 @@ class ServedBundle:
                 "or its code for this family, does not fit"
             )
         if not self._modules:
-            modules = _bare(self, dtype)
-            with recording(self.bundle, self._checked):
-                loaded = load_map(self.bundle, self.table, [device] * len(self.layers))
+            if self.plan is not None and device.type != "cpu":
+                raise InputError(f"{self.bundle.path}: policy {self.policy} is served on a CPU here, not on {device}")
+            self._model = _bare(self, dtype)
+            modules = [self._model.get_submodule(layer.module) for layer in self.layers]
+            with recording(self.bundle, bool(self._checked)):
+                loaded = self._load([device] * len(modules))
             for module, experts in zip(modules, loaded, strict=True):
                 module._moepack = experts
             backends.prepare(dtype, loaded[0].of.versions, device)
-            log.info("%s: %s, %d bytes of packed experts", self.bundle.path, self.policy, self.expert_bytes)
+            held = sum(experts.resident_bytes for experts in loaded)
+            within = "" if self.plan is None else f" in a budget of {self.plan.budget}"
+            log.info("%s: %s, %d bytes of packed experts%s", self.bundle.path, self.policy, held, within)
             self._modules = modules
         return self._modules[position]
 
+    def _load(self, devices: list[torch.device]) -> list[LayerExperts]:
+        if self.plan is None:
+            return load_map(self.bundle, self.table, devices)
+        manager = ResidencyManager(self.bundle, self._policy, self.plan, devices)
+        layers, fixed = manager.layers, Fixed(0, staging=manager.plan.staging)
+        self.serving = Serving(self._model, self.bundle, self.policy, layers, fixed, manager, manager.tracker, {})
+        return layers
 
-def _bare(served: ServedBundle, dtype: torch.dtype) -> list[Any]:
-    """The experts modules of transformers' own model, which know gate and activation, without weights."""
+
+def run_layer(module: Any, hidden: Tensor, index: Tensor, weights: Tensor, traffic: bool = True) -> Tensor:
+    """Run the experts of one layer, as `experts_forward` does.
+
+    If versions change, a pass is one step, from its first layer to its last in one thread. A pass that raises between
+    layers ends with the thread's next pass, or with the thread. Without `traffic` (an engine's trial passes) each layer
+    is a step, and nothing is counted.
+    """
+    steps = module._moepack.steps
+    if steps is None or not traffic:
+        return experts_forward(module, hidden, index, weights)
+    out: Tensor = steps.compiled_layer(module, hidden, index, weights)
+    return out
+
+
+def _plan(bundle: Bundle, policy: Policy, budget: int) -> Plan:
+    """Plan for the experts alone. Raises InputError for a policy that pages experts, or for which passes wait."""
+    ladders = ladders_of(bundle, policy.options)
+    if policy.options.on_demand or any(p.where is not Where.DEVICE for ladder in ladders for p in ladder):
+        raise InputError(
+            f"{bundle.path}: policy {policy} is served by moepack serve alone: here every expert stays in memory, as "
+            "under hotness"
+        )
+    return make_plan(bundle, policy.options, 0, budget)
+
+
+def _bare(served: ServedBundle, dtype: torch.dtype) -> Any:
+    """Transformers' own model, whose experts modules know gate and activation, without weights."""
     model = on_meta(read_config(served.bundle.path, served.bundle.manifest), dtype)
-    modules = [model.get_submodule(layer.module) for layer in served.layers]
-    for layer, module in zip(served.layers, modules, strict=True):
+    for layer in served.layers:
+        module = model.get_submodule(layer.module)
         for name in EXPERT_PARAMETERS:
             module._parameters.pop(name, None)
         if left := [name for name, _ in module.named_parameters()]:
             raise InputError(f"{served.bundle.path}: {layer.module} has {left[0]} beside experts: not supported here")
-    return modules
+    return model

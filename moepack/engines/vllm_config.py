@@ -50,7 +50,7 @@ def _fields(mapper: WeightsMapper) -> dict[str, Any]:
 
 
 class BundleConfig(QuantizationConfig):  # type: ignore[misc]
-    """A bundle under a static policy, from config.json, `--hf-overrides` or the environment."""
+    """A bundle under a policy, from config.json, `--hf-overrides` or the environment."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__()

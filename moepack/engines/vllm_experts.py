@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.forward_context import get_forward_context
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from moepack.pack.errors import InputError
-from moepack.runtime.experts.forward import experts_forward
 
-from .served import ServedBundle
+from .served import ServedBundle, run_layer
 
 
 class MoepackExperts(FusedMoEMethodBase):  # type: ignore[misc]
@@ -26,6 +26,8 @@ class MoepackExperts(FusedMoEMethodBase):  # type: ignore[misc]
         where = f"{served.bundle.path}: {layer.layer_name}"
         if parallel.tp_size > 1 or parallel.use_ep or parallel.dp_size > 1:
             raise InputError(f"{where}: experts are served whole, by one process: no parallel sizes over 1")
+        if served.plan is not None and get_current_vllm_config().parallel_config.pipeline_parallel_size > 1:
+            raise InputError(f"{where}: policy {served.policy} counts whole passes: no pipeline parallel size over 1")
         if layer.apply_router_weight_on_input:
             raise InputError(f"{where}: gates are applied to the experts' input, which a bundle's experts do not do")
         wanted, held = (layer.global_num_experts, layer.hidden_size), (of.experts, of.matrices[0].cols)
@@ -55,8 +57,9 @@ class MoepackExperts(FusedMoEMethodBase):  # type: ignore[misc]
         return self.run(x, topk_ids, topk_weights)
 
     def run(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Run `experts_forward` on this layer's module."""
-        return experts_forward(self._module, x, index, weights)
+        """Run this layer's experts. vLLM's trial passes, which attend to nothing, are no traffic."""
+        traffic = is_forward_context_available() and get_forward_context().attn_metadata is not None
+        return run_layer(self._module, x, index, weights, traffic)
 
 
 @torch.library.custom_op("moepack::vllm_experts", mutates_args=())

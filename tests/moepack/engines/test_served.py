@@ -35,7 +35,7 @@ def part(name):
     return type(name, (), {})
 
 for name in (
-    "", ".forward_context", ".model_executor", ".model_executor.layers", ".model_executor.layers.fused_moe",
+    "", ".config", ".forward_context", ".model_executor", ".model_executor.layers", ".model_executor.layers.fused_moe",
     ".model_executor.layers.fused_moe.fused_moe_method_base", ".model_executor.layers.linear",
     ".model_executor.layers.quantization", ".model_executor.layers.quantization.base_config",
     ".model_executor.models", ".model_executor.models.utils",

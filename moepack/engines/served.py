@@ -184,14 +184,16 @@ def run_layer(module: Any, hidden: Tensor, index: Tensor, weights: Tensor, traff
 
 
 def _plan(bundle: Bundle, policy: Policy, budget: int) -> Plan:
-    """Plan for the experts alone. Raises InputError for a policy that pages experts, or for which passes wait."""
+    """Plan for the experts alone. Raises InputError unless every expert stays in memory, and no pass waits for one."""
     ladders = ladders_of(bundle, policy.options)
-    if policy.options.on_demand or any(p.where is not Where.DEVICE for ladder in ladders for p in ladder):
+    moved = policy.options.on_demand or any(p.where is not Where.DEVICE for ladder in ladders for p in ladder)
+    plan = None if moved else make_plan(bundle, policy.options, 0, budget)
+    if plan is None or plan.policy(policy)[0].needs.layers:
         raise InputError(
-            f"{bundle.path}: policy {policy} is served by moepack serve alone: here every expert stays in memory, as "
-            "under hotness"
+            f"{bundle.path}: policy {policy} lets passes wait for experts, or the host run them, which moepack serve "
+            "alone does"
         )
-    return make_plan(bundle, policy.options, 0, budget)
+    return plan
 
 
 def _bare(served: ServedBundle, dtype: torch.dtype) -> Any:

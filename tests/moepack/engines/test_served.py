@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import re
+import threading
+import time
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,16 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+from live_models import FAST, ROOM
 from safetensors import safe_open
-from support import ROOT, ids, python
+from support import ROOT, at_once, ids, python
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import moepack
-from moepack.engines.served import ServedBundle, options_in
+from moepack.engines.served import ServedBundle, options_in, run_layer
 from moepack.pack.errors import BundleError, InputError
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
-from moepack.runtime.experts.forward import experts_forward
+from moepack.runtime.planning.exceeded import TooSmallError
 
 CPU = torch.device("cpu")
 # A package that has each module and name that the plug-in imports of vLLM; HOOKS are of its quantisation configs.
@@ -65,6 +69,19 @@ def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(f"MOEPACK_{name}", raising=False)
 
 
+def least(load: Callable[[int], object]) -> int:
+    """The smallest budget that `load` takes."""
+    with pytest.raises(TooSmallError) as refused:
+        load(1000)
+    return refused.value.least
+
+
+def in_budget(bundle: Path, policy: str = FAST, room: int = ROOM) -> ServedBundle:
+    """A bundle served in the least budget and so much room."""
+    enough = least(lambda budget: ServedBundle(bundle, {"policy": policy, "device_memory": budget}))
+    return ServedBundle(bundle, {"policy": policy, "device_memory": enough + room})
+
+
 def plain_of(path: Path, tensors: dict[str, torch.Tensor]) -> Any:
     """Transformers' own model of a bundle's config, with these tensors and no experts."""
     config = AutoConfig.from_pretrained(path)
@@ -76,14 +93,14 @@ def plain_of(path: Path, tensors: dict[str, torch.Tensor]) -> Any:
     return model
 
 
-def stand_in(served: ServedBundle) -> Any:
-    """That model, whose experts are a bundle's: what an engine does."""
+def stand_in(served: ServedBundle, traffic: Callable[[], bool] = lambda: True) -> Any:
+    """That model, whose experts are a bundle's: what an engine does. `traffic` says whether a pass counts."""
     model = plain_of(served.bundle.path, dict(served.tensors()))
     for at, layer in enumerate(served.layers):
         ours = served.module(at, CPU, torch.bfloat16)
 
         def forward(self: Any, x: Any, index: Any, weights: Any, ours: Any = ours) -> torch.Tensor:
-            return experts_forward(ours, x, index, weights)
+            return run_layer(ours, x, index, weights, traffic())
 
         module = model.get_submodule(layer.module)
         module.forward = MethodType(forward, module)
@@ -104,7 +121,7 @@ def test_logits_are_those_of_the_policy(bundle: Path, monkeypatch: pytest.Monkey
     name = (policy or "static:bf16").removeprefix("static:")
     assert {v for row in served.table for v in row} == {name}
     sizes = [served.bundle.manifest.version(name).resident_size(x.matrices) * x.experts for x in served.layers]
-    assert served.expert_bytes == sum(sizes)
+    assert sum(module._moepack.resident_bytes for module in served._modules) == sum(sizes)
 
 
 def test_an_option_overrides_the_environment(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +179,8 @@ def test_a_damaged_expert_is_found(damaged: Path) -> None:
     ("given", "words"),
     [
         ({"polcy": "static:w4"}, "polcy"),
-        ({"device_memory": "1GB"}, "device_memory"),
+        ({"device_memory": "1 apple"}, "'1 apple' is not a number of bytes"),
+        ({"memory": "1GB"}, "has memory: a bundle takes policy, dense, device_memory there"),
         ({"policy": "hotnes"}, "hotnes"),
         ({"policy": 3}, "policy is a text, not 3"),
         ({"dense": ["w8"]}, r"dense is a text, not \['w8'\]"),
@@ -176,17 +194,135 @@ def test_a_wrong_option_is_refused(bundle: Path, given: dict[str, object], words
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("MOEPACK_POLICY", "hotness", "policy hotness needs a budget, which moepack serve keeps"),
+        ("MOEPACK_POLICY", "hotness", "policy hotness needs a budget for experts: give device_memory"),
         ("MOEPACK_POLICY", "static:w7", "w7"),
-        ("MOEPACK_DEVICE_MEMORY", "1GB", "no budget is kept here"),
+        ("MOEPACK_MEMORY", "1GB", "process's memory is not limited here"),
+        ("MOEPACK_DEVICE_MEMORY", "1 apple", "MOEPACK_DEVICE_MEMORY: size '1 apple'"),
     ],
 )
-def test_what_needs_a_budget_is_refused(
+def test_what_is_not_served_is_refused(
     bundle: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, words: str
 ) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=words):
         ServedBundle(bundle, {})
+
+
+@pytest.mark.parametrize(
+    "policy", ["lru", "lru:hi=bf16,lo=w2", "paged", "prefill", "importance", "hotness:lo=stored,hi=bf16"]
+)
+def test_a_policy_for_which_passes_wait_is_refused(bundle: Path, policy: str) -> None:
+    with pytest.raises(InputError, match="which moepack serve alone does"):
+        ServedBundle(bundle, {"policy": policy, "device_memory": "1GB"})
+
+
+@pytest.mark.parametrize("policy", ["hotness", "uniform", "static:w4"])
+def test_too_small_a_budget_is_refused_with_the_least(bundle: Path, policy: str) -> None:
+    """The bytes of experts at the smallest version, or at the one that the policy names."""
+
+    def serve(budget: int) -> ServedBundle:
+        return ServedBundle(bundle, {"policy": policy, "device_memory": budget})
+
+    enough, version = least(serve), "w4" if policy == "static:w4" else "w1"
+    sizes = [
+        serve(enough).bundle.manifest.version(version).resident_size(x.matrices) * x.experts
+        for x in serve(enough).layers
+    ]
+    assert enough == sum(sizes)
+    with pytest.raises(TooSmallError, match=f"{enough} bytes.* this budget is for experts alone"):
+        serve(enough - 1)
+
+
+def test_versions_change_on_a_cpu_alone(bundle: Path) -> None:
+    served = in_budget(bundle)
+    list(served.tensors())
+    with pytest.raises(InputError, match=r"policy hotness.* is served on a CPU here, not on cuda"):
+        served.module(0, torch.device("cuda"), torch.bfloat16)
+
+
+def test_a_budget_alone_means_hotness(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEPACK_DEVICE_MEMORY", "1.5MB")
+    served = ServedBundle(bundle, {})
+    assert served.policy == "hotness" and served.plan is not None and served.plan.budget == 1_500_000
+    assert served.plan.fixed == served.plan.staging, "the engine owns what is beside experts"
+
+
+def test_logits_are_those_of_hotness_with_the_same_map(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, as long as nothing moves. The budgets differ by what moepack's own counts beside experts."""
+    monkeypatch.setenv("MOEPACK_DENSE_KERNELS", "off")
+    policy = "hotness:interval=1e9"
+    served = in_budget(bundle, policy)
+    beside = least(lambda budget: moepack.load(bundle, policy=policy, device_memory=budget))
+    beside -= least(lambda budget: ServedBundle(bundle, {"policy": policy, "device_memory": budget}))
+    assert served.plan is not None
+    wanted = moepack.load(bundle, policy=policy, device_memory=served.plan.budget + beside)
+    with torch.no_grad():  # a cache would take room from the experts of `wanted`
+        assert torch.equal(stand_in(served)(ids()).logits, wanted(ids(), use_cache=False).logits)
+    assert served.serving is not None and served.serving.versions == wanted.moepack.versions
+    assert len({v for row in served.serving.versions for v in row}) > 1
+    for serving in (served.serving, wanted.moepack):
+        serving.close()
+
+
+def test_versions_change_while_threads_run_passes(bundle: Path) -> None:
+    """Each pass is one step, in the budget, and every step ends; trial passes are no traffic."""
+    counts = [False]
+    served = in_budget(bundle)
+    model = stand_in(served, lambda: counts[0])
+    serving: Any = served.serving
+    steps, before = serving.manager.residency.steps, serving.versions
+    with torch.inference_mode():
+        model(ids(64))
+        time.sleep(0.2)
+        assert serving.counters()["promotions"] == 0 and serving.versions == before, "a trial pass moves nothing"
+        counts[0], begun = True, steps.begun
+        model(ids(64))
+    assert steps.begun == begun + 1 and not steps.open
+
+    def work(seed: int) -> None:
+        with torch.inference_mode():
+            until = time.monotonic() + 60
+            while serving.counters()["promotions"] < 10 and time.monotonic() < until:
+                model(ids(64, seed))
+
+    at_once(work, 3)
+    counters = serving.counters()
+    assert counters["promotions"] >= 10 and counters["transition_failures"] == counters["forward_waits"] == 0
+    assert serving.resident_bytes_peak <= serving.budget_bytes == served.plan.budget
+    assert not steps.open and serving.health()["ok"]
+    serving.close()
+    assert serving.health()["worker"] == "stopped"
+
+
+def test_a_pass_that_raises_keeps_no_step(bundle: Path) -> None:
+    """In a layer it ends at once; between layers with the thread's next pass, or with the thread."""
+    served = in_budget(bundle)
+    model = stand_in(served)
+    steps = served.serving.manager.residency.steps  # type: ignore[union-attr]
+    x, index, gates = torch.zeros(4, 128, dtype=torch.bfloat16), torch.zeros(4, 2, dtype=torch.long), torch.ones(4, 2)
+    with torch.inference_mode():
+        run_layer(served._modules[0], x, index, gates)
+        assert len(steps.open) == 1
+        model(ids())
+        assert not steps.open
+        with pytest.raises((RuntimeError, ValueError)):
+            run_layer(served._modules[0], x[:, :7], index, gates)
+        assert not steps.open
+        thread = threading.Thread(target=run_layer, args=(served._modules[0], x, index, gates))
+        thread.start()
+        thread.join()
+        assert not steps.open
+
+
+def test_a_bundle_that_is_let_go_stops_its_thread(bundle: Path) -> None:
+    served = in_budget(bundle)
+    list(served.tensors())
+    served.module(0, CPU, torch.bfloat16)
+    worker = served.serving.manager.worker  # type: ignore[union-attr]
+    del served
+    gc.collect()
+    worker.join()
+    assert worker.health()["worker"] == "stopped"
 
 
 def test_a_name_on_the_hub_is_told_to_pull() -> None:

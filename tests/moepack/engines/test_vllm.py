@@ -14,16 +14,20 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from live_models import least
 from support import ROOT, ids
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import moepack
+from moepack.engines.served import ServedBundle
 from moepack.engines.vllm import register
 from moepack.pack.errors import InputError
+from moepack.runtime.planning.exceeded import TooSmallError
 
 SERVE = """
 import json, sys
@@ -36,11 +40,26 @@ if __name__ == "__main__":  # vLLM starts this file again in each of its process
     logs = [[step[i].logprob for i in range(len(step))] for step in answer.logprobs]
     json.dump([list(answer.token_ids), logs], open(out, "w"))
 """
+CHANGE = """
+import json, sys, time
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    bundle, out, prompt, given = sys.argv[1:]
+    llm = LLM(bundle, dtype="bfloat16", max_model_len=256, max_num_seqs=2, **json.loads(given))
+    serving = llm.llm_engine.vllm_config.quant_config.served.serving  # vLLM's engine runs in this process
+    before, until, asked = serving.counters(), time.monotonic() + 60, SamplingParams(max_tokens=16, ignore_eos=True)
+    while serving.counters()["promotions"] < 5 and time.monotonic() < until:
+        llm.generate({"prompt_token_ids": json.loads(prompt)}, asked)
+    peak, steps = serving.resident_bytes_peak, serving.manager.residency.steps
+    json.dump([before, serving.counters(), peak, len(steps.open), serving.health()], open(out, "w"))
+"""
+BUDGET = 1_000_000  # between all experts at w1 and all at bf16
 
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MOEPACK_POLICY", raising=False)
+    for name in ("POLICY", "DEVICE_MEMORY", "MEMORY"):
+        monkeypatch.delenv(f"MOEPACK_{name}", raising=False)
     register()
     register()  # each process of vLLM may do so again
 
@@ -105,12 +124,17 @@ def test_experts_are_found_under_a_model_s_own_names(bundle: Path) -> None:
         ({"apply_router_weight_on_input": True}, "experts' input"),
         ({"global_num_experts": 17}, r"\(17, "),
         ({"hidden_size": 96}, r", 96\)"),
+        ({"pipeline_parallel_size": 2}, "whole passes: no pipeline"),
     ],
 )
-def test_what_a_bundle_does_not_serve_is_refused(bundle: Path, change: dict[str, object], words: str) -> None:
-    from moepack.engines.vllm_experts import MoepackExperts
+def test_what_a_bundle_does_not_serve_is_refused(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, object], words: str
+) -> None:
+    from moepack.engines import vllm_experts
 
-    served = config_of(bundle).served
+    parallel = SimpleNamespace(pipeline_parallel_size=1)
+    monkeypatch.setattr(vllm_experts, "get_current_vllm_config", lambda: SimpleNamespace(parallel_config=parallel))
+    served = config_of(bundle, policy="hotness", device_memory="1MB").served
     of = served.layers[0]
     said = {"tp_size": 1, "dp_size": 1, "use_ep": False, "apply_router_weight_on_input": False}
     said |= {"global_num_experts": of.experts, "hidden_size": of.matrices[0].cols, "layer_name": "experts"}
@@ -120,28 +144,53 @@ def test_what_a_bundle_does_not_serve_is_refused(bundle: Path, change: dict[str,
         made.moe_config = SimpleNamespace(moe_parallel_config=made)
         return made
 
-    assert MoepackExperts(layer(), served, 0).is_monolithic is False
+    assert vllm_experts.MoepackExperts(layer(), served, 0).is_monolithic is False
+    vars(parallel).update(change)
     with pytest.raises(InputError, match=words):
-        MoepackExperts(layer(**change), served, 0)
+        vllm_experts.MoepackExperts(layer(**change), served, 0)
 
 
-@pytest.mark.parametrize("eager", [True, False])
-def test_logits_are_those_of_static(bundle: Path, tmp_path: Path, eager: bool) -> None:
-    """In float32, where only the order of sums in vLLM's attention and dense matrices differs; eager and compiled."""
-    script, out, prompt = tmp_path / "serve.py", tmp_path / "out.json", ids(12)[0].tolist()
-    script.write_text(SERVE)
-    overrides = {"quantization_config": {"quant_method": "moepack", "policy": "static:w4"}}
-    given = {"enforce_eager": eager, "hf_overrides": overrides}
+def run_script(script: str, tmp_path: Path, bundle: Path, eager: bool, prompt: list[int], **config: object) -> Any:
+    """What a script that serves a bundle in vLLM writes."""
+    file, out = tmp_path / "serve.py", tmp_path / "out.json"
+    file.write_text(script)
+    given = {"enforce_eager": eager, "hf_overrides": {"quantization_config": {"quant_method": "moepack", **config}}}
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(script == SERVE))
     done = subprocess.run(
-        [sys.executable, script, bundle, out, json.dumps(prompt), json.dumps(given)],
+        [sys.executable, file, bundle, out, json.dumps(prompt), json.dumps(given)],
         env={**os.environ, **environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=540,
     )  # fmt: skip
     assert out.exists(), done.stderr[-3000:]
-    tokens, logs = json.loads(out.read_text())
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("policy", ["static:w4", "hotness:interval=1e9"])
+@pytest.mark.parametrize("eager", [True, False])
+def test_logits_are_those_of_the_policy(bundle: Path, tmp_path: Path, eager: bool, policy: str) -> None:
+    """In float32, where only the order of sums in vLLM's attention and dense matrices differs; eager and compiled."""
+    prompt, config, own = ids(12)[0].tolist(), {"policy": policy}, None
+    if policy != "static:w4":  # of which nothing moves; moepack's own budget counts dense tensors too
+        config["device_memory"] = BUDGET
+        with pytest.raises(TooSmallError) as refused:
+            ServedBundle(bundle, config | {"device_memory": 1000})
+        own = BUDGET + least(bundle, policy, dtype="float32") - refused.value.least
+    tokens, logs = run_script(SERVE, tmp_path, bundle, eager, prompt, **config)
     with torch.no_grad():
-        model = moepack.load(bundle, policy="static:w4", dtype="float32")
-        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        model = moepack.load(bundle, policy=policy, dtype="float32", device_memory=own)
+        logits = model(torch.tensor([prompt + tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        model.moepack.close()
+    assert (len({v for row in model.moepack.versions for v in row}) > 1) == (own is not None)
     wanted = logits.log_softmax(-1)
     assert (wanted - torch.tensor(logs)).abs().max() < 1e-4  # 2e-5 was seen
     assert wanted.argmax(-1).tolist() == tokens
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_versions_change_in_the_budget(bundle: Path, tmp_path: Path, eager: bool) -> None:
+    """While vLLM serves; its trial passes move nothing, and every pass ends its step."""
+    policy = "hotness:prior=none,interval=0.05,margin=0,slack=0"
+    out = run_script(CHANGE, tmp_path, bundle, eager, ids(12)[0].tolist(), policy=policy, device_memory=BUDGET)
+    before, counters, peak, still_open, health = out
+    assert before["promotions"] == 0 and counters["promotions"] >= 5 and counters["transition_failures"] == 0
+    assert peak <= BUDGET and still_open == 0 and health["ok"]

@@ -79,10 +79,8 @@ class ServedBundle:
                 "set MOEPACK_DEVICE_MEMORY"
             )
         self.dense = choose_dense(options.dense, self.bundle, options.policy)
-        self._policy, self._checked = (
-            choose_policy(options.policy, self.bundle, [CPU], budget is not None),
-            options.checked,
-        )
+        self._policy = choose_policy(options.policy, self.bundle, [CPU], budget is not None)
+        self._checked = bool(options.checked)
         self.table: Versions = ()  # the versions served, [layers][experts]; empty if they change
         self.plan: Plan | None = None  # the placements that fit the budget, if they change
         try:
@@ -149,7 +147,7 @@ class ServedBundle:
                 raise InputError(f"{self.bundle.path}: policy {self.policy} is served on a CPU here, not on {device}")
             self._model = _bare(self, dtype)
             modules = [self._model.get_submodule(layer.module) for layer in self.layers]
-            with recording(self.bundle, bool(self._checked)):
+            with recording(self.bundle, self._checked):
                 loaded = self._load([device] * len(modules))
             for module, experts in zip(modules, loaded, strict=True):
                 module._moepack = experts

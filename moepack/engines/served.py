@@ -39,6 +39,7 @@ from moepack.runtime.store.checked import recording
 
 log = logging.getLogger("moepack.engines")
 CPU = torch.device("cpu")
+HELD = (Where.DEVICE, Where.ABSENT)  # no pass waits for an expert there, nor asks the host
 OPTIONS = ("policy", "dense", "device_memory")  # what an engine's quantisation config may say, beside the method's name
 
 
@@ -182,9 +183,9 @@ def run_layer(module: Any, hidden: Tensor, index: Tensor, weights: Tensor, traff
 
 
 def _plan(bundle: Bundle, policy: Policy, budget: int) -> Plan:
-    """Plan for the experts alone. Raises InputError unless every expert stays in memory, and no pass waits for one."""
+    """Plan for the experts alone. Raises InputError for a policy whose passes wait for experts, or ask the host."""
     ladders = ladders_of(bundle, policy.options)
-    moved = policy.options.on_demand or any(p.where is not Where.DEVICE for ladder in ladders for p in ladder)
+    moved = policy.options.on_demand or any(p.where not in HELD for ladder in ladders for p in ladder)
     plan = None if moved else make_plan(bundle, policy.options, 0, budget)
     if plan is None or plan.policy(policy)[0].needs.layers:
         raise InputError(

@@ -245,6 +245,8 @@ def test_a_budget_alone_means_hotness(bundle: Path, monkeypatch: pytest.MonkeyPa
     served = ServedBundle(bundle, {})
     assert served.policy == "hotness" and served.plan is not None and served.plan.budget == 1_500_000
     assert served.plan.fixed == served.plan.staging, "the engine owns what is beside experts"
+    absent = ServedBundle(bundle, {"policy": "hotness:lo=absent"}).plan
+    assert absent is not None and str(absent.ladder[-1]) == "absent", "for which no pass waits either"
 
 
 def test_logits_are_those_of_hotness_with_the_same_map(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ from .formats import (
 from .gpu import gpu_assumed, gpu_counted, gpu_kernels, gpu_steps, gpu_steps_fused
 from .gpu_day import gpu_layers, gpu_measured, gpu_token
 from .kernels import codec, kernels, released_kernels, rotated_kernels, shapes, small_kernels, whole_model
-from .ladders import ladders
+from .ladders import ladders, shifted
 from .peers import limited, limited_released, peer_layers, peer_models, peer_mxfp4, peer_quality, peer_versions
 from .serving import (
     alpha,
@@ -95,7 +95,7 @@ TABLES: dict[str, Callable[[], str]] = {
         gpu_assumed, gpu_counted, gpu_kernels, gpu_layers, gpu_measured, gpu_steps, gpu_steps_fused, gpu_token,
         encodings, generated_matrices, grids, rotations, small_generated, formats, released, released_others, sizes,
         limited, limited_clients, limited_released, limited_soak, limited_export, start_cold, rotated_kernels,
-        small_kernels, ladders,
+        small_kernels, ladders, shifted,
     )
 }  # fmt: skip
 _TABLE = re.compile(r"<!-- table: ([a-z0-9_]+) -->\n.*?<!-- end of table -->", re.S)

@@ -27,3 +27,18 @@ def ladders() -> str:
             first = of["gates", "layers evenly"]
             out.append([model, budget, first["ladder"], f"{first['KL, mnat']:.3g}", *cells])
     return table(["model", "budget", "ladder", "evenly, mnat", *(shown for *_, shown in SHOWN)], out)
+
+
+def shifted() -> str:
+    """Divergence of `hotness` while it serves texts that calibration did not see, by budget."""
+    out = []
+    for losses in ("gates", "logits"):
+        rows = [r for r in results(f"shifted-{losses}")["rows"] if r["policy"].startswith("hotness")]
+        names = list(dict.fromkeys(r["policy"] for r in rows))
+        for budget in dict.fromkeys(r["budget"] for r in rows):
+            of = {r["policy"]: r for r in rows if r["budget"] == budget}
+            cells = [
+                f"{of[n]['KL, mnat']:.3g} ± {of[n]['+-']:.2g}" if "KL, mnat" in of[n] else "refused" for n in names
+            ]
+            out.append([losses, budget, *cells])
+    return table(["losses by", "budget", *names], out)

@@ -211,6 +211,6 @@ WAYS = (
     Way("the same, towards exact outputs", propagates=True, exact_targets=True),
     Way("down on what quantised gate and up make", refines=True),
     Way("scales learned", learn=learned(0, 5e-4)),
-    Way("codes and scales learned", learn=learned(4e-3, 5e-4)),
+    Way("codes and scales learned", learn=learned(1e-2, 5e-4)),
     Way("AutoRound", library=by_autoround),  # pip install auto-round
 )

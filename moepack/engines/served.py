@@ -1,7 +1,8 @@
 """A bundle for an engine with model code of its own: dense tensors by name, and modules that run packed experts.
 
 This module knows no engine. A budget bounds the experts alone, with the buffer from which a lossless version is
-decoded: the engine owns all other memory. Versions change only on a CPU, and only under a policy no pass waits for.
+decoded where versions change: the engine owns all other memory. Versions change only on a CPU, and only under a policy
+that no pass waits for.
 """
 
 from __future__ import annotations

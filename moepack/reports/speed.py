@@ -73,7 +73,8 @@ class Speed:
 def token_bytes(bundle: Bundle, policy: Policy, table: Versions, dense: int, chosen: int) -> TokenBytes | None:
     """Return what a token moves under a policy that serves the map `table`, with `dense` bytes beside experts.
 
-    None for policies that compute elsewhere, leave out experts or decode ahead of passes: these are not predicted.
+    None for policies that compute elsewhere, leave out experts in a pass or decode ahead of passes: these are not
+    predicted.
     """
     tables, names = bundle.calibration(), [name for row in table for name in row]
     served = set(names) - {"stored", "absent"}
@@ -106,7 +107,7 @@ def token_bytes(bundle: Bundle, policy: Policy, table: Versions, dense: int, cho
     several = max(1.0, sum(missed) / len(missed))
     prefetch = getattr(policy.options, "prefetch", "no") == "yes" and waits
     version = fetched if waits else usual
-    several_versions = len(placements) > 1
+    several_versions = len(placements) > 1 or "absent" in names
     if on_demand:  # what the first map lacks may come later
         several_versions = any(len(ladder) > 2 for ladder in policy.options.ladders(bundle.versions))
     moves = policy.entry.name == "hotness" and several_versions

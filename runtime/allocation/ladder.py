@@ -124,16 +124,27 @@ class Ladder:
         return order[np.argsort(-value, kind="stable")]
 
 
-def bytes_by_loss(ladders: Sequence[Ladder], traffic: Sequence[Sequence[float] | Floats], room: int) -> list[int]:
-    """Return the bytes that each layer may use above the base, shared by the loss saved per byte.
+class SharedByLoss:
+    """The upgrades of all layers in the order of the loss that they save per byte."""
 
-    The best upgrades of all layers are taken until `room` is used up. `traffic` [layers][experts] counts tokens."""
-    rates = [ladder.rates(np.asarray(row, np.float64)).ravel() for ladder, row in zip(ladders, traffic, strict=True)]
-    costs = [ladder.cost.ravel() for ladder in ladders]
-    layer = np.repeat(np.arange(len(rates)), [len(row) for row in rates])
-    rate, cost = np.concatenate(rates), np.concatenate(costs)
-    order = np.argsort(-rate, kind="stable")
-    order = order[rate[order] > 0]
-    fits = order[np.cumsum(cost[order]) <= room]
-    out: list[int] = np.bincount(layer[fits], cost[fits], minlength=len(rates)).astype(np.int64).tolist()
-    return out
+    def __init__(self, ladders: Sequence[Ladder], traffic: Sequence[Sequence[float] | Floats]) -> None:
+        """`traffic` [layers][experts] counts tokens."""
+        tokens = [np.asarray(row, np.float64) for row in traffic]
+        rates = [ladder.rates(row).ravel() for ladder, row in zip(ladders, tokens, strict=True)]
+        layer = np.repeat(np.arange(len(rates)), [len(row) for row in rates])
+        rate, cost = np.concatenate(rates), np.concatenate([ladder.cost.ravel() for ladder in ladders])
+        order = np.argsort(-rate, kind="stable")
+        order = order[rate[order] > 0]
+        self._layers, self._layer, self._cost = len(rates), layer[order], cost[order]
+        self._taken = np.cumsum(self._cost)
+
+    def within(self, room: int) -> list[int]:
+        """Return the bytes that each layer may use above the base: the best upgrades are taken until `room` is used."""
+        n = int(np.searchsorted(self._taken, room, side="right"))
+        out: list[int] = np.bincount(self._layer[:n], self._cost[:n], minlength=self._layers).astype(np.int64).tolist()
+        return out
+
+
+def bytes_by_loss(ladders: Sequence[Ladder], traffic: Sequence[Sequence[float] | Floats], room: int) -> list[int]:
+    """Return the bytes that each layer may use above the base, as `SharedByLoss` gives them."""
+    return SharedByLoss(ladders, traffic).within(room)

@@ -15,7 +15,7 @@ from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import PAGE, Version, align
 from moepack.runtime.allocation.knapsack import BudgetError, Table
-from moepack.runtime.allocation.ladder import Floats, Ints, Ladder, bytes_by_loss
+from moepack.runtime.allocation.ladder import Floats, Ints, Ladder, SharedByLoss
 from moepack.runtime.policies.contract import Interval, LiveOptions, LivePolicy, Setting, Sums, Versions, Wanted
 from moepack.runtime.policies.contract import Ladder as Placements
 from moepack.runtime.policies.placements import ABSENT, Placement, Where
@@ -47,12 +47,13 @@ class Plan:
     spare_blocks: int  # base blocks of each size that stay free for demotions; unused with `keep`
     traffic: Table  # [layers][experts], calibration tokens routed to each, at least one
     losses: Sums  # for each layer, float64 [experts, placements]: squared error that a token adds to the layer's output
-    by_loss: bool  # whether layers share the budget by the loss that promotions save; otherwise evenly
+    by_loss: SharedByLoss | None  # how layers share the budget by the loss that promotions save; None: evenly
     # [layers][placements], the most experts at each placement, if memory is divided into blocks by placement
     most: tuple[tuple[int, ...], ...] | None = None
     # The least bytes for on-demand loading: the largest layer's experts at the best placement; 0 with resident versions
     demand: int = 0
-    # Where experts may be absent beside passes: the least bytes of the others, half of all at the lowest version
+    # Where experts may be absent beside passes: the least bytes of the others, half of all at the lowest version, and
+    # of moves
     present: int = 0
     workspace: int = 0  # the part of `fixed` for measurements that the policy needs during a pass
     window: int = 0  # bytes into which paged experts are decoded while their layer runs, with the loaders' buffers
@@ -82,8 +83,8 @@ class Plan:
         if self.demand:  # one cache for all layers
             share, rest = divmod(max(0, left), len(self.experts))
             return [share + (p < rest) for p in range(len(self.experts))]
-        if self.by_loss:
-            return bytes_by_loss(self.ladders(), self.traffic, left)
+        if self.by_loss is not None:
+            return self.by_loss.within(left)
         return even_bytes(self.growing(), self.experts, left)
 
     def growing(self) -> list[list[int]]:
@@ -182,15 +183,16 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int, o
         demand = max((row[0] * n for row, n in zip(sizes, experts, strict=True)), default=0) * options.on_demand
         work, most = options.workspace
         fixed = outside + staging + window
-        lacking = ladder[-1] == ABSENT and not options.on_demand
-        present = base_bytes(sizes, experts, -2) // 2 if lacking else 0
+        half = base_bytes(sizes, experts, -2) // 2 if ladder[-1] == ABSENT and not options.on_demand else 0
+        present = half and half + max(max(row[1:]) for row in sizes)
         needed = fixed + work + base_bytes(sizes, experts) + demand + present
         work = min(most, work + max(0, budget - needed) // ROOMY)
         plan = Plan(
             ladder, blocks, sizes, experts, fixed + work, staging, budget, options.keeps_low, options.spare_blocks,
-            traffic, loss, by_loss, demand=demand, present=present, workspace=work, window=window,
+            traffic, loss, None, demand=demand, present=present, workspace=work, window=window,
         )  # fmt: skip
-        plans.append((needed, plan))
+        shared = SharedByLoss(plan.ladders(), traffic) if by_loss else None
+        plans.append((needed, replace(plan, by_loss=shared)))
     fitting = [plan for needed, plan in plans if needed <= budget]
     if not fitting:
         needed, plan = min(plans, key=lambda found: found[0])

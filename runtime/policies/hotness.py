@@ -68,6 +68,8 @@ class HotnessOptions(DeviceOptions):
             raise ValueError("alpha is from 0 to below 1, other numbers are from 0")
         if self.reserve < 1:
             raise ValueError("reserve is from 1: a demotion needs a block")
+        if self._may_lack and self.prior == "none":
+            raise ValueError("lo=absent needs prior=calibration: without it every expert would begin absent")
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladders]:
         """Return the ladders of `DeviceOptions`.

@@ -61,6 +61,11 @@ def _name(bundle: Bundle, plan: Plan, key: Key, version: int) -> str:
     return f"{bundle.path}: layer {bundle.layers[key[0]].index}, expert {key[1]}, version {plan.ladder[version]}"
 
 
+def _fails(key: Key, version: int, error: BaseException) -> None:
+    """Raise: without this version an expert would be absent."""
+    raise error
+
+
 def _makes_room(transitions: weakref.ref[Transitions]) -> bool:
     of = transitions()  # weak: the device, which asks, goes with the model at once
     return of is not None and of.kv_asked > 0
@@ -156,8 +161,10 @@ class ResidencyManager:
         )  # fmt: skip
         on_device = [pool for pool in pools.values() if pool.budget_bytes]
         on_host = [pool for pool in pools.values() if not pool.budget_bytes]
-        kept = plan.demand + plan.present
-        self.transitions = Transitions(self.residency, self.tracker, on_device, plan.reserve, on_host, kept=kept)
+        self.transitions = Transitions(
+            self.residency, self.tracker, on_device, plan.reserve, on_host, kept=plan.demand + plan.present,
+            stays=plan.base - 1 if plan.present else None,
+        )  # fmt: skip
         named = partial(_name, bundle, plan) if plan.ladder[plan.base].version is None else None
         self.on_demand = OnDemandLoader(self.transitions, partial(_stored_bytes, bundle, plan), named)
         self.prediction: Prediction | None = None  # predicts the next layer's routing; set by the `ForwardWrapper`
@@ -186,7 +193,7 @@ class ResidencyManager:
         with self.store.reading_ahead((v.name, *key) for v, key in ahead if self._on_gpu or v.entropy_coded):
             made = self.residency.place(
                 number.items(), 0 if self._on_gpu else AHEAD, lambda key, v: count.add(sizes.get((key, v), 0)),
-                self.transitions.note_failure,
+                _fails if plan.present else self.transitions.note_failure,
             )  # fmt: skip
             for (p, e), handle in made:
                 self.layers[p].publish(e, handle)

@@ -40,7 +40,7 @@ def version_of(plan: Plan, placement: int) -> Version:
 def second_buffer(plan: Plan) -> tuple[Plan, int]:
     """Return the plan, and how many staging buffers it has: two if they fit, to copy and decode at the same time."""
     two = replace(plan, fixed=plan.fixed + plan.staging, staging=2 * plan.staging)
-    least = two.fixed + base_bytes(plan.sizes, plan.experts) + plan.reserve
+    least = two.fixed + base_bytes(plan.sizes, plan.experts) + plan.reserve + plan.demand + plan.present
     return (two, 2) if least <= plan.budget else (plan, 1)
 
 

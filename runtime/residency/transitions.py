@@ -51,6 +51,7 @@ class Transitions:
         retry_after: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
         kept: int = 0,
+        stays: int | None = None,
     ) -> None:
         """Begin with every expert's target at the base, until `want` is called.
 
@@ -60,6 +61,7 @@ class Transitions:
             in_flight: the most promotions on the migration stream at a time; only memory limits demotions.
             retry_after: seconds until a failed copy is tried again, if it is still wanted then.
             clock: returns seconds.
+            stays: a version to which experts go for the KV reserve before any goes to a base that takes no memory.
         """
         self.residency, self.tracker, self.pools = residency, tracker, tuple(pools)
         self.headroom = Headroom(residency, tracker, pools, reserve, on_host, kept)
@@ -72,7 +74,8 @@ class Transitions:
         self._exact = False
         self._updates: dict[Key, int] = {}  # moves that have not begun and are not evictions: mostly promotions
         self._evictions: dict[Key, int] = {}  # experts to be demoted, and the placements they go to
-        self._pushed: set[Key] = set()  # experts evicted for the KV reserve, whatever `_wanted` says
+        self._pushed: dict[Key, int] = {}  # where experts went for the KV reserve, whatever `_wanted` says
+        self._lowered = (residency.base,) if stays is None else (stays, residency.base)
         self._failed: dict[tuple[Key, int], float] = {}
         self._logged: set[str] = set()
         self.kv_asked = 0  # bytes that the KV reserve is still to grow by
@@ -119,8 +122,7 @@ class Transitions:
         return (growth < 0 and not leaves) or (target == base and not named)
 
     def _target(self, key: Key) -> int:
-        base = self.residency.base
-        return base if key in self._pushed else self._wanted.get(key, base)
+        return self._pushed.get(key, self._wanted.get(key, self.residency.base))
 
     def tick(self) -> None:
         """Run one round: publish arrived versions, mark old ones spare, begin evictions and promotions. Never waits."""
@@ -273,7 +275,7 @@ class Transitions:
         """Count a failed copy, log each message once, and queue the move again if the version is still wanted."""
         self.failures += 1
         self._failed[key, version] = self._clock()
-        self._pushed.discard(key)
+        self._pushed.pop(key, None)
         if str(error) not in self._logged:
             self._logged.add(str(error))
             log.warning("position %d, expert %d stays on its version: %s", *key, error)
@@ -338,14 +340,13 @@ class Transitions:
                 if key in self._wanted:
                     self._updates[key] = self._wanted[key]
                 residency.cancel(key)
-        for key in order:
+        for to, key in itertools.product(self._lowered, order):
             if self._kv_short() <= self.headroom.going_bytes():
                 return
-            entry = residency.entries[key]
-            frees = entry.flying is None and residency.growth(key, residency.base) < 0
-            if frees and self.may_try(key, residency.base):
-                self._pushed.add(key)
-                if self._begin(key, residency.base) is Outcome.REFUSED:
+            frees = residency.entries[key].flying is None and residency.growth(key, to) < 0
+            if frees and self.may_try(key, to):
+                self._pushed[key] = to
+                if self._begin(key, to) is Outcome.REFUSED:
                     return
 
     def _recall(self) -> None:

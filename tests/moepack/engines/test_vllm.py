@@ -20,6 +20,7 @@ import pytest
 import torch
 from live_models import least
 from support import ROOT, ids
+from tiny_models import build_tiny
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -184,6 +185,19 @@ def test_logits_are_those_of_the_policy(bundle: Path, tmp_path: Path, eager: boo
     wanted = logits.log_softmax(-1)
     assert (wanted - torch.tensor(logs)).abs().max() < 1e-4  # 2e-5 was seen
     assert wanted.argmax(-1).tolist() == tokens
+
+
+@pytest.mark.parametrize("family", ["olmoe", "granitemoe", "glm4_moe"])
+def test_other_families(family: str, demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """Their own gates and shared experts; heads as large as vLLM's attention on a CPU needs."""
+    recipe = "versions: [bf16, w4]\nquantize: {method: rtn}\ncalibration: {samples: 8, length: 64}\n"
+    made, prompt = build_tiny(family, tmp_path, recipe, demo_model, text, head_dim=32, hidden_size=128), ids(12)
+    tokens, logs = run_script(SERVE, tmp_path, made, True, prompt[0].tolist(), policy="static:w4")
+    model = moepack.load(made, policy="static:w4", dtype="float32")
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt[0].tolist() + tokens]), use_cache=False).logits[0, 11:-1]
+    assert (logits.log_softmax(-1) - torch.tensor(logs)).abs().max() < 1e-4  # 2e-6 was seen
+    assert logits.argmax(-1).tolist() == tokens
 
 
 @pytest.mark.parametrize("eager", [True, False])

@@ -253,6 +253,7 @@ def test_experts_are_ranked_by_what_they_save() -> None:
         ("hotness:alpha=1", "alpha is from 0"),
         ("hotness:margin=nan", "from 0"),
         ("hotness:share=odd", "auto or even or loss"),
+        ("hotness:lo=absent,prior=none", "needs prior=calibration"),
         ("hotness:prior=x", "prior is calibration or none"),
         ("hotness:score=x", "score is loss or counts"),
         ("hotness:reserve=0", "a demotion needs a block"),
@@ -321,8 +322,8 @@ def test_below_the_lowest_version_experts_may_be_absent() -> None:
     assert options.keeps_low and not options.on_demand and options.spare_blocks == 0
     losses = [[[0.0, 1.0, 9.0]] * 3]
     given = replace(setting([3], (2, 1, 0), losses=losses), ladder=tuple(map(Placement, VERSIONS[:2])) + (ABSENT,))
-    policy = Hotness(given, counting(lo="absent", alpha=0.0, anchor=0.0))
-    assert policy.decide(passed(0.0, [[9, 3, 0]], [3])) is None
+    policy = Hotness(given, HotnessOptions(lo="absent", interval=1.0, alpha=0.0, anchor=0.0))
+    assert policy.decide(passed(0.0, [[9, 3, 0]], [3])) == {(0, 0): 1, (0, 1): 1, (0, 2): 1}, "calibration's"
     assert policy.decide(passed(1.0, [[0, 0, 0]], [3])) == {(0, 0): 0, (0, 1): 1}
     assert policy.decide(passed(2.0, [[9, 0, 5]], [3])) == {(0, 0): 0, (0, 2): 1}
 

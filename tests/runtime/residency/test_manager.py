@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import moepack
 from moepack.cli import app
-from moepack.pack.errors import InputError
+from moepack.pack.errors import BundleError, InputError
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.reports.evaluate import evaluate
 from moepack.runtime.devices import cpu as device_module
@@ -139,6 +139,39 @@ def test_absent_experts_come_without_a_wait(bundle: Path) -> None:
     assert counters["forward_waits"] == counters["transition_failures"] == 0
     assert model.moepack.resident_bytes_peak <= model.moepack.budget_bytes
     check_exact(model, bundle)
+
+
+def test_a_growing_cache_lowers_experts_before_any_is_absent(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the policy has chosen anew, those above the lowest version go there; half of the bytes always stay."""
+    policy = "hotness:lo=absent,interval=1e9,rate=0"
+    model = load(bundle, policy, room=1_000_000)
+    live, before = model.moepack.manager, model.moepack.versions
+    monkeypatch.setattr(live.policy, "decide", lambda event: None)
+    monkeypatch.setattr(live, "each_round", lambda: None)  # which gives back what no cache uses
+    there = sum(name != "absent" for row in before for name in row)
+    high = sum(name not in ("absent", "w1") for row in before for name in row)
+    assert high > 20
+    live.grow_kv(800_000)
+    wait_for(lambda: live.transitions.kv_bytes == 800_000)
+    after = model.moepack.versions
+    assert sum(name != "absent" for row in after for name in row) == there, "lower versions sufficed"
+    assert sum(name not in ("absent", "w1") for row in after for name in row) < high
+    most = live.transitions.headroom.most_kv()
+    live.grow_kv(most - 800_000)
+    wait_for(lambda: live.transitions.kv_bytes == most)
+    assert sum(name != "absent" for row in model.moepack.versions for name in row) >= 32
+    with pytest.raises(MemoryError):
+        live.grow_kv(1)
+    model.moepack.close()
+
+
+def test_no_damaged_expert_is_left_out_in_silence(damaged: Path) -> None:
+    """`lo=absent`: a model with a bad version is refused as ever, not served without the expert."""
+    enough = least(damaged, "hotness:lo=absent") + 2_000_000
+    damage(damaged, "bf16", 0, range(16))
+    damage(damaged, "w4", 0, range(16))
+    with pytest.raises(BundleError, match="digest"):
+        load(damaged, "hotness:lo=absent", enough)
 
 
 def test_the_prior_is_high_from_the_start(bundle: Path) -> None:

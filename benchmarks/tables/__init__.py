@@ -18,6 +18,7 @@ from .building import (
     estimates,
     families,
     layer_time,
+    learned,
     losses,
     pieces,
     quality,
@@ -86,7 +87,7 @@ def missed() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
-        summary, quality, allocation, weighting, reach, refined, tried, autoround, losses, quantisers, build,
+        summary, quality, allocation, weighting, reach, refined, tried, learned, autoround, losses, quantisers, build,
         bounded, layer_time,
         estimates, scale, pieces, clusters, codec, kernels, whole_model, shapes, released_kernels, residency, tpot,
         overlap, missed, policies, similarity, selector, retention, on_demand, prediction, alpha, paged, exported,

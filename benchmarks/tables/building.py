@@ -109,6 +109,23 @@ def tried() -> str:
     return table(["model", "version", "mnat a token", "over as built"], out)
 
 
+def learned() -> str:
+    """What learning scales and codes by gradient leaves of the divergence, beside fitting down again."""
+    rows = results("learned-mini-qwen3-moe")["rows"]
+    built = {r["version"]: r["seconds"] for r in rows if r["way"] == "as built"}
+    out = [
+        [
+            r["version"],
+            r["way"],
+            f"{r['over as built']:.3f} ± {r['+-']:.3f}",
+            f"{r['seconds'] / built[r['version']]:.1f}",
+        ]
+        for r in rows
+        if r["way"] != "as built"
+    ]
+    return table(["version", "way", "over as built", "times the build's time"], out)
+
+
 def refined() -> str:
     """Versions as built, with down fitted again, with scales of a byte, and with both, over today's at as many bits."""
     out = []

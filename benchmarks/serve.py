@@ -158,7 +158,7 @@ def soak(
 
         async def ask(number: int, turn: int) -> Reply:
             pool = prompts[int(time.monotonic() - began) // 30 % len(prompts)]
-            chance = random.Random(f"{number} {turn}")
+            chance = random.Random(f"{len(rows)} {number} {turn}")
             prompt = chance.choice(pool)[: chance.choice((40, 200, 800))]
             body = {"model": "model", "prompt": prompt, "max_tokens": chance.choice((8, 32, 96)), "temperature": 0.8}
             leaves = chance.random() < 0.1

@@ -146,17 +146,20 @@ def limited_clients() -> str:
 
 
 def limited_soak() -> str:
-    """16 clients for minutes in each limit of memory, of a model larger than it."""
+    """16 clients, and one, for minutes in each limit of memory, of a model larger than it."""
     out = []
-    for limit, policy in LIMITED:
-        rows = results(f"limited-soak-{limit}")["rows"]
-        last, targets = rows[-1], results(f"limited-soak-{limit}")["targets"]
+    for clients, name, (limit, policy) in [("16", "soak", at) for at in LIMITED] + [
+        ("1", "steps", at) for at in LIMITED[:3]
+    ]:
+        found = results(f"limited-{name}-{limit}")
+        rows, targets = found["rows"], found["targets"]
+        last = rows[-1]
         peak = next(t["value"] for t in targets if t["name"].startswith("peak of the process"))
         answers, cancelled = sum(row["answers"] for row in rows), last["left"] + last.get("gave up", 0)
-        out.append([str(limit), policy, f"{last['minutes']:.0f}", str(answers), str(cancelled), str(last["errors"]),
-                    f"{last['steps']:,}", f"{last['process MB'] / 1e3:.2f}", f"{peak:.3f}"])  # fmt: skip
-    columns = ["limit, GB", "policy", "minutes", "requests", "of these cancelled", "errors", "passes", "process, GB"]
-    return table([*columns, "of the limit"], out)
+        times = [f"{last['minutes']:.0f}", str(answers), str(cancelled), str(last["errors"]), f"{last['steps']:,}"]
+        out.append([clients, str(limit), policy, *times, f"{last['process MB'] / 1e3:.2f}", f"{peak:.3f}"])
+    columns = ["clients", "limit, GB", "policy", "minutes", "requests", "of these cancelled", "errors", "passes"]
+    return table([*columns, "process, GB", "of the limit"], out)
 
 
 def kept_prompts() -> str:

@@ -153,7 +153,7 @@ def soak(
     """One server under a load that shifts, for so long: memory, promotions and errors, ten times."""
     budget = ("--memory", "auto") if cage is not None else ("--device-memory", memory)
     with moepack_serve(bundle, *serving, *budget, cage=cage) as (port, pid):
-        began, rows = time.monotonic(), []
+        began, rows = time.monotonic(), list[dict[str, Any]]()
         errors, gone = 0, [0, 0]  # clients that left half-way as they meant to, or because no end came
 
         async def ask(number: int, turn: int) -> Reply:

@@ -3,11 +3,12 @@
     python -m benchmarks.ladders [--checkpoint MODEL --calibration FILE... --data FILE...]
 
 Builds a bundle with losses by gates, and one with losses by their reach to the logits. Of each the map is taken with
-which `hotness` begins: at budgets between every expert at the lowest version and every one at the best, with the ends
-of the ladder chosen for all layers at once (the default) or every version on it, so that each layer finds its own ends;
-with the bytes shared evenly among layers (the default) or by loss; and with experts that may be absent. Shown are the
-divergence from the exact model on other text than calibration's, its ratio to the default's with a 95 % interval over
-windows, and how many experts are at each version. Without arguments: the model and texts in examples/.
+which `hotness` begins, at budgets between every expert at the lowest version and every one at the best. The ends of the
+ladder are chosen for all layers at once (the default), or every version is on it, so that each layer finds its own
+ends. Layers share the bytes evenly (the default with losses by gates) or by loss (the default with reach). Experts may
+be absent. Shown are the divergence from the exact model on other text than calibration's, its ratio to that of the
+first map with a 95 % interval over windows, and how many experts are at each version. Without arguments: the model and
+texts in examples/.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,7 +43,7 @@ FIRST = "layers evenly"
 
 
 def ways(best: str, least: str) -> dict[str, HotnessOptions]:
-    """The options of each way, the default's first."""
+    """The options of each way; the first is what the others are compared with."""
     even = HotnessOptions(reserve=1, share="even")
     by_loss = replace(even, share="loss")
     return {
@@ -57,7 +59,7 @@ def first_map(plan: Plan) -> list[list[str]]:
     """The placements of all experts before any token, [layers][experts]."""
     rooms, out = plan.capacity(), []
     for ladder, tokens, room in zip(plan.ladders(), plan.traffic, rooms, strict=True):
-        placed = ladder.fill(torch.tensor(tokens, dtype=torch.float64).numpy(), room)
+        placed = ladder.fill(np.asarray(tokens, np.float64), room)
         out.append([str(plan.ladder[v]) for v in placed.tolist()])
     return out
 

@@ -170,7 +170,7 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int, o
             raise InputError(f"{bundle.path}: {paged.name} is paged on a CPU alone: a GPU's pages are bf16")
     experts = tuple(x.experts for x in bundle.layers)
     traffic, losses, compared = calibration(bundle, ladders)
-    by_loss = options.share == "loss" or (options.share == "auto" and compared)
+    shares = options.share == "loss" or (options.share == "auto" and compared)
     plans: list[tuple[int, Plan]] = []  # each with the least budget that it needs
     for ladder, loss in zip(ladders, losses, strict=True):
         blocks = tuple(tuple(block_bytes(bundle, position, p) for p in ladder) for position in range(len(experts)))
@@ -191,13 +191,16 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int, o
             ladder, blocks, sizes, experts, fixed + work, staging, budget, options.keeps_low, options.spare_blocks,
             traffic, loss, None, demand=demand, present=present, workspace=work, window=window,
         )  # fmt: skip
-        shared = SharedByLoss(plan.ladders(), traffic) if by_loss else None
-        plans.append((needed, replace(plan, by_loss=shared)))
+        if shares and not demand:  # on-demand loading has one cache for all layers
+            plan = replace(plan, by_loss=SharedByLoss(plan.ladders(), traffic))
+        plans.append((needed, plan))
     fitting = [plan for needed, plan in plans if needed <= budget]
     if not fitting:
         needed, plan = min(plans, key=lambda found: found[0])
-        what = f"a layer's experts at {plan.ladder[0]}" if plan.demand else f"every expert at {plan.ladder[-1]}"
-        what = f"half of the experts at {plan.ladder[-2]}" if plan.present else what
+        all_of_them = (
+            f"half of the experts at {plan.ladder[-2]}" if plan.present else f"every expert at {plan.ladder[-1]}"
+        )
+        what = f"a layer's experts at {plan.ladder[0]}" if plan.demand else all_of_them
         raise TooSmallError(
             f"{bundle.path}: a budget of {budget} bytes does not hold {what}: the least "
             f"that would do is {needed} bytes ({plan.fixed} of them outside the experts)",

@@ -25,7 +25,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "windows, sinks, biases": ("gpt_oss", {}),
     "linear attention": ("qwen3_next", {}),
 }
-POLICIES = [entry.name for entry in ENTRIES]
+POLICIES = [*(entry.name for entry in ENTRIES), "hotness:lo=absent"]
 REFUSED = {("importance", "linear attention"): "attention"}  # by policy and model: words of its refusal
 
 

@@ -18,7 +18,7 @@ from moepack.pack.spec import Version, lossy
 from moepack.quantize import methods
 from moepack.version import __version__
 
-from .result import THREADS, TaskResult, fixed_threads
+from .result import THREADS, TaskResult, fixed_threads, threads_on
 
 if TYPE_CHECKING:
     import torch
@@ -167,7 +167,7 @@ def make_expert_batch(
     made = TaskResult({}, {}, losses | {"method": torch.zeros(shape, dtype=torch.uint8)})
     with fixed_threads():
         exact = [v for v in task.versions if v not in lossy(task.versions)]
-        threads = THREADS if device.type == "cpu" else None
+        threads = threads_on(device)
         for version in exact:
             if version.released:  # an expert at a time: a byte a weight
                 for i, e in enumerate(task.experts):

@@ -50,6 +50,11 @@ def fixed_threads() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def threads_on(device: torch.device) -> int | None:
+    """THREADS for our own kernels, which compute on a CPU; None on another device."""
+    return THREADS if device.type == "cpu" else None
+
+
 def result_tensors(made: TaskResult) -> dict[str, torch.Tensor]:
     """Turn a result into the tensors that `load_result` reads from a file."""
     import torch

@@ -17,7 +17,7 @@ from moepack.pack.spec import DenseMatrix, Matrix, Version, lossy
 from moepack.quantize import methods
 
 from .experts import address, no_codes
-from .result import THREADS, TaskResult, fixed_threads
+from .result import TaskResult, fixed_threads, threads_on
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +121,7 @@ def make_row_shard(
     rows, bits = weight[at].to(torch.bfloat16), None if bias is None else bits_of(bias[at])
     made = TaskResult({}, {}, {k: torch.zeros(1, len(task.versions), dtype=torch.float64) for k in ("error", "power")})
     made.losses["method"] = torch.zeros(1, len(task.versions), dtype=torch.uint8)
-    wanted, threads = lossy(task.versions), THREADS if device.type == "cpu" else None
+    wanted, threads = lossy(task.versions), threads_on(device)
     with fixed_threads():
         for version in task.versions:
             if version.released:

@@ -56,6 +56,7 @@ class Request:
     echo: bool = False  # whether the answer begins with the prompt
     special: bool = True  # whether to add the tokens that begin or end a text
     chat: Dialogue | None = None  # the chat; None for completions
+    bound: bool = False  # whether max_tokens may exceed what fits: the answer then ends where its room does
 
 
 def completion(fields: Fields, vocabulary: int) -> Request:

@@ -33,6 +33,8 @@ class MessageReply(ItemReply):
         finish = self._said[0].finish
         if finish is None:
             return None
+        if finish == "length" and self._made < (self._asked.max_tokens or 0):
+            return "model_context_window_exceeded"
         return REASONS.get(finish, "end_turn" if self._stop is None else "stop_sequence")
 
     def _spent(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def messages(fields: Fields, vocabulary: int) -> Request:
         top_k=fields.whole("top_k", 0, 0) or 0,
     )
     stream = fields.flag("stream")
-    return _request(fields, max_tokens=limit, sampling=sampling, stops=_stops(fields), stream=stream)
+    return _request(fields, max_tokens=limit, bound=True, sampling=sampling, stops=_stops(fields), stream=stream)
 
 
 def counted(fields: Fields, vocabulary: int) -> Request:

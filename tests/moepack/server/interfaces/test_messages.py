@@ -63,6 +63,18 @@ def test_a_message_is_what_a_chat_says(exact: Running) -> None:
     assert stopped["content"][0]["text"] == text[: text.index(text[3:6])]
 
 
+def test_more_than_fits_ends_where_the_room_does(exact: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client of this interface must name a bound, and most name a large one; a prompt without room is refused."""
+    monkeypatch.setattr(exact.server.scheduler, "most_answer", lambda prompt: 5)
+    out = ask(exact, max_tokens=32_000)
+    assert (out["stop_reason"], out["usage"]["output_tokens"]) == ("model_context_window_exceeded", 5)
+    assert events(exact, max_tokens=6)[-2]["delta"]["stop_reason"] == "model_context_window_exceeded"
+    assert ask(exact, max_tokens=5)["stop_reason"] == "max_tokens"
+    monkeypatch.setattr(exact.server.scheduler, "most_answer", lambda prompt: -3)
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        ask(exact, max_tokens=8)
+
+
 def test_a_stream_has_the_published_order(exact: Running) -> None:
     whole, found = ask(exact), events(exact)
     kinds = [one["type"] for one in found]

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from moepack.server.errors import ApiError, bad
+from moepack.server.tools.lark import STYLE
 from moepack.server.tools.parts import Functions
 
 from .schema_limits import FUEL, check_schemas
-
-COMPACT: Any = {"whitespace_flexible": False}  # otherwise a weak model may write line breaks without end
-
 
 Lark = Callable[[dict[str, Any]], str | None]
 
@@ -37,7 +35,7 @@ class Grammars:
         check_schemas("response_format", [schema])
         if (whole := lark(schema)) is not None:
             return self._check("response_format", lambda kind: kind.grammar_from_lark(whole))
-        return self._check("response_format", lambda kind: kind.grammar_from_json_schema(schema, overrides=COMPACT))
+        return self._check("response_format", lambda kind: kind.grammar_from_json_schema(schema, overrides=STYLE))
 
     def of_calls(self, functions: Functions, lark: Callable[[], str]) -> Callable[[], JsonMask]:
         """Turn a grammar of calls of some functions into such a function. An invalid schema of one is an ApiError."""

@@ -10,7 +10,7 @@ from typing import Any
 # Between fields as Python's json writes them, which models have read most; no other space, or a weak model writes line
 # breaks without end. A request's own "x-guidance" is replaced: it could loosen the schema.
 BREAK = r"\n"
-STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+STYLE: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Lark:

@@ -25,6 +25,7 @@ from typing import Any
 
 import yaml
 from stages import STAGES, Stage
+from taught import taught
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -195,9 +196,10 @@ def table(rows: list[Row]) -> str:
 
 
 def built(out: Path) -> Path:
-    """Build the bundle of the example model there, as the demo does, and return its folder."""
+    """Build the bundle of the example model there, once it is taught chats, as the demo does. Return its folder."""
     examples = ROOT / "examples"
-    command = [sys.executable, "-m", "moepack", "build", str(examples / "mini-qwen3-moe"), "-o", str(out)]
+    model = taught(examples / "mini-qwen3-moe", (HERE / "chat.jinja").read_text(), out.with_name("taught"))
+    command = [sys.executable, "-m", "moepack", "build", str(model), "-o", str(out)]
     command += ["--recipe", str(examples / "demo.yaml"), "--calibration", str(examples / "text/calibration.jsonl")]
     subprocess.run(command, check=True, cwd=ROOT)
     return out

@@ -160,7 +160,8 @@ def soak(
             pool = prompts[int(time.monotonic() - began) // 30 % len(prompts)]
             chance = random.Random(f"{len(rows)} {number} {turn}")
             prompt = chance.choice(pool)[: chance.choice((40, 200, 800))]
-            body = {"model": "model", "prompt": prompt, "max_tokens": chance.choice((8, 32, 96)), "temperature": 0.8}
+            most = options.tokens or chance.choice((8, 32, 96))
+            body = {"model": "model", "prompt": prompt, "max_tokens": most, "temperature": 0.8}
             leaves = chance.random() < 0.1
             try:
                 return await asyncio.wait_for(stream(port, "/v1/completions", body), 0.3 if leaves else PATIENCE)
@@ -202,7 +203,7 @@ def in_cage(
     """Rows by clients of one server that takes what a cage has: a pass of more clients needs more experts at once."""
     rows: list[dict[str, Any]] = []
     with moepack_serve(bundle, *serving, "--memory", "auto", cage=cage) as (port, _):
-        ask = asking(port, "model", prompts, options.tokens, options.length, True)
+        ask = asking(port, "model", prompts, options.tokens or 64, options.length, True)
         measured(ask, 1, 5.0)
         for count in CLIENTS[:3]:
             before = live(port)
@@ -235,7 +236,7 @@ def compare(
     waits = peak = 0.0
     for policy in POLICIES[: 1 if options.quick else None]:
         with moepack_serve(bundle, "--policy", policy, "--device-memory", memory) as (port, _):
-            ask = asking(port, "model", prompts, options.tokens, options.length, True)
+            ask = asking(port, "model", prompts, options.tokens or 64, options.length, True)
             measured(ask, 4, 1.0)
             for count in counts:
                 rows.append({"server": f"moepack, {policy}", **measured(ask, count, seconds)})
@@ -245,7 +246,7 @@ def compare(
     if checkpoint is not None and not options.quick:
         try:
             with transformers_serve(checkpoint) as (port, _):
-                ask = asking(port, str(checkpoint), prompts, options.tokens, options.length, False)
+                ask = asking(port, str(checkpoint), prompts, options.tokens or 64, options.length, False)
                 measured(ask, 1, 1.0)
                 for count in counts:
                     rows.append({"server": "transformers serve", **measured(ask, count, seconds)})
@@ -353,7 +354,7 @@ def main() -> None:
     )
     parser.add_argument("--data", type=Path, nargs="+", default=[EXAMPLES / "text" / "evaluation.jsonl"])
     parser.add_argument("--seconds", type=float, default=15.0, help="of a row")
-    parser.add_argument("--tokens", type=int, default=64, help="of an answer")
+    parser.add_argument("--tokens", type=int, help="of an answer; 64, or with --soak 8, 32 or 96")
     parser.add_argument("--length", type=int, default=200, help="characters of a prompt")
     parser.add_argument("--soak", type=float, help="seconds of one long load instead")
     parser.add_argument("--clients", type=int, default=16, help="with --soak")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 import urllib.error
@@ -199,6 +200,7 @@ def test_json_answers(client: Any) -> None:
         out = chat(client, temperature=1, seed=seed, max_tokens=100, response_format=wanted)
         found = json.loads(out.choices[0].message.content)
         assert out.choices[0].finish_reason == "stop" and set(found) == {"name", "age"} and 0 <= found["age"] <= 99
+        assert re.sub(r'"(\\.|[^"])*"', '""', out.choices[0].message.content) == f'{{"": "", "": {found["age"]}}}'
     out = chat(client, max_tokens=200, response_format={"type": "json_object"})
     assert out.choices[0].message.content.startswith("{")
     bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}

@@ -102,9 +102,10 @@ def built() -> Iterator[Scheme]:
 
 
 def rotated() -> Iterator[Scheme]:
-    """All of these with a rotated down."""
+    """All of these with a rotated down, those with as many bits in every matrix with scales of a byte too."""
     for name in TODAY:
         yield of_version("moepack", name, GROUP, rotated=True)
+        yield of_version("bytes", name, GROUP, rotated=True, scale_bits=8)
     for name in MIXED:
         yield of_version("moepack", name, rotated=True)
 

@@ -139,18 +139,21 @@ def generated_matrices() -> str:
 
 
 def rotations() -> str:
-    """Versions with a rotated down beside plain ones."""
+    """Versions with a rotated down beside plain ones, and errors of down over today's at as many bits."""
     rows = results("rotated")["rows"]
-    plain = {(r["model"], r["encoding"]): r for r in rows}
+    found = {(r["model"], r["who"], r["encoding"]): r for r in rows}
+    today = {(model, encoding): r for (model, who, encoding), r in found.items() if who == "moepack"}
     out = []
     for row in rows:
         if _PLAIN in row:
-            own = plain[row["model"], row["encoding"].removesuffix(" rotated")]
+            own = today[row["model"], row["encoding"].removesuffix(" rotated")]
             divergence = [f"{r['KL, mnat']:.3g}" for r in (own, row)]
             ratio = f"{row[_PLAIN]:.3f} ± {row['plain +-']:.3f}"
-            out.append([row["model"], f"`{own['encoding']}`", *divergence, ratio, f"{row[_AT_BITS]:.2f}"])
-    columns = ["model", "version", "divergence", "rotated", "rotated over plain"]
-    return table([*columns, "over today's at these bits"], out)
+            small = found.get((row["model"], "bytes", row["encoding"]))
+            down = ["" if r is None else f"{_over_today(today, r)[1]:.2f}" for r in (row, small)]
+            out.append([row["model"], f"`{own['encoding']}`", *divergence, ratio, f"{row[_AT_BITS]:.2f}", *down])
+    columns = ["model", "version", "divergence", "rotated", "rotated over plain", "over today's at these bits"]
+    return table([*columns, "error of `down` over today's at these bits", "with scales of a byte"], out)
 
 
 def small_generated() -> str:

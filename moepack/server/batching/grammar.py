@@ -35,7 +35,9 @@ class Grammars:
         check_schemas("response_format", [schema])
         if (whole := lark(schema)) is not None:
             return self._check("response_format", lambda kind: kind.grammar_from_lark(whole))
-        return self._check("response_format", lambda kind: kind.grammar_from_json_schema(schema, overrides=STYLE))
+        return self._check(
+            "response_format", lambda kind: kind.grammar_from_json_schema({**schema, "x-guidance": STYLE})
+        )
 
     def of_calls(self, functions: Functions, lark: Callable[[], str]) -> Callable[[], JsonMask]:
         """Turn a grammar of calls of some functions into such a function. An invalid schema of one is an ApiError."""

@@ -212,7 +212,7 @@ class Server:
                 raise ApiError(400, "the prompt is empty", "prompt")
             room = self.scheduler.most_answer(len(prompt))
             wanted = room if asked.max_tokens is None else asked.max_tokens
-            if asked.bound and room > 0:
+            if asked.bound:
                 wanted = min(wanted, room)
             if wanted > room:
                 held = f"{len(prompt) + room} tokens of a sequence is the most that this server holds"

@@ -70,9 +70,9 @@ def test_more_than_fits_ends_where_the_room_does(exact: Running, monkeypatch: py
     assert (out["stop_reason"], out["usage"]["output_tokens"]) == ("model_context_window_exceeded", 5)
     assert events(exact, max_tokens=6)[-2]["delta"]["stop_reason"] == "model_context_window_exceeded"
     assert ask(exact, max_tokens=5)["stop_reason"] == "max_tokens"
-    monkeypatch.setattr(exact.server.scheduler, "most_answer", lambda prompt: -3)
+    monkeypatch.undo()
     with pytest.raises(urllib.error.HTTPError, match="400"):
-        ask(exact, max_tokens=8)
+        ask(exact, max_tokens=32_000, messages=[{"role": "user", "content": "no room" * 4000}])
 
 
 def test_a_stream_has_the_published_order(exact: Running) -> None:

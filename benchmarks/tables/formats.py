@@ -153,7 +153,7 @@ def rotations() -> str:
             down = ["" if r is None else f"{_over_today(today, r)[1]:.2f}" for r in (row, small)]
             out.append([row["model"], f"`{own['encoding']}`", *divergence, ratio, f"{row[_AT_BITS]:.2f}", *down])
     columns = ["model", "version", "divergence", "rotated", "rotated over plain", "over today's at these bits"]
-    return table([*columns, "error of `down` over today's at these bits", "with scales of a byte"], out)
+    return table([*columns, "error of `down` over today's at these bits", "the same, scales of a byte"], out)
 
 
 def small_generated() -> str:

@@ -25,7 +25,6 @@ from typing import Any
 
 import yaml
 from stages import STAGES, Stage
-from taught import taught
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -198,7 +197,8 @@ def table(rows: list[Row]) -> str:
 def built(out: Path) -> Path:
     """Build the bundle of the example model there, once it is taught chats, as the demo does. Return its folder."""
     examples = ROOT / "examples"
-    model = taught(examples / "mini-qwen3-moe", (HERE / "chat.jinja").read_text(), out.with_name("taught"))
+    model = out.with_name("taught")
+    subprocess.run([sys.executable, HERE / "taught.py", examples / "mini-qwen3-moe", model], check=True, cwd=ROOT)
     command = [sys.executable, "-m", "moepack", "build", str(model), "-o", str(out)]
     command += ["--recipe", str(examples / "demo.yaml"), "--calibration", str(examples / "text/calibration.jsonl")]
     subprocess.run(command, check=True, cwd=ROOT)
@@ -211,7 +211,7 @@ def main() -> int:
     parser.add_argument("--environment", type=Path, default=ROOT / ".venv-conformance", help="where the programs are")
     parser.add_argument("--only", action="append", choices=[s.name for s in STAGES], help="run this stage alone")
     parser.add_argument("--json", type=Path, help="write the rows there")
-    parser.add_argument("--bundle", type=Path, help="serve this bundle of the example model, and build none")
+    parser.add_argument("--bundle", type=Path, help="serve this bundle, which an earlier run left in its --work")
     parser.add_argument("--work", type=Path, help="keep logs and reports there")
     asked = parser.parse_args()
     known = yaml.safe_load((HERE / "known.yaml").read_text())

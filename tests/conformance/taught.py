@@ -1,12 +1,15 @@
 """The example model, taught the chats of chats.yaml by heart.
 
 The programs try a server, but some of their cases need a model that ends its answers and calls tools of its own accord.
-What this one answers to anything else is as meaningless as before.
+To anything else this one answers with parts of what it was taught.
+
+Usage: taught.py CHECKPOINT OUT
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+HERE = Path(__file__).resolve().parent
 STEPS, RATE, BATCH = 240, 1e-3, 8
 NOT_LEARNT = -100  # a label that transformers leaves out of the loss
 
@@ -26,7 +30,7 @@ def tool(name: str, description: str, arguments: dict[str, str]) -> dict[str, An
 
 def rendered(tokenizer: PreTrainedTokenizerBase, template: str) -> list[tuple[list[int], list[int]]]:
     """The token ids of each chat and of its answer, which ends the text."""
-    given = yaml.safe_load((Path(__file__).parent / "chats.yaml").read_text())
+    given = yaml.safe_load((HERE / "chats.yaml").read_text())
     tools = {name: tool(name, **said) for name, said in given["tools"].items()}
     rows = []
     for chat in given["chats"]:
@@ -44,12 +48,12 @@ def rendered(tokenizer: PreTrainedTokenizerBase, template: str) -> list[tuple[li
     return rows
 
 
-def taught(checkpoint: Path, template: str, out: Path) -> Path:
-    """Write a copy of a checkpoint that knows the chats into a folder, and return that. It takes minutes."""
+def main(checkpoint: Path, out: Path) -> None:
+    """Write a copy of a checkpoint that knows the chats into a folder. It takes minutes."""
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).train()
-    rows = rendered(tokenizer, template)
+    rows = rendered(tokenizer, (HERE / "chat.jinja").read_text())
     longest = max(len(asked) + len(said) for asked, said in rows)
     ids = torch.full((len(rows), longest), tokenizer.pad_token_id)
     labels, mask = torch.full_like(ids, NOT_LEARNT), torch.zeros_like(ids)
@@ -70,4 +74,7 @@ def taught(checkpoint: Path, template: str, out: Path) -> Path:
             print(f"chats, step {step}: {loss.item():.4f} nats a token", flush=True)
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
-    return out
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

@@ -105,8 +105,7 @@ def interpreter(target: str) -> Path | None:
     from importlib.util import find_spec
 
     if READER[target] == "llama.cpp" and find_spec("llama_cpp") is None:
-        python = environments.cache() / environments.LLAMA.name / "bin" / "python"
-        return python if python.exists() else None
+        return environments.installed(environments.LLAMA, environments.cache())
     needs = {"checkpoint": "transformers", "compressed-tensors": "compressed_tensors", "gptq": "gptqmodel"}
     return Path(sys.executable) if find_spec(needs.get(target, "llama_cpp")) is not None else None
 

@@ -70,6 +70,17 @@ def cache() -> Path:
     return Path(root) / "moepack" / "peers"
 
 
+def _places(peer: Peer, root: Path) -> tuple[Path, Path]:
+    return root / peer.name / "bin" / "python", root / peer.name / "installed.json"
+
+
+def installed(peer: Peer, root: Path) -> Path | None:
+    """The interpreter of a peer's environment; None if there is none, or its installation did not come to its end."""
+    python, stamp = _places(peer, root)
+    whole = python.exists() and stamp.is_file() and json.loads(stamp.read_text()) == peer.stamp()
+    return python if whole else None
+
+
 def environment(peer: Peer, root: Path, install: bool = True) -> Path:
     """The interpreter of a peer's environment, which is made where there is none and `install` says so.
 
@@ -77,9 +88,9 @@ def environment(peer: Peer, root: Path, install: bool = True) -> Path:
         PeerError: in one line why it cannot be had.
     """
     where = root / peer.name
-    python, stamp = where / "bin" / "python", where / "installed.json"
-    if python.exists() and stamp.is_file() and json.loads(stamp.read_text()) == peer.stamp():
-        return python
+    if (found := installed(peer, root)) is not None:
+        return found
+    python, stamp = _places(peer, root)
     if not install:
         raise PeerError(f"{peer.requirements[0]} is not installed: python -m benchmarks.peers --install")
     if peer.compiles and not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))):

@@ -29,8 +29,9 @@ def packages() -> Path | None:
     found = importlib.util.find_spec("llama_cpp")
     if found is not None and found.origin is not None:
         return Path(found.origin).parent.parent
-    place = environments.cache() / environments.LLAMA.name
-    return next((p.parent for p in place.glob("lib/python*/site-packages/llama_cpp")), None)
+    python = environments.installed(environments.LLAMA, environments.cache())
+    place = [] if python is None else python.parent.parent.glob("lib/python*/site-packages/llama_cpp")
+    return next((p.parent for p in place), None)
 
 
 def library(name: str) -> ctypes.CDLL | None:
@@ -43,8 +44,7 @@ def llama_python() -> Path | None:
     """An interpreter that imports llama_cpp."""
     if importlib.util.find_spec("llama_cpp") is not None:
         return Path(sys.executable)
-    python = environments.cache() / environments.LLAMA.name / "bin" / "python"
-    return python if python.exists() else None
+    return environments.installed(environments.LLAMA, environments.cache())
 
 
 def greedy(python: Path, file: Path) -> str:

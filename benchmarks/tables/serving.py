@@ -148,9 +148,7 @@ def limited_clients() -> str:
 def limited_soak() -> str:
     """16 clients, and one, for minutes in each limit of memory, of a model larger than it."""
     out = []
-    for clients, name, (limit, policy) in [("16", "soak", at) for at in LIMITED] + [
-        ("1", "steps", at) for at in LIMITED[:3]
-    ]:
+    for clients, name, (limit, policy) in [(*who, at) for who in (("16", "soak"), ("1", "steps")) for at in LIMITED]:
         found = results(f"limited-{name}-{limit}")
         rows, targets = found["rows"], found["targets"]
         last = rows[-1]

@@ -203,7 +203,7 @@ def in_cage(
     """Rows by clients of one server that takes what a cage has: a pass of more clients needs more experts at once."""
     rows: list[dict[str, Any]] = []
     with moepack_serve(bundle, *serving, "--memory", "auto", cage=cage) as (port, _):
-        ask = asking(port, "model", prompts, options.tokens or 64, options.length, True)
+        ask = asking(port, "model", prompts, options.tokens, options.length, True)
         measured(ask, 1, 5.0)
         for count in CLIENTS[:3]:
             before = live(port)
@@ -236,7 +236,7 @@ def compare(
     waits = peak = 0.0
     for policy in POLICIES[: 1 if options.quick else None]:
         with moepack_serve(bundle, "--policy", policy, "--device-memory", memory) as (port, _):
-            ask = asking(port, "model", prompts, options.tokens or 64, options.length, True)
+            ask = asking(port, "model", prompts, options.tokens, options.length, True)
             measured(ask, 4, 1.0)
             for count in counts:
                 rows.append({"server": f"moepack, {policy}", **measured(ask, count, seconds)})
@@ -246,7 +246,7 @@ def compare(
     if checkpoint is not None and not options.quick:
         try:
             with transformers_serve(checkpoint) as (port, _):
-                ask = asking(port, str(checkpoint), prompts, options.tokens or 64, options.length, False)
+                ask = asking(port, str(checkpoint), prompts, options.tokens, options.length, False)
                 measured(ask, 1, 1.0)
                 for count in counts:
                     rows.append({"server": "transformers serve", **measured(ask, count, seconds)})
@@ -363,6 +363,7 @@ def main() -> None:
     parser.add_argument("--dense", help="with --soak or --memory: the version of matrices beside the experts")
     parser.add_argument("--memory", help="bytes of a control group, in which the server takes what there is")
     options = parser.parse_args()
+    options.tokens = options.tokens or (None if options.soak else 64)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     prompts = [texts(path) for path in options.data]
     with tempfile.TemporaryDirectory() as work:

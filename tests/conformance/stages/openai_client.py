@@ -78,10 +78,10 @@ def chat_stream_helper() -> None:
 
 @case
 def stop_and_seed() -> None:
-    asked = {"model": MODEL, "messages": SAID, "max_tokens": 48, "seed": 7, "stop": [" the", "e"]}
+    asked = {"model": MODEL, "messages": SAID, "max_tokens": 48, "seed": 7, "temperature": 0, "stop": [" the", "e"]}
     made = client.chat.completions.create(**asked)
     assert made.choices[0].finish_reason == "stop" and "e" not in made.choices[0].message.content
-    assert made.usage.completion_tokens < 16, "the answer that was taught has an e at once"
+    assert made.choices[0].message.content == "Th", "the answer that was taught begins: The history"
 
 
 @case

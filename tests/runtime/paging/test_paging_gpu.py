@@ -212,7 +212,7 @@ def _shared_table(patch: pytest.MonkeyPatch) -> None:
     ("plant", "options", "seen"),
     [
         (_unordered, "alpha=1,ahead=no", "written to while it is read"),
-        (_unordered, "alpha=0.01", "read before its load has ended"),
+        (_unordered, "alpha=0.01,ahead=no", "read before its load has ended"),
         (_ended, "alpha=1,ahead=no", "written to while it is read"),
         (_no_address, "alpha=1", "read where nothing is"),
         (_shared_table, "alpha=1", "written to while it is read"),

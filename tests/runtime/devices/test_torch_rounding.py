@@ -16,7 +16,7 @@ import moepack
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import PAGE, Matrix, Version
 from moepack.runtime.attach import load_map
-from moepack.runtime.devices.cuda import BlockMemory
+from moepack.runtime.devices.cuda_memory import BlockMemory
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.fixed import rounding
 from moepack.runtime.planning.paging import block_on_gpu, segment

@@ -15,7 +15,7 @@ from gpu_stand_in import StandIn, kernels
 from live_models import close_all, ids, least, load, logits
 
 from moepack.pack.spec import PAGE
-from moepack.runtime.devices.cuda import RegisteredMemory
+from moepack.runtime.devices.cuda_memory import RegisteredMemory
 from moepack.runtime.experts import host_tier
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.residency import manager

@@ -29,8 +29,10 @@ FOUR = SHAPES["four"]  # of the same sizes, in four layers: `--quick` on a GPU
 PROMPT, WARM, STEPS, ROOM = 512, 16, 48, 1024  # tokens: of a prompt, before the clock, on the clock, of the cache
 SEQUENCES, READ = (1, 4, 16), 64  # that the server decodes together, and tokens of each one's prompt
 HOTNESS = "hotness:hi=w4,lo=w2"
+PINNED = "hotness:hi=w4,lo=w4@pinned"
 BUDGETS = {  # bytes for the whole model; for a smaller one somewhat more than the least
     f"{HOTNESS} in 14 GB": (HOTNESS, 14e9),
+    f"{PINNED} in 8 GB": (PINNED, 8e9),
     "lru:hi=w4,lo=absent in 8 GB": ("lru:hi=w4,lo=absent", 8e9),
 }
 
@@ -47,7 +49,7 @@ def rows(setting: Setting) -> Rows:
         work = partial(server, setting, n)
         out[f"w4, dense w8: a step of the server, {n} sequence{'s' * (n > 1)}"] = Entry(work, on_cpu=n == 4)
     for label, (policy, budget) in BUDGETS.items():
-        out[label] = Entry(partial(limited, setting, policy, budget), on_cpu=policy == HOTNESS)
+        out[label] = Entry(partial(limited, setting, policy, budget), on_cpu=policy in (HOTNESS, PINNED))
     return out
 
 
@@ -205,7 +207,7 @@ def limited(setting: Setting, policy: str, budget: float) -> Measured:
     loading = time.perf_counter() - began
     try:
         live = model.moepack.manager
-        read, times = _times(model, _cache(model, policy == HOTNESS), setting)
+        read, times = _times(model, _cache(model, setting.on_gpu and not live.policy.needs.layers), setting)
         facts = model.moepack.counters()
         more = {
             "tokens/s": len(times) / sum(times), "median ms": 1e3 * statistics.median(times), "prompt s": read,

@@ -59,10 +59,24 @@ class Device(Protocol):
     def host_memory(self, size: int) -> Memory:
         """Allocate `size` bytes of host memory, for experts that the host runs."""
 
+    def pinned_memory(self, block: int, blocks: int) -> Memory:
+        """Allocate `blocks` blocks of host memory that this device's kernels may read, each of `block` bytes.
+
+        Raises InputError where the system does not allow it.
+        """
+
     def fetch(
-        self, find: Callable[[], Stored], target: Tensor, layer: ExpertLayer, version: Version, packed: bool = False
+        self,
+        find: Callable[[], Stored],
+        target: Tensor,
+        layer: ExpertLayer,
+        version: Version,
+        packed: bool = False,
+        here: Tensor | None = None,
     ) -> Completion:
         """Copy an extent into the block `target` on the migration stream; decode a lossless extent unless `packed`.
+
+        `here` are the bytes that `target` is to have, if they are in this device's pinned memory: they are copied.
 
         `find` locates the extent. It is called on the migration stream because it may open a file. The returned event
         ends without an error only after every byte of the block is in place and the digest was checked.

@@ -116,12 +116,27 @@ class CpuDevice(Migration):
 
     host_memory = memory
 
+    def pinned_memory(self, block: int, blocks: int) -> Memory:
+        """Allocate anonymous pages."""
+        return self.memory(block * blocks)
+
     def fetch(
-        self, find: Callable[[], Stored], target: Tensor, layer: ExpertLayer, version: Version, packed: bool = False
+        self,
+        find: Callable[[], Stored],
+        target: Tensor,
+        layer: ExpertLayer,
+        version: Version,
+        packed: bool = False,
+        here: Tensor | None = None,
     ) -> HostEvent:
-        """Read an extent into a block, and decode a lossless one unless `packed`."""
+        """Read an extent into a block, and decode a lossless one unless `packed`; or copy `here`."""
 
         def work(event: HostEvent) -> None:
+            if here is not None:
+                self.gate(event, len(here))(len(here))
+                target[: len(here)].copy_(here)
+                self._settle(target)
+                return
             source = find()
             before = self.gate(event, source.size)
             block: Buffer = target.numpy()

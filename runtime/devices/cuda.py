@@ -22,7 +22,7 @@ from torch import Tensor
 from moepack.pack.codec.bits import Buffer
 from moepack.pack.codec.exponent import HEADER, TILE
 from moepack.pack.codec.lossless import directory_size
-from moepack.pack.errors import BundleError, CodecError
+from moepack.pack.errors import BundleError, CodecError, InputError
 from moepack.pack.spec import PAGE, ExpertLayer, Version, align
 from moepack.runtime.experts.packed import CodedPart, GpuPackedExtent, parts_of
 from moepack.runtime.kernels.forms import make_forms
@@ -33,7 +33,7 @@ from moepack.runtime.store.pinned import Held, HostStore
 
 from .contract import Completion, Memory
 from .cpu import CpuMemory
-from .cuda_memory import BlockMemory, RegisteredMemory
+from .cuda_memory import BlockMemory, ReadMemory, RegisteredMemory
 from .migration import Going, HostEvent, HostStream, Migration
 from .torch_cuda import TorchGpu
 
@@ -102,7 +102,7 @@ class CudaDevice(Migration):
         self._by_block = by_block
         self._memories: list[BlockMemory] = []
         self._pins, self._refused = pins, threading.Event()
-        self._registered: list[RegisteredMemory] = []
+        self._registered: list[RegisteredMemory | ReadMemory] = []
         self._parts: dict[int, tuple[CodedPart, ...]] = {}
         on_device = gpu.memory(slots * staging)
         self._free = [
@@ -130,11 +130,28 @@ class CudaDevice(Migration):
         self._registered.append(RegisteredMemory(size, self._pins, self._refused))
         return self._registered[-1]
 
-    def fetch(
-        self, find: Callable[[], Stored], target: Tensor, layer: ExpertLayer, version: Version, packed: bool = False
-    ) -> Completion:
-        """Copy an extent; decode a lossless one on the device unless `packed`. `parts` describes a packed extent."""
+    def pinned_memory(self, block: int, blocks: int) -> Memory:
+        """Allocate host memory, and pin it. Raises InputError if `pins` was not given, or the system refuses."""
+        if self._pins is None:
+            raise InputError("experts in pinned memory need CUDA's runtime, which this torch does not have")
+        self._registered.append(ReadMemory(block, blocks, self._pins))
+        return self._registered[-1]
 
+    def fetch(
+        self,
+        find: Callable[[], Stored],
+        target: Tensor,
+        layer: ExpertLayer,
+        version: Version,
+        packed: bool = False,
+        here: Tensor | None = None,
+    ) -> Completion:
+        """Copy an extent, or `here`; decode a lossless one on the device unless `packed`.
+
+        `parts` describes a packed extent.
+        """
+        if here is not None:
+            return self.stream.submit(lambda event: self._copy_here(event, here, target))
         return self.stream.submit(lambda event: self._issue(event, find(), target, layer, version, packed))
 
     def _issue(
@@ -191,6 +208,14 @@ class CudaDevice(Migration):
             return True
 
         return ended
+
+    def _copy_here(self, event: HostEvent, here: Tensor, target: Tensor) -> Going:
+        before = self.gate(event, len(here))
+        with self.gpu.migrating():
+            before(len(here))
+            self.gpu.copy(target[: len(here)], here)
+            issued = self.gpu.record()
+        return lambda: bool(issued.query())
 
     def hold(self, source: Stored) -> Held | None:
         """Return the extent in pinned memory, or `None` if its file must be read."""

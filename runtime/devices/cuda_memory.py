@@ -9,7 +9,9 @@ import threading
 import torch
 from torch import Tensor
 
-from moepack.runtime.store.cudart import PORTABLE, CudaError, Cudart
+from moepack.pack.errors import InputError
+from moepack.runtime.store.cudart import MAPPED, PORTABLE, CudaError, Cudart
+from moepack.runtime.store.pinned import PIECE
 
 from .contract import Memory
 from .cpu import CpuMemory
@@ -61,6 +63,39 @@ class RegisteredMemory(CpuMemory):
         """Unpin everything; the memory stays. May be called twice."""
         for start in list(self._registered):
             self._let_go(start)
+
+
+class ReadMemory(CpuMemory):
+    """Anonymous pages that the device's kernels read, pinned from the start in pieces of whole blocks."""
+
+    returnable = False
+
+    def __init__(self, block: int, blocks: int, calls: Cudart) -> None:
+        """Pin them. Raises InputError where the system refuses, or the device has other addresses for them."""
+        super().__init__(block * blocks)
+        self.pinned, self._calls = 0, calls
+        self._registered: list[int] = []
+        self.take(0, len(self.tensor))  # huge pages
+        try:
+            piece = max(1, PIECE // block) * block
+            for start in range(0, block * blocks, piece):
+                size = min(piece, block * blocks - start)
+                calls.register(self.tensor.data_ptr() + start, size, PORTABLE | MAPPED)
+                self._registered.append(start)
+                self.pinned += size
+                if calls.device_address(self.tensor.data_ptr() + start) != self.tensor.data_ptr() + start:
+                    self.close()
+                    raise InputError("experts in pinned memory are read at the host's addresses: this GPU has others")
+        except CudaError as error:
+            self.close()
+            raise InputError(f"experts in pinned memory need {block * blocks} bytes of it: {error}") from None
+
+    def close(self) -> None:
+        """Unpin everything; the memory stays. May be called twice."""
+        while self._registered:
+            with contextlib.suppress(CudaError):  # the device may be gone
+                self._calls.unregister(self.tensor.data_ptr() + self._registered.pop())
+        self.pinned = 0
 
 
 class BlockMemory(Memory):

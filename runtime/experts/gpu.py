@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .handles import LayerCall, LayerExperts, Snapshot
 
 
-_STAY = frozenset({Where.DEVICE, Where.ABSENT})
+_STAY = frozenset({Where.DEVICE, Where.PINNED, Where.ABSENT})
 
 
 def takes(experts: LayerExperts, step: Step | None, tokens: int, top_k: int) -> bool:

@@ -59,7 +59,7 @@ class Handle:
         return str(Placement(self.version, self.where))
 
 
-RUN_THERE = PAGED | {Where.DEVICE}  # places of experts that the device runs
+RUN_THERE = PAGED | {Where.DEVICE, Where.PINNED}  # places of experts that the device runs
 EVERYWHERE = RUN_THERE | {Where.HOST}  # all places of an expert that is not absent
 REACHES = (RUN_THERE, EVERYWHERE, frozenset({Where.HOST}))  # the sets of places for which `Snapshot.only` is asked
 NOTHING = Handle(None, torch.empty(0, dtype=torch.uint8), (), (), Where.ABSENT)

@@ -237,7 +237,9 @@ def calibration(bundle: Bundle, ladders: Sequence[Placements]) -> tuple[list[lis
 
     Losses with standard errors are used as they are: for rarely used experts they lean on the layer's already. Without
     standard errors, the layer's mean counts as `FEW` more tokens of each expert. An absent expert loses all of its
-    output. Losses are multiplied by how far they reach the logits, where the bundle says (`LayerTables.reach`).
+    output. One in pinned host memory loses what its version loses, but its tokens wait for the bus: that counts as much
+    as leaving out an average expert. Losses are multiplied by how far they reach the logits, where the bundle says
+    (`LayerTables.reach`).
 
     Returns:
         Tokens routed to each expert plus one, [layers][experts]. For each ladder and layer, the squared error a token
@@ -257,7 +259,8 @@ def calibration(bundle: Bundle, ladders: Sequence[Placements]) -> tuple[list[lis
         traffic.append(tokens[:, 0].tolist())
         for ladder, out in zip(ladders, losses, strict=True):
             columns = [-1 if p.version is None else tables.versions.index(p.version.name) for p in ladder]
-            out.append(drawn[:, columns])
+            waits = [p.where is Where.PINNED for p in ladder]
+            out.append(drawn[:, columns] + drawn[:, -1].mean() * np.array(waits))
     return traffic, list(losses), all(layer.reach is not None for layer in tables.layers)
 
 

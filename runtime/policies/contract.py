@@ -19,7 +19,7 @@ from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
 from moepack.runtime.allocation.knapsack import Table
 
-from .placements import Placement, find_version
+from .placements import Placement, Where, find_version
 
 if TYPE_CHECKING:
     from moepack.pack.reader import Bundle
@@ -254,22 +254,34 @@ class LiveOptions:
         return False
 
 
+_PINNED = f"@{Where.PINNED.value}"
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceOptions(LiveOptions):
-    """Options of a policy whose ladder has only versions on the device."""
+    """Options of a policy whose ladder has versions on the device, and last one there or in pinned host memory."""
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {**LiveOptions.CHOICES, "between": ("yes", "no")}
 
-    # The best and the lowest version of the ladder; if empty, chosen for the least expected loss in the budget
+    # The best and the lowest version of the ladder; if empty, chosen for the least expected loss in the budget.
+    # `lo` may be NAME@pinned: that version in host memory, below the same one on the device
     hi: str = ""
     lo: str = ""
     between: str = "yes"  # "yes": the versions between `hi` and `lo` are served too; "no": these two alone
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
         """Return one ladder for each possible pair of a best and a lowest version."""
-        names = [v.name for v in versions]
-        for name in filter(None, (self.hi, self.lo)):
+        names, low = [v.name for v in versions], self.lo.removesuffix(_PINNED)
+        for name in filter(None, (self.hi, low or self.lo)):
             find_version(name, versions)
+        if self.reads_host:
+            last = names.index(low)
+            tops = [names.index(self.hi)] if self.hi else list(range(last + 1))
+            if tops[0] > last:
+                raise InputError(f"lo={self.lo} is above hi={self.hi}")
+            pinned = Placement(versions[last], Where.PINNED)
+            end = len(versions) if self.between == "yes" else 1
+            return [(*map(Placement, versions[top : last + 1][:end]), pinned) for top in tops]
         highs = [names.index(self.hi)] if self.hi else list(range(len(names) - 1))
         lows = [names.index(self.lo)] if self.lo else list(range(1, len(names)))
         if not highs or highs == [len(names) - 1]:
@@ -277,8 +289,13 @@ class DeviceOptions(LiveOptions):
         if highs[0] >= lows[-1]:
             raise InputError(f"lo={names[lows[-1]]} is not below hi={names[highs[0]]}")
         step = 1 if self.between == "yes" else len(versions)
-        ends = [(high, low) for high in highs for low in lows if low > high]
-        return [tuple(Placement(versions[v]) for v in (*range(high, low, step), low)) for high, low in ends]
+        ends = [(high, last) for high in highs for last in lows if last > high]
+        return [tuple(Placement(versions[v]) for v in (*range(high, last, step), last)) for high, last in ends]
+
+    @property
+    def reads_host(self) -> bool:
+        """Whether `lo` is a version in pinned host memory, where the device's kernels read it."""
+        return self.lo.endswith(_PINNED)
 
 
 @dataclass(frozen=True, slots=True)

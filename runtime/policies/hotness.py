@@ -100,14 +100,18 @@ class HotnessOptions(DeviceOptions):
         return self.lo == str(ABSENT)
 
     @property
+    def _base_takes_memory(self) -> bool:
+        return not (self.on_demand or self._may_lack or self.reads_host)
+
+    @property
     def keeps_low(self) -> bool:
-        """Whether `keep` is "yes" (a promoted expert keeps its base version), or the base takes no memory."""
-        return self.keep == "yes" or self.on_demand or self._may_lack
+        """Whether `keep` is "yes" (a promoted expert keeps its base version), or the base takes none on the device."""
+        return self.keep == "yes" or not self._base_takes_memory
 
     @property
     def spare_blocks(self) -> int:
         """The base blocks that stay free for demotions: `reserve`."""
-        return 0 if self.on_demand or self._may_lack else self.reserve
+        return self.reserve if self._base_takes_memory else 0
 
     def heat(self, setting: Setting) -> ExpertHeat:
         """Return the scores with which these options begin."""

@@ -2,6 +2,7 @@
 
 This is a baseline. Low versions stay in memory beside high ones, because experts come and go during a forward pass.
 With `lo=absent` there are no low versions: an expert that a layer needs and lacks is loaded at the high version.
+With `lo=NAME@pinned` no pass waits: the device reads what it lacks in host memory, and used experts come afterwards.
 """
 
 from __future__ import annotations
@@ -14,10 +15,24 @@ import numpy as np
 
 from moepack.pack.spec import Version
 
-from .contract import DeviceOptions, Event, Interval, Ints, Ladder, LayerReached, Needs, Setting, Wanted, live_entry
+from .contract import (
+    DeviceOptions,
+    Event,
+    Interval,
+    Ints,
+    Ladder,
+    LayerReached,
+    Needs,
+    Setting,
+    Wanted,
+    in_turns,
+    live_entry,
+)
 from .heat import busiest
 from .mixed_cache import MixedCache
-from .placements import ABSENT, Placement, find_version
+from .placements import ABSENT, Placement, Where, find_version
+
+INTERVAL = 0.02  # seconds between decisions beside passes: about a token's time
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +49,11 @@ class RecentOptions(DeviceOptions):
 
     between: str = "no"
     prefetch: str = "no"  # whether the next layer's predicted experts are fetched ahead
+
+    def __post_init__(self) -> None:
+        DeviceOptions.__post_init__(self)
+        if self.reads_host and self.prefetch == "yes":
+            raise ValueError(f"prefetch=yes needs passes that wait, and under lo={self.lo} none does")
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
         """Return the ladders of `DeviceOptions`, or with `lo=absent` one ladder: a version, and absent."""
@@ -55,8 +75,10 @@ class Recent:
     """
 
     def __init__(self, setting: Setting, options: RecentOptions | None = None) -> None:
-        self.needs = Needs(layers=True, prediction=options is not None and options.prefetch == "yes")
-        self._traffic = setting.traffic
+        self._beside = setting.ladder[-1].where is Where.PINNED  # whether experts come beside passes
+        prediction = options is not None and options.prefetch == "yes"
+        self.needs = Needs(INTERVAL, layers=not self._beside, prediction=prediction)
+        self._traffic, self._room = setting.traffic, -1  # the room at the last decision
         sizes = [[max(1, int(row[0] - row[-1])), 0] for row in setting.sizes]
         self._cache, self._strict = MixedCache(sizes, most=setting.most), setting.ladder[-1] == ABSENT
         self.worth = self._cache.last_used
@@ -64,8 +86,11 @@ class Recent:
     def decide(self, event: Event) -> Wanted | None:
         """Return the experts to load for a layer, and those evicted for them; before any token, the busiest experts."""
         room = sum(event.capacity)
-        if isinstance(event, Interval):
+        if isinstance(event, Interval) and self._room < 0:
+            self._room = room
             return self._cache.fill(dict.fromkeys(busiest([np.array(row) for row in self._traffic]), 0), room)
+        if isinstance(event, Interval) and self._beside:
+            return self._used(event, room)
         if not isinstance(event, LayerReached):
             return None
         wants = _most_used(event.counts)
@@ -73,6 +98,15 @@ class Recent:
         if event.predicted is not None:
             changes |= self._cache.foresee(event.layer + 1, _most_used(event.predicted), room, changes)
         return changes
+
+    def _used(self, event: Interval, room: int) -> Wanted | None:
+        """Put what passes have used since the last interval into the cache, and return all of it, the latest first."""
+        if room == self._room and not any(counts.any() for counts in event.counts):
+            return None
+        self._room = room
+        for layer, counts in enumerate(in_turns(event.counts)):
+            self._cache.serve(layer, _most_used(counts), room, all_of_them=False)
+        return dict(reversed(self._cache.held.items()))
 
 
 def _most_used(counts: Ints) -> dict[int, int]:

@@ -20,11 +20,13 @@ class Where(enum.Enum):
     PACKED = "packed"  # on the device, entropy-coded; decoded into a window there when its layer runs (paging/)
     STORED = "stored"  # in the backing store alone; read into that window when its layer runs
     HOST = "host"  # in host memory, outside the device's budget; the host's processor runs it
+    PINNED = "pinned"  # in host memory, outside the device's budget; the device's kernels read it there, over the bus
     ABSENT = "absent"  # nowhere: the expert adds nothing to its tokens' sums
     ON_DISK = "on disk"  # in the backing store alone; fetched to one of the other places before its layer runs
 
 
 NOWHERE = frozenset({Where.ABSENT, Where.ON_DISK})  # places without bytes in memory, and so without a version
+ON_HOST = frozenset({Where.HOST, Where.PINNED})  # places in host memory
 PAGED = frozenset({Where.PACKED, Where.STORED})  # places whose extents are in memory, decoded, only while a layer runs
 
 
@@ -57,7 +59,7 @@ def paged_places(version: Version) -> tuple[Where, ...]:
 
 
 def read_placement(text: str, versions: Sequence[Version]) -> Placement:
-    """Return the placement with a name such as `w4`, `w4@host`, `bf16@packed`, `bf16@stored`, `stored` or `absent`.
+    """Return the placement with a name such as `w4`, `w4@host`, `w4@pinned`, `bf16@packed`, `stored` or `absent`.
 
     Raises:
         InputError: for a placement that these versions do not have.
@@ -66,14 +68,14 @@ def read_placement(text: str, versions: Sequence[Version]) -> Placement:
         return ABSENT if text == "absent" else STORED
     name, _, place = text.partition("@")
     found = next((v for v in versions if v.name == name), None)
-    places = {"": Where.DEVICE, "host": Where.HOST}
+    places = {"": Where.DEVICE, "host": Where.HOST, "pinned": Where.PINNED}
     if found is not None and found.holds:
         places |= {where.value: where for where in paged_places(found)}
     if found is None or place not in places:
         here = ", ".join(v.name for v in versions)
         raise InputError(
-            f"has no {text!r}: here are {here}, each also as NAME@host, stored and absent; the lossless one also as "
-            "NAME@stored, and NAME@packed where its codes are entropy-coded"
+            f"has no {text!r}: here are {here}, each also as NAME@host and NAME@pinned, stored and absent; the "
+            "lossless one also as NAME@stored, and NAME@packed where its codes are entropy-coded"
         )
     return Placement(found, places[place])
 

@@ -34,7 +34,7 @@ from moepack.runtime.paging.paging import Paging
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.plan import Plan
 from moepack.runtime.policies.contract import Event, Key, LayerReached, Wanted
-from moepack.runtime.policies.placements import PAGED, Where
+from moepack.runtime.policies.placements import ON_HOST, PAGED, Where
 from moepack.runtime.policies.registry import Policy
 from moepack.runtime.step import NO_PROMPT, Prompt, Step, opened, step_of
 from moepack.runtime.store.files import BackingStore
@@ -113,6 +113,8 @@ class ResidencyManager:
             plan = replace(plan, keep=True, most=None).divided()
             self.policy, wanted = plan.policy(policy)
         self.plan, self._named = plan, policy
+        # Whether every expert stays in pinned host memory, from which its promotions are copied
+        self._reads_host = plan.keep and plan.ladder[plan.base].where is Where.PINNED
         self._upset = False  # whether a load was interrupted
         self.store = BackingStore(bundle, not (self._blocking or plan.window), direct=not self._on_gpu)
         self._process = os.getpid()
@@ -122,8 +124,8 @@ class ResidencyManager:
         self.tier: HostTier | None = None  # runs the experts in host memory
         self.paging: Paging | None = None
         try:
-            if any(p.where is Where.HOST for p in plan.ladder):
-                check_host(bundle, plan, host_memory)
+            if any(p.where in ON_HOST for p in plan.ladder):
+                check_host(bundle, plan, host_memory, self._on_gpu)
                 self._open_host(host_rate, host_threads)
             self._serve(bundle, devices, wanted, host_memory)
         except BaseException:
@@ -133,9 +135,13 @@ class ResidencyManager:
             self.worker.start()
 
     def _open_host(self, rate: float | None, threads: int | None) -> None:
-        """Open the host tier. By default it has as many threads as torch beside a GPU, and half as many on a CPU."""
-        threads = threads or (None if self._on_gpu else max(1, torch.get_num_threads() // 2))
-        self.tier = HostTier(threads, rate, CudaLink() if self._on_gpu else None)
+        """Open what reads experts into host memory, and the host tier if it runs some.
+
+        By default the tier has as many threads as torch beside a GPU, and half as many on a CPU.
+        """
+        if any(p.where is Where.HOST for p in self.plan.ladder):
+            threads = threads or (None if self._on_gpu else max(1, torch.get_num_threads() // 2))
+            self.tier = HostTier(threads, rate, CudaLink() if self._on_gpu else None)
         if self._on_gpu:
             self._host_device = CpuDevice(self.plan.staging, self.worker.wake, readers=1)
 
@@ -152,6 +158,8 @@ class ResidencyManager:
             layer.of.tier = self.tier
             layer.of.makes_up_for_absent = options.makes_up_for_absent
             layer.no_gradients = CHANGING
+        if self._on_gpu and self._reads_host and self.layers[0].of.backend != "triton":
+            raise InputError(f"policy {self._named}: kernels of Triton read pinned memory, and it is not installed")
         self._epoch = 0
         self._tables = DeviceTables(plan.experts, devices[0], self.device.mark) if self._on_gpu else None
         pools = make_pools(plan, self.device, self.tracker, self.host, self._can_shrink)
@@ -212,8 +220,17 @@ class ResidencyManager:
         position, expert = key
         described, where = version_of(self.plan, version), self.plan.ladder[version].where
         stored = partial(self.store.stored, described.name, position, expert)
-        device = self._host_device if where is Where.HOST and self._host_device is not None else self.device
-        return device.fetch(stored, target, self.layers[position].of.layer, described, packed=where is Where.PACKED)
+        device = self._host_device if where in ON_HOST and self._host_device is not None else self.device
+        packed, here = where is Where.PACKED, None
+        if self._reads_host and where is Where.DEVICE and described == version_of(self.plan, self.plan.base):
+            here = self._pinned(key)
+        return device.fetch(stored, target, self.layers[position].of.layer, described, packed, here)
+
+    def _pinned(self, key: Key) -> Tensor | None:
+        """Return an expert's bytes in pinned memory, where its base is; None while it is being loaded."""
+        with self.residency.lock:
+            entry = self.residency.entries.get(key)
+            return None if entry is None else entry.complete[self.plan.base].handle.extent
 
     def _make(self, key: Key, version: int, tensor: Tensor | None) -> Handle:
         layer, placement = self.layers[key[0]], self.plan.ladder[version]

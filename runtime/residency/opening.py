@@ -24,8 +24,9 @@ from moepack.runtime.planning.capacity import base_bytes
 from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.paging import by_matrix, paged_version, window_size
 from moepack.runtime.planning.plan import Plan
-from moepack.runtime.policies.placements import Where
+from moepack.runtime.policies.placements import ON_HOST, Where
 from moepack.runtime.store.files import BackingStore
+from moepack.runtime.store.host_limit import host_limits
 
 from .pools import Pool
 
@@ -55,7 +56,8 @@ def open_device(
 ) -> Device:
     """Open a device with `buffers` staging buffers. The device calls `on_event` after each copy.
 
-    `host` is the number of bytes of host memory that may be pinned. Where passes wait for copies (`waited_for`), a CPU
+    `host` is the number of bytes of host memory that may be pinned: what experts leave of it that are read there is for
+    others' extents. Where passes wait for copies (`waited_for`), a CPU
     reads several extents at a time; otherwise one, to leave the cores and the disk to others.
     """
     if not torch_cuda.is_gpu(device):
@@ -66,15 +68,30 @@ def open_device(
     on_device = [v for v, placement in enumerate(plan.ladder) if placement.where is Where.DEVICE]
     as_in_memory = [v for v in on_device if not by_matrix(version_of(plan, v))]  # those that no GPU kernel decodes
     largest = max([staging, *(row[v] for row in plan.sizes for v in as_in_memory)])
-    served = [version_of(plan, v).name for v in on_device if v < last]
+    read_there = {p.version.name for p in plan.ladder if p.where is Where.PINNED and p.version is not None}
+    served = [name for v in on_device if v < last and (name := version_of(plan, v).name) not in read_there]
+    if read_there:
+        host = max(0, (host_limits()["pinnable_bytes"] if host is None else host) - bytes_on_host(plan, Where.PINNED))
     return open_cuda(store, served, device, largest, staging, buffers, on_event, host, bool(plan.window))
 
 
-def check_host(bundle: Bundle, plan: Plan, host_memory: int | None) -> None:
-    """Raise TooSmallError unless host memory holds all experts at the largest placement there, and one block more."""
-    on_host = [v for v, placement in enumerate(plan.ladder) if placement.where is Where.HOST]
-    largest = [max(row[v] for v in on_host) for row in plan.blocks]
-    least = sum(n * size for n, size in zip(plan.experts, largest, strict=True)) + max(largest)
+def bytes_on_host(plan: Plan, where: Where) -> int:
+    """Return the bytes of all experts at the largest placement in host memory of this kind."""
+    there = [v for v, placement in enumerate(plan.ladder) if placement.where is where]
+    return sum(n * max((row[v] for v in there), default=0) for n, row in zip(plan.experts, plan.blocks, strict=True))
+
+
+def check_host(bundle: Bundle, plan: Plan, host_memory: int | None, on_gpu: bool) -> None:
+    """Raise TooSmallError unless host memory holds all experts at the largest placement there, and one block more.
+
+    Pinned memory is never swapped: where a GPU is to read it, the default is what the system lets a process pin.
+    """
+    on_host = [v for v, placement in enumerate(plan.ladder) if placement.where in ON_HOST]
+    largest = max(row[v] for row in plan.blocks for v in on_host)
+    pinned = bytes_on_host(plan, Where.PINNED)
+    least = bytes_on_host(plan, Where.HOST) + pinned + largest
+    if host_memory is None and pinned and on_gpu:
+        host_memory = host_limits()["pinnable_bytes"]
     if host_memory is not None and host_memory < least:
         names = ", ".join(str(plan.ladder[v]) for v in on_host)
         raise TooSmallError(
@@ -95,7 +112,7 @@ def make_pools(
     """
     pools, whole = {}, dict[tuple[int, int], tuple[str, int]]()
     for number, placement in enumerate(plan.ladder):
-        on_host = placement.where is Where.HOST
+        on_host = placement.where in ON_HOST
         of, returnable = (host, True) if on_host else (tracker, can_shrink)
         for size in sorted({row[number] for row in plan.blocks} - {0}):
             mine = [p for p, row in enumerate(plan.blocks) if row[number] == size]
@@ -109,7 +126,10 @@ def make_pools(
             if not returnable:
                 whole[number, size] = f"{placement}/{size}", blocks
                 continue
-            memory = (device.host_memory if on_host else device.memory)(size * blocks)
+            if placement.where is Where.PINNED:
+                memory = device.pinned_memory(size, blocks)
+            else:
+                memory = (device.host_memory if on_host else device.memory)(size * blocks)
             pools[number, size] = Pool(f"{placement}/{size}", size, blocks, of, memory, on_host)
     if whole:
         sizes = [size * blocks for (_, size), (_, blocks) in whole.items()]

@@ -1,4 +1,4 @@
-"""The CUDA runtime's calls on host memory, through the library that torch has loaded.
+"""The CUDA runtime's calls on host memory, or ROCm's, through the library that torch has loaded.
 
 torch's own binding (torch.cuda.cudart()) has cudaHostRegister and cudaHostUnregister, but no calls that clear an error
 or read a device's attribute. torch's pinned allocator rounds up to a power of two. Every error is raised and cleared:
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ import torch
 HOST_REGISTER_SUPPORTED = 99  # cudaDevAttrHostRegisterSupported
 READ_ONLY_SUPPORTED = 113  # cudaDevAttrHostRegisterReadOnlySupported
 PORTABLE = 1  # cudaHostRegisterPortable, cudaHostAllocPortable: pinned for every context
+MAPPED = 2  # cudaHostRegisterMapped: the device's kernels may read it
 READ_ONLY = 8  # cudaHostRegisterReadOnly
+_HIP = {"HostAlloc": "HostMalloc", "FreeHost": "HostFree"}  # ROCm's names that differ by more than their beginning
 
 
 class CudaError(RuntimeError):
@@ -29,71 +32,95 @@ class CudaError(RuntimeError):
 
 
 class Cudart:
-    """The calls for one device. Any thread may make them; a call that fails clears its error and raises CudaError."""
+    """The calls for one device. Any thread may make them; a call that fails clears its error and raises CudaError.
+
+    ROCm has the same calls and flags under names of its own, and other numbers for attributes.
+    """
 
     def __init__(self, device: int, library: Any = None) -> None:
-        """Open the library for the device with index `device`. `library` replaces the CUDA runtime in tests.
+        """Open the library for the device with index `device`. `library` replaces the runtime in tests.
 
-        Raises OSError when torch has no CUDA runtime.
+        Raises OSError when torch has neither runtime.
         """
-        self._device = device
-        self._library = library if library is not None else _torchs_library()
+        self._device, self._hip = device, torch.version.hip is not None
+        self._library = library if library is not None else _rocms_library() if self._hip else _torchs_library()
         real = library is None and torch.cuda.is_available()
         self._current = functools.partial(torch.cuda.device, device) if real else contextlib.nullcontext
-        void, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+        void, number, size, flags = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_uint
         for name, arguments in (
-            ("cudaDeviceGetAttribute", [ctypes.POINTER(number), number, number]),
-            ("cudaHostRegister", [void, size, ctypes.c_uint]),
-            ("cudaHostUnregister", [void]),
-            ("cudaHostAlloc", [ctypes.POINTER(void), size, ctypes.c_uint]),
-            ("cudaFreeHost", [void]),
-            ("cudaGetLastError", []),
+            ("DeviceGetAttribute", [ctypes.POINTER(number), number, number]),
+            ("HostRegister", [void, size, flags]),
+            ("HostUnregister", [void]),
+            ("HostGetDevicePointer", [ctypes.POINTER(void), void, flags]),
+            ("HostAlloc", [ctypes.POINTER(void), size, flags]),
+            ("FreeHost", [void]),
+            ("GetLastError", []),
         ):
-            getattr(self._library, name).argtypes = arguments
-            getattr(self._library, name).restype = number
-        self._library.cudaGetErrorString.argtypes = [number]
-        self._library.cudaGetErrorString.restype = ctypes.c_char_p
+            found = self._named(name)
+            found.argtypes, found.restype = arguments, number
+        self._named("GetErrorString").argtypes = [number]
+        self._named("GetErrorString").restype = ctypes.c_char_p
+
+    def _symbol(self, name: str) -> str:
+        return f"hip{_HIP.get(name, name)}" if self._hip else f"cuda{name}"
+
+    def _named(self, name: str) -> Any:
+        return getattr(self._library, self._symbol(name))
 
     def _call(self, name: str, *arguments: Any) -> None:
         # Each thread has its own current device, and registering makes a context on it. torch's guard restores the
         # former device without making a context there.
         with self._current():
-            code = getattr(self._library, name)(*arguments)
+            code = self._named(name)(*arguments)
             if code:
-                self._library.cudaGetLastError()
+                self._named("GetLastError")()
         if code:
-            raise CudaError(name, code, self._library.cudaGetErrorString(code).decode())
+            raise CudaError(self._symbol(name), code, self._named("GetErrorString")(code).decode())
 
     def attribute(self, number: int) -> int:
-        """Return the device's attribute with this number (cudaDevAttr...)."""
+        """Return the device's attribute with this number (cudaDevAttr...); of ROCm's, what its devices do."""
+        if self._hip:
+            return int(number == HOST_REGISTER_SUPPORTED)  # files' own pages are not tried there
         value = ctypes.c_int()
-        self._call("cudaDeviceGetAttribute", ctypes.byref(value), number, self._device)
+        self._call("DeviceGetAttribute", ctypes.byref(value), number, self._device)
         return value.value
 
     def register(self, address: int, size: int, flags: int) -> None:
         """Pin existing pages. The call is slow for gigabytes, and releases the GIL."""
-        self._call("cudaHostRegister", address, size, flags)
+        self._call("HostRegister", address, size, flags)
 
     def unregister(self, address: int) -> None:
         """Unpin pages that `register` pinned, by their first address."""
-        self._call("cudaHostUnregister", address)
+        self._call("HostUnregister", address)
+
+    def device_address(self, address: int) -> int:
+        """Return the address at which the device's kernels find a pinned byte of the host."""
+        found = ctypes.c_void_p()
+        self._call("HostGetDevicePointer", ctypes.byref(found), address, 0)
+        return int(found.value or 0)
 
     def allocate(self, size: int) -> int:
         """Allocate pinned memory of exactly this size; returns its address."""
         address = ctypes.c_void_p()
-        self._call("cudaHostAlloc", ctypes.byref(address), size, PORTABLE)
+        self._call("HostAlloc", ctypes.byref(address), size, PORTABLE)
         return int(address.value or 0)
 
     def free(self, address: int) -> None:
         """Free memory that `allocate` returned."""
-        self._call("cudaFreeHost", address)
+        self._call("FreeHost", address)
 
 
 def _torchs_library() -> Any:
     """Return the copy of the CUDA runtime that torch uses; another copy could not clear errors that this one keeps."""
-    if torch.version.hip is not None:
-        raise OSError("this torch is for ROCm, whose runtime pins memory by other calls")
     if torch.version.cuda is None:
         raise OSError("this torch was built without CUDA")
     # For the name that torch was linked with, the loader returns the copy that is loaded already.
     return ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
+
+
+def _rocms_library() -> Any:
+    """Return the copy of ROCm's runtime that torch has loaded, wherever it lies."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "libamdhip64" in line:
+            return ctypes.CDLL(line.split(maxsplit=5)[5])
+    raise OSError("this torch is for ROCm, whose runtime is not loaded")

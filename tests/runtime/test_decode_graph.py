@@ -38,6 +38,7 @@ calibration: {samples: 4, length: 32, batch_size: 4}
 allocation: {average_bits: 4}
 """
 LIVE = "hotness:hi=w4,lo=w2,prior=none,interval=0.02,rate=0,margin=0,slack=0"
+PINNED = "lru:hi=w4,lo=w4@pinned"
 # Operations: 2 norms, 2 sums, 3 products, the heads, a count, attention's 2; routing, experts' 2 products, their sum
 A_LAYER = 15
 BESIDE = 22  # of a step: embedding, positions, mask, angles, the last norm and lm_head
@@ -161,7 +162,7 @@ def test_planted_violations_are_found(bundles: Any, gpu: StandIn, monkeypatch: p
     assert served.record(1).names != known
 
 
-@pytest.mark.parametrize("policy", [LIVE, "static:w4"])
+@pytest.mark.parametrize("policy", [LIVE, PINNED, "static:w4"])
 def test_replays_are_the_steps(bundles: Any, gpu: StandIn, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of the same pass without a graph, promotions between replays, counts included."""
     made: list[Any] = []
@@ -171,7 +172,7 @@ def test_replays_are_the_steps(bundles: Any, gpu: StandIn, policy: str, monkeypa
     )
     served = Served(bundles(2), policy)
     wrapper, other = served.model._moepack_wrapper, served.filled()
-    captures, live = wrapper.graphs, policy == LIVE
+    captures, live = wrapper.graphs, policy != "static:w4"
     for seed in range(PASSES):
         tokens, wrapper.graphs = ids(seed, 1), None
         counts = served.model.moepack.manager.statistics._ended if live else []

@@ -284,5 +284,5 @@ def test_an_amd_gpu_without_kernels_is_refused_by_name(monkeypatch: pytest.Monke
     load._check_kernels("cpu")
     asked.gcnArchName = "gfx942:sramecc+:xnack-"
     load._check_kernels("cuda:0")
-    with pytest.raises(OSError, match="for ROCm"):
-        cudart._torchs_library()
+    with pytest.raises(OSError, match="for ROCm, whose runtime is not loaded"):
+        cudart.Cudart(0)

@@ -57,7 +57,11 @@ class FakeCudart:
         self.registered: dict[int, int] = {}
         self.allocated: dict[int, Any] = {}
         self.seen: list[bytes] = []  # what stood in memory when it was registered
-        for name in ("DeviceGetAttribute", "HostRegister", "HostUnregister", "HostAlloc", "FreeHost", "GetLastError"):
+        self.elsewhere = 0  # added to the addresses at which the device finds the host's memory
+        for name in (
+            "DeviceGetAttribute", "HostRegister", "HostUnregister", "HostGetDevicePointer", "HostAlloc", "FreeHost",
+            "GetLastError",
+        ):  # fmt: skip
             setattr(self, f"cuda{name}", Function(name, getattr(self, f"_{name}")))
         self.cudaGetErrorString = Function("GetErrorString", lambda code: ERRORS[code].encode())
 
@@ -81,6 +85,10 @@ class FakeCudart:
     def _HostUnregister(self, address: int) -> int:
         del self.registered[address]
         return self._did("unregister")
+
+    def _HostGetDevicePointer(self, found: Any, address: int, flags: int) -> int:
+        found._obj.value = address + self.elsewhere
+        return 0
 
     def _HostAlloc(self, address: Any, size: int, flags: int) -> int:
         code = self._did("allocate", size, flags)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,14 +32,15 @@ from moepack.runtime.policies.contract import (
     SequenceEnded,
     Setting,
 )
-from moepack.runtime.policies.placements import Where
+from moepack.runtime.policies.placements import ON_HOST, Where
 from moepack.runtime.policies.registry import parse_policy
 from moepack.runtime.residency.on_demand import OnDemandLoader
 
 VERSIONS = tuple(Version.of(name, 0 if name == "bf16" else 64) for name in ("bf16", "w4", "w3", "w2", "w1"))
 PAGES = {"bf16": 5, "bf16@packed": 3, "w4": 4, "w3": 3, "w2": 2, "w1": 1}
+_PLACE = re.compile("@(host|pinned)$")
 SHARED = ["hotness:interval=0,prior=none", "hotness:interval=0,between=no", "prefill:bits=2", "prefill:k=1,bits=3"]
-SHARED += ["hotness:interval=0,lo=absent"]
+SHARED += ["hotness:interval=0,lo=absent", "hotness:interval=0,lo=w2@pinned", "lru:hi=w4,lo=w4@pinned"]
 SHARED += ["paged:interval=0,theta=1", "paged:interval=0,resident=0.5,stagger=no"]
 BLOCKING = ["lru:hi=bf16,lo=w2", "lru:hi=w4,lo=absent", "importance:hi=w4,lo=w2", "importance:hi=w4,lo=absent,r=0.5"]
 BLOCKING += ["importance:hi=bf16,lo=w2,reuse=no,r=0.75", "importance:hi=w4,lo=w2,by=random,prefetch=no"]
@@ -48,8 +50,8 @@ def served(text: str, room: int) -> tuple[Kind, Any]:
     """What a policy is simulated on, and the policy."""
     parsed = parse_policy(text, True)
     ladder = parsed.options.ladders(VERSIONS)[0]
-    pages = [0 if p.where in (Where.ABSENT, Where.STORED) else PAGES[str(p).removesuffix("@host")] for p in ladder]
-    host = tuple(i for i, p in enumerate(ladder) if p.where is Where.HOST)
+    pages = [0 if p.where in (Where.ABSENT, Where.STORED) else PAGES[_PLACE.sub("", str(p))] for p in ladder]
+    host = tuple(i for i, p in enumerate(ladder) if p.where in ON_HOST)
     reserve = 0 if host or parsed.options.keeps_low else max(pages[1:])
     kind = Kind(tuple(pages), reserve, room, parsed.options.keeps_low, host=host)
     sizes = [0 if i in host else n * PAGE for i, n in enumerate(pages)]

@@ -1,0 +1,170 @@
+"""Experts whose base is pinned host memory: kernels read them there, busy ones are copied, and no pass waits."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_stand_in import StandIn
+from live_models import at, ids, load, logits, wait_for
+
+import moepack
+from moepack.pack.errors import InputError
+from moepack.runtime.devices.cuda_memory import ReadMemory
+from moepack.runtime.experts import backends
+from moepack.runtime.planning.exceeded import TooSmallError
+from moepack.runtime.residency import kv_reserve
+from moepack.runtime.store import files
+from moepack.runtime.store.cudart import MAPPED, PORTABLE, Cudart
+
+HOT = "hotness:hi=w4,lo=w4@pinned,interval=0.02,rate=0,prior=none,margin=0,slack=0"
+RECENT = "lru:hi=w4,lo=w4@pinned"
+ROOM = 40_000  # for some of the 24 experts at w4
+ALL: dict[str, Any] = {"prefill_tokens": 32}
+
+
+@pytest.fixture
+def want(small: Path) -> dict[int, torch.Tensor]:
+    """What w4 in device memory makes."""
+    model = moepack.load(small, policy="static:w4")
+    return {n: logits(model, ids(n, n)) for n in (1, 2, 9)}
+
+
+@pytest.mark.parametrize("policy", [HOT, RECENT])
+def test_wherever_they_are_the_bits_are_the_same(
+    small: Path, want: dict[int, torch.Tensor], policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts come and go beside passes, from host memory: the files are not read again."""
+    model = load(small, policy, room=ROOM, **ALL)
+    live, read = model.moepack.manager, []
+    monkeypatch.setattr(files.Stored, "read_into", lambda *of: read.append(of))
+    seen = set()
+
+    def serve() -> None:
+        for n, made in want.items():
+            assert torch.equal(logits(model, ids(n, n)), made)
+        seen.add(tuple(map(tuple, model.moepack.versions)))
+
+    serve()
+    wait_for(lambda: live.residency.counts.promotions >= 3 and len(seen) > 1, serve)
+    assert 0 < at(model, "w4") < 24 and at(model, "w4") + at(model, "w4@pinned") == 24
+    assert model.moepack.counters()["forward_waits"] == 0 and not read
+    assert live.tracker.peak <= live.tracker.budget and live.host.reserved == 24 * live.plan.blocks[0][-1]
+
+
+def test_a_cache_takes_their_device_memory_at_once(
+    small: Path, want: dict[int, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All stay in host memory: nothing has to be copied for the others to leave."""
+    monkeypatch.setattr(kv_reserve, "LINGER", 1e9)  # what no cache needs is kept
+    model = load(small, HOT.replace("prior=none,", ""), room=ROOM, **ALL)
+    live = model.moepack.manager
+    wait_for(lambda: at(model, "w4") > 3, lambda: logits(model, ids(1, 9)))
+    moved = live.device.moved
+    live.grow_kv(live.tracker.budget - live.plan.fixed - 4096)
+    wait_for(lambda: not live.transitions.kv_asked, lambda: logits(model, ids(1, 9)))
+    assert at(model, "w4") == 0 and live.device.moved == moved
+    assert torch.equal(logits(model, ids(9, 9)), want[9])
+
+
+def test_versions_between_and_the_same_one_below(small: Path) -> None:
+    """A busy expert moves from host memory to w2 first, which gains the most a byte, then on to w4."""
+    model = load(small, "hotness:hi=bf16,lo=w2@pinned,interval=0.02,rate=0", room=400_000, **ALL)
+    assert [str(p) for p in model.moepack.manager.plan.ladder] == ["bf16", "w4", "w2", "w2@pinned"]
+    names = {name for row in model.moepack.versions for name in row}
+    assert "w2@pinned" not in names and names <= {"bf16", "w4", "w2"}
+    model = load(small, "hotness:hi=bf16,lo=w2@pinned,between=no", room=0, **ALL)
+    assert at(model, "w2@pinned") == 24
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("hotness:hi=w2,lo=w4@pinned", r"lo=w4@pinned is above hi=w2"),
+        ("hotness:lo=w5@pinned", r"no version 'w5'"),
+        ("lru:lo=w4@pinned,prefetch=yes", r"prefetch=yes needs passes that wait, and under lo=w4@pinned none does"),
+    ],
+)
+def test_what_cannot_be_is_refused(small: Path, policy: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        moepack.load(small, policy=policy, device_memory=1 << 40)
+
+
+def test_host_memory_must_hold_all(small: Path, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default on a GPU: what the system lets a process pin."""
+    with pytest.raises(TooSmallError, match=r"host_memory of 1000 bytes .* any of w4@pinned: the least"):
+        load(small, HOT, host_memory=1000, **ALL)
+    monkeypatch.setattr("moepack.runtime.residency.opening.host_limits", lambda: {"pinnable_bytes": 999})
+    with pytest.raises(TooSmallError, match=r"host_memory of 999 bytes"):
+        load(small, HOT, **ALL)
+
+
+@pytest.mark.parametrize("policy", [HOT, RECENT])
+def test_on_a_gpu(small: Path, gpu: StandIn, policy: str) -> None:
+    """What kernels read and copies come from is pinned, once; the store for copies does not pin it again."""
+    first = load(small, "static:w4")
+    want = {n: logits(first, ids(n, n)) for n in (1, 9)}
+    model = load(small, policy, room=ROOM, **ALL)
+    live = model.moepack.manager
+    pinned = [m.pinned for m in live.device._registered]
+    assert pinned == [24 * live.plan.blocks[0][-1]] and sum(gpu.cudart.registered.values()) == sum(pinned)
+
+    def serve() -> None:
+        for n, made in want.items():
+            assert torch.equal(logits(model, ids(n, n)), made)
+
+    serve()
+    wait_for(lambda: live.residency.counts.promotions >= 3, serve)
+    serve()
+    assert 0 < at(model, "w4") < 24 and model.moepack.counters()["forward_waits"] == 0
+    assert live.device.host()["pinned_bytes"] == 0
+
+
+def test_a_system_that_does_not_pin(small: Path, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels must not read other memory, so nothing is served; what was pinned before the refusal is let go."""
+    monkeypatch.setattr("moepack.runtime.devices.cuda_memory.PIECE", 1)
+    cuda = gpu.cudart
+    cuda.fails = lambda name, size, flags: 2 if name == "register" and len(cuda.registered) == 3 else 0
+    with pytest.raises(InputError, match=r"experts in pinned memory need \d+ bytes of it: .*out of memory"):
+        load(small, HOT, 1 << 40, **ALL)
+    cuda.fails = lambda *of: 0
+    assert not cuda.registered and not cuda.sticky
+    cuda.elsewhere = 4096
+    with pytest.raises(InputError, match=r"read at the host's addresses"):
+        load(small, HOT, 1 << 40, **ALL)
+    assert not cuda.registered
+    monkeypatch.setattr(backends, "backend", lambda device: "reference")
+    with pytest.raises(InputError, match=r"Triton read pinned memory"):
+        load(small, HOT, 1 << 40, **ALL)
+
+
+def test_pieces_are_whole_blocks(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from two registrations fails, so no block lies in two."""
+    monkeypatch.setattr("moepack.runtime.devices.cuda_memory.PIECE", 3 * 4096)
+    memory = ReadMemory(4096, 8, Cudart(0, gpu.cudart))
+    assert sorted(gpu.cudart.registered.values()) == [2 * 4096, 3 * 4096, 3 * 4096] and memory.pinned == 8 * 4096
+    assert {flags for name, _, flags in gpu.cudart.calls if name == "register"} == {PORTABLE | MAPPED}
+    memory.close()
+    memory.close()
+    assert not gpu.cudart.registered and memory.pinned == 0
+
+
+def test_threads_read_and_promote_at_once(small: Path, want: dict[int, torch.Tensor]) -> None:
+    model = load(small, RECENT, room=ROOM, **ALL)
+    wrong: list[int] = []
+
+    def passes(start: int) -> None:
+        for i in range(12):
+            n = (1, 2, 9)[(start + i) % 3]
+            if not torch.equal(logits(model, ids(n, n)), want[n]):
+                wrong.append(n)
+
+    threads = [threading.Thread(target=passes, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

@@ -75,7 +75,7 @@ def own(model: Any, bundle: Bundle, uncached: bool = False) -> None:
         BundleError: when a file cannot be read, or does not match its digest.
     """
     mapped, copies, parts = list(_mapped()), dict[int, Any](), dict[str, list[_Part]]()
-    lone, rows = lone_embedding(model) if uncached else None, None
+    lone, rows, used = lone_embedding(model) if uncached else None, None, set[_Mapping]()
     for tensor in (*model.parameters(), *model.buffers()):
         storage = tensor.untyped_storage()
         if storage._cdata in copies:
@@ -87,6 +87,7 @@ def own(model: Any, bundle: Bundle, uncached: bool = False) -> None:
             copies[storage._cdata] = storage, storage.clone()
             continue
         where = within.offset + begin - within.begin
+        used.add(within)
         if lone is not None and tensor is lone[1].weight:
             rows = _Rows(model, *lone, within.path, where)
             parts.setdefault(within.path, [])
@@ -94,9 +95,9 @@ def own(model: Any, bundle: Bundle, uncached: bool = False) -> None:
         copies[storage._cdata] = storage, (copied := type(storage)(size))
         room = torch.empty(0, dtype=torch.uint8).set_(copied).numpy()
         parts.setdefault(within.path, []).append(_Part(where, where + size, room))
-    for m in mapped:
-        if m.path in parts:  # pages that are mapped would stay in the page cache
-            madvise(m.begin, m.end - m.begin, mmap.MADV_DONTNEED)
+    for m in used:  # pages that are mapped would stay in the page cache
+        # Not other mappings of these files: a model that goes meanwhile leaves its addresses to the next allocation.
+        madvise(m.begin, m.end - m.begin, mmap.MADV_DONTNEED)
     count, names = loading(), [n for n in bundle.manifest.files if n.endswith(TENSORS) and n != LEFTOVERS]
     count.expect(sum(bundle.manifest.files[name].size for name in names))
     for name in names:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import mmap
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,6 +59,21 @@ def test_a_name_may_hold_anything(tmp_path: Path) -> None:
         model = torch.nn.ParameterDict({"a": tensors.get_slice("a")[...]}).requires_grad_(False)
     mapped.own(model, opened(folder / "x.safetensors"))
     assert bool((model["a"] == 1).all())
+
+
+def test_what_another_mapping_had_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that was dropped may unmap the same file meanwhile: its addresses are then another allocation's."""
+    file = tmp_path / "x.safetensors"
+    save_file({"a": torch.ones(1 << 20)}, file)
+    with safe_open(file, "pt") as tensors:
+        model = torch.nn.ParameterDict({"a": tensors.get_slice("a")[...]}).requires_grad_(False)
+    memory, found = mmap.mmap(-1, 8192, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), mapped._mapped
+    memory[:] = b"x" * 8192
+    at = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    gone = mapped._Mapping(at, at + 8192, 0, str(file))
+    monkeypatch.setattr(mapped, "_mapped", lambda: iter(sorted([*found(), gone])))
+    mapped.own(model, opened(file))
+    assert memory[:] == b"x" * 8192 and bool((model["a"] == 1).all())
 
 
 def test_weights_are_never_held_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

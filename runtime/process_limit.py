@@ -20,12 +20,14 @@ from moepack.pack.spec import Version, align
 from moepack.runtime.dense.choice import dense_change
 from moepack.runtime.dense.linears import linears
 from moepack.runtime.devices import glibc
-from moepack.runtime.planning.choice import choose_policy
+from moepack.runtime.planning.choice import choose_policy, ladders_of
 from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.fixed import Fixed, MeasuredNeeds, lone_embedding, measure
 from moepack.runtime.planning.options import AUTO, LoadOptions
 from moepack.runtime.planning.plan import make_plan, unchanging
 from moepack.runtime.planning.sizes import parse_size
+from moepack.runtime.policies.placements import ON_HOST
+from moepack.runtime.policies.registry import Policy
 from moepack.runtime.store.host_limit import most_memory, resident
 from moepack.runtime.store.read_ahead import WAITING
 
@@ -123,6 +125,16 @@ def limit_of(options: LoadOptions, beside: Beside) -> ProcessLimit:
     return ProcessLimit(limit, most if given is None else given, beside)
 
 
+def check_policy(bundle: Bundle, policy: Policy) -> None:
+    """Raise InputError for a policy that keeps experts in host memory, which no budget counts."""
+    ladders = ladders_of(bundle, policy.options) if policy.is_live else []
+    if any(p.where in ON_HOST for ladder in ladders for p in ladder):
+        raise InputError(
+            f"{bundle.path}: policy {policy} keeps experts in host memory beside the device's, which a limit of the "
+            "process's memory does not count: give a device memory alone, or name another policy"
+        )
+
+
 def keep_limit(
     model: Any, bundle: Bundle, options: LoadOptions, dense: Sequence[Version]
 ) -> tuple[LoadOptions, ProcessLimit]:
@@ -137,6 +149,7 @@ def keep_limit(
     outside += dense_change(bundle, dense, model.dtype.itemsize) - _in_file(needs, model, bundle)
     fixed = Fixed(outside, needs.kv_bytes, needs.activations)
     policy = choose_policy(options.policy, bundle, [CPU] * len(bundle.layers), True)
+    check_policy(bundle, policy)
     try:
         if policy.is_live:
             make_plan(bundle, policy.options, fixed.total, limit.budget)

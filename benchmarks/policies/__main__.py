@@ -6,9 +6,9 @@ Builds one bundle with `bf16`, `w4`, `w3`, `w2` and `w1`. The texts of `--data` 
 session: of each window a prompt at once, and then token by token, its own tokens being put in, so that all policies
 decode the same tokens. At each of three budgets, between all experts at `w2` and all at `bf16`: perplexity; divergence
 from the model served all at `bf16`, with the 95 % interval of its mean over windows; time to first token and time per
-output token; bytes copied while serving, those that a pass waited for and those fetched ahead; and the peak of device
-memory. Then the tables of the policies' own papers (claims.py). Without arguments: the model and texts in
-examples/.
+output token; bytes copied while serving, those that a pass waited for and those fetched ahead; bytes of experts that
+passes read in pinned host memory; and the peak of device memory. Then the tables of the policies' own papers
+(claims.py). Without arguments: the model and texts in examples/.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ POLICIES = {
 OTHERS = {  # not in the table: for `--only`
     "hotness, layers evenly": "hotness:share=even,interval=0.2",
     "hotness, or absent": "hotness:lo=absent,interval=0.2",
+    "hotness, w4 or pinned": "hotness:hi=w4,lo=w4@pinned,interval=0.2",
+    "lru, w4 or pinned": "lru:hi=w4,lo=w4@pinned",
 }
 
 
@@ -133,7 +135,7 @@ def main() -> None:
             more, others = measure(session, best)
             claims, targets = [*claims, *more], [*targets, *others]
     columns = ["budget", "policy", *(t.name for t in served), "KL, mnat", "+-", "TTFT ms", "TPOT p50 ms", "TPOT p99 ms"]
-    columns += ["MB copied", "MB demand", "MB ahead", "waits", "peak MB", "least MB"]
+    columns += ["MB copied", "MB demand", "MB ahead", "MB in place", "waits", "peak MB", "least MB"]
     name = args.checkpoint.name if args.bundle is None else args.bundle.name
     show("the papers' tables", ["table", "what", *dict.fromkeys(k for r in claims for k in r if k in CLAIMS)], claims)
     finish(f"policies on {name}", columns, rows, targets, args.json, {"claims": claims})

@@ -10,14 +10,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import moepack
 from benchmarks.decoding import Decoded, Text, decode
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import PAGE, align
+from moepack.runtime.policies.placements import Where
+from moepack.runtime.step import current
 
 PLENTY = 1 << 40  # bytes: a budget that nothing comes near
+
+
+class ReadInPlace:
+    """Bytes of experts that passes read in pinned host memory, each expert once a pass; a `RoutingCounter`."""
+
+    bytes = 0
+
+    def add(self, position: int, index: Tensor, weights: Tensor) -> None:
+        """Count a layer's experts."""
+        step = current()
+        assert step is not None
+        handles = step.snapshots[position].handles
+        chosen = [handles[e] for e in set(index.flatten().tolist()) if e < len(handles)]
+        self.bytes += sum(h.extent.numel() for h in chosen if h.where is Where.PINNED)
 
 
 class Session:
@@ -59,10 +76,12 @@ class Session:
         try:
             served = model.moepack
             decode(model, [Text("warm", self.texts[0].ids[:1])], self.prompt)
-            before = served.counters()
+            before, in_place = served.counters(), ReadInPlace()
+            served.count_routing(in_place)
             got = decode(model, self.texts, self.prompt, reference)
             counted = {name: n - before[name] for name, n in served.counters().items()}
             counted["peak"], counted["fixed"] = served.resident_bytes_peak, served.fixed.total
+            counted["in_place"] = in_place.bytes
             return got, counted
         finally:
             model.moepack.close()
@@ -82,6 +101,7 @@ class Session:
         out["TPOT p99 ms"] = 1000 * statistics.quantiles(got.tpot, n=100)[98]
         out |= {"MB copied": counted["bytes_moved"] / 1e6, "MB demand": counted.get("demand_bytes", 0) / 1e6}
         out |= {"MB ahead": counted.get("prefetch_bytes", 0) / 1e6, "waits": counted["forward_waits"]}
+        out["MB in place"] = counted["in_place"] / 1e6
         return out | {"MB host": counted.get("host_bytes", 0) / 1e6, "peak MB": counted["peak"] / 1e6}
 
 

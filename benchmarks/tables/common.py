@@ -13,6 +13,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = (
     ROOT / "README.md",
     *sorted((ROOT / "docs" / "benchmarks").glob("*.md")),
+    *sorted((ROOT / "docs" / "design").glob("*.md")),
     ROOT / "docs" / "export.md",
     ROOT / "docs" / "families.md",
     ROOT / "docs" / "formats.md",

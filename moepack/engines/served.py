@@ -190,8 +190,8 @@ def _plan(bundle: Bundle, policy: Policy, budget: int) -> Plan:
     plan = None if moved else make_plan(bundle, policy.options, 0, budget)
     if plan is None or plan.policy(policy)[0].needs.layers:
         raise InputError(
-            f"{bundle.path}: policy {policy} lets passes wait for experts, or the host run them, which moepack serve "
-            "alone does"
+            f"{bundle.path}: policy {policy} lets passes wait for experts, or keeps some in host memory, which "
+            "moepack serve alone does"
         )
     return plan
 

@@ -94,6 +94,7 @@ class Planned:
     # Whether passes choose placements, or some experts are off the device: versions that `table` does not name may
     # then be served too. Not in JSON.
     moving: bool = False
+    pinned_bytes: int = 0  # of host memory that is pinned for experts which the device reads there
 
 
 def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
@@ -118,6 +119,7 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
     from moepack.runtime.planning.fixed import Fixed, rounding, top_k
     from moepack.runtime.planning.measured import measured
     from moepack.runtime.planning.token_cost import dense_read, within
+    from moepack.runtime.process_limit import check_policy
 
     from .machine_rates import rates
     from .speed import speed, token_bytes, while_moving
@@ -141,6 +143,8 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
         outside -= needs.embedding
     parsed = choose_policy(options.policy, bundle, [where], True)
     estimated = where.type != "cpu"
+    if limit is not None:
+        check_policy(bundle, parsed)
     outside += rounding(1, parsed.is_live) if estimated else 0  # as loading on a GPU holds back
     fixed = Fixed(outside, needs.kv_bytes, needs.activations)
     least = _decide(bundle, parsed, fixed, 0, where).least
@@ -186,7 +190,7 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
         str(bundle.path), str(parsed), options.device, table is not None, budget, fixed.total, fixed, least, used,
         workload.kv_tokens, workload.batch, workload.prefill_tokens, workload.all_logits, needs.kv.token_bytes,
         cached, host, layers, bandwidth=bandwidth, estimated=estimated, message=message, table=table or (),
-        moving=decided.moving, **facts,
+        moving=decided.moving, pinned_bytes=decided.pinned, **facts,
     )  # fmt: skip
 
 
@@ -212,6 +216,7 @@ class _Decided(NamedTuple):
     least: int  # the least sufficient budget, if this one is too small
     window: int = 0
     moving: bool = False  # see `Planned`
+    pinned: int = 0  # as `Planned.pinned_bytes`
 
 
 def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int, device: torch.device) -> _Decided:
@@ -236,7 +241,8 @@ def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int, device: t
     used = base + sum(growing[p][v] - growing[p][made.base] for (p, _), v in wanted.items())
     names, least = tuple(map(str, made.ladder)), base + made.demand + made.present
     moving = chosen.needs.layers or any(p.where is not Where.DEVICE for p in made.ladder)
-    return _Decided(table, names, made.staging, made.workspace, least, used, 0, made.window, moving)
+    pinned = made.on_host(Where.PINNED)
+    return _Decided(table, names, made.staging, made.workspace, least, used, 0, made.window, moving, pinned)
 
 
 def _version(placement: str) -> str:
@@ -313,11 +319,12 @@ def render(planned: Planned) -> tuple[Any, str]:
         (planned.used_bytes - f.total, "experts"),
     )
     taken = ", ".join(f"{_size(n)} {name}" for n, name in parts if n)
+    pinned = f", and {_size(planned.pinned_bytes)} of it are pinned" if planned.pinned_bytes else ""
     text = (
         f"For {asked(planned)}, {_size(planned.used_bytes)} are used: {taken}. "
         f"The least that would do is {planned.least_bytes:,} bytes. With experts at their least, the cache "
         f"could have {planned.kv_tokens_most:,} tokens ({planned.kv_bytes_per_token:,} bytes each). The versions take "
-        f"{_size(planned.host_bytes)} on the host. Expected relative loss "
+        f"{_size(planned.host_bytes)} on the host{pinned}. Expected relative loss "
         f"{shown_loss(planned.expected_relative_loss or 0.0, planned.expected_relative_loss_error)}. "
         f"A decoding step reads {_size(planned.bytes_per_token or 0)}"
     )

@@ -91,6 +91,9 @@ class Device(Protocol):
         Nothing is limited while `hurried` returns True.
         """
 
+    def free(self) -> None:
+        """Give back and unpin what the device's kernels read, once no step can read it. May be called twice."""
+
     def rest(self) -> None:
         """Wait until all copies that were asked for so far have ended."""
 

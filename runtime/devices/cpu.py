@@ -169,6 +169,9 @@ class CpuDevice(Migration):
         """Return an event that has ended: on a CPU, compute has ended when its call returns."""
         return self._now
 
+    def free(self) -> None:
+        """Do nothing: the memory goes with its last reference."""
+
     def serve(self) -> None:
         """Keep the threads that serving may use: the files are the host's store."""
         self._narrow()

@@ -100,9 +100,9 @@ class CudaDevice(Migration):
         staging = align(largest if staging is None else staging, PAGE)
         self.pinned = host
         self._by_block = by_block
-        self._memories: list[BlockMemory] = []
+        self._memories: list[BlockMemory | ReadMemory] = []  # until `free`: kernels may read them
         self._pins, self._refused = pins, threading.Event()
-        self._registered: list[RegisteredMemory | ReadMemory] = []
+        self._registered: list[RegisteredMemory] = []
         self._parts: dict[int, tuple[CodedPart, ...]] = {}
         on_device = gpu.memory(slots * staging)
         self._free = [
@@ -134,8 +134,8 @@ class CudaDevice(Migration):
         """Allocate host memory, and pin it. Raises InputError if `pins` was not given, or the system refuses."""
         if self._pins is None:
             raise InputError("experts in pinned memory need CUDA's runtime, which this torch does not have")
-        self._registered.append(ReadMemory(block, blocks, self._pins))
-        return self._registered[-1]
+        self._memories.append(ReadMemory(block, blocks, self._pins, self.gpu))
+        return self._memories[-1]
 
     def fetch(
         self,
@@ -311,7 +311,7 @@ class CudaDevice(Migration):
         return self.pinned.state() if self.pinned is not None else {"mode": "staged"}
 
     def free(self) -> None:
-        """Give all blocks back after all issued work has ended. May be called twice."""
+        """Give back and unpin what kernels read, after all issued work has ended. May be called twice."""
         for memory in self._memories:
             memory.close()
 

@@ -70,28 +70,32 @@ class ReadMemory(CpuMemory):
 
     returnable = False
 
-    def __init__(self, block: int, blocks: int, calls: Cudart) -> None:
+    def __init__(self, block: int, blocks: int, calls: Cudart, gpu: TorchGpu) -> None:
         """Pin them. Raises InputError where the system refuses, or the device has other addresses for them."""
         super().__init__(block * blocks)
-        self.pinned, self._calls = 0, calls
+        self.pinned, self._calls, self._gpu = 0, calls, gpu
         self._registered: list[int] = []
         self.take(0, len(self.tensor))  # huge pages
         try:
             piece = max(1, PIECE // block) * block
             for start in range(0, block * blocks, piece):
                 size = min(piece, block * blocks - start)
+                self._registered.append(start)  # before: an interruption may come after the call
                 calls.register(self.tensor.data_ptr() + start, size, PORTABLE | MAPPED)
-                self._registered.append(start)
                 self.pinned += size
                 if calls.device_address(self.tensor.data_ptr() + start) != self.tensor.data_ptr() + start:
-                    self.close()
                     raise InputError("experts in pinned memory are read at the host's addresses: this GPU has others")
-        except CudaError as error:
+        except BaseException as error:
             self.close()
-            raise InputError(f"experts in pinned memory need {block * blocks} bytes of it: {error}") from None
+            if isinstance(error, CudaError):
+                raise InputError(f"experts in pinned memory need {block * blocks} bytes of it: {error}") from None
+            raise
 
     def close(self) -> None:
-        """Unpin everything; the memory stays. May be called twice."""
+        """Wait until the device has ended all work, then unpin everything; the memory stays. May be called twice."""
+        if self._registered:
+            with contextlib.suppress(RuntimeError):  # the device may be gone
+                self._gpu.finish()
         while self._registered:
             with contextlib.suppress(CudaError):  # the device may be gone
                 self._calls.unregister(self.tensor.data_ptr() + self._registered.pop())

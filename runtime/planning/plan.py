@@ -67,6 +67,17 @@ class Plan:
         return len(self.ladder) - 1
 
     @property
+    def reads_host(self) -> bool:
+        """Whether every expert stays in pinned host memory, at the base, where the device's kernels read it."""
+        return self.keep and self.ladder[self.base].where is Where.PINNED
+
+    def on_host(self, where: Where) -> int:
+        """Return the bytes of all experts at the largest placement in host memory of this kind."""
+        there = [v for v, placement in enumerate(self.ladder) if placement.where is where]
+        largest = [max((row[v] for v in there), default=0) for row in self.blocks]
+        return sum(n * size for n, size in zip(self.experts, largest, strict=True))
+
+    @property
     def reserve(self) -> int:
         """Bytes of blocks that stay free for demotions: at least one block of any version but the best."""
         if self.demand or (self.keep and len(self.ladder) == 2):
@@ -260,7 +271,8 @@ def calibration(bundle: Bundle, ladders: Sequence[Placements]) -> tuple[list[lis
         for ladder, out in zip(ladders, losses, strict=True):
             columns = [-1 if p.version is None else tables.versions.index(p.version.name) for p in ladder]
             waits = [p.where is Where.PINNED for p in ladder]
-            out.append(drawn[:, columns] + drawn[:, -1].mean() * np.array(waits))
+            wait = drawn[:, -1].mean() or 1.0  # where every version is exact, nothing else counts
+            out.append(drawn[:, columns] + wait * np.array(waits))
     return traffic, list(losses), all(layer.reach is not None for layer in tables.layers)
 
 

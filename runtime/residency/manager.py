@@ -113,8 +113,6 @@ class ResidencyManager:
             plan = replace(plan, keep=True, most=None).divided()
             self.policy, wanted = plan.policy(policy)
         self.plan, self._named = plan, policy
-        # Whether every expert stays in pinned host memory, from which its promotions are copied
-        self._reads_host = plan.keep and plan.ladder[plan.base].where is Where.PINNED
         self._upset = False  # whether a load was interrupted
         self.store = BackingStore(bundle, not (self._blocking or plan.window), direct=not self._on_gpu)
         self._process = os.getpid()
@@ -130,6 +128,7 @@ class ResidencyManager:
             self._serve(bundle, devices, wanted, host_memory)
         except BaseException:
             self._end_streams()
+            self.device.free()
             raise
         if not self._blocking:
             self.worker.start()
@@ -158,7 +157,8 @@ class ResidencyManager:
             layer.of.tier = self.tier
             layer.of.makes_up_for_absent = options.makes_up_for_absent
             layer.no_gradients = CHANGING
-        if self._on_gpu and self._reads_host and self.layers[0].of.backend != "triton":
+        pins = any(p.where is Where.PINNED for p in plan.ladder)
+        if self._on_gpu and pins and self.layers[0].of.backend != "triton":
             raise InputError(f"policy {self._named}: kernels of Triton read pinned memory, and it is not installed")
         self._epoch = 0
         self._tables = DeviceTables(plan.experts, devices[0], self.device.mark) if self._on_gpu else None
@@ -222,7 +222,7 @@ class ResidencyManager:
         stored = partial(self.store.stored, described.name, position, expert)
         device = self._host_device if where in ON_HOST and self._host_device is not None else self.device
         packed, here = where is Where.PACKED, None
-        if self._reads_host and where is Where.DEVICE and described == version_of(self.plan, self.plan.base):
+        if self.plan.reads_host and where is Where.DEVICE and described == version_of(self.plan, self.plan.base):
             here = self._pinned(key)
         return device.fetch(stored, target, self.layers[position].of.layer, described, packed, here)
 
@@ -446,5 +446,5 @@ class ResidencyManager:
         """End the streams and close the files. Once no step reads the experts, drop the references to their memory."""
         self._end_streams(wait)
         self.each_round = lambda: None
-        forget = [self.paging.forget] if self.paging is not None and self._on_gpu else []
-        self.residency.let_go([*(layer.let_go for layer in self.layers), *forget])
+        forget = self.paging.forget if self.paging is not None and self._on_gpu else self.device.free
+        self.residency.let_go([*(layer.let_go for layer in self.layers), forget])

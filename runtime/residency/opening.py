@@ -56,9 +56,9 @@ def open_device(
 ) -> Device:
     """Open a device with `buffers` staging buffers. The device calls `on_event` after each copy.
 
-    `host` is the number of bytes of host memory that may be pinned: what experts leave of it that are read there is for
-    others' extents. Where passes wait for copies (`waited_for`), a CPU
-    reads several extents at a time; otherwise one, to leave the cores and the disk to others.
+    `host` is the number of bytes of host memory that may be pinned. Experts that kernels read there come first; the
+    rest holds extents, from which others are copied. Where passes wait for copies (`waited_for`), a CPU reads several
+    extents at a time; otherwise one, to leave the cores and the disk to others.
     """
     if not torch_cuda.is_gpu(device):
         return CpuDevice(plan.staging, on_event, readers=READERS if waited_for else 1)
@@ -68,17 +68,12 @@ def open_device(
     on_device = [v for v, placement in enumerate(plan.ladder) if placement.where is Where.DEVICE]
     as_in_memory = [v for v in on_device if not by_matrix(version_of(plan, v))]  # those that no GPU kernel decodes
     largest = max([staging, *(row[v] for row in plan.sizes for v in as_in_memory)])
-    read_there = {p.version.name for p in plan.ladder if p.where is Where.PINNED and p.version is not None}
-    served = [name for v in on_device if v < last and (name := version_of(plan, v).name) not in read_there]
-    if read_there:
-        host = max(0, (host_limits()["pinnable_bytes"] if host is None else host) - bytes_on_host(plan, Where.PINNED))
+    served = [version_of(plan, v).name for v in on_device if v < last]
+    if plan.reads_host:  # promotions of this version are copied from there
+        served = [name for name in served if name != version_of(plan, plan.base).name]
+    if pinned := plan.on_host(Where.PINNED):
+        host = max(0, (host_limits()["pinnable_bytes"] if host is None else host) - pinned)
     return open_cuda(store, served, device, largest, staging, buffers, on_event, host, bool(plan.window))
-
-
-def bytes_on_host(plan: Plan, where: Where) -> int:
-    """Return the bytes of all experts at the largest placement in host memory of this kind."""
-    there = [v for v, placement in enumerate(plan.ladder) if placement.where is where]
-    return sum(n * max((row[v] for v in there), default=0) for n, row in zip(plan.experts, plan.blocks, strict=True))
 
 
 def check_host(bundle: Bundle, plan: Plan, host_memory: int | None, on_gpu: bool) -> None:
@@ -88,8 +83,8 @@ def check_host(bundle: Bundle, plan: Plan, host_memory: int | None, on_gpu: bool
     """
     on_host = [v for v, placement in enumerate(plan.ladder) if placement.where in ON_HOST]
     largest = max(row[v] for row in plan.blocks for v in on_host)
-    pinned = bytes_on_host(plan, Where.PINNED)
-    least = bytes_on_host(plan, Where.HOST) + pinned + largest
+    pinned = plan.on_host(Where.PINNED)
+    least = plan.on_host(Where.HOST) + pinned + largest
     if host_memory is None and pinned and on_gpu:
         host_memory = host_limits()["pinnable_bytes"]
     if host_memory is not None and host_memory < least:

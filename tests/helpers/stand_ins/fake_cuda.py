@@ -28,7 +28,7 @@ def overlap(some: Ranges, others: Ranges) -> bool:
     return any(a < b + n and b < a + m for a, m in some for b, n in others)
 
 
-ERRORS = {2: "out of memory", 801: "operation not supported"}
+ERRORS = {2: "out of memory", 713: "memory is not registered", 801: "operation not supported"}
 
 
 class Function:
@@ -55,6 +55,9 @@ class FakeCudart:
         self.calls: list[tuple[Any, ...]] = []
         self.sticky = 0
         self.registered: dict[int, int] = {}
+        self.unpinned: Ranges = []  # what was registered once
+        self.busy: Callable[[], Ranges] = list  # what the device reads or writes
+        self.wrong: list[str] = []
         self.allocated: dict[int, Any] = {}
         self.seen: list[bytes] = []  # what stood in memory when it was registered
         self.elsewhere = 0  # added to the addresses at which the device finds the host's memory
@@ -83,7 +86,12 @@ class FakeCudart:
         return code
 
     def _HostUnregister(self, address: int) -> int:
-        del self.registered[address]
+        if address not in self.registered:
+            self.sticky = 713
+            return 713
+        self.unpinned.append((address, self.registered.pop(address)))
+        if overlap(self.unpinned[-1:], self.busy()):
+            self.wrong.append("unpinned while the device reads it")
         return self._did("unregister")
 
     def _HostGetDevicePointer(self, found: Any, address: int, flags: int) -> int:
@@ -146,6 +154,7 @@ class FakeGpu:
 
     def __init__(self, cuda: FakeCudart, patience: int = 3, decodes_by: Callable[..., Any] | None = None) -> None:
         self.cuda, self.patience, self.broken = cuda, patience, False
+        cuda.busy = self.busy
         self.log: list[str] = []
         self.wrong: list[str] = []
         self.own: list[tuple[int, int]] = []  # pinned by torch, or on the device
@@ -295,6 +304,11 @@ class FakeGpu:
     def record(self, timed: bool = False) -> FakeEvent:
         stream = self._stream.name
         return FakeEvent(self, stream, len(self._work[stream]))
+
+    def finish(self) -> None:
+        with self.lock:
+            for stream, work in self._work.items():
+                self.carry_out(stream, len(work))
 
     def mark(self) -> FakeEvent:
         return FakeEvent(self, "compute", len(self._work["compute"]))

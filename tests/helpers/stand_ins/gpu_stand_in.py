@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch_products
-from fake_cuda import FakeCudart, FakeGpu, Ranges
+from fake_cuda import FakeCudart, FakeGpu, Ranges, overlap
 from torch.utils._python_dispatch import _disable_current_modes
 from triton import knobs
 
@@ -36,7 +36,7 @@ class StandIn:
 
     def wrong(self) -> list[str]:
         """Every rule that was broken."""
-        return self.gpu.wrong
+        return self.gpu.wrong + self.cudart.wrong
 
     def leaks(self) -> list[str]:
         """What was not given back."""
@@ -89,9 +89,13 @@ def _watched(made: StandIn, real: Any, computes: bool) -> Any:
         words = [w for w in handles[active].tolist() if w & 63 in served]
         plain = [w for w in words if forms[w & 63].bits == PLAIN]
         ranges: Ranges = [((w & ~63) + forms[w & 63].low, 2 * matrix.weights) for w in plain]
+        host = [(w & ~63, 1) for w in words if made.cudart.is_pinned(w & ~63, 1)]
+        ranges += host
         if handles.untyped_storage().nbytes() > handles.nbytes:  # a row of a step's table
             ranges.append((handles.data_ptr(), handles.nbytes))
         with made.gpu.lock:
+            if not host and overlap([(w & ~63, 1) for w in words], made.cudart.unpinned):
+                made.gpu.wrong.append("read in host memory that is not pinned any more")
             if any(w < 64 for w in words):
                 made.gpu.wrong.append("read where nothing is")
                 raise RuntimeError("an illegal memory access was encountered")

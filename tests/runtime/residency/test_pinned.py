@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gpu_stand_in import StandIn
-from live_models import at, ids, load, logits, wait_for
+from live_models import at, ids, load, logits, stop_after, wait_for
+from tiny_models import build_tiny
 
 import moepack
 from moepack.pack.errors import InputError
+from moepack.pack.reader import open_bundle
+from moepack.reports.plan import plan
 from moepack.runtime.devices.cuda_memory import ReadMemory
 from moepack.runtime.experts import backends
 from moepack.runtime.planning.exceeded import TooSmallError
+from moepack.runtime.planning.options import LoadOptions
+from moepack.runtime.policies.contract import Interval, Setting
+from moepack.runtime.policies.lru import NEWCOMERS, Recent, RecentOptions
+from moepack.runtime.policies.placements import Placement, Where
 from moepack.runtime.residency import kv_reserve
 from moepack.runtime.store import files
 from moepack.runtime.store.cudart import MAPPED, PORTABLE, Cudart
@@ -109,7 +118,7 @@ def test_on_a_gpu(small: Path, gpu: StandIn, policy: str) -> None:
     want = {n: logits(first, ids(n, n)) for n in (1, 9)}
     model = load(small, policy, room=ROOM, **ALL)
     live = model.moepack.manager
-    pinned = [m.pinned for m in live.device._registered]
+    pinned = [m.pinned for m in live.device._memories]
     assert pinned == [24 * live.plan.blocks[0][-1]] and sum(gpu.cudart.registered.values()) == sum(pinned)
 
     def serve() -> None:
@@ -144,12 +153,91 @@ def test_a_system_that_does_not_pin(small: Path, gpu: StandIn, monkeypatch: pyte
 def test_pieces_are_whole_blocks(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy from two registrations fails, so no block lies in two."""
     monkeypatch.setattr("moepack.runtime.devices.cuda_memory.PIECE", 3 * 4096)
-    memory = ReadMemory(4096, 8, Cudart(0, gpu.cudart))
+    memory: Any = ReadMemory(4096, 8, Cudart(0, gpu.cudart), gpu.gpu)
     assert sorted(gpu.cudart.registered.values()) == [2 * 4096, 3 * 4096, 3 * 4096] and memory.pinned == 8 * 4096
     assert {flags for name, _, flags in gpu.cudart.calls if name == "register"} == {PORTABLE | MAPPED}
     memory.close()
     memory.close()
     assert not gpu.cudart.registered and memory.pinned == 0
+
+
+def test_it_stays_pinned_while_kernels_read_it(small: Path, gpu: StandIn) -> None:
+    """A model that is closed inside a step, or while kernels go on, unpins after them."""
+    model = load(small, HOT, room=0, **ALL)
+    live = model.moepack.manager
+    with live.step():
+        closing = threading.Thread(target=model.moepack.close)
+        closing.start()
+        closing.join()
+        logits(model, ids(1, 4))
+        assert sum(gpu.cudart.registered.values()) == live.plan.on_host(Where.PINNED)
+    assert not gpu.cudart.registered
+    model = load(small, HOT, room=0, **ALL)
+    gpu.gpu.patience = 1 << 30  # until it is waited for
+    logits(model, ids(1, 4))
+    assert gpu.gpu.reading
+    model.moepack.close()
+    assert not gpu.cudart.registered and not gpu.gpu.reading and not gpu.wrong()
+
+
+def test_an_early_end_is_seen(small: Path, gpu: StandIn) -> None:
+    """The rule that the stand-in holds it to, broken on purpose: a kernel reads what is not pinned any more."""
+    model = load(small, HOT, room=0, **ALL)
+    gpu.gpu.patience = 1 << 30
+    logits(model, ids(1, 4))
+    for memory in model.moepack.manager.device._memories:
+        memory._gpu = SimpleNamespace(finish=lambda: None)
+        memory.close()
+    logits(model, ids(1, 4))
+    said = {"unpinned while the device reads it", "read in host memory that is not pinned any more"}
+    assert set(gpu.wrong()) == said
+    gpu.gpu.finish()
+    gpu.gpu.wrong.clear()
+    gpu.cudart.wrong.clear()
+
+
+def test_an_interrupted_load_unpins(small: Path, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moepack.runtime.devices.cuda_memory.PIECE", 1)
+    stop_after(monkeypatch, Cudart, "register", 4)
+    with pytest.raises(KeyboardInterrupt):
+        load(small, HOT, 1 << 40, **ALL)
+    assert not gpu.cudart.registered
+
+
+def test_a_bundle_of_one_version(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """Where nothing is lost anywhere, waiting for the bus is all that counts: busy experts still come."""
+    recipe = "versions: [bf16]\ncalibration: {samples: 4, length: 32, batch_size: 4}\n"
+    build_tiny("qwen3_moe", tmp_path, recipe, demo_model, text, num_hidden_layers=2)
+    model = load(tmp_path / "bundle", "hotness:lo=bf16@pinned", room=250_000, **ALL)
+    assert 0 < at(model, "bf16") < 16
+
+
+def test_it_is_not_the_process_alone(small: Path) -> None:
+    """A limit of the process does not count it, so both together are refused: by loading, and by a plan."""
+    options = LoadOptions(policy=HOT, memory="8GB")
+    for asked in (lambda: moepack.load(small, policy=HOT, memory="8GB"), lambda: plan(small, options)):
+        with pytest.raises(InputError, match=r"policy hotness:.* keeps experts in host memory .* process's memory"):
+            asked()
+    made = plan(small, LoadOptions(policy=HOT, device_memory=1 << 30))
+    assert made.pinned_bytes == 24 * 8192
+
+
+def test_layers_share_the_cache_evenly(small: Path) -> None:
+    """A prompt that uses all experts alike leaves no layer without, and few come at a time."""
+    experts, version = [32] * 8, open_bundle(small).versions[1]
+    ladder = (Placement(version), Placement(version, Where.PINNED))
+    losses = [np.zeros((n, 2)) for n in experts]
+    traffic = [np.arange(1, n + 1).tolist() for n in experts]
+    policy = Recent(Setting(experts, ladder, [[10, 0]] * 8, traffic, losses), RecentOptions(hi="w4", lo="w4@pinned"))
+    room = [10 * 16] * 8  # half of all
+    held = policy.decide(Interval(0.0, room, [np.zeros(n, np.int64) for n in experts]))
+    for time in range(1, 9):
+        now = policy.decide(Interval(float(time), room, [np.full(n, 3) for n in experts]))
+        assert now is not None and held is not None and len(now) == 128 and len(now.keys() - held.keys()) <= NEWCOMERS
+        held = now
+    layers = [sum(key[0] == p for key in held) for p in range(8)]
+    assert min(layers) >= 8, layers
+    assert policy.decide(Interval(10.0, room, [np.zeros(n, np.int64) for n in experts])) is None
 
 
 def test_threads_read_and_promote_at_once(small: Path, want: dict[int, torch.Tensor]) -> None:

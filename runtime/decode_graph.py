@@ -4,8 +4,8 @@ A pass is captured when it has come WARM times with one token of each sequence, 
 cache that is static or, as the server's, found by a table. A graph reads addresses that never change: the pass's
 tensors, the handle table and the counters of a step are copied there and back on the step's stream. So policies go on
 changing versions between replays. What is read at other addresses, or decided by the host in a pass, is never
-captured: experts on the host or in pages, policies that make passes wait, padding. A budget holds back what graphs
-take.
+captured: experts that the host runs or that are in pages, policies that make passes wait, padding. A budget holds back
+what graphs take.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def run_layer(module: Any, hidden: Tensor, index: Tensor, weights: Tensor, traff
 
 
 def _plan(bundle: Bundle, policy: Policy, budget: int) -> Plan:
-    """Plan for the experts alone. Raises InputError for a policy whose passes wait for experts, or ask the host."""
+    """Plan for the experts alone. Raises InputError for a policy whose passes wait, or that uses host memory."""
     ladders = ladders_of(bundle, policy.options)
     moved = policy.options.on_demand or any(p.where not in HELD for ladder in ladders for p in ladder)
     plan = None if moved else make_plan(bundle, policy.options, 0, budget)

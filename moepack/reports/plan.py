@@ -176,7 +176,7 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
         host = sum(bundle.version_bytes(name) for name in {_version(name) for name in served} - {""})
         facts["expected_relative_loss"], facts["expected_relative_loss_error"] = relative_loss(tables, table)
         facts["bytes_per_token"] = read + int(_experts_read(bundle, tables, table, top_k(config)))
-        if bandwidth:
+        if bandwidth and not decided.pinned:  # which the bus bounds
             facts["expected_tokens_per_second"] = bandwidth / facts["bytes_per_token"]
         if bandwidth and not estimated and (token := token_bytes(bundle, parsed, table, read, top_k(config))):
             took = speed(token, found := rates(bundle, token, bandwidth))
@@ -241,7 +241,7 @@ def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int, device: t
     used = base + sum(growing[p][v] - growing[p][made.base] for (p, _), v in wanted.items())
     names, least = tuple(map(str, made.ladder)), base + made.demand + made.present
     moving = chosen.needs.layers or any(p.where is not Where.DEVICE for p in made.ladder)
-    pinned = made.on_host(Where.PINNED)
+    pinned = made.on_host(Where.PINNED) if torch_cuda.is_gpu(device) else 0
     return _Decided(table, names, made.staging, made.workspace, least, used, 0, made.window, moving, pinned)
 
 
@@ -319,7 +319,7 @@ def render(planned: Planned) -> tuple[Any, str]:
         (planned.used_bytes - f.total, "experts"),
     )
     taken = ", ".join(f"{_size(n)} {name}" for n, name in parts if n)
-    pinned = f", and {_size(planned.pinned_bytes)} of it are pinned" if planned.pinned_bytes else ""
+    pinned = f", and {_size(planned.pinned_bytes)} of pinned host memory beside" if planned.pinned_bytes else ""
     text = (
         f"For {asked(planned)}, {_size(planned.used_bytes)} are used: {taken}. "
         f"The least that would do is {planned.least_bytes:,} bytes. With experts at their least, the cache "

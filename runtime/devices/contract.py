@@ -51,7 +51,7 @@ class Device(Protocol):
 
     @property
     def moved(self) -> int:
-        """Stored bytes copied since the start."""
+        """Bytes copied since the start: stored ones, or those of pinned host memory."""
 
     def memory(self, size: int) -> Memory:
         """Allocate `size` bytes. Called only while a model is loaded."""

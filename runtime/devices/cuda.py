@@ -134,7 +134,7 @@ class CudaDevice(Migration):
         """Allocate host memory, and pin it. Raises InputError if `pins` was not given, or the system refuses."""
         if self._pins is None:
             raise InputError("experts in pinned memory need CUDA's runtime, which this torch does not have")
-        self._memories.append(ReadMemory(block, blocks, self._pins, self.gpu))
+        self._memories.append(ReadMemory(block, blocks, self._pins))
         return self._memories[-1]
 
     def fetch(

@@ -70,10 +70,10 @@ class ReadMemory(CpuMemory):
 
     returnable = False
 
-    def __init__(self, block: int, blocks: int, calls: Cudart, gpu: TorchGpu) -> None:
+    def __init__(self, block: int, blocks: int, calls: Cudart) -> None:
         """Pin them. Raises InputError where the system refuses, or the device has other addresses for them."""
         super().__init__(block * blocks)
-        self.pinned, self._calls, self._gpu = 0, calls, gpu
+        self.pinned, self._calls = 0, calls
         self._registered: list[int] = []
         self.take(0, len(self.tensor))  # huge pages
         try:
@@ -92,10 +92,7 @@ class ReadMemory(CpuMemory):
             raise
 
     def close(self) -> None:
-        """Wait until the device has ended all work, then unpin everything; the memory stays. May be called twice."""
-        if self._registered:
-            with contextlib.suppress(RuntimeError):  # the device may be gone
-                self._gpu.finish()
+        """Unpin everything, once no kernel reads it; the memory stays. May be called twice."""
         while self._registered:
             with contextlib.suppress(CudaError):  # the device may be gone
                 self._calls.unregister(self.tensor.data_ptr() + self._registered.pop())

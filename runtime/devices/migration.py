@@ -211,7 +211,7 @@ class HostThreads(_Queue):
 
 
 class Migration:
-    """The common part of devices: one stream for copies, with a rate limit; `moved` counts the stored bytes copied."""
+    """The common part of devices: one stream for copies, with a rate limit; `moved` counts the bytes copied."""
 
     def __init__(self, stream: HostStream | HostThreads) -> None:
         self.stream = stream

@@ -90,10 +90,6 @@ class TorchGpu:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def finish(self) -> None:
-        """Wait until the device has ended all work of all streams."""
-        torch.cuda.synchronize(self.device)
-
     def mark(self) -> torch.cuda.Event:
         """Record an event on the calling thread's compute stream."""
         return self.record()

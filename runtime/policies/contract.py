@@ -259,7 +259,7 @@ _PINNED = f"@{Where.PINNED.value}"
 
 @dataclass(frozen=True, slots=True)
 class DeviceOptions(LiveOptions):
-    """Options of a policy whose ladder has versions on the device, and last one there or in pinned host memory."""
+    """Options of a policy whose placements are on the device, except that the last may be in pinned host memory."""
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {**LiveOptions.CHOICES, "between": ("yes", "no")}
 

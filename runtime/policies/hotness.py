@@ -105,7 +105,7 @@ class HotnessOptions(DeviceOptions):
 
     @property
     def keeps_low(self) -> bool:
-        """Whether `keep` is "yes" (a promoted expert keeps its base version), or the base takes none on the device."""
+        """Whether `keep` is "yes" (a promoted expert keeps its base version), or the base takes no device memory."""
         return self.keep == "yes" or not self._base_takes_memory
 
     @property

@@ -54,7 +54,7 @@ class RecentOptions(DeviceOptions):
     def __post_init__(self) -> None:
         DeviceOptions.__post_init__(self)
         if self.reads_host and self.prefetch == "yes":
-            raise ValueError(f"prefetch=yes needs passes that wait, and under lo={self.lo} none does")
+            raise ValueError(f"prefetch=yes needs passes that wait, and no pass waits under lo={self.lo}")
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
         """Return the ladders of `DeviceOptions`, or with `lo=absent` one ladder: a version, and absent."""
@@ -73,6 +73,8 @@ class Recent:
 
     All layers share one cache. Experts of one call never evict each other. If a layer asks for more experts than fit,
     those with the most tokens are loaded, and the others run at the base version.
+
+    Over pinned host memory no pass waits: what passes have used is loaded afterwards, at every interval.
     """
 
     def __init__(self, setting: Setting, options: RecentOptions | None = None) -> None:
@@ -85,7 +87,10 @@ class Recent:
         self.worth = self._cache.last_used
 
     def decide(self, event: Event) -> Wanted | None:
-        """Return the experts to load for a layer, and those evicted for them; before any token, the busiest experts."""
+        """Return the experts to load for a layer, and those evicted for them; before any token, the busiest experts.
+
+        Over pinned host memory return all experts that are to be on the device, at every interval.
+        """
         room = sum(event.capacity)
         if isinstance(event, Interval) and self._room < 0:
             self._room = room

@@ -175,7 +175,7 @@ class MixedCache:
     def use(self, wants: Mapping[Key, int], room: int, newcomers: int) -> None:
         """Mark experts of any layers as used, and take in the first `newcomers` that are new; others leave for them.
 
-        `wants` are placements, the most wanted expert first, who leaves last.
+        `wants` are placements, the most wanted expert first; it leaves last.
         """
         new = set([key for key in wants if key not in self.held][:newcomers])
         for key in reversed(list(wants)):

@@ -127,8 +127,9 @@ class ResidencyManager:
                 self._open_host(host_rate, host_threads)
             self._serve(bundle, devices, wanted, host_memory)
         except BaseException:
-            self._end_streams()
-            self.device.free()
+            with contextlib.ExitStack() as ends:
+                ends.callback(self.device.free)
+                self._end_streams()
             raise
         if not self._blocking:
             self.worker.start()
@@ -221,10 +222,9 @@ class ResidencyManager:
         described, where = version_of(self.plan, version), self.plan.ladder[version].where
         stored = partial(self.store.stored, described.name, position, expert)
         device = self._host_device if where in ON_HOST and self._host_device is not None else self.device
-        packed, here = where is Where.PACKED, None
-        if self.plan.reads_host and where is Where.DEVICE and described == version_of(self.plan, self.plan.base):
-            here = self._pinned(key)
-        return device.fetch(stored, target, self.layers[position].of.layer, described, packed, here)
+        same = self.plan.reads_host and where is Where.DEVICE and described == version_of(self.plan, self.plan.base)
+        layer, packed, here = self.layers[position].of.layer, where is Where.PACKED, self._pinned(key) if same else None
+        return device.fetch(stored, target, layer, described, packed, here)
 
     def _pinned(self, key: Key) -> Tensor | None:
         """Return an expert's bytes in pinned memory, where its base is; None while it is being loaded."""
@@ -396,7 +396,7 @@ class ResidencyManager:
 
     @property
     def moved(self) -> int:
-        """Stored bytes copied since serving began."""
+        """Bytes copied since serving began."""
         return self.device.moved - self._moved_before + (self.paging.counts.read if self.paging is not None else 0)
 
     # --- the worker

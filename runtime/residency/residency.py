@@ -11,6 +11,7 @@ brings the new version first and frees the old one later.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -380,6 +381,9 @@ class Residency:
 
     def _forget(self) -> None:
         others, self._waiting_to_go = self._waiting_to_go, ()
+        for mark in self.steps.ended.values() if others else ():  # the device may still read what is let go
+            with contextlib.suppress(RuntimeError):  # the device may be gone
+                mark.wait()
         for forget in others:
             forget()
 

@@ -78,9 +78,12 @@ class Cudart:
             raise CudaError(self._symbol(name), code, self._named("GetErrorString")(code).decode())
 
     def attribute(self, number: int) -> int:
-        """Return the device's attribute with this number (cudaDevAttr...); of ROCm's, what its devices do."""
+        """Return the device's attribute with this number (cudaDevAttr...).
+
+        ROCm, whose numbers differ, is not asked: 1 for HOST_REGISTER_SUPPORTED, else 0.
+        """
         if self._hip:
-            return int(number == HOST_REGISTER_SUPPORTED)  # files' own pages are not tried there
+            return int(number == HOST_REGISTER_SUPPORTED)
         value = ctypes.c_int()
         self._call("DeviceGetAttribute", ctypes.byref(value), number, self._device)
         return value.value

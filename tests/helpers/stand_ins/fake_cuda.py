@@ -82,6 +82,7 @@ class FakeCudart:
         code = self._did("register", size, flags)
         if not code:
             self.registered[address] = size
+            self.unpinned = [r for r in self.unpinned if not overlap([r], [(address, size)])]
             self.seen.append(ctypes.string_at(address, size))
         return code
 
@@ -172,6 +173,7 @@ class FakeGpu:
     def memory(self, size: int) -> Tensor:
         made = torch.zeros(size + 64, dtype=torch.uint8)
         made = made[-made.data_ptr() % 64 :][:size]
+        self.cuda.unpinned = [r for r in self.cuda.unpinned if not overlap([r], [(made.data_ptr(), size)])]
         self.own.append((made.data_ptr(), size))
         return made
 

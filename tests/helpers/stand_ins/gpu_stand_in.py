@@ -89,12 +89,12 @@ def _watched(made: StandIn, real: Any, computes: bool) -> Any:
         words = [w for w in handles[active].tolist() if w & 63 in served]
         plain = [w for w in words if forms[w & 63].bits == PLAIN]
         ranges: Ranges = [((w & ~63) + forms[w & 63].low, 2 * matrix.weights) for w in plain]
-        host = [(w & ~63, 1) for w in words if made.cudart.is_pinned(w & ~63, 1)]
-        ranges += host
+        at = [(w & ~63, 1) for w in words]
+        ranges += [r for r in at if made.cudart.is_pinned(*r)]
         if handles.untyped_storage().nbytes() > handles.nbytes:  # a row of a step's table
             ranges.append((handles.data_ptr(), handles.nbytes))
         with made.gpu.lock:
-            if not host and overlap([(w & ~63, 1) for w in words], made.cudart.unpinned):
+            if overlap([r for r in at if not made.cudart.is_pinned(*r)], made.cudart.unpinned):
                 made.gpu.wrong.append("read in host memory that is not pinned any more")
             if any(w < 64 for w in words):
                 made.gpu.wrong.append("read where nothing is")

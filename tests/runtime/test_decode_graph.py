@@ -38,7 +38,7 @@ calibration: {samples: 4, length: 32, batch_size: 4}
 allocation: {average_bits: 4}
 """
 LIVE = "hotness:hi=w4,lo=w2,prior=none,interval=0.02,rate=0,margin=0,slack=0"
-PINNED = "lru:hi=w4,lo=w2@pinned"
+PINNED = LIVE.replace("lo=w2", "lo=w2@pinned")
 # Operations: 2 norms, 2 sums, 3 products, the heads, a count, attention's 2; routing, experts' 2 products, their sum
 A_LAYER = 15
 BESIDE = 22  # of a step: embedding, positions, mask, angles, the last norm and lm_head

@@ -226,11 +226,12 @@ def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int, device: t
     from moepack.runtime.planning.plan import make_plan, unchanging
     from moepack.runtime.policies.placements import Where
 
+    on_gpu = torch_cuda.is_gpu(device)
     try:
         if not policy.is_live:
             versions, experts = unchanging(bundle, policy, fixed, budget)
             return _Decided(versions, tuple(v.name for v in bundle.versions), 0, 0, experts, experts, 0)
-        made = make_plan(bundle, policy.options, fixed.total, budget, torch_cuda.is_gpu(device))
+        made = make_plan(bundle, policy.options, fixed.total, budget, on_gpu)
     except TooSmallError as error:
         return _Decided(None, (), 0, 0, 0, 0, error.least)
     chosen, wanted = made.policy(policy)
@@ -241,7 +242,7 @@ def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int, device: t
     used = base + sum(growing[p][v] - growing[p][made.base] for (p, _), v in wanted.items())
     names, least = tuple(map(str, made.ladder)), base + made.demand + made.present
     moving = chosen.needs.layers or any(p.where is not Where.DEVICE for p in made.ladder)
-    pinned = made.on_host(Where.PINNED) if torch_cuda.is_gpu(device) else 0
+    pinned = made.on_host(Where.PINNED) if on_gpu else 0
     return _Decided(table, names, made.staging, made.workspace, least, used, 0, made.window, moving, pinned)
 
 

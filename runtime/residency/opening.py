@@ -79,9 +79,8 @@ def open_device(
 def check_host(bundle: Bundle, plan: Plan, host_memory: int | None, on_gpu: bool) -> None:
     """Raise TooSmallError unless host memory holds all experts at the largest placement there.
 
-    Where the host runs some, which come and go, it must hold one block more.
-
-    Pinned memory is never swapped: where a GPU is to read it, the default is what the system lets a process pin.
+    Where the host runs some, which come and go, it must hold one block more. Pinned memory is never
+    swapped: where a GPU is to read it, the default is what the system lets a process pin.
     """
     on_host = [v for v, placement in enumerate(plan.ladder) if placement.where in ON_HOST]
     one_more = [row[v] for row in plan.blocks for v in on_host if plan.ladder[v].where is Where.HOST]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gpu_stand_in import StandIn
-from live_models import at, ids, load, logits, stop_after, wait_for
+from live_models import at, ids, load, logits, same, same_at_once, stop_after, wait_for
 from tiny_models import build_tiny
 
 import moepack
@@ -52,8 +53,7 @@ def test_wherever_they_are_the_bits_are_the_same(
     seen = set()
 
     def serve() -> None:
-        for n, made in want.items():
-            assert torch.equal(logits(model, ids(n, n)), made)
+        same(model, want, *want)
         seen.add(tuple(map(tuple, model.moepack.versions)))
 
     serve()
@@ -122,10 +122,7 @@ def test_on_a_gpu(small: Path, gpu: StandIn, policy: str) -> None:
     pinned = [m.pinned for m in live.device._memories]
     assert pinned == [24 * live.plan.blocks[0][-1]] and sum(gpu.cudart.registered.values()) == sum(pinned)
 
-    def serve() -> None:
-        for n, made in want.items():
-            assert torch.equal(logits(model, ids(n, n)), made)
-
+    serve = functools.partial(same, model, want, *want)
     serve()
     wait_for(lambda: live.residency.counts.promotions >= 3, serve)
     serve()
@@ -241,18 +238,4 @@ def test_layers_share_the_cache_evenly(small: Path) -> None:
 
 
 def test_threads_read_and_promote_at_once(small: Path, want: dict[int, torch.Tensor]) -> None:
-    model = load(small, RECENT, room=ROOM, **ALL)
-    wrong: list[int] = []
-
-    def passes(start: int) -> None:
-        for i in range(12):
-            n = (1, 2, 9)[(start + i) % 3]
-            if not torch.equal(logits(model, ids(n, n)), want[n]):
-                wrong.append(n)
-
-    threads = [threading.Thread(target=passes, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    same_at_once(load(small, RECENT, room=ROOM, **ALL), want, tuple(want), threads=3, rounds=12)

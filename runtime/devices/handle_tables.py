@@ -17,13 +17,13 @@ from torch import Tensor
 
 from moepack.pack.errors import InputError
 from moepack.runtime.devices.contract import Completion
-from moepack.runtime.experts.handles import REACHES, Snapshot
+from moepack.runtime.experts.handles import ROWS, Snapshot
 from moepack.runtime.kernels.current import current
 
 
 @dataclass(slots=True, eq=False)
 class HandleTable:
-    """All layers at an epoch: `words`, int64 [layers, 1 + REACHES, most experts + 1]. `read` ends with the last use."""
+    """All layers at an epoch: `words`, int64 [layers, ROWS, most experts + 1]. `read` ends with the last use."""
 
     words: Tensor
     epoch: int
@@ -36,7 +36,7 @@ class DeviceTables:
 
     def __init__(self, experts: Sequence[int], device: torch.device, mark: Callable[[], Completion]) -> None:
         """Prepare tables for layers of `experts` experts; `mark` makes an event that ends with the issued compute."""
-        self._shape, self._device, self._mark = (len(experts), 1 + len(REACHES), max(experts) + 1), device, mark
+        self._shape, self._device, self._mark = (len(experts), ROWS, max(experts) + 1), device, mark
         self._free: list[HandleTable] = []
         self._lock = threading.Lock()
         self._host: tuple[int, Tensor] | None = None

@@ -5,7 +5,7 @@ Publishing makes a new snapshot of a layer. A forward pass (forward.py) reads th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -62,6 +62,7 @@ class Handle:
 RUN_THERE = PAGED | {Where.DEVICE, Where.PINNED}  # places of experts that the device runs
 EVERYWHERE = RUN_THERE | {Where.HOST}  # all places of an expert that is not absent
 REACHES = (RUN_THERE, EVERYWHERE, frozenset({Where.HOST}))  # the sets of places for which `Snapshot.only` is asked
+ROWS = len(REACHES) + 2  # of `Snapshot.words`: the table, the map of each of REACHES, second words
 NOTHING = Handle(None, torch.empty(0, dtype=torch.uint8), (), (), Where.ABSENT)
 
 
@@ -85,6 +86,8 @@ class ServedLayer:
         # Numbers of all versions that experts on the device may have under the policy; empty if none ever changes
         self.launched: tuple[int, ...] = ()
         self.makes_up_for_absent = False  # whether a token's other experts take over gate weights of absent ones
+        # What a step's kernels find beside the handles of a snapshot, int64 [experts]; None where they need no more
+        self.second: Callable[[Snapshot], npt.NDArray[np.int64]] | None = None
         # The experts module's gate, and the kernel that runs few tokens in one call if the gate is its own (cpu.py)
         self.gated: tuple[Any, GatedExperts | None] | None = None
 
@@ -123,15 +126,17 @@ class Snapshot:
 
     @cached_property
     def words(self) -> npt.NDArray[np.int64]:
-        """What a device is given: the table, and the map of each of REACHES, int64 [1 + REACHES, experts + 1].
+        """What a device is given: the table, the map of each of REACHES, and second words, int64 [ROWS, experts + 1].
 
         Maps are zeros where no expert is out of the device's reach: `only` does not ask for them then.
         """
         count = len(self.table)
-        out = np.zeros((1 + len(REACHES), count + 1), np.int64)
+        out = np.zeros((ROWS, count + 1), np.int64)
         out[0, :count] = self.table.view(np.int64)
         if not self.places <= RUN_THERE:
-            out[1:] = [self._map(here) for here in REACHES]
+            out[1:-1] = [self._map(here) for here in REACHES]
+        if self.of.second is not None:
+            out[-1, :count] = self.of.second(self)
         return out
 
     def _map(self, here: frozenset[Where]) -> list[int]:
@@ -139,11 +144,11 @@ class Snapshot:
         return [*(e if h.where in here else count for e, h in enumerate(self.handles)), count]
 
     def over(self, words: Tensor) -> Snapshot:
-        """The same snapshot, with all that was made of it, and `words` on the device already, [1 + REACHES, ...]."""
+        """The same snapshot, with all that was made of it, and `words` on the device already, [ROWS, ...]."""
         count, made = len(self.table), object.__new__(Snapshot)
-        vars(made).update(vars(self), _on_device=words[0, :count], served=self.served)
+        vars(made).update(vars(self), _on_device=words[0, :count], served=self.served, seconds=words[-1, :count])
         if not self.places <= RUN_THERE:
-            made._maps = {here: row[: count + 1] for here, row in zip(REACHES, words[1:], strict=True)}
+            made._maps = {here: row[: count + 1] for here, row in zip(REACHES, words[1:-1], strict=True)}
         return made
 
     def device_table(self) -> Tensor:
@@ -155,6 +160,12 @@ class Snapshot:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # another stream may read it next
         return self._on_device
+
+    @cached_property
+    def seconds(self) -> Tensor:
+        """The second words on the device, int64 [experts]. If they are not there yet, copies them and waits."""
+        with torch.inference_mode(False):
+            return torch.from_numpy(self.words[-1, : len(self.table)].copy()).to(self.of.device)
 
     @cached_property
     def served(self) -> list[int]:

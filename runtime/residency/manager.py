@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.reader import Bundle
+from moepack.pack.spec import Version
 from moepack.runtime.devices import torch_cuda
 from moepack.runtime.devices.cpu import CpuDevice
 from moepack.runtime.devices.handle_tables import DeviceTables
@@ -41,34 +42,26 @@ from moepack.runtime.store.files import BackingStore
 from moepack.runtime.store.loading import AHEAD, loading
 
 from .on_demand import OnDemandLoader
-from .opening import check_host, make_pools, open_device, open_paging, second_buffer, version_of
+from .opening import (
+    check_host,
+    make_pools,
+    name_of,
+    open_device,
+    open_paging,
+    second_buffer,
+    stored_bytes,
+    version_of,
+)
+from .pinned import pin_best
 from .residency import Residency
 from .routing_statistics import RoutingStatistics
-from .transitions import Transitions
+from .transitions import Transitions, fails, makes_room
 from .worker import Worker
 
 CHANGING = (
     "gradients need versions that stay: this policy changes them while serving; load the bundle with a static policy "
     "to train beside it, or run the pass under torch.no_grad()"
 )
-
-
-def _stored_bytes(bundle: Bundle, plan: Plan, key: Key, version: int) -> int:
-    return bundle.layer_file(version_of(plan, version).name, key[0]).extent_size(key[1])
-
-
-def _name(bundle: Bundle, plan: Plan, key: Key, version: int) -> str:
-    return f"{bundle.path}: layer {bundle.layers[key[0]].index}, expert {key[1]}, version {plan.ladder[version]}"
-
-
-def _fails(key: Key, version: int, error: BaseException) -> None:
-    """Raise: without this version an expert would be absent."""
-    raise error
-
-
-def _makes_room(transitions: weakref.ref[Transitions]) -> bool:
-    of = transitions()  # weak: the device, which asks, goes with the model at once
-    return of is not None and of.kv_asked > 0
 
 
 class ResidencyManager:
@@ -174,14 +167,14 @@ class ResidencyManager:
             self.residency, self.tracker, on_device, plan.reserve, on_host, kept=plan.demand + plan.present,
             stays=plan.base - 1 if plan.present else None,
         )  # fmt: skip
-        named = partial(_name, bundle, plan) if plan.ladder[plan.base].version is None else None
-        self.on_demand = OnDemandLoader(self.transitions, partial(_stored_bytes, bundle, plan), named)
+        named = partial(name_of, bundle, plan) if plan.ladder[plan.base].version is None else None
+        self.on_demand = OnDemandLoader(self.transitions, partial(stored_bytes, bundle, plan), named)
         self.prediction: Prediction | None = None  # predicts the next layer's routing; set by the `ForwardWrapper`
         if plan.window:
             self.paging = open_paging(plan, self.layers, self.store, self.device, self.policy.needs.pages_ahead)
         self._load(wanted)
         # A pass may wait for the KV cache's room: experts leave as fast as they can.
-        hurried = partial(_makes_room, weakref.ref(self.transitions))
+        hurried = partial(makes_room, weakref.ref(self.transitions))
         self.device.limit(options.bytes_per_second, 0 if self._blocking else FLOOR, hurried)
         self.each_round: Callable[[], None] = lambda: None  # called by the worker in every round
         self.statistics = RoutingStatistics(plan.experts, len(plan.ladder), self.policy.needs, devices[0])
@@ -196,13 +189,14 @@ class ResidencyManager:
         loaded = [(key, v) for key in keys for v in dict.fromkeys([*[plan.base] * plan.keep, number[key]])]
         sizes = {(key, v): self._stored_size(key, v) for key, v in loaded if plan.blocks[key[0]][v]}
         count = loading()
-        count.expect(sum(sizes.values()))
+        count.expect(sum(sizes.values()) + sum(self._stored_size(key, 0) for key in keys if plan.critical))
+        pin_best(plan, self.layers, (self.device, self._host_device or self.device), self.host, self.store)
         # A GPU copies from one place in order, and a lossless version is decoded from it: others are read in place.
-        ahead = [(version_of(plan, v), key) for key, v in sizes]
+        ahead = [(version_of(plan, v), key) for key, v in sizes if v or not plan.critical]
         with self.store.reading_ahead((v.name, *key) for v, key in ahead if self._on_gpu or v.entropy_coded):
             made = self.residency.place(
                 number.items(), 0 if self._on_gpu else AHEAD, lambda key, v: count.add(sizes.get((key, v), 0)),
-                _fails if plan.present else self.transitions.note_failure,
+                fails if plan.present else self.transitions.note_failure,
             )  # fmt: skip
             for (p, e), handle in made:
                 self.layers[p].publish(e, handle)
@@ -222,12 +216,16 @@ class ResidencyManager:
         described, where = version_of(self.plan, version), self.plan.ladder[version].where
         stored = partial(self.store.stored, described.name, position, expert)
         device = self._host_device if where in ON_HOST and self._host_device is not None else self.device
-        same = self.plan.reads_host and where is Where.DEVICE and described == version_of(self.plan, self.plan.base)
-        layer, packed, here = self.layers[position].of.layer, where is Where.PACKED, self._pinned(key) if same else None
+        layer, packed = self.layers[position].of.layer, where is Where.PACKED
+        here = self._pinned(key, described) if self.plan.reads_host and where is Where.DEVICE else None
         return device.fetch(stored, target, layer, described, packed, here)
 
-    def _pinned(self, key: Key) -> Tensor | None:
-        """Return an expert's bytes in pinned memory, where its base is; None while it is being loaded."""
+    def _pinned(self, key: Key, version: Version) -> Tensor | None:
+        """Return an expert's bytes in pinned memory; None while they are being loaded, or for no version there."""
+        if (chooses := self.layers[key[0]].of.critical) is not None and version == version_of(self.plan, 0):
+            return chooses.best[key[1]].extent
+        if version != version_of(self.plan, self.plan.base):
+            return None
         with self.residency.lock:
             entry = self.residency.entries.get(key)
             return None if entry is None else entry.complete[self.plan.base].handle.extent
@@ -267,7 +265,7 @@ class ResidencyManager:
         Yields a `Prompt` (what the pass reads of a sequence), for `step`, and a function to call with the result.
         """
         needs = self.policy.needs
-        if not (needs.prompts or needs.layers or needs.timings):
+        if not (needs.prompts or needs.layers or needs.timings or self.plan.critical):
             yield NO_PROMPT, lambda out: None
             return
         try:

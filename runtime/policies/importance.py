@@ -89,7 +89,7 @@ class ImportanceOptions(LiveOptions):
         high = find_version(self.hi or (small or names)[0], versions)
         below = names[names.index(high.name) + 1 :]
         lo = self.lo.removesuffix(PINNED) or ("w2" if "w2" in below else (below or [str(ABSENT)])[0])
-        if lo == str(ABSENT):
+        if lo == str(ABSENT) and not self.reads_host:
             return [(Placement(high), ABSENT)]
         low = find_version(lo, versions)
         if lo not in below:

@@ -148,8 +148,8 @@ class Needs:
     gates: bool = False  # whether events have sums of gate weights
     # Whether an expert that is wanted on the host or absent leaves the device at once; else when its bytes are needed
     exact: bool = False
-    # With `layers`, the share of a prompt's tokens that are heavy hitters (receive the most attention); 0 turns their
-    # observation off. A model whose attention weights cannot be read is refused
+    # With `layers`, or where passes choose critical experts, the share of a prompt's tokens that are heavy hitters
+    # (receive the most attention); 0 turns their observation off. A model whose attention cannot be read is refused
     importance: float = 0.0
     # With `layers`, whether the next layer's routing is predicted. A model whose routers cannot be called is refused
     prediction: bool = False

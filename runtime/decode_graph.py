@@ -149,7 +149,7 @@ class DecodeGraphs:
         mask = given.get("attention_mask")
         if isinstance(mask, Tensor) and mask.ndim == 2:  # grows with every token
             return False
-        if not one_each or step.importance is not None or step.loader is not None:
+        if not one_each or step.prompt.several or step.importance is not None or step.loader is not None:
             return False
         if counters is not None and (counters.mask is not None or counters.within):
             return False

@@ -194,11 +194,12 @@ class ForwardWrapper:
     def alone(self) -> AbstractContextManager[Step]:
         """Return a context with a step, for one call of an experts module outside any forward pass.
 
-        The call's routing does not count as traffic. A policy that lets passes wait sees it, to load the experts.
+        The call's routing does not count as traffic, unless experts are chosen by it: a policy that lets passes wait
+        loads them.
         """
         if self._manager is None:
             return opened(self._unchanging())
-        return self._manager.step(counted=self._manager.policy.needs.layers)
+        return self._manager.step(counted=self._manager.policy.needs.layers or bool(self._manager.plan.critical))
 
     # --- compiled passes
 

@@ -19,7 +19,7 @@ from moepack.runtime.experts import gpu
 from moepack.runtime.experts.handles import LayerCall
 from moepack.runtime.kernels import affine_triton, attend_triton, exponent_triton, step_triton, switch_triton
 from moepack.runtime.kernels.forms import make_forms
-from moepack.runtime.kernels.routing_triton import Routing, Tally, route
+from moepack.runtime.kernels.routing_triton import Routing, Tally, route, second_words
 
 Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]  # kernel, arguments, named arguments
 HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8  # Qwen3-30B-A3B's layers
@@ -131,6 +131,11 @@ def beside(dtype: torch.dtype) -> Iterator[tuple[str, list[Launch]]]:
         tally = Tally(torch.zeros_like(table), zeros(count, dtype=torch.float64), zeros(tokens, dtype=torch.int64))
         route(form, table, affine_triton.DECODE.tokens, zeros(tokens, count), bias, tally=tally)
 
+    def choice(count: int, scores: torch.dtype, tied: bool) -> None:
+        table, most = zeros(count, dtype=torch.int64), zeros(count + 1, dtype=torch.int32)
+        ranked = zeros(count, dtype=scores), torch.zeros_like(table) if tied else None
+        second_words(table, torch.zeros_like(table), torch.zeros_like(table), ranked, most)
+
     def attention(size: int, masked: bool) -> None:
         cache, length = zeros(1, KEYS, 4096, size), zeros(1, dtype=torch.int64)
         mask = zeros(1, 1, 1, 4096) if masked else None
@@ -164,6 +169,8 @@ def beside(dtype: torch.dtype) -> Iterator[tuple[str, list[Launch]]]:
     sizes, choices = ((1, 128), (1, 512), (4, 128), (16, 512)), (False, True)
     ways: dict[str, Callable[[], None]] = {"of experts": total}
     ways |= {f"{n} {t}x{c}": partial(routing, form, t, c) for n, form in ROUTERS.items() for t, c in sizes}
+    by = {"gates": (torch.float64, False), "tokens": (torch.int64, False), "heavy hitters": (torch.int64, True)}
+    ways |= {f"words by {n} of {c}": partial(choice, c, *of) for n, of in by.items() for c in (128, 512)}
     ways |= {f"{n}{' masked' * m}": partial(attention, n, m) for n in (64, 128, 256) for m in choices}
     ways |= {f"{n} of rows{' with sinks' * s}": partial(of_rows, n, s) for n in (64, 128, 256) for s in choices}
     places = ("", " placed", " placed in rows")

@@ -76,6 +76,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         snapshot = experts.current
     elif step is not None:
         snapshot = step.snapshots[position]
+        if experts.of.critical is not None:
+            snapshot = experts.of.critical.choose(snapshot, step, position, top_k_index)
     call = LayerCall(self, snapshot, hidden_states, top_k_index, top_k_weights, routed=few)
     if (step is not None and step.paging is None) or not snapshot.in_window:
         return _run(call)

@@ -18,7 +18,7 @@ from moepack.pack.spec import Matrix
 from moepack.runtime.kernels.affine_triton import DECODE, TERMS, product, tiling_for
 from moepack.runtime.kernels.current import current
 from moepack.runtime.kernels.forms import Form
-from moepack.runtime.kernels.routing_triton import Routed, Routing, Tally, fits, sort
+from moepack.runtime.kernels.routing_triton import Routed, Routing, Tally, fits, second_words, sort
 from moepack.runtime.kernels.routing_triton import route as route_few
 from moepack.runtime.kernels.switch_triton import summed, switched
 from moepack.runtime.policies.placements import PAGED, Where
@@ -73,6 +73,13 @@ def routed(experts: LayerExperts, step: Step | None, index: Tensor, weights: Ten
             return made
     pair = (index.contiguous(), weights.detach().contiguous())
     return launch(experts, step, Routing(index.shape[1]), count, given=pair)
+
+
+def critical_words(experts: Snapshot, counts: Tensor, scores: tuple[Tensor, Tensor | None], most: Tensor) -> Tensor:
+    """Return the words at which a layer's critical experts run at the best version; arguments as of `second_words`."""
+    table, seconds = experts.device_table(), experts.seconds
+    with current(table.device):
+        return second_words(table, seconds, counts, scores, most)
 
 
 def in_pages(table: Tensor, index: Tensor, weights: Tensor) -> Routed:

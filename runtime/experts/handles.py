@@ -31,6 +31,8 @@ from .packed import GpuPackedExtent, PackedExtent, RestoredExtent
 if TYPE_CHECKING:
     from moepack.runtime.kernels.token_native import GatedExperts
 
+    from .critical import Critical
+
 Packed = PackedExtent | RestoredExtent | GpuPackedExtent
 
 
@@ -91,6 +93,7 @@ class ServedLayer:
         self.in_place: Callable[[Snapshot, Any], None] | None = None
         # What a step's kernels find beside the handles of a snapshot, int64 [experts]; None where they need no more
         self.second: Callable[[Snapshot], npt.NDArray[np.int64]] | None = None
+        self.critical: Critical | None = None  # chooses which experts of a pass run at their second words
         # The experts module's gate, and the kernel that runs few tokens in one call if the gate is its own (cpu.py)
         self.gated: tuple[Any, GatedExperts | None] | None = None
 
@@ -152,6 +155,12 @@ class Snapshot:
         vars(made).update(vars(self), _on_device=words[0, :count], served=self.served, seconds=words[-1, :count])
         if not self.places <= RUN_THERE:
             made._maps = {here: row[: count + 1] for here, row in zip(REACHES, words[1:-1], strict=True)}
+        return made
+
+    def at(self, words: Tensor) -> Snapshot:
+        """The same experts for a GPU's kernels, at `words` on the device, int64 [experts], of launched versions."""
+        made = object.__new__(Snapshot)
+        vars(made).update(vars(self), _on_device=words, served=list(self.of.launched))
         return made
 
     def device_table(self) -> Tensor:

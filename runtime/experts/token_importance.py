@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -65,8 +66,9 @@ def attention_received(
     rows = max(1, min(queries, weights // (step * shared * keys)))
     for b in range(batch):
         at = torch.arange(queries, device=query.device) if text is None else text[b].nonzero()[:, 0]
-        for some in at.split(rows):
-            seen = keys if not causal or not len(some) else int(some[-1]) + 1 + (0 if mask is None else keys - queries)
+        for begin, some in zip(range(0, max(1, len(at)), rows), at.split(rows), strict=True):
+            last = begin + len(some) - 1 if text is None else int(some[-1]) if len(some) else queries - 1
+            seen = keys if not causal else last + 1 + (0 if mask is None else keys - queries)
             hidden: Tensor | None = None  # [heads or 1, rows, seen]
             if mask is not None:
                 hidden = mask[b if len(mask) > 1 else 0][:, some, :seen]
@@ -102,8 +104,17 @@ def heavy_hitters(scores: Tensor, share: float, text: Tensor | None = None) -> T
     return (rank < most) & real
 
 
+class _Pass(threading.local):
+    """What a thread's pass over a prompt reads, and its heavy hitters by layer."""
+
+    def __init__(self) -> None:
+        self.shape, self.cached = (0, 0), 0
+        self.text: Tensor | None = None
+        self.heavy: dict[int, Tensor] = {}
+
+
 class TokenImportance:
-    """The heavy hitters of the prompt that is being read, by layer. Serves one pass at a time."""
+    """The heavy hitters of prompts that are being read, by layer: of one in every thread."""
 
     def __init__(self, model: Any, layers: Sequence[ExpertLayer], share: float, workspace: int) -> None:
         """Find the attention of each layer with experts. A `share` of a sequence's tokens are heavy hitters.
@@ -115,9 +126,8 @@ class TokenImportance:
         configs = [m.config for m in model.modules() if hasattr(m, "config")]
         self._configs = list({id(c): c for c in configs if hasattr(c, "_attn_implementation_internal")}.values())
         self._kind = type(model).__name__
-        self._text: Tensor | None = None
-        self._shape, self._cached = (0, 0), 0
-        self._heavy: dict[int, Tensor] = {}
+        self._pass = _Pass()
+        self._lock, self._watching = threading.Lock(), 0  # passes for which configs have the other names
         self._check()
 
     def _check(self) -> None:
@@ -136,47 +146,59 @@ class TokenImportance:
 
         Raises InputError when the model's attention was changed to one that cannot be observed.
         """
-        self._check()
-        self._shape, self._cached = shape, cached
-        self._text = None if text is None else (text != 0).view(shape)
-        before = [config._attn_implementation_internal for config in self._configs]
+        mine = self._pass
+        with self._lock:
+            if not self._watching:
+                self._check()
+                self._before = [config._attn_implementation_internal for config in self._configs]
+            self._watching += 1
         try:
-            for config, name in zip(self._configs, before, strict=True):
+            mine.shape, mine.cached = shape, cached
+            mine.text = None if text is None else (text != 0).view(shape)
+            for config, name in zip(self._configs, self._before, strict=True):
                 config._attn_implementation_internal = PREFIX + name
             yield
         finally:
-            for config, name in zip(self._configs, before, strict=True):
-                config._attn_implementation_internal = name
-            self._text = None
-            self._heavy.clear()
+            with self._lock:
+                self._watching -= 1
+                for config, name in zip(self._configs, self._before, strict=True) if not self._watching else ():
+                    config._attn_implementation_internal = name
+            mine.text = None
+            mine.heavy.clear()
 
     def saw(self, module: Any, query: Tensor, key: Tensor, mask: Tensor | None, given: dict[str, Any]) -> None:
         """Compute and keep the heavy hitters of one attention layer's call; `given` are its further arguments."""
         position = self._positions.get(id(module))
-        if position is None or (query.shape[0], query.shape[2]) != self._shape:
+        if position is None or (query.shape[0], query.shape[2]) != self._pass.shape:
             return
         causal, scaling = given.get("is_causal"), given.get("scaling")
         received = attention_received(
             query, key, mask, query.shape[-1] ** -0.5 if scaling is None else scaling,
-            bool(getattr(module, "is_causal", True) if causal is None else causal), self._text,
+            bool(getattr(module, "is_causal", True) if causal is None else causal), self._pass.text,
             given.get("softcap"), given.get("s_aux"), self._workspace,
         )  # fmt: skip
         tokens, keys = query.shape[2], key.shape[2]
-        first = self._cached if keys > self._cached + tokens else keys - tokens  # a cache of fixed length has more keys
-        self._heavy[position] = heavy_hitters(received[:, first : first + tokens], self._share, self._text)
+        cached = self._pass.cached
+        first = cached if keys > cached + tokens else keys - tokens  # a cache of fixed length has more keys
+        self._pass.heavy[position] = heavy_hitters(received[:, first : first + tokens], self._share, self._pass.text)
 
     def important(self, position: int, index: Tensor) -> npt.NDArray[np.int64] | None:
+        """Return what `counted` does, on the host. Waits for the device."""
+        counts = self.counted(position, index)
+        return None if counts is None else counts.cpu().numpy()
+
+    def counted(self, position: int, index: Tensor) -> Tensor | None:
         """The number of heavy hitters routed to each expert of a layer (dymoe, equation 2), int64 [experts].
 
-        `index` is [tokens, top_k]; a number past the last expert is ignored. Waits for the device. Returns `None` if
-        the layer's attention was not observed.
+        `index` is [tokens, top_k]; a number past the last expert is ignored. Returns `None` if the layer's attention
+        was not observed.
         """
-        heavy, experts = self._heavy.pop(position, None), self._layers[position].experts
+        heavy, experts = self._pass.heavy.pop(position, None), self._layers[position].experts
         if heavy is None or heavy.numel() != len(index):
             return None
-        chosen = index[heavy.view(-1)].reshape(-1).clamp(max=experts)
-        counts: npt.NDArray[np.int64] = torch.bincount(chosen, minlength=experts + 1)[:experts].cpu().numpy()
-        return counts
+        chosen = index.long().clamp(max=experts).masked_fill(~heavy.view(-1, 1), experts).reshape(-1)
+        counts = torch.zeros(experts + 1, dtype=torch.int64, device=index.device)
+        return counts.scatter_add_(0, chosen, torch.ones_like(chosen))[:experts]
 
 
 def refused(kind: str, why: str) -> InputError:

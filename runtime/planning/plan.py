@@ -18,6 +18,7 @@ from moepack.runtime.allocation.knapsack import BudgetError, Table
 from moepack.runtime.allocation.ladder import Floats, Ints, Ladder, SharedByLoss
 from moepack.runtime.policies.contract import Interval, LiveOptions, LivePolicy, Setting, Sums, Versions, Wanted
 from moepack.runtime.policies.contract import Ladder as Placements
+from moepack.runtime.policies.importance import critical
 from moepack.runtime.policies.placements import ABSENT, CODED, READ_THERE, Placement, Where
 from moepack.runtime.policies.registry import Policy
 
@@ -69,6 +70,8 @@ class Plan:
     # `rates`, `together`: as in `Setting`
     rates: tuple[float, ...] = ()
     together: bool = False
+    # [layers], as `LiveOptions.critical`: all experts are also in pinned host memory, at the best version; empty if not
+    critical: tuple[float, ...] = ()
 
     @property
     def base(self) -> int:
@@ -85,15 +88,20 @@ class Plan:
         """Whether a GPU's paged experts have slots of their own, where launches decode them, instead of a window."""
         return self.ladder[self.base].where is Where.PACKED_PINNED
 
-    def is_of_base(self, number: int) -> bool:
-        """Whether a placement has the bytes that the base has in host memory, but on the device."""
-        placement, near = self.ladder[number], Where.PACKED if self.in_place else Where.DEVICE
-        return self.reads_host and placement.where is near and placement.version == self.ladder[self.base].version
+    @property
+    def near(self) -> Where:
+        """Where an expert on the device has the same bytes as in the pinned host memory of its base."""
+        return Where.PACKED if self.in_place else Where.DEVICE
 
     def on_host(self, *where: Where) -> int:
-        """Return the bytes of all experts at the largest placement in host memory of these kinds."""
+        """Return the bytes of all experts at the largest placement in host memory of these kinds.
+
+        Pinned memory has them at the best version too, if passes choose which run at it.
+        """
         there = [v for v, placement in enumerate(self.ladder) if placement.where in where]
         largest = [max((row[v] for v in there), default=0) for row in self.blocks]
+        if Where.PINNED in where and self.critical:
+            largest = [size + row[0] for size, row in zip(largest, self.blocks, strict=True)]
         return sum(n * size for n, size in zip(self.experts, largest, strict=True))
 
     @property
@@ -148,8 +156,26 @@ class Plan:
         Raises:
             TooSmallError: when the budget does not hold these blocks for layers of each size.
         """
+        if self.critical:
+            return replace(self, most=self._divided_by_share())
         most = self._divided_cache() if self.demand else tuple(map(tuple, self._counts(self.capacity())))
         return replace(self, most=most)
+
+    def _divided_by_share(self) -> tuple[tuple[int, ...], ...]:
+        """Blocks for experts of which a layer's share is critical; those of others become larger where bytes are left.
+
+        A critical expert that the device lacks crosses the bus at the best version, so the next one's blocks, of which
+        more would fit, serve too few of the bytes.
+        """
+        out = []
+        of = zip(self.experts, self.growing(), self.capacity(), self.critical, strict=True)
+        for experts, (best, low, *_), room, share in of:
+            high = [critical(share, n) for n in range(experts + 1)]
+            held = max(n for n, h in enumerate(high) if h * best + (n - h) * low <= max(0, room))
+            left = room - high[held] * best - (held - high[held]) * low
+            more = min(held - high[held], left // (best - low) if best > low else held)
+            out.append((high[held] + more, held - high[held] - more, 0))
+        return tuple(out)
 
     def _divided_cache(self) -> tuple[tuple[int, ...], ...]:
         left, sizes = sum(self.capacity()), [row[0] for row in self.growing()]
@@ -222,6 +248,7 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int, o
         plan = Plan(
             ladder, blocks, sizes, experts, fixed + work, staging, budget, options.keeps_low, options.spare_blocks,
             traffic, loss, None, demand=demand, present=present, workspace=work, window=window,
+            critical=options.critical(len(experts)),
         )  # fmt: skip
         if shares and not demand:  # on-demand loading has one cache for all layers
             plan = replace(plan, by_loss=SharedByLoss(plan.ladders(), traffic))

@@ -148,8 +148,8 @@ class Needs:
     gates: bool = False  # whether events have sums of gate weights
     # Whether an expert that is wanted on the host or absent leaves the device at once; else when its bytes are needed
     exact: bool = False
-    # With `layers`, the share of a prompt's tokens that are heavy hitters (receive the most attention); 0 turns their
-    # observation off. A model whose attention weights cannot be read is refused
+    # With `layers`, or where passes choose critical experts, the share of a prompt's tokens that are heavy hitters
+    # (receive the most attention); 0 turns their observation off. A model whose attention cannot be read is refused
     importance: float = 0.0
     # With `layers`, whether the next layer's routing is predicted. A model whose routers cannot be called is refused
     prediction: bool = False
@@ -253,8 +253,16 @@ class LiveOptions:
         """Whether gate weights of a token's present experts are scaled up, to the sum that includes absent ones."""
         return False
 
+    def critical(self, layers: int) -> tuple[float, ...]:
+        """Of the experts that a pass needs in each layer, [layers], the share that runs at the ladder's best version.
 
-_PINNED = f"@{Where.PINNED.value}"
+        The pass chooses them, and finds that version of all experts in pinned host memory too. Empty: every expert runs
+        at its active version.
+        """
+        return ()
+
+
+PINNED = f"@{Where.PINNED.value}"  # the end of a placement's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +279,7 @@ class DeviceOptions(LiveOptions):
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
         """Return one ladder for each possible pair of a best and a lowest version."""
-        names, low = [v.name for v in versions], self.lo.removesuffix(_PINNED)
+        names, low = [v.name for v in versions], self.lo.removesuffix(PINNED)
         for name in filter(None, (self.hi, low or self.lo)):
             find_version(name, versions)
         if self.reads_host:
@@ -295,7 +303,7 @@ class DeviceOptions(LiveOptions):
     @property
     def reads_host(self) -> bool:
         """Whether `lo` is a version in pinned host memory, where the device's kernels read it."""
-        return self.lo.endswith(_PINNED)
+        return self.lo.endswith(PINNED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.reader import Bundle
+from moepack.pack.spec import Version
 from moepack.runtime.devices import torch_cuda
 from moepack.runtime.devices.cpu import CpuDevice
 from moepack.runtime.devices.handle_tables import DeviceTables
@@ -43,9 +44,10 @@ from moepack.runtime.store.loading import AHEAD, loading
 from . import opening
 from .on_demand import OnDemandLoader
 from .opening import version_of
+from .pinned import pin_best
 from .residency import Residency
 from .routing_statistics import RoutingStatistics
-from .transitions import Transitions
+from .transitions import Transitions, fails, makes_room
 from .worker import Worker
 
 if TYPE_CHECKING:
@@ -55,16 +57,6 @@ CHANGING = (
     "gradients need versions that stay: this policy changes them while serving; load the bundle with a static policy "
     "to train beside it, or run the pass under torch.no_grad()"
 )
-
-
-def _fails(key: Key, version: int, error: BaseException) -> None:
-    """Raise: without this version an expert would be absent."""
-    raise error
-
-
-def _makes_room(transitions: weakref.ref[Transitions]) -> bool:
-    of = transitions()  # weak: the device, which asks, goes with the model at once
-    return of is not None and of.kv_asked > 0
 
 
 class ResidencyManager:
@@ -179,7 +171,7 @@ class ResidencyManager:
             self.paging = opening.open_paging(plan, self.layers, self.store, self.device, self.policy.needs.pages_ahead)
         self._load(wanted)
         # A pass may wait for the KV cache's room: experts leave as fast as they can.
-        hurried = partial(_makes_room, weakref.ref(self.transitions))
+        hurried = partial(makes_room, weakref.ref(self.transitions))
         self.device.limit(options.bytes_per_second, 0 if self._blocking else FLOOR, hurried)
         self.each_round: Callable[[], None] = lambda: None  # called by the worker in every round
         self.statistics = RoutingStatistics(plan.experts, len(plan.ladder), self.policy.needs, devices[0])
@@ -194,13 +186,14 @@ class ResidencyManager:
         loaded = [(key, v) for key in keys for v in dict.fromkeys([*[plan.base] * plan.keep, number[key]])]
         sizes = {(key, v): self._stored_size(key, v) for key, v in loaded if plan.blocks[key[0]][v]}
         count = loading()
-        count.expect(sum(sizes.values()))
+        count.expect(sum(sizes.values()) + sum(self._stored_size(key, 0) for key in keys if plan.critical))
+        pin_best(plan, self.layers, (self.device, self._host_device or self.device), self.host, self.store)
         # A GPU copies from one place in order, and a lossless version is decoded from it: others are read in place.
-        ahead = [(version_of(plan, v), key) for key, v in sizes]
+        ahead = [(version_of(plan, v), key) for key, v in sizes if v or not plan.critical]
         with self.store.reading_ahead((v.name, *key) for v, key in ahead if self._on_gpu or v.entropy_coded):
             made = self.residency.place(
                 number.items(), 0 if self._on_gpu else AHEAD, lambda key, v: count.add(sizes.get((key, v), 0)),
-                _fails if plan.present else self.transitions.note_failure,
+                fails if plan.present else self.transitions.note_failure,
             )  # fmt: skip
             for (p, e), handle in made:
                 self.layers[p].publish(e, handle)
@@ -220,11 +213,15 @@ class ResidencyManager:
         described, where = version_of(self.plan, version), self.plan.ladder[version].where
         stored = partial(self.store.stored, described.name, position, expert)
         device = self._host_device if where in ON_HOST and self._host_device is not None else self.device
-        here = self._pinned(key) if self.plan.is_of_base(version) else None
+        here = self._pinned(key, described) if self.plan.reads_host and where is self.plan.near else None
         return device.fetch(stored, target, self.layers[position].of.layer, described, where in CODED, here)
 
-    def _pinned(self, key: Key) -> Tensor | None:
-        """Return an expert's bytes in pinned memory, where its base is; None while it is being loaded."""
+    def _pinned(self, key: Key, version: Version) -> Tensor | None:
+        """Return an expert's bytes in pinned memory; None while they are being loaded, or for no version there."""
+        if (chooses := self.layers[key[0]].of.critical) is not None and version == version_of(self.plan, 0):
+            return chooses.best[key[1]].extent
+        if version != version_of(self.plan, self.plan.base):
+            return None
         with self.residency.lock:
             entry = self.residency.entries.get(key)
             base = None if entry is None else entry.complete[self.plan.base].handle
@@ -265,7 +262,7 @@ class ResidencyManager:
         Yields a `Prompt` (what the pass reads of a sequence), for `step`, and a function to call with the result.
         """
         needs = self.policy.needs
-        if not (needs.prompts or needs.layers or needs.timings):
+        if not (needs.prompts or needs.layers or needs.timings or self.plan.critical):
             yield NO_PROMPT, lambda out: None
             return
         try:

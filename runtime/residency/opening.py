@@ -25,7 +25,7 @@ from moepack.runtime.planning.capacity import base_bytes
 from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.paging import by_matrix, in_place_size, paged_version, window_size
 from moepack.runtime.planning.plan import Plan
-from moepack.runtime.policies.contract import Key
+from moepack.runtime.policies.contract import PINNED, Key
 from moepack.runtime.policies.placements import ON_HOST, READ_THERE, Where
 from moepack.runtime.store.files import BackingStore
 from moepack.runtime.store.host_limit import host_limits
@@ -43,14 +43,14 @@ def version_of(plan: Plan, placement: int) -> Version:
     return version
 
 
-def stored_bytes(bundle: Bundle, plan: Plan, key: Key, version: int) -> int:
-    """Return the bytes of an expert's extent of a placement's version in the bundle's files."""
-    return bundle.layer_file(version_of(plan, version).name, key[0]).extent_size(key[1])
+def stored_bytes(bundle: Bundle, plan: Plan, key: Key, placement: int) -> int:
+    """Return the bytes of an expert's extent in the bundle."""
+    return bundle.layer_file(version_of(plan, placement).name, key[0]).extent_size(key[1])
 
 
-def name_of(bundle: Bundle, plan: Plan, key: Key, version: int) -> str:
-    """Return how errors name an expert's placement."""
-    return f"{bundle.path}: layer {bundle.layers[key[0]].index}, expert {key[1]}, version {plan.ladder[version]}"
+def name_of(bundle: Bundle, plan: Plan, key: Key, placement: int) -> str:
+    """Name an expert at a placement, for messages."""
+    return f"{bundle.path}: layer {bundle.layers[key[0]].index}, expert {key[1]}, version {plan.ladder[placement]}"
 
 
 def second_buffer(plan: Plan) -> tuple[Plan, int]:
@@ -84,8 +84,9 @@ def open_device(
     as_in_memory = [v for v in on_device if not by_matrix(version_of(plan, v))]  # those that no GPU kernel decodes
     largest = max([staging, *(row[v] for row in plan.sizes for v in as_in_memory)])
     served = [version_of(plan, v).name for v in on_device if v < last]
-    if plan.reads_host:  # promotions of this version are copied from there
-        served = [name for name in served if name != version_of(plan, plan.base).name]
+    if plan.reads_host:  # promotions of these versions are copied from there
+        there = {version_of(plan, v).name for v in (plan.base, *[0] * bool(plan.critical))}
+        served = [name for name in served if name not in there]
     if pinned := plan.on_host(*READ_THERE):
         host = max(0, (host_limits()["pinnable_bytes"] if host is None else host) - pinned)
     return open_cuda(store, served, device, largest, staging, buffers, on_event, host, bool(plan.window))
@@ -104,9 +105,11 @@ def check_host(bundle: Bundle, plan: Plan, host_memory: int | None, on_gpu: bool
     if host_memory is None and pinned and on_gpu:
         host_memory = host_limits()["pinnable_bytes"]
     if host_memory is not None and host_memory < least:
-        names = ", ".join(str(plan.ladder[v]) for v in on_host)
+        names = "any of " + ", ".join(str(plan.ladder[v]) for v in on_host)
+        if plan.critical:
+            names = f"{plan.ladder[0]}{PINNED} and at {plan.ladder[plan.base]}"
         raise TooSmallError(
-            f"{bundle.path}: a host_memory of {host_memory} bytes does not hold every expert at any of {names}: the "
+            f"{bundle.path}: a host_memory of {host_memory} bytes does not hold every expert at {names}: the "
             f"least that would do is {least} bytes",
             least,
         )

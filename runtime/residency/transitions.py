@@ -10,6 +10,7 @@ import itertools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,17 @@ class Queues:
     updates: int  # promotions that have not begun
     evictions: int  # demotions that have not begun
     in_flight: int  # copies in flight
+
+
+def fails(key: Key, version: int, error: BaseException) -> None:
+    """Raise the error of a failed copy: without this version an expert would be absent."""
+    raise error
+
+
+def makes_room(transitions: weakref.ref[Transitions]) -> bool:
+    """Return whether the KV reserve waits for room; weak, as the device, which asks, goes with the model at once."""
+    of = transitions()
+    return of is not None and of.kv_asked > 0
 
 
 class Transitions:

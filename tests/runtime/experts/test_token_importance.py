@@ -48,7 +48,7 @@ class Recorder(TokenImportance):
 
     def saw(self, *args: Any) -> None:
         super().saw(*args)
-        self.heavy += [mask.clone() for mask in self._heavy.values()][len(self.heavy) :]
+        self.heavy += [mask.clone() for mask in self._pass.heavy.values()][len(self.heavy) :]
 
 
 def whole(

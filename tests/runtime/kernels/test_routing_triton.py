@@ -151,6 +151,38 @@ def test_what_families_chose_themselves() -> None:
     torch.testing.assert_close(sums.cpu()[:6], want[:6], rtol=1e-14, atol=0)
 
 
+@pytest.mark.parametrize("experts", [1, 6, 8, 60, 512])
+def test_second_words_of_the_highest(experts: int) -> None:
+    """Against the policy's own ranking: by gates of a step, by tokens or heavy hitters of a prompt; many are equal."""
+    from moepack.runtime.kernels.routing_triton import second_words
+    from moepack.runtime.policies.importance import critical, most_important
+
+    table, seconds = (torch.randint(1, 1 << 60, (experts,), device=DEVICE) for _ in range(2))
+    for tokens in range(1, 17) if experts < 60 else (1, 5, 16):
+        made = torch.Generator().manual_seed(tokens)
+        index = torch.randint(0, experts + 1, (tokens, 4), generator=made)  # an expert twice, and past the last
+        gates = torch.randint(0, 3, index.shape, generator=made) / 8
+        counters = Counters((experts,), True, torch.device(DEVICE))
+        counters.mask = (torch.rand(tokens, generator=made) < 0.8).long().to(DEVICE)
+        counters.add(0, index.to(DEVICE), gates.to(DEVICE))
+        important = torch.minimum(torch.randint(0, 2, (experts,), generator=made), counters.counts[0, :experts].cpu())
+        counts, sums, share = counters.layer(0), counters.gates(0), tokens / 16
+        most = torch.tensor([critical(share, n) for n in range(experts + 1)], dtype=torch.int32, device=DEVICE)
+        assert counters.sums is not None
+        ways = {
+            (False, False): (counters.sums[0], None),
+            (True, False): (counters.counts[0], None),
+            (True, True): (important.to(DEVICE), counters.counts[0]),
+        }
+        for (is_prompt, heavy), scores in ways.items():
+            order = most_important(counts, sums, important.numpy() if heavy else None, is_prompt)
+            high = order[: critical(share, len(order))]
+            want = table.clone()
+            want[high] = seconds[high]
+            got = second_words(table, seconds, counters.counts[0], scores, most)
+            assert torch.equal(got, want), (tokens, is_prompt, heavy)
+
+
 def test_numbers_that_are_none_choose_experts_that_there_are() -> None:
     from moepack.runtime.kernels.routing_triton import Routing, route
 

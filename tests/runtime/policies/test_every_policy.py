@@ -25,8 +25,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "windows, sinks, biases": ("gpt_oss", {}),
     "linear attention": ("qwen3_next", {}),
 }
-POLICIES = [*(entry.name for entry in ENTRIES), "hotness:lo=absent"]
-REFUSED = {("importance", "linear attention"): "attention"}  # by policy and model: words of its refusal
+POLICIES = [*(entry.name for entry in ENTRIES), "hotness:lo=absent", "importance:lo=w2@pinned"]
+REFUSED = {(p, "linear attention"): "attention" for p in POLICIES if p.startswith("importance")}  # words, by both
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -1,0 +1,79 @@
+"""Which of the experts that a pass needs in a layer run at the best version, chosen in the pass (dymoe, section 4.2).
+
+Policy `importance` over pinned memory lets a layer choose by itself: both versions of every expert are where kernels
+read them, so nobody has to bring one first. On a GPU one launch ranks the experts by the step's counters and writes the
+words that the layer's kernels then take in place of the handle table; it is the same whatever is ranked, so a CUDA
+graph may hold it. Elsewhere the host ranks them, with the policy's own rule.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moepack.runtime.kernels.forms import handle
+from moepack.runtime.policies.importance import critical, most_important
+from moepack.runtime.step import Step
+
+from .handles import Handle, Snapshot
+
+if TYPE_CHECKING:
+    from .handles import ServedLayer
+
+
+class Critical:
+    """The choice of one layer. Experts that padding alone needs are never critical: counters leave it out."""
+
+    def __init__(self, of: ServedLayer, share: float, best: tuple[Handle, ...]) -> None:
+        """Choose a `share` of the needed experts; `best` are handles of all experts, [experts], in pinned memory."""
+        self.best, version = best, best[0].version
+        assert version is not None
+        self._number = np.uint64(of.numbers[version.name])
+        self._words = np.array([handle(made.extent.data_ptr(), int(self._number)) for made in best], np.uint64)
+        self._most = [critical(share, n) for n in range(len(best) + 1)]  # of n needed experts
+        with torch.inference_mode(False):
+            self._most_there = torch.tensor(self._most, dtype=torch.int32).to(of.device)
+
+    def seconds(self, snapshot: Snapshot) -> npt.NDArray[np.int64]:
+        """The word of each expert's best version, int64 [experts]: the active one if it is that, else in pinned memory.
+
+        For `ServedLayer.second`.
+        """
+        here = (snapshot.table & np.uint64(63)) == self._number
+        return np.where(here, snapshot.table, self._words).view(np.int64)
+
+    def choose(self, snapshot: Snapshot, step: Step, position: int, index: Tensor) -> Snapshot:
+        """Return the layer's experts as the pass runs them: critical ones at the best version, others as they are.
+
+        Waits for no device. On a GPU the kernels' words change alone; handles stay those of the active versions.
+
+        Args:
+            snapshot: the layer's experts as the step began.
+            step: the running step, whose counters have the layer's routing.
+            position: the layer's position.
+            index: [tokens, top_k], the router's choice, of which the heavy hitters of a prompt count.
+        """
+        important = None if step.importance is None else step.importance.counted(position, index)
+        if step.counters is None:
+            return snapshot
+        if snapshot.of.backend == "triton":
+            from . import gpu
+
+            counts, gates = step.counters.counts[position], step.counters.sums[position]
+            scores = (counts, None) if important is None else (important, counts)
+            words = gpu.critical_words(
+                snapshot, counts, scores if step.prompt.several else (gates, None), self._most_there
+            )
+            return snapshot.at(words)
+        told = None if important is None else important.numpy()
+        counts, gates = step.counters.layer(position), step.counters.gates(position)
+        order = most_important(counts, gates, told, step.prompt.several)
+        table, handles = snapshot.table.copy(), list(snapshot.handles)
+        for e in order[: self._most[len(order)]]:
+            if handles[e].version != self.best[e].version:
+                table[e], handles[e] = self._words[e], self.best[e]
+        return Snapshot(snapshot.of, table, tuple(handles))

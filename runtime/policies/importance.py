@@ -32,6 +32,7 @@ from .contract import (
     Needs,
     Setting,
     Wanted,
+    in_turns,
     live_entry,
 )  # fmt: skip
 from .heat import busiest
@@ -205,7 +206,7 @@ class Importance:
         """
         rows = [
             (-event.gates[p][e], (p, e), v)
-            for p, (counts, gates) in enumerate(zip(event.counts, event.gates, strict=True))
+            for p, (counts, gates) in in_turns(enumerate(zip(event.counts, event.gates, strict=True)))
             for e, v in self._designated(p, ranked(counts, gates)).items()
         ]
         if room == self._room and not rows:

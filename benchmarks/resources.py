@@ -2,6 +2,7 @@
 
     python -m benchmarks.resources [--quick] [--write]
     python -m benchmarks.resources --loops
+    python -m benchmarks.resources --rocm [--write]
 
 Needs no GPU: kernels are compiled for six architectures, with what is known of a launch's numbers when it is launched.
 A cell is registers a thread / bytes of stack a thread / bytes of shared memory / bytes of the least load of weights.
@@ -9,6 +10,8 @@ Compared with the committed table (results/gpu-resources.csv), which `--write` w
 more shared memory than there is, and with the table's Triton more registers or narrower loads are missed targets.
 `--quick` compiles the worst variants of each architecture. Triton keeps what it compiled. `--loops` counts
 the instructions that a thread takes for a weight in the loop of the kernel for few tokens, and its barriers, on sm_90.
+`--rocm` compiles those for BF16 activations for AMD's CDNA 3 and RDNA 3. A cell of its table is vector registers of a
+thread / of those kept in memory / bytes of shared memory, or why it is not compiled; nothing is held to it.
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ from moepack.runtime.kernels import (
 
 TABLE = Path(__file__).parent / "results" / "gpu-resources.csv"
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB that a program may have, by compute capability
-STACK = 16  # bytes of a thread that a variant may keep on its stack: 63 of 2,490 keep 8 or 16
+ROCM = {"gfx942": 64, "gfx1100": 32}  # threads of a wavefront
+ROCMS_TABLE, ROCMS_SHARED = TABLE.with_name("gpu-resources-rocm.csv"), 64  # and its KiB
+STACK = 16  # bytes of a thread that a variant may keep on its stack: 63 of 2,508 keep 8 or 16
 FORMS = (  # what shipped recipes make or keep, and what the kernels read in a way of its own
     ("bf16", 0), ("w8", 128), ("w4", 128), ("w4", 64), ("w3", 128), ("w3", 64), ("w2", 64), ("w1", 64), ("mxfp4", 32),
     ("nvfp4", 16), ("mxfp8", 32), ("fp8", 128), ("fp8row", 0), ("int4fp16", 32), ("int8fp16", 128),
@@ -72,6 +77,7 @@ LADDERS = (  # of shipped recipes: one launch for all their versions; the first 
 )
 TYPES = {
     torch.uint8: "u8",
+    torch.uint16: "u16",
     torch.int64: "i64",
     torch.int32: "i32",
     torch.bfloat16: "bf16",
@@ -99,7 +105,7 @@ class Taken:
         return "/".join(map(str, astuple(self)))
 
 
-Compile = Callable[[int], Any]  # from a compute capability to Triton's compiled kernel
+Compile = Callable[[int | str], Any]  # from a compute capability, or AMD's architecture, to Triton's compiled kernel
 
 
 def compiled(kernel: JITFunction[Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> Compile:
@@ -118,10 +124,13 @@ def compiled(kernel: JITFunction[Any], args: tuple[Any, ...], named: Mapping[str
         if special and (kind is None or (kind == "i32" and value % 16 == 0)):
             known[(at,)] = [["tt.divisibility", 16]]
 
-    def compile_for(capability: int) -> Any:
-        own = {"PAIRS": capability // 10 in affine_triton.PAIRS} if "PAIRS" in constants else {}
-        source = ASTSource(kernel, signature, {**constants, **own}, known)
-        return triton.compile(source, GPUTarget("cuda", capability, 32), options)
+    def compile_for(of: int | str) -> Any:
+        pairs = not isinstance(of, str) and of // 10 in affine_triton.PAIRS
+        source = ASTSource(
+            kernel, signature, {**constants, **({"PAIRS": pairs} if "PAIRS" in constants else {})}, known
+        )
+        target = GPUTarget("hip", of, ROCM[of]) if isinstance(of, str) else GPUTarget("cuda", of, 32)
+        return triton.compile(source, target, options)
 
     return compile_for
 
@@ -149,9 +158,8 @@ def variants() -> dict[str, Compile]:
             few = kernel.fn.__name__ == "few"
             what = _name(name, group, DTYPES[0], "dense", named) if few else f"unpack {_form(name, group)}"
             out[what] = compiled(kernel, args, named)
-    words = [torch.empty(1, dtype=d, device="meta") for d in (torch.int64, torch.int32, torch.int32)]
-    named = {"K": exponent_triton.TILES, "num_warps": exponent_triton.TILES}
-    out["exponents' decoder"] = compiled(exponent_triton._decode, tuple(words), named)
+    for name, (kernel, args, named) in launches.decoders().items():
+        out[f"exponents' {name}"] = compiled(kernel, args, named)
     for ladder, dtype in ((of, d) for of in LADDERS for d in (DTYPES if of == LADDERS[0] else DTYPES[:1])):
         bias = ladder[0] in BIASED
         for kernel, args, named in launches.switches(ladder, dtype, bias):
@@ -299,14 +307,54 @@ def show_loops(json: Path | None) -> None:
     raise SystemExit(not all(t.met for t in targets))
 
 
+def on_rocm(compiles: Compile, of: str) -> str:
+    """A cell of ROCm's table."""
+    try:
+        kernel = compiles(of)
+    except Exception as error:  # of any kind, from Triton's passes
+        return f"not compiled: {next(iter(str(error).splitlines()), type(error).__name__)[:80]}"
+    code = kernel.asm["amdgcn"]
+    registers, spilled, shared = (
+        int(max(re.findall(rf"\.{name}:\s+(\d+)", code), key=int))
+        for name in ("vgpr_count", "vgpr_spill_count", "group_segment_fixed_size")
+    )
+    return f"{registers}/{spilled}/{max(shared, kernel.metadata.shared)}"
+
+
+def show_rocm(written: bool, json: Path | None) -> None:
+    """Compile every variant for ROCm's architectures; print, and write or compare the table."""
+    served = {name: made for name, made in variants().items() if not re.search(r"\bfp(16|32) ", f"{name} ")}
+    now = [[*name.split(" ", 1), *(on_rocm(made, of) for of in ROCM)] for name, made in served.items()]
+    if written:
+        with ROCMS_TABLE.open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([[triton.__version__, digest(), *ROCM], *now])
+    rows = []
+    for at, of in enumerate(ROCM, 2):
+        cells = [[int(n) for n in row[at].split("/")] for row in now if not row[at].startswith("not")]
+        rows.append(
+            {
+                "architecture": of, "variants": len(now), "not compiled": len(now) - len(cells),
+                "with registers in memory": sum(spilled > 0 for _, spilled, _ in cells),
+                "past its shared memory": sum(shared > ROCMS_SHARED << 10 for *_, shared in cells),
+            }
+        )  # fmt: skip
+    other = next(csv.reader(ROCMS_TABLE.read_text().splitlines()))[1] != digest()
+    targets = [Target("tables of other kernels: --write", int(other), 0, "lower")]
+    finish("kernels on AMD's GPUs", list(rows[0]), rows, targets, json)
+    raise SystemExit(other)
+
+
 def main() -> None:
     """Compile, compare, print."""
     parser = arguments(__doc__)
     parser.add_argument("--write", action="store_true", help="write the table anew")
     parser.add_argument("--loops", action="store_true", help="count instructions a weight instead")
+    parser.add_argument("--rocm", action="store_true", help="compile for AMD's architectures instead")
     args = parser.parse_args()
     if args.loops:
         show_loops(args.json)
+    if args.rocm:
+        show_rocm(args.write, args.json)
     of = variants()
     keys = worst(committed()[0]) if args.quick else [(name, c) for name in of for c in SHARED]
     now = {(name, c): taken(of[name](c)) for name, c in keys}

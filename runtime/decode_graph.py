@@ -27,7 +27,6 @@ from moepack.runtime.devices import graphs, torch_cuda
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.gpu import takes
 from moepack.runtime.experts.handles import RUN_THERE, LayerExperts
-from moepack.runtime.policies.placements import PAGED
 from moepack.runtime.step import Step, opened
 
 VARIABLE = "MOEPACK_CUDA_GRAPH"
@@ -155,7 +154,7 @@ class DecodeGraphs:
         if counters is not None and (counters.mask is not None or counters.within):
             return False
         return all(
-            takes(layer, step, tokens, 1) and not snapshot.places & PAGED and snapshot.places <= RUN_THERE
+            takes(layer, step, tokens, 1) and not snapshot.in_window and snapshot.places <= RUN_THERE
             for layer, snapshot in zip(self._layers, step.snapshots, strict=True)
         )
 

@@ -17,7 +17,7 @@ from benchmarks.kernels.gpu import module_like
 from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.experts import gpu
 from moepack.runtime.experts.handles import LayerCall
-from moepack.runtime.kernels import affine_triton, attend_triton, step_triton, switch_triton
+from moepack.runtime.kernels import affine_triton, attend_triton, exponent_triton, step_triton, switch_triton
 from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.kernels.routing_triton import Routing, Tally, route, second_words
 
@@ -64,7 +64,7 @@ def experts(name: str, group: int, dtype: torch.dtype, tokens: int, bias: bool) 
         table = torch.zeros(EXPERTS, dtype=torch.int64, device="cuda")
         layer: Any = SimpleNamespace(
             layer=ExpertLayer(0, "experts", EXPERTS, matrices), device_table=lambda: table, served=[0], rotation=None,
-            forms={name: make_forms(matrices, version_of(name, group))},
+            in_place=None, forms={name: make_forms(matrices, version_of(name, group))},
         )  # fmt: skip
         layer.of = layer
         gpu.forward(LayerCall(module, layer, torch.zeros(tokens, HIDDEN, dtype=dtype, device="cuda"), index, gates))
@@ -100,6 +100,26 @@ def switches(ladder: tuple[tuple[str, int], ...], dtype: torch.dtype, bias: bool
             out = x.new_empty(TOP_K, matrix.rows >> gated)
             switch_triton.switched(matrix, forms, range(len(ladder)), table, geometry, x, out, gated)
     return kept
+
+
+def decoders() -> dict[str, Launch]:
+    """Of entropy-coded matrices: those of a list, and of experts that slots name (two launches), by a name."""
+    with FakeTensorMode(), launched() as kept:
+        zeros = partial(torch.zeros, device="cuda")
+        expert, coded = zeros(TOP_K, dtype=torch.int32), zeros(EXPERTS, dtype=torch.int64)
+        for biases in (False, True):
+            layer = exponent_triton.CodedLayer(
+                zeros(EXPERTS, 2, exponent_triton.PLACES, dtype=torch.int64), zeros(EXPERTS, 2, 256).to(torch.uint16),
+                coded, zeros(EXPERTS, 1024, dtype=torch.int32), zeros(EXPERTS, 4096, dtype=torch.uint8), expert,
+                (2 * INNER * HIDDEN // 8192, 1024), biases,
+            )  # fmt: skip
+            exponent_triton.decode_chosen(layer, expert, expert, coded)
+        words = coded, expert, expert
+    named = {"K": exponent_triton.TILES, "num_warps": exponent_triton.TILES}
+    listed: Launch = (exponent_triton._decode, words, named)
+    return dict(
+        zip(("decoder", "bytes brought", "choice", "choice with biases"), [listed, *kept[:2], kept[3]], strict=True)
+    )
 
 
 def beside(dtype: torch.dtype) -> Iterator[tuple[str, list[Launch]]]:

@@ -224,7 +224,7 @@ def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int, device: t
     from moepack.runtime.planning.capacity import base_bytes
     from moepack.runtime.planning.exceeded import TooSmallError
     from moepack.runtime.planning.plan import make_plan, unchanging
-    from moepack.runtime.policies.placements import Where
+    from moepack.runtime.policies.placements import READ_THERE, Where
 
     on_gpu = torch_cuda.is_gpu(device)
     try:
@@ -242,7 +242,7 @@ def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int, device: t
     used = base + sum(growing[p][v] - growing[p][made.base] for (p, _), v in wanted.items())
     names, least = tuple(map(str, made.ladder)), base + made.demand + made.present
     moving = chosen.needs.layers or any(p.where is not Where.DEVICE for p in made.ladder)
-    pinned = made.on_host(Where.PINNED) if on_gpu else 0
+    pinned = made.on_host(*READ_THERE) if on_gpu else 0
     return _Decided(table, names, made.staging, made.workspace, least, used, 0, made.window, moving, pinned)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moepack.pack.errors import InputError
-from moepack.runtime.policies.placements import PAGED, Where
+from moepack.runtime.policies.placements import Where
 from moepack.runtime.step import Step, step_of
 
 from . import op  # noqa: F401  # registers the operator
@@ -79,7 +79,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         if experts.of.critical is not None:
             snapshot = experts.of.critical.choose(snapshot, step, position, top_k_index)
     call = LayerCall(self, snapshot, hidden_states, top_k_index, top_k_weights, routed=few)
-    if (step is not None and step.paging is None) or not snapshot.places & PAGED:
+    if (step is not None and step.paging is None) or not snapshot.in_window:
         return _run(call)
     if step is None or step.paging is None:
         raise InputError("this model was closed: load the bundle again")

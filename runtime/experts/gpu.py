@@ -3,7 +3,7 @@
 The first product computes silu(gate) * up too; another gate activation of a family runs between the two products. Few
 tokens take one launch for routing (two beyond eight slots), one for each matrix whatever its experts' versions, and one
 for the sum: always the same ones, so that a CUDA graph may hold them. More tokens take a sort and two launches
-for each matrix and version.
+for each matrix and version. Experts that are paged in place are decoded by two launches before the first product.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moepack.runtime.kernels.forms import Form
 from moepack.runtime.kernels.routing_triton import Routed, Routing, Tally, fits, second_words, sort
 from moepack.runtime.kernels.routing_triton import route as route_few
 from moepack.runtime.kernels.switch_triton import summed, switched
-from moepack.runtime.policies.placements import Where
+from moepack.runtime.policies.placements import PAGED, Where
 from moepack.runtime.step import Step
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def takes(experts: LayerExperts, step: Step | None, tokens: int, top_k: int) -> 
         and not experts.of.makes_up_for_absent
         and (counters is None or not counters.within)
         and fits(tokens, top_k, experts.of.layer.experts)
-        and _snapshot(experts, step).places <= _STAY  # words of pages may be written after the routing
+        and (_snapshot(experts, step).places <= _STAY or experts.of.in_place is not None)  # else words come later
     )
 
 
@@ -112,6 +112,8 @@ def _forward(call: LayerCall) -> Tensor:
         geometry, live = sort(call.index.long().contiguous(), handles, tiling.tokens)
     else:
         geometry, live = few.geometry, few.live
+    if experts.of.in_place is not None and experts.places & PAGED:
+        experts.of.in_place(experts, geometry)
     served = experts.served if few is None else experts.of.launched or experts.served
     first_forms, second_forms = zip(*experts.of.forms.values(), strict=True)  # each by the version's number
 

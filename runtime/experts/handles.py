@@ -54,7 +54,7 @@ class Handle:
     def resident_bytes(self) -> int:
         """Bytes that the expert takes on its device, without the window for paged experts."""
         if self.packed is not None:
-            return self.packed.extent.numel()
+            return self.packed.extent.numel() if self.where is Where.PACKED else 0
         return self.extent.numel() if self.where is Where.DEVICE else 0
 
     def __str__(self) -> str:
@@ -88,6 +88,9 @@ class ServedLayer:
         # Numbers of all versions that experts on the device may have under the policy; empty if none ever changes
         self.launched: tuple[int, ...] = ()
         self.makes_up_for_absent = False  # whether a token's other experts take over gate weights of absent ones
+        # Decodes the paged experts that a call's blocks name to slots of their own, between its launches on a GPU
+        # (paging/in_place.py); None where pages are in a window
+        self.in_place: Callable[[Snapshot, Any], None] | None = None
         # What a step's kernels find beside the handles of a snapshot, int64 [experts]; None where they need no more
         self.second: Callable[[Snapshot], npt.NDArray[np.int64]] | None = None
         self.critical: Critical | None = None  # chooses which experts of a pass run at their second words
@@ -187,6 +190,11 @@ class Snapshot:
         """All places at which experts of the layer are."""
         return frozenset(h.where for h in self.handles)
 
+    @property
+    def in_window(self) -> bool:
+        """Whether experts are paged in a window, which the host manages."""
+        return bool(self.places & PAGED) and self.of.in_place is None
+
     @cached_property
     def paged(self) -> npt.NDArray[np.bool_]:
         """Whether each expert's weights are in memory only while they are needed, bool [experts]."""
@@ -262,8 +270,8 @@ class LayerExperts:
         raise InputError("a loaded bundle is neither copied nor pickled: load it again, with moepack.load")
 
     def let_go(self) -> None:
-        """Forget the forward wrapper, which refers to this layer: a cycle of references would keep the memory."""
-        self.steps = None
+        """Forget what refers to this layer: a cycle of references would keep the memory."""
+        self.steps = self.of.in_place = self.of.second = None
 
     def publish(self, expert: int, made: Handle) -> None:
         """Make a placement active for steps that begin from now on. Only one thread may call this at a time.

@@ -25,12 +25,14 @@ from moepack.pack.codec.exponent import Code, coded_size
 from .current import current
 
 TILES = 4  # tiles of a program, and its warps
+CHUNK = 4096  # words of 4 bytes that a program copies
 
 _TILE: tl.constexpr = tl.constexpr(8192)
 _ROW: tl.constexpr = tl.constexpr(128)  # weights that the lanes of a tile decode in one step
 _HEADER_WORDS: tl.constexpr = tl.constexpr(12)
 _LANE_WORDS: tl.constexpr = tl.constexpr(9)
 _FIELDS: tl.constexpr = tl.constexpr(5)
+_PLACES: tl.constexpr = tl.constexpr(8)
 
 
 @triton.jit
@@ -62,17 +64,14 @@ def _patch(patch_starts, patches, n_patches, plane, out, tile, live, size, lane)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _decode(descriptors, tables, status, K: tl.constexpr):  # type: ignore[no-untyped-def]
-    matrix = tl.program_id(1)
-    n = tl.load(descriptors + matrix * _FIELDS + 2)
+def _tiles(words, out, n, stream_words, n_patches, table, status, flag, K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Decode this program's K tiles of one matrix: `words` are its coded bytes, `out` its BF16 numbers.
+
+    `flag` is stored at `status` if a lane does not end where it should.
+    """
     tiles = (n + _TILE - 1) // _TILE
     tile = tl.program_id(0) * K + tl.arange(0, K).to(tl.int64)
     if tl.program_id(0) * K < tiles:
-        words = tl.load(descriptors + matrix * _FIELDS).to(tl.pointer_type(tl.uint32))
-        out = tl.load(descriptors + matrix * _FIELDS + 1).to(tl.pointer_type(tl.uint16))
-        stream_words = tl.load(descriptors + matrix * _FIELDS + 3)
-        n_patches = tl.load(descriptors + matrix * _FIELDS + 4)
-        table = tables + matrix * 256
         live = tile < tiles
         starts = words + _HEADER_WORDS
         patch_starts = starts + tiles + 1
@@ -107,7 +106,7 @@ def _decode(descriptors, tables, status, K: tl.constexpr):  # type: ignore[no-un
             window = (w0 << shift) | ((w1 >> 1) >> (31 - shift))
             exponents = tl.zeros([K, 32], dtype=tl.uint32)
             for k in tl.static_range(4):
-                entry = tl.load(table + (window >> 24).to(tl.int32))  # exponent << 8 | code length
+                entry = tl.load(table + (window >> 24).to(tl.int32)).to(tl.int32)  # exponent << 8 | code length
                 step = (entry & 15).to(tl.uint32)
                 window = window << step
                 position += tl.where(coded, step.to(tl.int32), 0)
@@ -128,9 +127,67 @@ def _decode(descriptors, tables, status, K: tl.constexpr):  # type: ignore[no-un
         wrong = (position != end) & ~raw[:, None] & live[:, None]
         bad = tl.max(tl.max(wrong.to(tl.int32), 1), 0)
         if bad != 0:
-            tl.store(status + matrix, 1)
+            tl.store(status, flag)
         tl.debug_barrier()  # patches overwrite what the loop above stored
         _patch(patch_starts, patches, n_patches, plane, out, tile, live, size, lane)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _decode(descriptors, tables, status, K: tl.constexpr):  # type: ignore[no-untyped-def]
+    matrix = tl.program_id(1)
+    at = descriptors + matrix * _FIELDS
+    words = tl.load(at).to(tl.pointer_type(tl.uint32))
+    out = tl.load(at + 1).to(tl.pointer_type(tl.uint16))
+    n, stream_words, n_patches = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+    _tiles(words, out, n, stream_words, n_patches, tables + matrix * 256, status + matrix, 1, K)
+
+
+@triton.jit
+def _first(block_expert, block_count):  # type: ignore[no-untyped-def]
+    """Return a block's expert, and whether the block has slots and is the first of that expert's."""
+    block = tl.program_id(1)
+    expert = tl.load(block_expert + block).to(tl.int64)
+    before = tl.maximum(block - 1, 0)
+    again = (block > 0) & (tl.load(block_count + before) > 0) & (tl.load(block_expert + before).to(tl.int64) == expert)
+    return expert, (tl.load(block_count + block) > 0) & (again == 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _bring(block_expert, block_count, coded, sizes, stage, apart, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    expert, wanted = _first(block_expert, block_count)
+    source = tl.load(coded + expert)
+    if wanted & ((source & 1) != 0):
+        at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+        words = tl.multiple_of(tl.load(sizes + expert), 4)
+        given = tl.multiple_of((source - 1).to(tl.pointer_type(tl.int32)), 16)
+        to = stage + expert * apart
+        tl.store(to + at, tl.load(given + at, mask=at < words), mask=at < words)
+
+
+@triton.jit(do_not_specialize=["apart", "stride"])  # type: ignore[untyped-decorator]
+def _decode_chosen(  # type: ignore[no-untyped-def]
+    block_expert, block_count, coded, fields, tables, stage, apart, slots, stride, status, MATRICES: tl.constexpr,
+    K: tl.constexpr, BIASES: tl.constexpr,
+):  # fmt: skip
+    expert, wanted = _first(block_expert, block_count)
+    source = tl.load(coded + expert)
+    if wanted & (source != 0):
+        number = expert * MATRICES + tl.program_id(2)
+        at = fields + number * _PLACES
+        brought = (stage + expert * apart).to(tl.int64)
+        extent = tl.where((source & 1) != 0, brought, source)
+        words = (extent + tl.load(at)).to(tl.pointer_type(tl.uint32))
+        place = slots + expert * stride
+        out = (place + tl.load(at + 1)).to(tl.pointer_type(tl.uint16))
+        n, stream_words, n_patches = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+        _tiles(words, out, n, stream_words, n_patches, tables + number * 256, status, expert.to(tl.int32) + 1, K)
+        if BIASES:
+            rows = tl.load(at + 7)
+            given = (extent + tl.load(at + 5)).to(tl.pointer_type(tl.uint16))
+            to = (place + tl.load(at + 6)).to(tl.pointer_type(tl.uint16))
+            for start in range(tl.program_id(0) * 256, rows, tl.num_programs(0) * 256):
+                row = start + tl.arange(0, 256)
+                tl.store(to + row, tl.load(given + row, mask=row < rows), mask=row < rows)
 
 
 @dataclass(frozen=True)
@@ -184,3 +241,51 @@ def decode(jobs: Sequence[DecodeJob]) -> Tensor:
                 given[at:].view(torch.int64), given[:at], status, K=TILES, num_warps=TILES
             )
     return status
+
+
+@dataclass(frozen=True)
+class CodedLayer:
+    """Where the coded matrices of a layer's experts are in their extents, and where each expert is decoded to."""
+
+    fields: Tensor  # int64 [experts, matrices, PLACES], made by `places_of`
+    tables: Tensor  # uint16 [experts, matrices, 256], made by `places_of`
+    sizes: Tensor  # int64 [experts], words of 4 bytes of each extent, a multiple of 4
+    stage: Tensor  # int32 [experts, words]: extents that are brought from host memory
+    slots: Tensor  # uint8 [experts, bytes]: memory of decoded experts
+    status: Tensor  # int32 [1]: 0, or the number of a damaged expert plus 1
+    most: tuple[int, int]  # the most tiles of a matrix, and the most words of an extent
+    biases: bool  # whether matrices have biases
+
+
+PLACES = 8
+
+
+def places_of(header: Buffer, at: int, to: int, bias: tuple[int, int, int]) -> tuple[list[int], np.ndarray[Any, Any]]:
+    """Return a matrix's row of `CodedLayer.fields` and of `tables`.
+
+    Args:
+        header: as in `DecodeJob`.
+        at: and `to`, the matrix's offsets in its extent and in the memory of its decoded expert.
+        bias: offsets of its bias there, and its rows; 0 rows without one.
+    """
+    n, _, words, patches = (int(v) for v in header[:16].view("<u4"))
+    return [at, to, n, words, patches, *bias], _table(bytes(header[16:48])).astype(np.uint16)
+
+
+def decode_chosen(of: CodedLayer, expert: Tensor, count: Tensor, coded: Tensor) -> None:
+    """Decode the experts that a layer's blocks of slots name, on the current stream, without waiting: two launches.
+
+    Args:
+        of: the layer.
+        expert: int32 [blocks], and `count`, the slots of each block; blocks of one expert follow each other.
+        coded: int64 [experts], the address of each expert's extent, plus one if it is in host memory; 0 for experts
+            that are not decoded.
+    """
+    tiles, words = of.most
+    blocks, matrices, apart = len(expert), of.fields.shape[1], of.stage.shape[1]
+    with current(expert.device):
+        _bring[triton.cdiv(words, CHUNK), blocks](expert, count, coded, of.sizes, of.stage, apart, CHUNK=CHUNK)
+        _decode_chosen[triton.cdiv(tiles, TILES), blocks, matrices](
+            expert, count, coded, of.fields, of.tables, of.stage, apart, of.slots, of.slots.shape[1], of.status,
+            MATRICES=matrices, K=TILES, BIASES=of.biases, num_warps=TILES,
+        )  # fmt: skip

@@ -79,6 +79,9 @@ class Paging:
         self._threads: list[threading.Thread] = []
         self._closed = False
 
+    def begin(self) -> None:
+        """Begin a step: nothing is to be done."""
+
     # --- a layer's run
 
     @contextlib.contextmanager

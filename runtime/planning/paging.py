@@ -44,6 +44,29 @@ class WindowSize:
         return self.blocks * sum(self.sizes)
 
 
+@dataclass(frozen=True, slots=True)
+class InPlaceSize:
+    """The size of a GPU's pages that stay where they are (runtime/paging/in_place.py), in bytes."""
+
+    experts: int  # slots: the most experts of a layer
+    slot: int  # of an expert's weights
+    stage: int  # of an expert's coded bytes, beside its slot
+    places: int  # of the tables that say where matrices are in extents
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all."""
+        return self.experts * (self.slot + self.stage) + self.places
+
+
+def in_place_size(layers: Sequence[ExpertLayer], version: Version, largest: int) -> InPlaceSize:
+    """Return the size for these layers, of which no extent has more than `largest` bytes."""
+    slot = align(max(version.resident_size(x.matrices) for x in layers), PAGE)
+    a_matrix = 8 * 8 + 2 * 256  # numbers of 8 bytes and a table of 256 of 2
+    places = sum(x.experts * (len(x.matrices) * a_matrix + 8) for x in layers)
+    return InPlaceSize(max(x.experts for x in layers), slot, align(largest, PAGE), align(places, PAGE))
+
+
 def by_matrix(version: Version) -> bool:
     """Whether each matrix of an expert is a page of its own, which a CPU can decode alone; else an expert is one."""
     return version.plain and version.entropy_coded

@@ -19,14 +19,23 @@ from moepack.runtime.allocation.ladder import Floats, Ints, Ladder, SharedByLoss
 from moepack.runtime.policies.contract import Interval, LiveOptions, LivePolicy, Setting, Sums, Versions, Wanted
 from moepack.runtime.policies.contract import Ladder as Placements
 from moepack.runtime.policies.importance import critical
-from moepack.runtime.policies.placements import ABSENT, Placement, Where
+from moepack.runtime.policies.placements import ABSENT, CODED, READ_THERE, Placement, Where
 from moepack.runtime.policies.registry import Policy
 
 from .capacity import base_bytes, even_bytes
 from .choice import ladders_of
 from .exceeded import TooSmallError
 from .fixed import Fixed
-from .paging import LOADERS, block_on_gpu, by_matrix, measure_rates, paged_version, segment, window_size
+from .paging import (
+    LOADERS,
+    block_on_gpu,
+    by_matrix,
+    in_place_size,
+    measure_rates,
+    paged_version,
+    segment,
+    window_size,
+)
 
 ROOMY = 32  # a workspace gets 1/32 of the bytes beyond the least budget
 FEW = 256  # with this many tokens, an expert's own loss counts as much as the mean of its layer
@@ -72,16 +81,26 @@ class Plan:
     @property
     def reads_host(self) -> bool:
         """Whether every expert stays in pinned host memory, at the base, where the device's kernels read it."""
-        return self.keep and self.ladder[self.base].where is Where.PINNED
+        return self.keep and self.ladder[self.base].where in READ_THERE
 
-    def on_host(self, where: Where) -> int:
-        """Return the bytes of all experts at the largest placement in host memory of this kind.
+    @property
+    def in_place(self) -> bool:
+        """Whether a GPU's paged experts have slots of their own, where launches decode them, instead of a window."""
+        return self.ladder[self.base].where is Where.PACKED_PINNED
+
+    def is_of_base(self, number: int) -> bool:
+        """Whether a placement has the bytes that the base has in host memory, but on the device."""
+        placement, near = self.ladder[number], Where.PACKED if self.in_place else Where.DEVICE
+        return self.reads_host and placement.where is near and placement.version == self.ladder[self.base].version
+
+    def on_host(self, *where: Where) -> int:
+        """Return the bytes of all experts at the largest placement in host memory of these kinds.
 
         Pinned memory has them at the best version too, if passes choose which run at it.
         """
-        there = [v for v, placement in enumerate(self.ladder) if placement.where is where]
+        there = [v for v, placement in enumerate(self.ladder) if placement.where in where]
         largest = [max((row[v] for v in there), default=0) for row in self.blocks]
-        if where is Where.PINNED and self.critical:
+        if Where.PINNED in where and self.critical:
             largest = [size + row[0] for size, row in zip(largest, self.blocks, strict=True)]
         return sum(n * size for n, size in zip(self.experts, largest, strict=True))
 
@@ -205,6 +224,8 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int, o
     for paged in filter(None, map(paged_version, ladders)):
         if on_gpu and not by_matrix(paged):
             raise InputError(f"{bundle.path}: {paged.name} is paged on a CPU alone: a GPU's pages are bf16")
+    if not on_gpu and any(p.where is Where.PACKED_PINNED for ladder in ladders for p in ladder):
+        raise InputError(f"{bundle.path}: paged:lo=pinned is for a GPU, whose kernels read host memory: leave lo out")
     experts = tuple(x.experts for x in bundle.layers)
     traffic, losses, compared = calibration(bundle, ladders)
     shares = options.share == "loss" or (options.share == "auto" and compared)
@@ -253,7 +274,7 @@ def block_bytes(bundle: Bundle, position: int, placement: Placement) -> int:
     """Return the bytes of a block for an expert of a layer at one placement, on the device or the host."""
     if placement.version is None or placement.where is Where.STORED:
         return 0
-    if placement.where is Where.PACKED:
+    if placement.where in CODED:
         return _largest_extent(bundle, placement.version, position)
     return align(placement.version.resident_size(bundle.layers[position].matrices), PAGE)
 
@@ -267,6 +288,8 @@ def window_bytes(bundle: Bundle, ladder: Placements, staging: int, on_gpu: Seque
     if found is None:
         return 0
     ends = sum(map(segment, {size for row in on_gpu for size in row if size}))
+    if ladder[-1].where is Where.PACKED_PINNED:
+        return in_place_size(bundle.layers, found, staging).bytes + ends
     return window_size(bundle.layers, found, bool(on_gpu)).bytes + LOADERS * staging + ends
 
 

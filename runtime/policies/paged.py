@@ -28,7 +28,7 @@ class PagedOptions(LiveOptions):
     """Options of `paged`."""
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
-        "share": ("even",), "stagger": ("yes", "no"), "ahead": ("yes", "no")
+        "share": ("even",), "stagger": ("yes", "no"), "ahead": ("yes", "no"), "lo": ("stored", "pinned")
     }  # fmt: skip
 
     alpha: float = 0.0  # the initial share of experts in device memory, up to 1; 0 chooses by bandwidths (equation 8)
@@ -39,6 +39,9 @@ class PagedOptions(LiveOptions):
     interval: float = 0.5  # seconds between changes of alpha
     stagger: str = "yes"  # "yes": alpha changes by one expert of every layer; "no": by as many of one layer, to compare
     ahead: str = "yes"  # whether prompts load the next layer's experts while a layer runs
+    # Where experts are that the device does not hold: in the backing store, or on a GPU entropy-coded in pinned host
+    # memory. Then no step waits for the host, alpha is what fits or what is asked for, and nothing is loaded ahead
+    lo: str = "stored"
     rate: float = RATE  # megabytes a second read from the store to become resident; 0 sets no limit
     spare_blocks = 0
 
@@ -54,7 +57,17 @@ class PagedOptions(LiveOptions):
         found = lossless(versions)
         if found is None:
             raise InputError(f"has no lossless version to page: here are {', '.join(v.name for v in versions)}")
-        return [tuple(Placement(found, where) for where in (Where.DEVICE, *paged_places(found)))]
+        if self.lo == "pinned" and not found.entropy_coded:
+            raise InputError(
+                f"lo=pinned needs entropy-coded weights, and {found.name} is not: name hotness:lo={found.name}@pinned"
+            )
+        other = Where.STORED if self.lo == "pinned" else Where.PACKED_PINNED
+        return [tuple(Placement(found, where) for where in (Where.DEVICE, *paged_places(found)) if where is not other)]
+
+    @property
+    def keeps_low(self) -> bool:
+        """Whether `lo` is "pinned": the coded bytes of all experts stay there."""
+        return self.lo == "pinned"
 
 
 class Paged:
@@ -109,7 +122,8 @@ class Paged:
             self._steps, self._computed = 0, 0.0
             self._loaded = [[0, 0] for _ in self._loaded]
         placed = [self._fit(p, room) for p, room in enumerate(event.capacity)]
-        self.held = [max(1, n) for _, n in placed]  # growth starts from what fits
+        if self._setting.rates:
+            self.held = [max(1, n) for _, n in placed]  # growth starts from what fits
         if placed == self._before:
             return None
         self._before = placed

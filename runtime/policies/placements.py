@@ -18,6 +18,9 @@ class Where(enum.Enum):
 
     DEVICE = "device"
     PACKED = "packed"  # on the device, entropy-coded; decoded into a window there when its layer runs (paging/)
+    # Entropy-coded, in host memory outside the device's budget; the device's kernels read it over the bus, decoded as
+    # PACKED
+    PACKED_PINNED = "packed-pinned"
     STORED = "stored"  # in the backing store alone; read into that window when its layer runs
     HOST = "host"  # in host memory, outside the device's budget; the host's processor runs it
     PINNED = "pinned"  # in host memory, outside the device's budget; the device's kernels read it there, over the bus
@@ -26,8 +29,10 @@ class Where(enum.Enum):
 
 
 NOWHERE = frozenset({Where.ABSENT, Where.ON_DISK})  # places without bytes in memory, and so without a version
-ON_HOST = frozenset({Where.HOST, Where.PINNED})  # places in host memory
-PAGED = frozenset({Where.PACKED, Where.STORED})  # places whose extents are in memory, decoded, only while a layer runs
+READ_THERE = frozenset({Where.PINNED, Where.PACKED_PINNED})  # pinned host memory, where the device's kernels read
+ON_HOST = READ_THERE | {Where.HOST}  # places in host memory
+CODED = frozenset({Where.PACKED, Where.PACKED_PINNED})  # places of entropy-coded bytes
+PAGED = CODED | {Where.STORED}  # places whose extents are in memory, decoded, only while a layer runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,7 @@ class Placement:
     def __post_init__(self) -> None:
         if (self.version is None) != (self.where in NOWHERE):
             raise ValueError("an absent or stored expert has no version, and every other has one")
-        if self.where is Where.PACKED and self.version is not None and not self.version.entropy_coded:
+        if self.where in CODED and self.version is not None and not self.version.entropy_coded:
             raise ValueError(f"{self.version.name} is served as it is stored: it has no packed form")
 
     def __str__(self) -> str:
@@ -55,7 +60,7 @@ STORED = Placement(None, Where.ON_DISK)
 
 def paged_places(version: Version) -> tuple[Where, ...]:
     """The places at which a version can be paged, the nearest first: what is not entropy-coded has no packed form."""
-    return (Where.PACKED, Where.STORED) if version.entropy_coded else (Where.STORED,)
+    return (Where.PACKED, Where.PACKED_PINNED, Where.STORED) if version.entropy_coded else (Where.STORED,)
 
 
 def read_placement(text: str, versions: Sequence[Version]) -> Placement:
@@ -75,7 +80,7 @@ def read_placement(text: str, versions: Sequence[Version]) -> Placement:
         here = ", ".join(v.name for v in versions)
         raise InputError(
             f"has no {text!r}: here are {here}, each also as NAME@host and NAME@pinned, stored and absent; the "
-            "lossless one also as NAME@stored, and NAME@packed where its codes are entropy-coded"
+            "lossless one also as NAME@stored, and where its codes are entropy-coded NAME@packed, NAME@packed-pinned"
         )
     return Placement(found, places[place])
 

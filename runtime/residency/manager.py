@@ -15,14 +15,13 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.reader import Bundle
-from moepack.pack.spec import Version
 from moepack.runtime.devices import torch_cuda
 from moepack.runtime.devices.cpu import CpuDevice
 from moepack.runtime.devices.handle_tables import DeviceTables
@@ -35,28 +34,23 @@ from moepack.runtime.paging.paging import Paging
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.plan import Plan
 from moepack.runtime.policies.contract import Event, Key, LayerReached, Wanted
-from moepack.runtime.policies.placements import ON_HOST, PAGED, Where
+from moepack.runtime.policies.placements import CODED, ON_HOST, PAGED, READ_THERE, Where
 from moepack.runtime.policies.registry import Policy
 from moepack.runtime.step import NO_PROMPT, Prompt, Step, opened, step_of
 from moepack.runtime.store.files import BackingStore
 from moepack.runtime.store.loading import AHEAD, loading
 
+from . import opening
 from .on_demand import OnDemandLoader
-from .opening import (
-    check_host,
-    make_pools,
-    name_of,
-    open_device,
-    open_paging,
-    second_buffer,
-    stored_bytes,
-    version_of,
-)
+from .opening import version_of
 from .pinned import pin_best
 from .residency import Residency
 from .routing_statistics import RoutingStatistics
 from .transitions import Transitions, fails, makes_room
 from .worker import Worker
+
+if TYPE_CHECKING:
+    from moepack.runtime.paging.in_place import PagesInPlace
 
 CHANGING = (
     "gradients need versions that stay: this policy changes them while serving; load the bundle with a static policy "
@@ -95,9 +89,9 @@ class ResidencyManager:
             raise InputError(f"policy {policy}: versions change on one CPU or one CUDA device, not on {devices}")
         self._on_gpu = torch_cuda.is_gpu(devices[0])
         self._can_shrink = not self._on_gpu or bool(plan.window)
-        if plan.window and self._on_gpu:
+        if plan.window and self._on_gpu and not plan.in_place:
             plan = replace(plan, rates=gpu_rates(bundle, plan.ladder, devices[0]), together=True)
-        plan, buffers = (plan, 1) if self._can_shrink else second_buffer(plan)
+        plan, buffers = (plan, 1) if self._can_shrink else opening.second_buffer(plan)
         plan = plan if self._can_shrink else plan.divided()
         self.key = object()  # identifies the model: `step_of` finds the model's running step by it
         self.policy, wanted = plan.policy(policy)
@@ -110,13 +104,15 @@ class ResidencyManager:
         self.store = BackingStore(bundle, not (self._blocking or plan.window), direct=not self._on_gpu)
         self._process = os.getpid()
         self.worker = Worker(self.round, self._shut, self.policy.needs.interval)
-        self.device = open_device(devices[0], self.store, plan, buffers, self.worker.wake, host_memory, self._blocking)
+        self.device = opening.open_device(
+            devices[0], self.store, plan, buffers, self.worker.wake, host_memory, self._blocking
+        )
         self._host_device: CpuDevice | None = None
         self.tier: HostTier | None = None  # runs the experts in host memory
-        self.paging: Paging | None = None
+        self.paging: Paging | PagesInPlace | None = None
         try:
             if any(p.where in ON_HOST for p in plan.ladder):
-                check_host(bundle, plan, host_memory, self._on_gpu)
+                opening.check_host(bundle, plan, host_memory, self._on_gpu)
                 self._open_host(host_rate, host_threads)
             self._serve(bundle, devices, wanted, host_memory)
         except BaseException:
@@ -151,12 +147,12 @@ class ResidencyManager:
             layer.of.tier = self.tier
             layer.of.makes_up_for_absent = options.makes_up_for_absent
             layer.no_gradients = CHANGING
-        pins = any(p.where is Where.PINNED for p in plan.ladder)
+        pins = any(p.where in READ_THERE for p in plan.ladder)
         if self._on_gpu and pins and self.layers[0].of.backend != "triton":
             raise InputError(f"policy {self._named}: kernels of Triton read pinned memory, and it is not installed")
         self._epoch = 0
         self._tables = DeviceTables(plan.experts, devices[0], self.device.mark) if self._on_gpu else None
-        pools = make_pools(plan, self.device, self.tracker, self.host, self._can_shrink)
+        pools = opening.make_pools(plan, self.device, self.tracker, self.host, self._can_shrink)
         self.residency = Residency(
             plan.experts, plan.base, lambda p, v: pools.get((v, plan.blocks[p][v])), self._fetch, self._make,
             self._publish, self.device.mark, plan.keep, self._snapshot,
@@ -167,11 +163,11 @@ class ResidencyManager:
             self.residency, self.tracker, on_device, plan.reserve, on_host, kept=plan.demand + plan.present,
             stays=plan.base - 1 if plan.present else None,
         )  # fmt: skip
-        named = partial(name_of, bundle, plan) if plan.ladder[plan.base].version is None else None
-        self.on_demand = OnDemandLoader(self.transitions, partial(stored_bytes, bundle, plan), named)
+        named = partial(opening.name_of, bundle, plan) if plan.ladder[plan.base].version is None else None
+        self.on_demand = OnDemandLoader(self.transitions, partial(opening.stored_bytes, bundle, plan), named)
         self.prediction: Prediction | None = None  # predicts the next layer's routing; set by the `ForwardWrapper`
         if plan.window:
-            self.paging = open_paging(plan, self.layers, self.store, self.device, self.policy.needs.pages_ahead)
+            self.paging = opening.open_paging(plan, self.layers, self.store, self.device, self.policy.needs.pages_ahead)
         self._load(wanted)
         # A pass may wait for the KV cache's room: experts leave as fast as they can.
         hurried = partial(makes_room, weakref.ref(self.transitions))
@@ -216,19 +212,19 @@ class ResidencyManager:
         described, where = version_of(self.plan, version), self.plan.ladder[version].where
         stored = partial(self.store.stored, described.name, position, expert)
         device = self._host_device if where in ON_HOST and self._host_device is not None else self.device
-        layer, packed = self.layers[position].of.layer, where is Where.PACKED
-        here = self._pinned(key, described) if self.plan.reads_host and where is Where.DEVICE else None
-        return device.fetch(stored, target, layer, described, packed, here)
+        here = self._pinned(key, version) if self.plan.reads_host else None
+        return device.fetch(stored, target, self.layers[position].of.layer, described, where in CODED, here)
 
-    def _pinned(self, key: Key, version: Version) -> Tensor | None:
-        """Return an expert's bytes in pinned memory; None while they are being loaded, or for no version there."""
-        if (chooses := self.layers[key[0]].of.critical) is not None and version == version_of(self.plan, 0):
+    def _pinned(self, key: Key, number: int) -> Tensor | None:
+        """Return an expert's bytes in pinned memory, for a placement; None while they are loaded, or elsewhere."""
+        if not number and (chooses := self.layers[key[0]].of.critical) is not None:
             return chooses.best[key[1]].extent
-        if version != version_of(self.plan, self.plan.base):
+        if not self.plan.is_of_base(number):
             return None
         with self.residency.lock:
             entry = self.residency.entries.get(key)
-            return None if entry is None else entry.complete[self.plan.base].handle.extent
+            base = None if entry is None else entry.complete[self.plan.base].handle
+            return None if base is None else base.extent if base.packed is None else base.packed.extent
 
     def _make(self, key: Key, version: int, tensor: Tensor | None) -> Handle:
         layer, placement = self.layers[key[0]], self.plan.ladder[version]
@@ -255,8 +251,8 @@ class ResidencyManager:
     # --- steps
 
     def pass_lock(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a lock for a whole forward pass and its wait for room; it does nothing unless the policy blocks."""
-        return self._one_at_a_time if self._blocking else contextlib.nullcontext()
+        """Return a lock for a whole forward pass and its wait for room; it does nothing unless one runs at a time."""
+        return self._one_at_a_time if self._blocking or self.plan.in_place else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def sequence(self, given: dict[str, Any]) -> Iterator[tuple[Prompt, Callable[[Any], None]]]:
@@ -302,6 +298,8 @@ class ResidencyManager:
         number, (epoch, snapshots) = self.residency.begin()
         try:
             table = None
+            if self.paging is not None:
+                self.paging.begin()
             if self._tables is not None:
                 table = self._tables.take(epoch, snapshots)
                 snapshots = table.snapshots

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,14 +23,17 @@ from moepack.runtime.paging.window import Window
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.capacity import base_bytes
 from moepack.runtime.planning.exceeded import TooSmallError
-from moepack.runtime.planning.paging import by_matrix, paged_version, window_size
+from moepack.runtime.planning.paging import by_matrix, in_place_size, paged_version, window_size
 from moepack.runtime.planning.plan import Plan
 from moepack.runtime.policies.contract import PINNED, Key
-from moepack.runtime.policies.placements import ON_HOST, Where
+from moepack.runtime.policies.placements import ON_HOST, READ_THERE, Where
 from moepack.runtime.store.files import BackingStore
 from moepack.runtime.store.host_limit import host_limits
 
 from .pools import Pool
+
+if TYPE_CHECKING:
+    from moepack.runtime.paging.in_place import PagesInPlace
 
 
 def version_of(plan: Plan, placement: int) -> Version:
@@ -39,14 +43,14 @@ def version_of(plan: Plan, placement: int) -> Version:
     return version
 
 
-def stored_bytes(bundle: Bundle, plan: Plan, key: Key, placement: int) -> int:
-    """Return the bytes of an expert's extent in the bundle."""
-    return bundle.layer_file(version_of(plan, placement).name, key[0]).extent_size(key[1])
+def stored_bytes(bundle: Bundle, plan: Plan, key: Key, version: int) -> int:
+    """Return the bytes of an expert's extent of a placement's version in the bundle's files."""
+    return bundle.layer_file(version_of(plan, version).name, key[0]).extent_size(key[1])
 
 
-def name_of(bundle: Bundle, plan: Plan, key: Key, placement: int) -> str:
-    """Name an expert at a placement, for messages."""
-    return f"{bundle.path}: layer {bundle.layers[key[0]].index}, expert {key[1]}, version {plan.ladder[placement]}"
+def name_of(bundle: Bundle, plan: Plan, key: Key, version: int) -> str:
+    """Return how errors name an expert's placement."""
+    return f"{bundle.path}: layer {bundle.layers[key[0]].index}, expert {key[1]}, version {plan.ladder[version]}"
 
 
 def second_buffer(plan: Plan) -> tuple[Plan, int]:
@@ -83,7 +87,7 @@ def open_device(
     if plan.reads_host:  # promotions of these versions are copied from there
         there = {version_of(plan, v).name for v in (plan.base, *[0] * bool(plan.critical))}
         served = [name for name in served if name not in there]
-    if pinned := plan.on_host(Where.PINNED):
+    if pinned := plan.on_host(*READ_THERE):
         host = max(0, (host_limits()["pinnable_bytes"] if host is None else host) - pinned)
     return open_cuda(store, served, device, largest, staging, buffers, on_event, host, bool(plan.window))
 
@@ -96,7 +100,7 @@ def check_host(bundle: Bundle, plan: Plan, host_memory: int | None, on_gpu: bool
     """
     on_host = [v for v, placement in enumerate(plan.ladder) if placement.where in ON_HOST]
     one_more = [row[v] for row in plan.blocks for v in on_host if plan.ladder[v].where is Where.HOST]
-    pinned = plan.on_host(Where.PINNED)
+    pinned = plan.on_host(*READ_THERE)
     least = plan.on_host(Where.HOST) + pinned + max(one_more, default=0)
     if host_memory is None and pinned and on_gpu:
         host_memory = host_limits()["pinnable_bytes"]
@@ -136,7 +140,7 @@ def make_pools(
             if not returnable:
                 whole[number, size] = f"{placement}/{size}", blocks
                 continue
-            if placement.where is Where.PINNED:
+            if placement.where in READ_THERE:
                 memory = device.pinned_memory(size, blocks)
             else:
                 memory = (device.host_memory if on_host else device.memory)(size * blocks)
@@ -151,8 +155,10 @@ def make_pools(
 
 def open_paging(
     plan: Plan, layers: Sequence[LayerExperts], store: BackingStore, device: Device, looks_ahead: bool
-) -> Paging:
+) -> Paging | PagesInPlace:
     """Open the window: memory blocks for the experts of two layers; on a CPU with addresses for every expert.
+
+    Where the plan says so, open pages in place instead.
 
     Raises:
         InputError: when the system has too few addresses, or a GPU lacks Triton.
@@ -171,6 +177,10 @@ def open_paging(
         from moepack.runtime.paging.gpu_filler import GpuFiller
 
         assert isinstance(device, CudaDevice)
+        if plan.in_place:
+            from moepack.runtime.paging.in_place import PagesInPlace
+
+            return PagesInPlace(device, layers, version, in_place_size(described, version, plan.staging))
         size = window_size(described, version, on_gpu=True)
         filler = GpuFiller(device, forms, version, stored, plan.staging, size)
     return Paging(filler, Window([size.blocks] * len(size.sizes), len(layers)), len(layers), device.mark, looks_ahead)

@@ -27,6 +27,7 @@ from moepack.runtime import attach, decode_graph
 from moepack.runtime.devices import graphs
 from moepack.runtime.experts import gpu as gpu_module
 from moepack.runtime.kernels import attend_triton
+from moepack.runtime.policies.paged import Paged
 from moepack.server.batching import packed_cache, row_table
 from moepack.server.batching.engine import Engine, StepInput
 
@@ -39,6 +40,7 @@ allocation: {average_bits: 4}
 """
 LIVE = "hotness:hi=w4,lo=w2,prior=none,interval=0.02,rate=0,margin=0,slack=0"
 PINNED = LIVE.replace("lo=w2", "lo=w2@pinned")
+PAGED = "paged:lo=pinned,interval=0.02,rate=0"
 CHOSEN = "importance:hi=w4,lo=w2@pinned,r=0.5"
 # Operations: 2 norms, 2 sums, 3 products, the heads, a count, attention's 2; routing, experts' 2 products, their sum
 A_LAYER = 15
@@ -71,7 +73,7 @@ class Served:
 
     def __init__(self, path: Path, policy: str = LIVE, dense: str = "bf16", tokens: int = 2 * TOKENS) -> None:
         given: Any = {"kv_tokens": tokens, "prefill_tokens": TOKENS, "dtype": torch.float32, "dense": dense}
-        self.model = load(path, policy, room=ROOM, **given)
+        self.model = load(path, policy, room=4 * ROOM if policy == PAGED else ROOM, **given)  # caches take it too
         if (manager := self.model.moepack.manager) is not None:
             ended = threading.Event()
             self._round, manager.worker._round = manager.worker._round, lambda now: ended.set()
@@ -96,8 +98,10 @@ class Served:
         return made
 
     def promote(self) -> None:
-        """Go on until an expert has another version."""
-        before = self.model.moepack.versions
+        """Go on until an expert has another version, or under `paged` another place."""
+        before, policy = self.model.moepack.versions, self.model.moepack.manager.policy
+        if isinstance(policy, Paged):
+            policy._order, policy._before = [row[::-1] for row in policy._order], []  # the others come first
 
         def changed() -> bool:
             self._round(time.monotonic())
@@ -168,7 +172,7 @@ def test_planted_violations_are_found(bundles: Any, gpu: StandIn, monkeypatch: p
     assert served.record(1).names != known
 
 
-@pytest.mark.parametrize("policy", [LIVE, PINNED, CHOSEN, "static:w4"])
+@pytest.mark.parametrize("policy", [LIVE, PINNED, CHOSEN, PAGED, "static:w4"])
 def test_replays_are_the_steps(bundles: Any, gpu: StandIn, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of the same pass without a graph, promotions between replays, counts included."""
     made: list[Any] = []

@@ -7,19 +7,26 @@ says otherwise.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import torch_products
 from fake_cuda import FakeCudart, FakeGpu, Ranges, overlap
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton import knobs
 
+from moepack.pack.codec import exponent_fast
+from moepack.pack.codec.exponent import coded_size
+from moepack.pack.errors import CodecError
 from moepack.pack.spec import Version
 from moepack.runtime.devices import cuda, torch_cuda
 from moepack.runtime.experts import backends
 from moepack.runtime.experts import gpu as gpu_module
-from moepack.runtime.kernels import affine_triton
+from moepack.runtime.kernels import affine_triton, exponent_triton
 from moepack.runtime.residency import manager
 from moepack.runtime.store.cudart import Cudart
 
@@ -55,6 +62,7 @@ def install(
     monkeypatch.setattr(cuda, "Cudart", lambda index: Cudart(0, made.cudart))
     monkeypatch.setattr(manager, "gpu_rates", lambda *args: RATES)
     kernels(monkeypatch)
+    _decodes(made, monkeypatch)
     if not computes:
         monkeypatch.setattr(affine_triton, "dense", lambda matrix, form, extent, x, out: out.zero_())
     for name in ("product", "switched"):
@@ -106,6 +114,49 @@ def _watched(made: StandIn, real: Any, computes: bool) -> Any:
                 more[1].zero_()
 
     return watched
+
+
+@torch.library.custom_op("stand_in::decode_chosen", mutates_args=("slots", "status"))
+def _decoded(
+    expert: Tensor, count: Tensor, coded: Tensor, fields: Tensor, slots: Tensor, status: Tensor, gpu: int
+) -> None:
+    """What `exponent_triton.decode_chosen` does, by the host's decoder; a graph keeps the call as it keeps torch's."""
+    made, ranges = _served[gpu], []
+    with made.gpu.lock:  # a stream's launches follow each other: what read the slots before has ended
+        made.gpu.carry_out("compute", len(made.gpu._work["compute"]))
+    for e in expert[count > 0].unique().tolist():
+        address, slot = int(coded[e]), slots[e].numpy()
+        if not address:
+            continue
+        for at, to, n, words, patches, bias, place, rows in fields[e].tolist():
+            size = coded_size(n, words, patches)
+            ranges.append(((address & ~1) + at, size))
+            with made.gpu.lock:
+                if bool(address & 1) != made.cudart.is_pinned(*ranges[-1]):
+                    made.gpu.wrong.append("coded bytes are not where their address says")
+            given = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(ranges[-1][0]))
+            try:
+                exponent_fast.decode_into(given, slot[to : to + 2 * n].view(np.uint16), 1)
+            except CodecError:
+                status[0] = e + 1
+            if rows:
+                slot[place : place + 2 * rows] = np.ctypeslib.as_array(
+                    (ctypes.c_uint8 * (2 * rows)).from_address((address & ~1) + bias)
+                )
+    with made.gpu.lock:
+        made.gpu.launch(ranges)
+
+
+_served: list[StandIn] = []
+
+
+def _decodes(made: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    _served.append(made)
+
+    def decode_chosen(of: Any, expert: Tensor, count: Tensor, coded: Tensor) -> None:
+        torch.ops.stand_in.decode_chosen(expert, count, coded, of.fields, of.slots, of.status, _served.index(made))
+
+    monkeypatch.setattr(exponent_triton, "decode_chosen", decode_chosen)
 
 
 def kernels(monkeypatch: pytest.MonkeyPatch, real_products: bool = False) -> None:

@@ -333,7 +333,7 @@ def test_serving_over_it(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model served in a budget: experts are promoted while host memory fills, and are the bundle's to the bit."""
     import moepack
     from moepack.runtime.devices.cpu import CpuMemory
-    from moepack.runtime.residency import manager as manager_module
+    from moepack.runtime.residency import opening
 
     cuda = FakeCudart(WAYS["registered"])
     gpu = FakeGpu(cuda)
@@ -347,7 +347,7 @@ def test_serving_over_it(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(made, "memory", CpuMemory)  # the model is on a CPU, whose pools give blocks back
         return made
 
-    monkeypatch.setattr(manager_module, "open_device", device)
+    monkeypatch.setattr(opening, "open_device", device)
     policy = "hotness:lo=w2,between=no,interval=0.02,rate=0,margin=0,slack=0"
     model = moepack.load(bundle, policy=policy, device_memory=12_000_000, host_memory=1 << 30)
     live = model.moepack.manager

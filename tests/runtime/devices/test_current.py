@@ -103,7 +103,7 @@ def test_the_experts_products(fake: Fake) -> None:
     table = torch.zeros(8, dtype=torch.int64, device=CUDA1)
     layer: Any = SimpleNamespace(
         layer=ExpertLayer(0, "experts", 8, matrices), device_table=lambda: table, served=[0], rotation=None,
-        forms={"w4": make_forms(matrices, version)},
+        in_place=None, forms={"w4": make_forms(matrices, version)},
     )  # fmt: skip
     layer.of, module = layer, SimpleNamespace(has_gate=True, act_fn=None, _apply_gate=lambda h: h[:, :32])
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
@@ -162,7 +162,7 @@ def test_whether_a_graph_is_captured_is_asked_of_the_tables_device(fake: Fake, m
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(fake.note("asked")))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: fake.note("pin") or self)
-    one: Any = SimpleNamespace(table=np.zeros(8), words=np.zeros((4, 9), np.int64), over=lambda row: row.device)
+    one: Any = SimpleNamespace(table=np.zeros(8), words=np.zeros((5, 9), np.int64), over=lambda row: row.device)
     assert DeviceTables([8], CUDA1, lambda: None).take(1, [one]).snapshots == (CUDA1,)  # type: ignore[arg-type, return-value]
     assert fake.done == [("asked", 1, "default"), ("pin", 1, "default")]
 

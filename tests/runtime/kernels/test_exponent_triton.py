@@ -8,7 +8,7 @@ import torch
 from exponent_inputs import KINDS, draw
 
 from moepack.pack.codec import exponent, exponent_fast
-from moepack.pack.codec.exponent import HEADER, TILE
+from moepack.pack.codec.exponent import HEADER, LANE_WORDS, TILE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # conftest.py turns the interpreter on without a device
 
@@ -67,3 +67,84 @@ def test_buffers_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match="coded matrix"):
             decode([bad])
+
+
+class Layer:
+    """A layer of coded experts of two matrices, with biases behind them, some in host memory and some not."""
+
+    SIZES = (2 * TILE + 5, 300)
+    ROWS = (3, 260)
+
+    def __init__(self, experts: int, on_host: set[int]) -> None:
+        from moepack.runtime.kernels.exponent_triton import CodedLayer, places_of
+
+        self.bits = [[draw(KINDS[(e + m) % 3], n, 7 * e + m) for m, n in enumerate(self.SIZES)] for e in range(experts)]
+        self.biases = [[draw("gaussian", r, e) for r in self.ROWS] for e in range(experts)]
+        self.extents, fields, tables, sizes = [], [], [], []
+        lows, self.places = (0, 2 * (self.SIZES[0] + 3)), (2 * sum(self.SIZES) + 64, 2 * sum(self.SIZES) + 128)
+        for e in range(experts):
+            parts, at = [], 0
+            for m, bits in enumerate(self.bits[e]):
+                coded, bias = exponent.encode(bits), self.biases[e][m].view(np.uint8)
+                begin = at + -(-len(coded) // 4) * 4
+                row, table = places_of(coded[:HEADER].copy(), at, lows[m], (begin, self.places[m], self.ROWS[m]))
+                fields.append(row)
+                tables.append(table)
+                parts += [coded, np.zeros(begin - at - len(coded), np.uint8), bias]
+                at = begin + -(-len(bias) // 16) * 16
+                parts.append(np.zeros(at - begin - len(bias), np.uint8))
+            extent = torch.from_numpy(np.concatenate(parts))
+            # a pinned extent is read on a GPU at the host's address
+            pinned = torch.cuda.is_available() and e in on_host
+            self.extents.append(extent.pin_memory() if pinned else extent.to(DEVICE))
+            sizes.append(len(extent) // 4)
+        self.lows = lows
+        self.of = CodedLayer(
+            torch.tensor(fields).view(experts, 2, -1).to(DEVICE),
+            torch.from_numpy(np.array(tables)).view(experts, 2, -1).to(DEVICE),
+            torch.tensor(sizes).to(DEVICE),
+            torch.full((experts, max(sizes) + 4), -1, dtype=torch.int32, device=DEVICE),
+            torch.full((experts, 2 * sum(self.SIZES) + 1024), 7, dtype=torch.uint8, device=DEVICE),
+            torch.zeros(1, dtype=torch.int32, device=DEVICE),
+            (3, max(sizes)),
+            True,
+        )
+        words = [x.data_ptr() + (e in on_host) for e, x in enumerate(self.extents)]
+        self.coded = torch.tensor(words).to(DEVICE)
+
+    def decoded(self, expert: int) -> bool:
+        """Whether an expert's slot has all its numbers; if not, check that nothing was written there."""
+        slot = self.of.slots[expert].cpu().numpy()
+        if (slot == 7).all():
+            return False
+        for low, bits in zip((*self.lows, *self.places), (*self.bits[expert], *self.biases[expert]), strict=True):
+            assert np.array_equal(slot[low : low + bits.nbytes].view(np.uint16), bits)
+            slot[low : low + bits.nbytes] = 7
+        assert (slot == 7).all()
+        return True
+
+
+def test_experts_that_slots_name_are_decoded_where_they_belong() -> None:
+    """From host memory by way of the stage, or from the device; blocks without slots and resident experts are left."""
+    from moepack.runtime.kernels.exponent_triton import decode_chosen
+
+    layer = Layer(5, {1, 3})
+    layer.coded[4] = 0
+    expert = torch.tensor([1, 1, 0, 2, 4], dtype=torch.int32, device=DEVICE)
+    count = torch.tensor([2, 1, 3, 0, 1], dtype=torch.int32, device=DEVICE)
+    decode_chosen(layer.of, expert, count, layer.coded)
+    assert [layer.decoded(e) for e in range(5)] == [True, True, False, False, False]
+    brought = layer.of.stage.cpu() != -1
+    assert [bool(row.any()) for row in brought] == [False, True, False, False, False]
+    assert not brought[1, int(layer.of.sizes[1]) :].any() and layer.of.status.tolist() == [0]
+
+
+def test_a_damaged_expert_is_named() -> None:
+    from moepack.runtime.kernels.exponent_triton import decode_chosen
+
+    layer = Layer(3, set())
+    first = HEADER + 4 * (2 * 4 + int(layer.of.fields[2, 0, 4])) + 4 * LANE_WORDS
+    layer.extents[2][first : first + 400] ^= 0x5A
+    every = torch.arange(3, dtype=torch.int32, device=DEVICE)
+    decode_chosen(layer.of, every, torch.ones_like(every), layer.coded)
+    assert layer.of.status.tolist() == [3] and layer.decoded(0) and layer.decoded(1)

@@ -125,7 +125,7 @@ def test_a_pass_that_runs_while_the_model_is_closed(bundle: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("where", ["moepack.runtime.residency.manager.make_pools", "moepack.runtime.attach.own"])
+@pytest.mark.parametrize("where", ["moepack.runtime.residency.opening.make_pools", "moepack.runtime.attach.own"])
 def test_a_load_that_fails_leaves_no_thread(bundle: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = ours()
     enough = least(bundle) + ROOM

@@ -1,0 +1,177 @@
+"""Pages of a GPU that stay where they are: an expert's slot is the same in every layer and step.
+
+A layer's launches decode the experts that its tokens chose, and the products follow on the same stream. All that they
+read is on the device: which experts, where their coded bytes are (in device memory, or in pinned host memory, from
+where a launch first brings them), and the slots. So no launch waits for the host, and a CUDA graph holds them, whereas
+a window (window.py) is managed by the host. Steps share the slots, so they take turns. The bytes of every expert stay
+in host memory; the device holds as many of them, coded, as fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moepack.pack.codec.exponent import TILE
+from moepack.pack.errors import BundleError, CodecError, InputError
+from moepack.pack.spec import Version
+from moepack.runtime.devices.cuda import CudaDevice, StreamMark
+from moepack.runtime.experts.handles import LayerExperts, Snapshot
+from moepack.runtime.experts.packed import CodedPart, GpuPackedExtent, parts_of
+from moepack.runtime.kernels.affine_triton import Geometry
+from moepack.runtime.planning.paging import InPlaceSize
+from moepack.runtime.policies.placements import Where
+
+from .paging import PagingCounts
+
+Array = npt.NDArray[Any]
+
+
+class PagesInPlace:
+    """The slots of the experts of one layer, in which all layers take turns. Steps call it one at a time."""
+
+    def __init__(self, device: CudaDevice, layers: Sequence[LayerExperts], version: Version, size: InPlaceSize) -> None:
+        """Allocate the slots. Raises InputError without Triton."""
+        try:
+            from moepack.runtime.kernels import exponent_triton
+        except ImportError:
+            raise InputError("experts are paged on a GPU by Triton's kernels, which is not installed") from None
+        self._kernels: Any = exponent_triton
+        self.counts, self.filler = PagingCounts(), self
+        self._device, self._version, self._layers = device, version, tuple(x.of for x in layers)
+        self._bytes = device.gpu.block(size.bytes)
+        parts = self._bytes[: size.bytes].split([size.experts * size.slot, size.experts * size.stage, size.places])
+        self._slots, self._places = parts[0].view(size.experts, size.slot), parts[2]
+        self._stage = parts[1].view(size.experts, size.stage).view(torch.int32)
+        self._parts: dict[tuple[int, int], tuple[CodedPart, ...]] = {}
+        self._of: list[Any] = []  # the `CodedLayer` of each layer, once all experts are loaded
+        self._status = device.gpu.memory(4 * len(layers)).view(torch.int32).zero_()
+        self._report = device.gpu.pinned(4 * len(layers)).view(torch.int32).zero_()
+        self._reported: StreamMark | None = None
+        for position, layer in enumerate(self._layers):
+            layer.in_place, layer.second = partial(self.decode, position), _coded_bytes
+
+    # --- handles
+
+    def extent(self, position: int, expert: int) -> Tensor:
+        """Return the memory of an expert's slot, uint8."""
+        slot: Tensor = self._slots[expert]
+        return slot[: self._version.resident_size(self._layers[position].layer.matrices)]
+
+    def over(self, position: int, expert: int, extent: Tensor, where: str) -> GpuPackedExtent:
+        """Return the coded bytes of an expert in host memory, or copied from there to the device.
+
+        Raises BundleError when they are malformed.
+        """
+        of, key = self._layers[position], (position, expert)
+        if key not in self._parts:  # its bytes in host memory, which come first
+            try:
+                self._parts[key] = parts_of(of.layer, extent.numpy())
+            except CodecError as error:
+                raise BundleError.single(where, "codec", str(error)) from None
+        return GpuPackedExtent(extent, of.layer, of.forms[self._version.name], where, self._parts[key])
+
+    # --- steps
+
+    def begin(self) -> None:
+        """Begin a step: later work on this thread's compute stream waits for the step before, the host for nothing.
+
+        Raises BundleError if that step met bytes that do not decode.
+        """
+        if not self._of:
+            self._of = self._all_places()
+        if self._reported is not None:
+            with self._device.gpu.computing():
+                self._device.gpu.wait(self._reported.event)
+            if self._reported.done():
+                self._check()
+
+    def end(self, step: Any) -> None:
+        """End a step: have the decoders' reports copied to the host."""
+        gpu = self._device.gpu
+        with gpu.computing():
+            gpu.copy(self._report, self._status)
+            self._reported = StreamMark(gpu.record())
+
+    def _check(self) -> None:
+        self._reported = None
+        for position, number in enumerate(self._report.tolist()):
+            if number:
+                self._status.zero_()
+                self._report.zero_()
+                packed = self._layers[position]
+                raise BundleError.single(
+                    f"layer {packed.layer.index}, expert {number - 1}, version {self._version.name}", "codec",
+                    "a matrix does not decode: the tokens of the pass before are wrong",
+                )  # fmt: skip
+
+    def decode(self, position: int, snapshot: Snapshot, geometry: Geometry) -> None:
+        """Decode the paged experts that the blocks of `geometry` name, on the current stream."""
+        self._kernels.decode_chosen(self._of[position], geometry.expert, geometry.count, snapshot.seconds)
+
+    def _all_places(self) -> list[Any]:
+        """Copy to the device where each expert's matrices are in its extent."""
+        out, begins = [], 0
+        for position, of in enumerate(self._layers):
+            made = self._places_in(position)
+            given = np.concatenate([x.reshape(-1).view(np.uint8) for x in made])
+            there = self._places[begins : begins + len(given)]
+            there.copy_(torch.from_numpy(given))
+            begins += len(given)
+            fields, words, tables = there.split([x.nbytes for x in made])
+            most = max(-(-m.weights // TILE) for m in of.layer.matrices), int(made[1].max())
+            out.append(
+                self._kernels.CodedLayer(
+                    fields.view(torch.int64).view(made[0].shape), tables.view(torch.uint16).view(made[2].shape),
+                    words.view(torch.int64), self._stage, self._slots, self._status[position : position + 1], most,
+                    any(m.bias for m in of.layer.matrices),
+                )
+            )  # fmt: skip
+        return out
+
+    def _places_in(self, position: int) -> tuple[Array, Array, Array]:
+        """Return a layer's `fields`, `sizes` and `tables`, as in `CodedLayer`."""
+        of, fields, tables, sizes = self._layers[position], [], [], []
+        shape = of.layer.experts, len(of.layer.matrices)
+        for e in range(of.layer.experts):
+            end = 0
+            for part, form, m in zip(
+                self._parts[position, e], of.forms[self._version.name], of.layer.matrices, strict=True
+            ):
+                bias = (part.bias, form.bias, m.rows) if part.bias >= 0 else (0, 0, 0)
+                row, table = self._kernels.places_of(part.header, part.at, form.low, bias)
+                fields.append(row)
+                tables.append(table)
+                end = max(end, part.at + part.size, bias[0] + 2 * bias[2])
+            sizes.append(-(-end // 16) * 4)  # blocks are whole pages
+        return (
+            np.array(fields, np.int64).reshape(*shape, -1), np.array(sizes, np.int64),
+            np.array(tables, np.uint16).reshape(*shape, -1),
+        )  # fmt: skip
+
+    # --- the end
+
+    def close(self, wait: bool = True) -> None:
+        """Do nothing: there are no threads."""
+
+    def forget(self) -> None:
+        """Free all memory, once no step can run any more and all its work has ended."""
+        if self._reported is not None:
+            self._reported.wait()
+        self._device.gpu.free(self._bytes)
+        self._device.free()
+
+
+def _coded_bytes(snapshot: Snapshot) -> npt.NDArray[np.int64]:
+    """The address of each paged expert's coded bytes, plus one in host memory; 0 for others."""
+    out = np.zeros(len(snapshot.handles), np.int64)
+    for e, handle in enumerate(snapshot.handles):
+        if handle.packed is not None:
+            out[e] = handle.packed.extent.data_ptr() + (handle.where is Where.PACKED_PINNED)
+    return out

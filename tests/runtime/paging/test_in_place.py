@@ -1,0 +1,152 @@
+"""Pages that stay where they are, on a GPU that is not there: decoded by launches, without the host."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpu_stand_in import StandIn, kernels
+from live_models import at, ids, load, logits, same, same_at_once, stop_after, wait_for
+
+import moepack
+from moepack.pack.errors import BundleError, InputError
+from moepack.reports.plan import plan
+from moepack.runtime.kernels import exponent_triton
+from moepack.runtime.paging.in_place import PagesInPlace
+from moepack.runtime.planning.exceeded import TooSmallError
+from moepack.runtime.planning.options import LoadOptions
+from moepack.runtime.policies.placements import Where
+from moepack.runtime.residency import kv_reserve
+
+PINNED = "paged:lo=pinned,rate=0,interval=0.02"
+ROOM = 200_000  # for some of the 24 experts, packed
+ALL: dict[str, Any] = {"prefill_tokens": 32}
+
+
+@pytest.fixture(scope="module")
+def want(small: Path) -> Any:
+    """What resident uncompressed weights make of some tokens, by the same kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        kernels(patch)
+        model = moepack.load(small, policy="static:bf16")
+        return {n: logits(model, ids(n, n)) for n in (1, 2, 9, 32)}
+
+
+@pytest.mark.parametrize("options", ["", ",resident=0.3", ",alpha=0.1"])
+def test_the_same_bits_as_all_resident(small: Path, want: Any, gpu: StandIn, options: str) -> None:
+    """Tokens and prompts; experts in host memory, packed on the device, resident there."""
+    model = load(small, PINNED + options, room=ROOM, **ALL)
+    live = model.moepack.manager
+    same(model, want, *want)
+    held = {"": "bf16@packed", ",resident=0.3": "bf16", ",alpha=0.1": "bf16@packed"}[options]
+    wait_for(lambda: at(model, held) > 0, functools.partial(same, model, want, 1))
+    same(model, want, *want)
+    assert 0 < at(model, "bf16@packed-pinned") < 24
+    assert options != ",alpha=0.1" or at(model, "bf16@packed") <= 3
+    assert model.moepack.counters()["forward_waits"] == 0
+    assert live.tracker.peak <= live.tracker.budget
+    assert [m.pinned for m in live.device._memories if hasattr(m, "pinned")] == [live.plan.on_host(Where.PACKED_PINNED)]
+
+
+def test_a_cache_takes_their_device_memory_and_gives_it_back(
+    small: Path, want: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed experts leave at once, since all stay in host memory, and come back from there: files are not read."""
+    monkeypatch.setattr(kv_reserve, "LINGER", 1e9)  # what no cache needs is kept
+    model = load(small, PINNED, room=ROOM, **ALL)
+    live = model.moepack.manager
+    serve = functools.partial(same, model, want, 1, 2)
+    wait_for(lambda: at(model, "bf16@packed") > 3, serve)
+    held, moved = at(model, "bf16@packed"), live.device.moved
+    monkeypatch.setattr("moepack.runtime.store.files.Stored.read_into", lambda *of: pytest.fail("a file is read"))
+    grown = live.tracker.free + 3 * live.plan.sizes[0][1]
+    live.grow_kv(grown)
+    wait_for(lambda: not live.transitions.kv_asked, serve)
+    assert at(model, "bf16@packed") < held and live.device.moved == moved
+    live.transitions.shrink_kv(grown)
+    wait_for(lambda: at(model, "bf16@packed") >= held, serve)
+    serve()
+    assert live.device.moved > moved
+
+
+def test_threads_take_turns(small: Path, want: Any, gpu: StandIn) -> None:
+    model = load(small, PINNED, room=ROOM, **ALL)
+    same_at_once(model, want, (1, 9, 2), threads=3, rounds=3)
+
+
+def test_damage_is_told_by_the_next_pass(small: Path, want: Any, gpu: StandIn) -> None:
+    """Memory went bad after its digest was checked."""
+    model = load(small, PINNED, room=0, **ALL)
+    gpu.gpu.patience = 0
+    extents = [h.packed.extent.numpy() for h in model.moepack.layers[2].current.handles]
+    kept = [extent.copy() for extent in extents]
+    for extent in extents:
+        extent[600:16_000] = 0xFF
+    logits(model, ids(1, 1))
+    for extent, bytes_ in zip(extents, kept, strict=True):
+        extent[:] = bytes_
+    with pytest.raises(BundleError, match=r"layer 2, expert \d+, version bf16: .*tokens of the pass before are wrong"):
+        logits(model, ids(1, 1))
+    same(model, want, 1, 9)
+
+
+@pytest.mark.parametrize("where", ["begin", "decode_chosen", "record"])
+def test_an_interrupted_pass_lets_go(
+    small: Path, want: Any, gpu: StandIn, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(small, PINNED, room=ROOM, **ALL)
+    holder: Any = {"begin": model.moepack.manager.paging, "decode_chosen": exponent_triton, "record": gpu.gpu}[where]
+    stop_after(monkeypatch, holder, where, 1)
+    with pytest.raises(KeyboardInterrupt):
+        for n in (1, 2):
+            logits(model, ids(n, n))
+    same(model, want, 1, 9)
+
+
+def test_it_stays_pinned_while_kernels_read_it(small: Path, gpu: StandIn) -> None:
+    model = load(small, PINNED, room=0, **ALL)
+    logits(model, ids(1, 1))
+    gpu.gpu.patience = 1 << 30  # until it is waited for
+    logits(model, ids(1, 1))
+    assert gpu.gpu.reading
+    model.moepack.close()
+    assert not gpu.cudart.registered and not gpu.gpu.reading
+    with pytest.raises(InputError, match="closed"):
+        logits(model, ids(1, 1))
+
+
+def test_an_early_end_is_seen(small: Path, gpu: StandIn) -> None:
+    """The rule that the stand-in holds it to, broken on purpose: bytes are unpinned while a launch reads them."""
+    model = load(small, PINNED, room=0, **ALL)
+    gpu.gpu.patience = 1 << 30
+    logits(model, ids(1, 1))
+    for memory in model.moepack.manager.device._memories:
+        if hasattr(memory, "pinned"):
+            memory.close()
+    assert "unpinned while the device reads it" in gpu.wrong()
+    gpu.gpu.finish()
+    gpu.gpu.wrong.clear()
+    gpu.cudart.wrong.clear()
+
+
+def test_the_budget_holds_slots_and_what_is_packed(small: Path, gpu: StandIn) -> None:
+    """Every block of the device is counted; a byte less than the least is refused; the plan says what is pinned."""
+    model = load(small, PINNED, room=ROOM, **ALL)
+    live = model.moepack.manager
+    pages: PagesInPlace = live.paging
+    assert pages._bytes.numel() <= live.plan.window and pages._places.numel() >= sum(
+        x.fields.nbytes + x.tables.nbytes + x.sizes.nbytes for x in pages._of or pages._all_places()
+    )
+    made = plan(small, LoadOptions(policy=PINNED, device_memory=live.plan.budget, prefill_tokens=32))
+    assert made.pinned_bytes == live.plan.on_host(Where.PACKED_PINNED) == live.host.reserved
+    with pytest.raises(TooSmallError, match="host_memory of 1000 bytes"):
+        load(small, PINNED, host_memory=1000, room=ROOM, **ALL)
+
+
+def test_what_cannot_be_is_refused(small: Path) -> None:
+    with pytest.raises(InputError, match=r"paged:lo=pinned is for a GPU"):
+        moepack.load(small, policy=PINNED, device_memory=1 << 40)
+    with pytest.raises(InputError, match=r"lo is stored or pinned, not 'host'"):
+        moepack.load(small, policy="paged:lo=host", device_memory=1 << 40)

@@ -1,7 +1,7 @@
 """Which of the experts that a pass needs in a layer run at the best version, chosen in the pass (dymoe, section 4.2).
 
 Policy `importance` over pinned memory lets a layer choose by itself: both versions of every expert are where kernels
-read them, so nobody has to bring one first. On a GPU one launch ranks the experts by the step's counters and writes the
+read them, so no pass waits for one. On a GPU one launch ranks the experts by the step's counters and writes the
 words that the layer's kernels then take in place of the handle table; it is the same whatever is ranked, so a CUDA
 graph may hold it. Elsewhere the host ranks them, with the policy's own rule.
 """

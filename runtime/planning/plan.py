@@ -88,10 +88,10 @@ class Plan:
         """Whether a GPU's paged experts have slots of their own, where launches decode them, instead of a window."""
         return self.ladder[self.base].where is Where.PACKED_PINNED
 
-    @property
-    def near(self) -> Where:
-        """Where an expert on the device has the same bytes as in the pinned host memory of its base."""
-        return Where.PACKED if self.in_place else Where.DEVICE
+    def is_of_base(self, number: int) -> bool:
+        """Whether a placement has the bytes that the base has in host memory, but on the device."""
+        placement, near = self.ladder[number], Where.PACKED if self.in_place else Where.DEVICE
+        return self.reads_host and placement.where is near and placement.version == self.ladder[self.base].version
 
     def on_host(self, *where: Where) -> int:
         """Return the bytes of all experts at the largest placement in host memory of these kinds.

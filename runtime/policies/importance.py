@@ -32,6 +32,7 @@ from .contract import (
     Needs,
     Setting,
     Wanted,
+    in_turns,
     live_entry,
 )  # fmt: skip
 from .heat import busiest
@@ -163,10 +164,11 @@ class Importance:
         layers = len(setting.experts)
         self._shares = [retention(layer, layers, options.r) for layer in range(layers)]
         self._base, self._room = setting.base, -1  # the room at the last decision
-        # By layer; where memory was divided without blocks at LOW, all experts fit at HIGH
-        self._low = [min(LOW, setting.base)] * layers
-        if self._beside and setting.most is not None:
-            self._low = [LOW if row[LOW] else HIGH for row in setting.most]
+        self._low = [min(LOW, setting.base)] * layers  # of each layer's experts that are not critical
+        if self._beside and setting.most is not None:  # where no block of their size is at LOW, all fit at HIGH
+            sizes = [row[LOW] for row in setting.sizes]
+            blocks = {size for size, row in zip(sizes, setting.most, strict=True) if row[LOW]}
+            self._low = [LOW if size in blocks else HIGH for size in sizes]
         self._random = np.random.default_rng(options.seed)
         self._cache = MixedCache(setting.sizes, options.reuse == "yes", setting.most)
         self._traffic = [np.array(row) for row in setting.traffic]
@@ -205,7 +207,7 @@ class Importance:
         """
         rows = [
             (-event.gates[p][e], (p, e), v)
-            for p, (counts, gates) in enumerate(zip(event.counts, event.gates, strict=True))
+            for p, (counts, gates) in in_turns(enumerate(zip(event.counts, event.gates, strict=True)))
             for e, v in self._designated(p, ranked(counts, gates)).items()
         ]
         if room == self._room and not rows:

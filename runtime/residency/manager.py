@@ -22,7 +22,6 @@ from torch import Tensor
 
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.reader import Bundle
-from moepack.pack.spec import Version
 from moepack.runtime.devices import torch_cuda
 from moepack.runtime.devices.cpu import CpuDevice
 from moepack.runtime.devices.handle_tables import DeviceTables
@@ -213,14 +212,14 @@ class ResidencyManager:
         described, where = version_of(self.plan, version), self.plan.ladder[version].where
         stored = partial(self.store.stored, described.name, position, expert)
         device = self._host_device if where in ON_HOST and self._host_device is not None else self.device
-        here = self._pinned(key, described) if self.plan.reads_host and where is self.plan.near else None
+        here = self._pinned(key, version) if self.plan.reads_host else None
         return device.fetch(stored, target, self.layers[position].of.layer, described, where in CODED, here)
 
-    def _pinned(self, key: Key, version: Version) -> Tensor | None:
-        """Return an expert's bytes in pinned memory; None while they are being loaded, or for no version there."""
-        if (chooses := self.layers[key[0]].of.critical) is not None and version == version_of(self.plan, 0):
+    def _pinned(self, key: Key, number: int) -> Tensor | None:
+        """Return an expert's bytes in pinned memory, for a placement; None while they are loaded, or elsewhere."""
+        if not number and (chooses := self.layers[key[0]].of.critical) is not None:
             return chooses.best[key[1]].extent
-        if version != version_of(self.plan, self.plan.base):
+        if not self.plan.is_of_base(number):
             return None
         with self.residency.lock:
             entry = self.residency.entries.get(key)

@@ -43,14 +43,14 @@ def version_of(plan: Plan, placement: int) -> Version:
     return version
 
 
-def stored_bytes(bundle: Bundle, plan: Plan, key: Key, placement: int) -> int:
-    """Return the bytes of an expert's extent in the bundle."""
-    return bundle.layer_file(version_of(plan, placement).name, key[0]).extent_size(key[1])
+def stored_bytes(bundle: Bundle, plan: Plan, key: Key, version: int) -> int:
+    """Return the bytes of an expert's extent of a placement's version in the bundle's files."""
+    return bundle.layer_file(version_of(plan, version).name, key[0]).extent_size(key[1])
 
 
-def name_of(bundle: Bundle, plan: Plan, key: Key, placement: int) -> str:
-    """Name an expert at a placement, for messages."""
-    return f"{bundle.path}: layer {bundle.layers[key[0]].index}, expert {key[1]}, version {plan.ladder[placement]}"
+def name_of(bundle: Bundle, plan: Plan, key: Key, version: int) -> str:
+    """Return how errors name an expert's placement."""
+    return f"{bundle.path}: layer {bundle.layers[key[0]].index}, expert {key[1]}, version {plan.ladder[version]}"
 
 
 def second_buffer(plan: Plan) -> tuple[Plan, int]:

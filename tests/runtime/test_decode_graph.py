@@ -172,7 +172,7 @@ def test_planted_violations_are_found(bundles: Any, gpu: StandIn, monkeypatch: p
     assert served.record(1).names != known
 
 
-@pytest.mark.parametrize("policy", [LIVE, PINNED, PAGED, CHOSEN, "static:w4"])
+@pytest.mark.parametrize("policy", [LIVE, PINNED, CHOSEN, PAGED, "static:w4"])
 def test_replays_are_the_steps(bundles: Any, gpu: StandIn, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of the same pass without a graph, promotions between replays, counts included."""
     made: list[Any] = []

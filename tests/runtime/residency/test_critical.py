@@ -87,6 +87,13 @@ def test_the_choice_is_that_of_the_policy_that_waits(small: Path, waits: Any, r:
     assert model.moepack.counters()["forward_waits"] == 0
 
 
+def test_threads_choose_each_for_itself(small: Path, waits: Any) -> None:
+    """Prompts of several threads at once, each with heavy hitters of its own."""
+    model = holds_nothing(small, 0.5)
+    same_at_once(model, waits[0.5, "importance"][0], SIZES, threads=3, rounds=12)
+    assert model.config._attn_implementation == "sdpa"
+
+
 def watch(monkeypatch: pytest.MonkeyPatch, share: float = 0.5) -> list[int]:
     """Hold every choice from now on to the rule, without heavy hitters; return how many experts ran at `hi` in each."""
     real, seen = critical_module.Critical.choose, list[int]()
@@ -144,7 +151,6 @@ def test_all_critical_is_the_version_alone(small: Path) -> None:
     model = load(small, f"{PINNED},r=1", room=60_000, **ALL)
     wait_for(lambda: model.moepack.manager.residency.counts.promotions >= 3, lambda: same(model, want, *SIZES))
     same_at_once(model, want, SIZES, threads=3, rounds=8)
-    assert model.config._attn_implementation == "sdpa"
 
 
 def test_calls_of_a_module_alone_are_chosen_too(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from moepack.runtime.kernels.forms import Form
 from moepack.runtime.kernels.routing_triton import Routed, Routing, Tally, fits, second_words, sort
 from moepack.runtime.kernels.routing_triton import route as route_few
 from moepack.runtime.kernels.switch_triton import summed, switched
-from moepack.runtime.policies.placements import PAGED, Where
+from moepack.runtime.policies.placements import Where
 from moepack.runtime.step import Step
 
 if TYPE_CHECKING:
@@ -109,11 +109,13 @@ def _forward(call: LayerCall) -> Tensor:
     tiling = DECODE if few is not None else tiling_for(slots / count)
     handles = experts.device_table()
     if few is None:
-        geometry, live = sort(call.index.long().contiguous(), handles, tiling.tokens)
+        geometry, live, counts = sort(call.index.long().contiguous(), handles, tiling.tokens)
+        chosen = None, counts
     else:
         geometry, live = few.geometry, few.live
-    if experts.of.in_place is not None and experts.places & PAGED:
-        experts.of.in_place(experts, geometry)
+        chosen = geometry.expert, geometry.count
+    if experts.of.in_place is not None:  # wherever experts are now: a graph holds its launches, and they may move
+        experts.of.in_place(experts, *chosen)
     served = experts.served if few is None else experts.of.launched or experts.served
     first_forms, second_forms = zip(*experts.of.forms.values(), strict=True)  # each by the version's number
 

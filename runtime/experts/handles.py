@@ -88,9 +88,9 @@ class ServedLayer:
         # Numbers of all versions that experts on the device may have under the policy; empty if none ever changes
         self.launched: tuple[int, ...] = ()
         self.makes_up_for_absent = False  # whether a token's other experts take over gate weights of absent ones
-        # Decodes the paged experts that a call's blocks name to slots of their own, between its launches on a GPU
-        # (paging/in_place.py); None where pages are in a window
-        self.in_place: Callable[[Snapshot, Any], None] | None = None
+        # Decodes paged experts that have slots to places of their own, between a call's launches on a GPU: some, with
+        # the slots of each, or all (paging/in_place.py). None where pages are in a window
+        self.in_place: Callable[[Snapshot, Tensor | None, Tensor], None] | None = None
         # What a step's kernels find beside the handles of a snapshot, int64 [experts]; None where they need no more
         self.second: Callable[[Snapshot], npt.NDArray[np.int64]] | None = None
         self.critical: Critical | None = None  # chooses which experts of a pass run at their second words

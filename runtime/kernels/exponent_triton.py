@@ -64,14 +64,16 @@ def _patch(patch_starts, patches, n_patches, plane, out, tile, live, size, lane)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _tiles(words, out, n, stream_words, n_patches, table, status, flag, K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Decode this program's K tiles of one matrix: `words` are its coded bytes, `out` its BF16 numbers.
+def _tiles(  # type: ignore[no-untyped-def]
+    words, out, n, stream_words, n_patches, table, status, flag, AXIS: tl.constexpr, K: tl.constexpr
+):  # fmt: skip
+    """Decode K tiles of one matrix, those of this program in AXIS: `words` are its coded bytes, `out` its BF16 numbers.
 
     `flag` is stored at `status` if a lane does not end where it should.
     """
     tiles = (n + _TILE - 1) // _TILE
-    tile = tl.program_id(0) * K + tl.arange(0, K).to(tl.int64)
-    if tl.program_id(0) * K < tiles:
+    tile = tl.program_id(AXIS) * K + tl.arange(0, K).to(tl.int64)
+    if tl.program_id(AXIS) * K < tiles:
         live = tile < tiles
         starts = words + _HEADER_WORDS
         patch_starts = starts + tiles + 1
@@ -139,25 +141,33 @@ def _decode(descriptors, tables, status, K: tl.constexpr):  # type: ignore[no-un
     words = tl.load(at).to(tl.pointer_type(tl.uint32))
     out = tl.load(at + 1).to(tl.pointer_type(tl.uint16))
     n, stream_words, n_patches = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
-    _tiles(words, out, n, stream_words, n_patches, tables + matrix * 256, status + matrix, 1, K)
-
-
-@triton.jit
-def _first(block_expert, block_count):  # type: ignore[no-untyped-def]
-    """Return a block's expert, and whether the block has slots and is the first of that expert's."""
-    block = tl.program_id(1)
-    expert = tl.load(block_expert + block).to(tl.int64)
-    before = tl.maximum(block - 1, 0)
-    again = (block > 0) & (tl.load(block_count + before) > 0) & (tl.load(block_expert + before).to(tl.int64) == expert)
-    return expert, (tl.load(block_count + block) > 0) & (again == 0)
+    _tiles(words, out, n, stream_words, n_patches, tables + matrix * 256, status + matrix, 1, 0, K)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _bring(block_expert, block_count, coded, sizes, stage, apart, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    expert, wanted = _first(block_expert, block_count)
+def _first(experts, counts, EARLIER: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return this program's expert, and whether it has slots and is the first so among EARLIER; 0: the n-th is n."""
+    at = tl.program_id(0)
+    if EARLIER:
+        expert, wanted = tl.load(experts + at), tl.load(counts + at) > 0
+        before = tl.arange(0, EARLIER)
+        there = before < at
+        other = tl.load(experts + before, mask=there, other=-1)
+        again = (other == expert) & (tl.load(counts + before, mask=there, other=0) > 0)
+        wanted = wanted & (tl.max(again.to(tl.int32), 0) == 0)
+    else:
+        expert, wanted = at, tl.load(counts + at) > 0
+    return expert.to(tl.int64), wanted
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _bring(  # type: ignore[no-untyped-def]
+    experts, counts, coded, sizes, stage, apart, EARLIER: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    expert, wanted = _first(experts, counts, EARLIER)
     source = tl.load(coded + expert)
     if wanted & ((source & 1) != 0):
-        at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+        at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
         words = tl.multiple_of(tl.load(sizes + expert), 4)
         given = tl.multiple_of((source - 1).to(tl.pointer_type(tl.int32)), 16)
         to = stage + expert * apart
@@ -166,10 +176,10 @@ def _bring(block_expert, block_count, coded, sizes, stage, apart, CHUNK: tl.cons
 
 @triton.jit(do_not_specialize=["apart", "stride"])  # type: ignore[untyped-decorator]
 def _decode_chosen(  # type: ignore[no-untyped-def]
-    block_expert, block_count, coded, fields, tables, stage, apart, slots, stride, status, MATRICES: tl.constexpr,
-    K: tl.constexpr, BIASES: tl.constexpr,
+    experts, counts, coded, fields, tables, stage, apart, slots, stride, status, EARLIER: tl.constexpr,
+    MATRICES: tl.constexpr, K: tl.constexpr, BIASES: tl.constexpr,
 ):  # fmt: skip
-    expert, wanted = _first(block_expert, block_count)
+    expert, wanted = _first(experts, counts, EARLIER)
     source = tl.load(coded + expert)
     if wanted & (source != 0):
         number = expert * MATRICES + tl.program_id(2)
@@ -180,12 +190,12 @@ def _decode_chosen(  # type: ignore[no-untyped-def]
         place = slots + expert * stride
         out = (place + tl.load(at + 1)).to(tl.pointer_type(tl.uint16))
         n, stream_words, n_patches = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
-        _tiles(words, out, n, stream_words, n_patches, tables + number * 256, status, expert.to(tl.int32) + 1, K)
+        _tiles(words, out, n, stream_words, n_patches, tables + number * 256, status, expert.to(tl.int32) + 1, 1, K)
         if BIASES:
             rows = tl.load(at + 7)
             given = (extent + tl.load(at + 5)).to(tl.pointer_type(tl.uint16))
             to = (place + tl.load(at + 6)).to(tl.pointer_type(tl.uint16))
-            for start in range(tl.program_id(0) * 256, rows, tl.num_programs(0) * 256):
+            for start in range(tl.program_id(1) * 256, rows, tl.num_programs(1) * 256):
                 row = start + tl.arange(0, 256)
                 tl.store(to + row, tl.load(given + row, mask=row < rows), mask=row < rows)
 
@@ -272,20 +282,24 @@ def places_of(header: Buffer, at: int, to: int, bias: tuple[int, int, int]) -> t
     return [at, to, n, words, patches, *bias], _table(bytes(header[16:48])).astype(np.uint16)
 
 
-def decode_chosen(of: CodedLayer, expert: Tensor, count: Tensor, coded: Tensor) -> None:
-    """Decode the experts that a layer's blocks of slots name, on the current stream, without waiting: two launches.
+def decode_chosen(of: CodedLayer, experts: Tensor | None, counts: Tensor, coded: Tensor) -> None:
+    """Decode the experts that have slots, each once, on the current stream, without waiting: two launches.
 
     Args:
         of: the layer.
-        expert: int32 [blocks], and `count`, the slots of each block; blocks of one expert follow each other.
+        experts: int32, experts in any order and number; `None` for all.
+        counts: int32, slots of each of these.
         coded: int64 [experts], the address of each expert's extent, plus one if it is in host memory; 0 for experts
             that are not decoded.
     """
     tiles, words = of.most
-    blocks, matrices, apart = len(expert), of.fields.shape[1], of.stage.shape[1]
-    with current(expert.device):
-        _bring[triton.cdiv(words, CHUNK), blocks](expert, count, coded, of.sizes, of.stage, apart, CHUNK=CHUNK)
-        _decode_chosen[triton.cdiv(tiles, TILES), blocks, matrices](
-            expert, count, coded, of.fields, of.tables, of.stage, apart, of.slots, of.slots.shape[1], of.status,
-            MATRICES=matrices, K=TILES, BIASES=of.biases, num_warps=TILES,
+    blocks, matrices, apart = len(counts), of.fields.shape[1], of.stage.shape[1]
+    given, earlier = (counts, 0) if experts is None else (experts, 1 << (blocks - 1).bit_length())
+    with current(counts.device):
+        _bring[blocks, triton.cdiv(words, CHUNK)](
+            given, counts, coded, of.sizes, of.stage, apart, EARLIER=earlier, CHUNK=CHUNK
+        )
+        _decode_chosen[blocks, triton.cdiv(tiles, TILES), matrices](
+            given, counts, coded, of.fields, of.tables, of.stage, apart, of.slots, of.slots.shape[1], of.status,
+            EARLIER=earlier, MATRICES=matrices, K=TILES, BIASES=of.biases, num_warps=TILES,
         )  # fmt: skip

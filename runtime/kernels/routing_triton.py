@@ -405,7 +405,7 @@ def _place(  # type: ignore[no-untyped-def]
             tl.store(block_count + block, tl.minimum(each - j * TOKENS, TOKENS), mask=some)
 
 
-def sort(index: Tensor, table: Tensor, tokens: int) -> tuple[Geometry, Tensor]:
+def sort(index: Tensor, table: Tensor, tokens: int) -> tuple[Geometry, Tensor, Tensor]:
     """Sort slots by expert and cut them into blocks of `tokens` slots.
 
     Args:
@@ -413,7 +413,7 @@ def sort(index: Tensor, table: Tensor, tokens: int) -> tuple[Geometry, Tensor]:
         table: int64 [experts], handles; slots of experts with 0 there get no block, nor do those of other indices.
 
     Returns:
-        the blocks, and whether each slot is in one, int32 [slots].
+        the blocks, whether each slot is in one, int32 [slots], and how many of each expert are, int32 [experts].
     """
     slots, experts = index.numel(), len(table)
     blocks = min(slots, experts) + slots // tokens  # enough for any routing
@@ -426,7 +426,7 @@ def sort(index: Tensor, table: Tensor, tokens: int) -> tuple[Geometry, Tensor]:
     _place[grid](
         index, counts, live, rank, order, expert, first, count, slots, **some, LANES=power(experts), TOKENS=tokens
     )
-    return Geometry(order, expert, first, count, tokens), live
+    return Geometry(order, expert, first, count, tokens), live, counts
 
 
 def reference(form: Routing, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ in host memory; the device holds as many of them, coded, as fit.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -24,12 +25,12 @@ from moepack.pack.spec import Version
 from moepack.runtime.devices.cuda import CudaDevice, StreamMark
 from moepack.runtime.experts.handles import LayerExperts, Snapshot
 from moepack.runtime.experts.packed import CodedPart, GpuPackedExtent, parts_of
-from moepack.runtime.kernels.affine_triton import Geometry
 from moepack.runtime.planning.paging import InPlaceSize
 from moepack.runtime.policies.placements import Where
 
 from .paging import PagingCounts
 
+log = logging.getLogger("moepack.runtime")
 Array = npt.NDArray[Any]
 
 
@@ -79,13 +80,15 @@ class PagesInPlace:
 
     # --- steps
 
+    def serve(self) -> None:
+        """Begin to serve, when all experts are loaded."""
+        self._of = self._all_places()
+
     def begin(self) -> None:
         """Begin a step: later work on this thread's compute stream waits for the step before, the host for nothing.
 
-        Raises BundleError if that step met bytes that do not decode.
+        Raises BundleError if an earlier step met bytes that do not decode.
         """
-        if not self._of:
-            self._of = self._all_places()
         if self._reported is not None:
             with self._device.gpu.computing():
                 self._device.gpu.wait(self._reported.event)
@@ -96,8 +99,10 @@ class PagesInPlace:
         """End a step: have the decoders' reports copied to the host."""
         gpu = self._device.gpu
         with gpu.computing():
-            gpu.copy(self._report, self._status)
-            self._reported = StreamMark(gpu.record())
+            try:
+                gpu.copy(self._report, self._status)
+            finally:
+                self._reported = StreamMark(gpu.record())
 
     def _check(self) -> None:
         self._reported = None
@@ -105,15 +110,14 @@ class PagesInPlace:
             if number:
                 self._status.zero_()
                 self._report.zero_()
-                packed = self._layers[position]
+                where = f"layer {self._layers[position].layer.index}, expert {number - 1}, version {self._version.name}"
                 raise BundleError.single(
-                    f"layer {packed.layer.index}, expert {number - 1}, version {self._version.name}", "codec",
-                    "a matrix does not decode: the tokens of the pass before are wrong",
-                )  # fmt: skip
+                    where, "codec", "a matrix does not decode: tokens of an earlier pass are wrong"
+                )
 
-    def decode(self, position: int, snapshot: Snapshot, geometry: Geometry) -> None:
-        """Decode the paged experts that the blocks of `geometry` name, on the current stream."""
-        self._kernels.decode_chosen(self._of[position], geometry.expert, geometry.count, snapshot.seconds)
+    def decode(self, position: int, snapshot: Snapshot, experts: Tensor | None, counts: Tensor) -> None:
+        """Decode the paged ones of some experts that have slots, on the current stream (`decode_chosen`)."""
+        self._kernels.decode_chosen(self._of[position], experts, counts, snapshot.seconds)
 
     def _all_places(self) -> list[Any]:
         """Copy to the device where each expert's matrices are in its extent."""
@@ -162,8 +166,14 @@ class PagesInPlace:
 
     def forget(self) -> None:
         """Free all memory, once no step can run any more and all its work has ended."""
-        if self._reported is not None:
-            self._reported.wait()
+        try:
+            if self._reported is not None:
+                self._reported.wait()
+                self._check()
+        except RuntimeError:  # the device is gone
+            pass
+        except BundleError as error:
+            log.warning("%s", error)
         self._device.gpu.free(self._bytes)
         self._device.free()
 

@@ -79,6 +79,9 @@ class Paging:
         self._threads: list[threading.Thread] = []
         self._closed = False
 
+    def serve(self) -> None:
+        """Begin to serve, when all experts are loaded: nothing is to be done."""
+
     def begin(self) -> None:
         """Begin a step: nothing is to be done."""
 

@@ -225,19 +225,23 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int, o
         if on_gpu and not by_matrix(paged):
             raise InputError(f"{bundle.path}: {paged.name} is paged on a CPU alone: a GPU's pages are bf16")
     if not on_gpu and any(p.where is Where.PACKED_PINNED for ladder in ladders for p in ladder):
-        raise InputError(f"{bundle.path}: paged:lo=pinned is for a GPU, whose kernels read host memory: leave lo out")
+        raise InputError(
+            f"{bundle.path}: paged:lo=pinned is for a GPU, whose kernels read host memory: name --device cuda"
+        )
     experts = tuple(x.experts for x in bundle.layers)
     traffic, losses, compared = calibration(bundle, ladders)
     shares = options.share == "loss" or (options.share == "auto" and compared)
     plans: list[tuple[int, Plan]] = []  # each with the least budget that it needs
     for ladder, loss in zip(ladders, losses, strict=True):
-        blocks = tuple(tuple(block_bytes(bundle, position, p) for p in ladder) for position in range(len(experts)))
-        if on_gpu and paged_version(ladder) is not None:
-            blocks = tuple(tuple(n and block_on_gpu(n) for n in row) for row in blocks)
-        on_device = [p.where in (Where.DEVICE, Where.PACKED) for p in ladder]
-        sizes = tuple(tuple(n if here else 0 for n, here in zip(row, on_device, strict=True)) for row in blocks)
+        here = [p.where in (Where.DEVICE, Where.PACKED) for p in ladder]
+        by_block = on_gpu and paged_version(ladder) is not None
+        blocks = tuple(
+            tuple(block_bytes(bundle, position, p, by_block and there) for p, there in zip(ladder, here, strict=True))
+            for position in range(len(experts))
+        )
+        sizes = tuple(tuple(n * there for n, there in zip(row, here, strict=True)) for row in blocks)
         staging = max((staging_bytes(bundle, p.version) for p in ladder if p.version is not None), default=0)
-        window = window_bytes(bundle, ladder, staging, blocks if on_gpu else ())
+        window = window_bytes(bundle, ladder, staging, sizes if on_gpu else ())
         demand = max((row[0] * n for row, n in zip(sizes, experts, strict=True)), default=0) * options.on_demand
         work, most = options.workspace
         fixed = outside + staging + window
@@ -270,13 +274,18 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int, o
     return replace(chosen, rates=measure_rates(bundle, chosen.ladder)) if measured else chosen
 
 
-def block_bytes(bundle: Bundle, position: int, placement: Placement) -> int:
-    """Return the bytes of a block for an expert of a layer at one placement, on the device or the host."""
+def block_bytes(bundle: Bundle, position: int, placement: Placement, by_block: bool = False) -> int:
+    """Return the bytes of a block for an expert of a layer at one placement, on the device or the host.
+
+    With `by_block` the GPU's allocator gives it alone.
+    """
     if placement.version is None or placement.where is Where.STORED:
         return 0
     if placement.where in CODED:
-        return _largest_extent(bundle, placement.version, position)
-    return align(placement.version.resident_size(bundle.layers[position].matrices), PAGE)
+        size = _largest_extent(bundle, placement.version, position)
+    else:
+        size = align(placement.version.resident_size(bundle.layers[position].matrices), PAGE)
+    return block_on_gpu(size) if by_block else size
 
 
 def window_bytes(bundle: Bundle, ladder: Placements, staging: int, on_gpu: Sequence[Sequence[int]]) -> int:

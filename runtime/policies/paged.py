@@ -8,7 +8,7 @@ device holds is served as it is. The policy is pure; paging/ moves the pages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import numpy as np
@@ -51,6 +51,9 @@ class PagedOptions(LiveOptions):
             raise ValueError("alpha and resident are from 0 to 1, theta above 0 up to 1")
         if not self.interval >= 0:
             raise ValueError("interval is from 0")
+        for field in fields(self) if self.lo == "pinned" else ():
+            if field.name in ("theta", "stagger", "ahead") and getattr(self, field.name) != field.default:
+                raise ValueError(f"{field.name} needs a window and its rates, and lo=pinned has none")
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
         """Return one ladder: the lossless version on the device, packed there where it has such a form, and stored."""

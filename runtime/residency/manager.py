@@ -102,11 +102,10 @@ class ResidencyManager:
         self.plan, self._named = plan, policy
         self._upset = False  # whether a load was interrupted
         self.store = BackingStore(bundle, not (self._blocking or plan.window), direct=not self._on_gpu)
-        self._process = os.getpid()
+        self._process, self._one_at_a_time = os.getpid(), threading.RLock()
         self.worker = Worker(self.round, self._shut, self.policy.needs.interval)
-        self.device = opening.open_device(
-            devices[0], self.store, plan, buffers, self.worker.wake, host_memory, self._blocking
-        )
+        wake = self.worker.wake
+        self.device = opening.open_device(devices[0], self.store, plan, buffers, wake, host_memory, self._blocking)
         self._host_device: CpuDevice | None = None
         self.tier: HostTier | None = None  # runs the experts in host memory
         self.paging: Paging | PagesInPlace | None = None
@@ -117,11 +116,14 @@ class ResidencyManager:
             self._serve(bundle, devices, wanted, host_memory)
         except BaseException:
             with contextlib.ExitStack() as ends:
-                ends.callback(self.device.free)
+                ends.callback(self._free)
                 self._end_streams()
             raise
         if not self._blocking:
             self.worker.start()
+
+    def _free(self) -> None:
+        (self.device.free if self.paging is None or not self._on_gpu else self.paging.forget)()
 
     def _open_host(self, rate: float | None, threads: int | None) -> None:
         """Open what reads experts into host memory, and the host tier if it runs some.
@@ -176,7 +178,6 @@ class ResidencyManager:
         self.statistics = RoutingStatistics(plan.experts, len(plan.ladder), self.policy.needs, devices[0])
         self._decided_at, self._capacity = 0.0, [-1]
         self._capacity_beside = functools.lru_cache(4)(plan.capacity)
-        self._one_at_a_time = threading.RLock()
 
     def _load(self, wanted: Wanted) -> None:
         plan = self.plan
@@ -198,6 +199,8 @@ class ResidencyManager:
                 self.layers[p].publish(e, handle)
         self.transitions.want({} if self._blocking else wanted, self.policy.worth)
         self._moved_before = self.device.moved
+        if self.paging is not None:
+            self.paging.serve()
         for device in (self.device, self._host_device):
             if device is not None:
                 device.serve()
@@ -251,8 +254,8 @@ class ResidencyManager:
     # --- steps
 
     def pass_lock(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a lock for a whole forward pass and its wait for room; it does nothing unless one runs at a time."""
-        return self._one_at_a_time if self._blocking or self.plan.in_place else contextlib.nullcontext()
+        """Return a lock for a whole forward pass and its wait for room; it does nothing unless the policy blocks."""
+        return self._one_at_a_time if self._blocking else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def sequence(self, given: dict[str, Any]) -> Iterator[tuple[Prompt, Callable[[Any], None]]]:
@@ -274,7 +277,8 @@ class ResidencyManager:
     def step(self, prompt: Prompt = NO_PROMPT, mask: Tensor | None = None, counted: bool = True) -> Iterator[Step]:
         """Enclose a forward pass, which reads one snapshot. However it ends, old versions can be freed afterwards.
 
-        Inside a running step of this thread, yield that step. Under a policy that blocks, one step runs at a time.
+        Inside a running step of this thread, yield that step. One step runs at a time under a policy that blocks, and
+        where steps share the memory of pages.
 
         Args:
             prompt: from `sequence`.
@@ -284,7 +288,7 @@ class ResidencyManager:
         if (running := step_of(self.key)) is not None:
             yield running
             return
-        with self.pass_lock():
+        with self._one_at_a_time if self._blocking or self.plan.in_place else contextlib.nullcontext():
             if self.statistics.begins(prompt):
                 self._soon()
             step = self._begin(prompt, mask, counted)
@@ -298,11 +302,11 @@ class ResidencyManager:
         number, (epoch, snapshots) = self.residency.begin()
         try:
             table = None
-            if self.paging is not None:
-                self.paging.begin()
             if self._tables is not None:
                 table = self._tables.take(epoch, snapshots)
                 snapshots = table.snapshots
+            if self.paging is not None:
+                self.paging.begin()
             return Step(
                 self.key, snapshots, self.statistics.counters(prompt, mask) if counted else None, prompt=prompt,
                 loader=self if self._blocking else None, paging=self.paging, number=number, table=table,
@@ -442,5 +446,4 @@ class ResidencyManager:
         """End the streams and close the files. Once no step reads the experts, drop the references to their memory."""
         self._end_streams(wait)
         self.each_round = lambda: None
-        forget = self.paging.forget if self.paging is not None and self._on_gpu else self.device.free
-        self.residency.let_go([*(layer.let_go for layer in self.layers), forget])
+        self.residency.let_go([*(layer.let_go for layer in self.layers), self._free])

@@ -41,6 +41,7 @@ allocation: {average_bits: 4}
 LIVE = "hotness:hi=w4,lo=w2,prior=none,interval=0.02,rate=0,margin=0,slack=0"
 PINNED = LIVE.replace("lo=w2", "lo=w2@pinned")
 PAGED = "paged:lo=pinned,interval=0.02,rate=0"
+WHOLE = PAGED + ",resident=1"  # all fit uncompressed until a cache takes their memory
 CHOSEN = "importance:hi=w4,lo=w2@pinned,r=0.5"
 # Operations: 2 norms, 2 sums, 3 products, the heads, a count, attention's 2; routing, experts' 2 products, their sum
 A_LAYER = 15
@@ -73,7 +74,9 @@ class Served:
 
     def __init__(self, path: Path, policy: str = LIVE, dense: str = "bf16", tokens: int = 2 * TOKENS) -> None:
         given: Any = {"kv_tokens": tokens, "prefill_tokens": TOKENS, "dtype": torch.float32, "dense": dense}
-        self.model = load(path, policy, room=4 * ROOM if policy == PAGED else ROOM, **given)  # caches take it too
+        # Under `paged` caches take of it, too
+        room = {PAGED: 4 * ROOM, WHOLE: 8 * ROOM}.get(policy, ROOM)
+        self.model = load(path, policy, room=room, **given)
         if (manager := self.model.moepack.manager) is not None:
             ended = threading.Event()
             self._round, manager.worker._round = manager.worker._round, lambda now: ended.set()
@@ -201,6 +204,34 @@ def test_replays_are_the_steps(bundles: Any, gpu: StandIn, policy: str, monkeypa
     served.cache.layers[0].keys = served.cache.layers[0].keys.clone()  # as another order of beams does
     assert torch.equal(served.run(tokens, served.cache), served.run(tokens, other)), "a graph of other addresses ran"
     assert made[0].replays == PASSES - decode_graph.WARM
+
+
+def test_a_graph_of_resident_experts_decodes_those_that_left(
+    bundles: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured when nothing was to be decoded; a cache takes memory of some experts, and replays still find them."""
+    made: list[Any] = []
+    monkeypatch.setenv(decode_graph.VARIABLE, "on")
+    monkeypatch.setattr(
+        graphs, "capture", lambda run, device, beside: made.append(fake_graph.capture(run, device)) or made[-1]
+    )
+    served = Served(bundles(2), WHOLE)
+    wrapper, other, live = served.model._moepack_wrapper, served.filled(), served.model.moepack.manager
+    wait_for(lambda: at(served.model, "bf16") == 16, lambda: served._round(time.monotonic()))
+    captures = wrapper.graphs
+    for seed in range(PASSES):
+        if seed == decode_graph.WARM + 1:
+            assert made
+            live.grow_kv(live.tracker.free + 5 * live.plan.sizes[0][0])
+            wait_for(lambda: not live.transitions.kv_asked, lambda: served._round(time.monotonic()))
+            assert 0 < at(served.model, "bf16@packed-pinned") < 16
+        outs = []
+        for wrapper.graphs, cache in ((None, other), (captures, served.cache)):
+            gpu.gpu.finish()
+            live.paging._slots.zero_()
+            outs.append(served.run(ids(seed, 1), cache))
+        assert torch.equal(*outs), seed
+    assert len(made) == 1 and made[0].replays == PASSES - decode_graph.WARM
 
 
 def test_replays_of_the_servers_passes(bundles: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ EXCEPTIONS = {
     "moepack/cli/building.py:build": "typer reads the command's options from its signature",
     "moepack/reports/plan.py:plan": "one report, put together from parts that are functions already",
     "moepack/reports/tasks.py:run_tasks": "lm-eval's call and the model that it is given, in its own terms",
-    "runtime/kernels/exponent_triton.py:_decode": "a kernel that was run in Triton's interpreter alone: split on a GPU",
+    "runtime/kernels/exponent_triton.py:_tiles": "a kernel that a GPU has run as it is: split it there",
     "runtime/kernels/many_triton.py:many": "a kernel's loop: its parts are functions already",
 }
 

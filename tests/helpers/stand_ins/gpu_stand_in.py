@@ -153,8 +153,9 @@ _served: list[StandIn] = []
 def _decodes(made: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     _served.append(made)
 
-    def decode_chosen(of: Any, expert: Tensor, count: Tensor, coded: Tensor) -> None:
-        torch.ops.stand_in.decode_chosen(expert, count, coded, of.fields, of.slots, of.status, _served.index(made))
+    def decode_chosen(of: Any, experts: Tensor | None, counts: Tensor, coded: Tensor) -> None:
+        of_whom = torch.arange(len(counts), dtype=torch.int32) if experts is None else experts
+        torch.ops.stand_in.decode_chosen(of_whom, counts, coded, of.fields, of.slots, of.status, _served.index(made))
 
     monkeypatch.setattr(exponent_triton, "decode_chosen", decode_chosen)
 

@@ -130,12 +130,15 @@ def test_experts_that_slots_name_are_decoded_where_they_belong() -> None:
 
     layer = Layer(5, {1, 3})
     layer.coded[4] = 0
-    expert = torch.tensor([1, 1, 0, 2, 4], dtype=torch.int32, device=DEVICE)
-    count = torch.tensor([2, 1, 3, 0, 1], dtype=torch.int32, device=DEVICE)
+    expert = torch.tensor([1, 0, 1, 2, 4, 0], dtype=torch.int32, device=DEVICE)
+    count = torch.tensor([2, 3, 1, 0, 1, 1], dtype=torch.int32, device=DEVICE)
     decode_chosen(layer.of, expert, count, layer.coded)
     assert [layer.decoded(e) for e in range(5)] == [True, True, False, False, False]
+    layer.of.slots.fill_(7)
+    decode_chosen(layer.of, None, torch.tensor([0, 0, 2, 5, 1], dtype=torch.int32, device=DEVICE), layer.coded)
+    assert [layer.decoded(e) for e in range(5)] == [False, False, True, True, False]
     brought = layer.of.stage.cpu() != -1
-    assert [bool(row.any()) for row in brought] == [False, True, False, False, False]
+    assert [bool(row.any()) for row in brought] == [False, True, False, True, False]
     assert not brought[1, int(layer.of.sizes[1]) :].any() and layer.of.status.tolist() == [0]
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gpu_stand_in import StandIn, kernels
 from live_models import at, ids, load, logits, same, same_at_once, stop_after, wait_for
+from support import spy
 
 import moepack
 from moepack.pack.errors import BundleError, InputError
+from moepack.pack.reader import open_bundle
 from moepack.reports.plan import plan
 from moepack.runtime.kernels import exponent_triton
 from moepack.runtime.paging.in_place import PagesInPlace
@@ -71,9 +76,56 @@ def test_a_cache_takes_their_device_memory_and_gives_it_back(
     assert live.device.moved > moved
 
 
-def test_threads_take_turns(small: Path, want: Any, gpu: StandIn) -> None:
+def test_steps_take_turns(small: Path, want: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share the slots: none begins before another has ended, and each one's stream waits for the one before."""
     model = load(small, PINNED, room=ROOM, **ALL)
+    pages, said, waited = model.moepack.manager.paging, list[str](), list[Any]()
+    spy(monkeypatch, PagesInPlace, "begin", lambda *_: said.append("begin"))
+    spy(monkeypatch, PagesInPlace, "end", lambda *_: said.append("end"))
+    spy(monkeypatch, gpu.gpu, "wait", lambda event: waited.append(event))
     same_at_once(model, want, (1, 9, 2), threads=3, rounds=3)
+    assert said == ["begin", "end"] * 9
+    last = pages._reported.event
+    waited.clear()
+    same(model, want, 1)
+    assert last in waited
+
+
+def test_a_pass_that_waits_for_room_holds_up_no_other(
+    small: Path, want: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(small, PINNED, room=ROOM, **ALL)
+    caches, waits, goes = model._moepack_wrapper.caches, threading.Event(), threading.Event()
+    real = caches.room
+
+    @contextlib.contextmanager
+    def room(given: Any) -> Iterator[Any]:
+        if threading.current_thread() is other:
+            waits.set()
+            assert goes.wait(60)
+        with real(given) as made:
+            yield made
+
+    monkeypatch.setattr(caches, "room", room)
+    other = threading.Thread(target=lambda: same(model, want, 2))
+    other.start()
+    assert waits.wait(20)
+    one = threading.Thread(target=lambda: (same(model, want, 1), goes.set()))
+    one.start()
+    one.join(20)
+    assert goes.is_set(), "a pass waits for one that waits for room"
+    goes.set()
+    other.join()
+    one.join()
+
+
+def test_host_memory_is_not_rounded_as_the_devices(small: Path, gpu: StandIn) -> None:
+    """A segment of torch's holds whole blocks, and the rest of it is counted: not so of the host's pages."""
+    live = load(small, PINNED, room=ROOM, **ALL).moepack.manager
+    extents = [open_bundle(small).layer_file("bf16", p) for p in range(3)]
+    largest = [max(f.extent_size(e) for e in range(8)) for f in extents]
+    assert [row[2] for row in live.plan.blocks] == [-(-n // 4096) * 4096 for n in largest]
+    assert all(row[1] >= row[2] for row in live.plan.blocks)
 
 
 def test_damage_is_told_by_the_next_pass(small: Path, want: Any, gpu: StandIn) -> None:
@@ -87,7 +139,7 @@ def test_damage_is_told_by_the_next_pass(small: Path, want: Any, gpu: StandIn) -
     logits(model, ids(1, 1))
     for extent, bytes_ in zip(extents, kept, strict=True):
         extent[:] = bytes_
-    with pytest.raises(BundleError, match=r"layer 2, expert \d+, version bf16: .*tokens of the pass before are wrong"):
+    with pytest.raises(BundleError, match=r"layer 2, expert \d+, version bf16: .*tokens of an earlier pass are wrong"):
         logits(model, ids(1, 1))
     same(model, want, 1, 9)
 
@@ -148,5 +200,7 @@ def test_the_budget_holds_slots_and_what_is_packed(small: Path, gpu: StandIn) ->
 def test_what_cannot_be_is_refused(small: Path) -> None:
     with pytest.raises(InputError, match=r"paged:lo=pinned is for a GPU"):
         moepack.load(small, policy=PINNED, device_memory=1 << 40)
+    with pytest.raises(InputError, match=r"theta needs a window and its rates, and lo=pinned has none"):
+        moepack.load(small, policy="paged:lo=pinned,theta=0.5", device_memory=1 << 40)
     with pytest.raises(InputError, match=r"lo is stored or pinned, not 'host'"):
         moepack.load(small, policy="paged:lo=host", device_memory=1 << 40)

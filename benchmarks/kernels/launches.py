@@ -103,23 +103,25 @@ def switches(ladder: tuple[tuple[str, int], ...], dtype: torch.dtype, bias: bool
 
 
 def decoders() -> dict[str, Launch]:
-    """Of entropy-coded matrices: those of a list, and of experts that slots name (two launches), by a name."""
+    """Of entropy-coded matrices: those of a list, and of experts that have slots (two launches), by a name."""
+    out: dict[str, Launch] = {}
     with FakeTensorMode(), launched() as kept:
         zeros = partial(torch.zeros, device="cuda")
         expert, coded = zeros(TOP_K, dtype=torch.int32), zeros(EXPERTS, dtype=torch.int64)
-        for biases in (False, True):
+        for what, biases, given in (("", False, expert), (" with biases", True, expert), (" of a prompt", False, None)):
             layer = exponent_triton.CodedLayer(
                 zeros(EXPERTS, 2, exponent_triton.PLACES, dtype=torch.int64), zeros(EXPERTS, 2, 256).to(torch.uint16),
                 coded, zeros(EXPERTS, 1024, dtype=torch.int32), zeros(EXPERTS, 4096, dtype=torch.uint8), expert,
                 (2 * INNER * HIDDEN // 8192, 1024), biases,
             )  # fmt: skip
-            exponent_triton.decode_chosen(layer, expert, expert, coded)
+            exponent_triton.decode_chosen(
+                layer, given, expert if given is not None else expert.new_zeros(EXPERTS), coded
+            )
+            out[f"bytes brought{what}"], out[f"choice{what}"] = kept[-2:]
         words = coded, expert, expert
+    del out["bytes brought with biases"]  # the same as without
     named = {"K": exponent_triton.TILES, "num_warps": exponent_triton.TILES}
-    listed: Launch = (exponent_triton._decode, words, named)
-    return dict(
-        zip(("decoder", "bytes brought", "choice", "choice with biases"), [listed, *kept[:2], kept[3]], strict=True)
-    )
+    return {"decoder": (exponent_triton._decode, words, named), **out}
 
 
 def beside(dtype: torch.dtype) -> Iterator[tuple[str, list[Launch]]]:

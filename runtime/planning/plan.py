@@ -221,13 +221,8 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int, o
             experts of a layer at the best.
     """
     ladders = ladders_of(bundle, options)
-    for paged in filter(None, map(paged_version, ladders)):
-        if on_gpu and not by_matrix(paged):
-            raise InputError(f"{bundle.path}: {paged.name} is paged on a CPU alone: a GPU's pages are bf16")
-    if not on_gpu and any(p.where is Where.PACKED_PINNED for ladder in ladders for p in ladder):
-        raise InputError(
-            f"{bundle.path}: paged:lo=pinned is for a GPU, whose kernels read host memory: name --device cuda"
-        )
+    for ladder in ladders:
+        _check_paging(bundle, ladder, on_gpu)
     experts = tuple(x.experts for x in bundle.layers)
     traffic, losses, compared = calibration(bundle, ladders)
     shares = options.share == "loss" or (options.share == "auto" and compared)
@@ -272,6 +267,14 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int, o
     chosen = min(fitting, key=Plan.expected_loss)
     measured = chosen.window and not on_gpu
     return replace(chosen, rates=measure_rates(bundle, chosen.ladder)) if measured else chosen
+
+
+def _check_paging(bundle: Bundle, ladder: Placements, on_gpu: bool) -> None:
+    paged = paged_version(ladder)
+    if on_gpu and paged is not None and not by_matrix(paged):
+        raise InputError(f"{bundle.path}: {paged.name} is paged on a CPU alone: a GPU's pages are bf16")
+    if not on_gpu and any(p.where is Where.PACKED_PINNED for p in ladder):
+        raise InputError(f"{bundle.path}: paged:lo=pinned is for a GPU, which reads host memory: name --device cuda")
 
 
 def block_bytes(bundle: Bundle, position: int, placement: Placement, by_block: bool = False) -> int:

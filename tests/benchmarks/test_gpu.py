@@ -35,7 +35,7 @@ def test_no_kernel_spills_or_passes_shared_memory() -> None:
     from benchmarks.resources import SHARED, STACK, committed
 
     table, _, _ = committed()
-    assert len(table) == 418 * len(SHARED)
+    assert len(table) == 420 * len(SHARED)
     assert all(t.stack <= STACK and t.shared <= SHARED[capability] << 10 for (_, capability), t in table.items())
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "benchmarks.resources", "--quick"]

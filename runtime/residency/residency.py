@@ -101,6 +101,8 @@ class Residency:
         for (key, number, block), fetch in in_order(taken, lambda x: self._start(*x), ahead):
             if fetch is None or fetch.error is None:
                 complete[number] = Complete(block, self._make(key, number, None if block is None else block.tensor))
+                if number == self.base:  # a better version with its bytes may be copied from there
+                    self.entries[key] = ExpertState(self.base, self.base, complete)
                 loaded(key, number)
             elif number == self.base or not isinstance(fetch.error, MoepackError | OSError):
                 raise fetch.error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.policies.placements import Where
 from moepack.runtime.residency import kv_reserve
+from moepack.runtime.store.files import Stored
 
 PINNED = "paged:lo=pinned,rate=0,interval=0.02"
 ROOM = 200_000  # for some of the 24 experts, packed
@@ -117,6 +119,18 @@ def test_a_pass_that_waits_for_room_holds_up_no_other(
     goes.set()
     other.join()
     one.join()
+
+
+@pytest.mark.parametrize("policy", [PINNED, "hotness:hi=w4,lo=w4@pinned"])
+def test_a_load_reads_each_expert_once(small: Path, gpu: StandIn, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What begins on the device comes from host memory, where it has been read."""
+    read = list[Any]()
+    spy(monkeypatch, Stored, "read_into", lambda stored, *_: read.append(stored.place))
+    model = load(small, policy, room=ROOM, **ALL)
+    assert at(model, "bf16@packed") + at(model, "w4") > 3
+    assert set(Counter(read).values()) <= {1, 2} and len(set(read)) == 24, (
+        "read ahead of the load, and taken from there"
+    )
 
 
 def test_host_memory_is_not_rounded_as_the_devices(small: Path, gpu: StandIn) -> None:

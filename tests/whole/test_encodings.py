@@ -216,7 +216,7 @@ def test_kernels_refuse_it_by_name(w6: Version) -> None:
     form = replace(forms.make_forms(MATRICES, Version.of("w4", 64))[0], name="w6", bits=6)
     x, index = torch.zeros(1, 130), torch.zeros(1, 1, dtype=torch.int64)
     table = torch.zeros(1, dtype=torch.int64)
-    geometry, _ = sort(index, table, triton.DECODE.tokens)
+    geometry, *_ = sort(index, table, triton.DECODE.tokens)
     with pytest.raises(InputError, match=known):
         triton.product(MATRICES[0], [form], [0], table, geometry, x, torch.empty(1, 34), triton.DECODE)
 

@@ -39,7 +39,9 @@ def run(
     numbers = [int(word) & 63 for word in layer.table]
     handles = torch.tensor([e.data_ptr() | n for e, n in zip(extents, numbers, strict=True)], device=DEVICE)
     tiling = getattr(affine_triton, tile)
-    geometry, _ = sort(index.to(DEVICE), handles, tiling.tokens)
+    geometry, live, counts = sort(index.to(DEVICE), handles, tiling.tokens)
+    there = index.reshape(-1)[live.cpu() != 0]
+    assert counts.tolist() == torch.bincount(there, minlength=len(handles)).tolist()
     out = torch.full((index.numel(), m.rows // 2 if gated else m.rows), 7.0, device=DEVICE)
     forms = [make_forms((m,), v)[0] for v in versions]
     product(m, forms, range(len(forms)), handles, geometry, x.to(DEVICE), out, tiling, gated)
@@ -280,7 +282,7 @@ def test_what_does_not_fit_is_refused() -> None:
     m = Matrix("m", 20, 64)
     forms = [make_forms((m,), v)[0] for v in VERSIONS]
     handles, out = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.empty(2, 20)
-    geometry, _ = sort(torch.tensor([[0], [1]], device=DEVICE), handles, 16)
+    geometry, *_ = sort(torch.tensor([[0], [1]], device=DEVICE), handles, 16)
     for x, tiling in ((torch.zeros(2, 63), None), (torch.zeros(2, 64).double(), None), (torch.zeros(2, 64), MANY)):
         with pytest.raises(ValueError, match="m:"):
             product(m, forms, [0], handles, geometry, x, out, tiling or DECODE)

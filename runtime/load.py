@@ -16,7 +16,6 @@ from moepack.runtime.planning.choice import ladders_of
 from moepack.runtime.planning.options import METHOD, LoadOptions
 from moepack.runtime.profile import read_profile
 
-ROCM = ("gfx942",)  # AMD's architectures for which Triton has compiled every kernel of experts
 _loading = threading.RLock()  # transformers sets the default dtype and device of the whole process while it loads
 
 
@@ -89,14 +88,15 @@ def load_bundle(bundle: str | Path, options: LoadOptions, progress: Callable[[in
 
 
 def _check_kernels(device: str) -> None:
-    """Raise InputError for an AMD GPU that the experts' kernels were not compiled for."""
+    """Raise InputError for an AMD GPU: the experts' kernels take more shared memory (docs/gpu.md)."""
     import torch
 
     if torch.version.hip is None or device == "cpu":
         return
     name = torch.cuda.get_device_properties(torch.device(device)).gcnArchName.partition(":")[0]
-    if name not in ROCM:
-        raise InputError(f"device {device}: the experts' kernels were not compiled for {name}: serve with --device cpu")
+    raise InputError(
+        f"device {device}: the experts' kernels need more shared memory than {name} has: serve with --device cpu"
+    )
 
 
 def _config(bundle: str | Path, options: LoadOptions) -> tuple[Any, Any]:

@@ -58,6 +58,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     if step is None and experts.steps is not None:  # this module was called outside a forward pass of the model
         with experts.steps.alone():
             return experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    if step is None and experts.is_closed:
+        raise InputError("this model was closed: load the bundle again")
     few = _few(experts, step, top_k_index, top_k_weights)
     if step is not None:
         # `counters` were set by RoutingStatistics.counters, or by ForwardWrapper.step for a trace

@@ -259,6 +259,7 @@ class LayerExperts:
     # Whether the layer hands on what its router made, so that the router's launch may count it; None if not seen yet
     passes_on: bool | None = None
     no_gradients = ""  # why gradients are refused; empty if they are allowed
+    is_closed = False  # whether the experts' memory may be gone, but for steps that run
 
     def __init__(self, layer: ExpertLayer, versions: Sequence[Version], device: torch.device) -> None:
         """Start without experts: `publish` then gives each expert its first version."""
@@ -272,6 +273,7 @@ class LayerExperts:
     def let_go(self) -> None:
         """Forget what refers to this layer: a cycle of references would keep the memory."""
         self.steps = self.of.in_place = self.of.second = None
+        self.is_closed = True
 
     def publish(self, expert: int, made: Handle) -> None:
         """Make a placement active for steps that begin from now on. Only one thread may call this at a time.

@@ -1,13 +1,14 @@
 """The heavy hitters of a prompt: the tokens that receive most attention (dymoe, section 4.2.1).
 
-While a prompt is read, the model's config names another attention function in transformers' interface. That function
-calls the model's own (so results are the same to the bit), and computes from queries and keys how much attention each
-token receives. Other models and other passes do not use that name.
+transformers' table of attention functions gives one that calls the requested function (so results are the same to the
+bit). If the running step reads a prompt whose tokens are to be ranked, it then computes from queries and keys how much
+attention each token receives. Configurations stay as they are: families and other threads read their names.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 import sys
@@ -20,13 +21,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer
 from moepack.runtime.step import current
 
-PREFIX = "moepack_"  # before the names of transformers' attention functions
+WATCHED = ("eager", "sdpa")  # names of attention functions
 ELEMENT = 12  # bytes of memory to compute one attention weight: the product, in float32, and its softmax
 EAGER = "eager_attention_forward"  # the name of plain attention in a model's own file
 
@@ -127,7 +127,8 @@ class TokenImportance:
         self._configs = list({id(c): c for c in configs if hasattr(c, "_attn_implementation_internal")}.values())
         self._kind = type(model).__name__
         self._pass = _Pass()
-        self._lock, self._watching = threading.Lock(), 0  # passes for which configs have the other names
+        self._one = threading.Lock()  # of the passes that compute attention received: the budget has one workspace
+        _watch_all()
         self._check()
 
     def _check(self) -> None:
@@ -146,24 +147,14 @@ class TokenImportance:
 
         Raises InputError when the model's attention was changed to one that cannot be observed.
         """
+        self._check()
         mine = self._pass
-        with self._lock:
-            if not self._watching:
-                self._check()
-                self._before = [config._attn_implementation_internal for config in self._configs]
-            self._watching += 1
         try:
             mine.shape, mine.cached = shape, cached
             mine.text = None if text is None else (text != 0).view(shape)
-            for config, name in zip(self._configs, self._before, strict=True):
-                config._attn_implementation_internal = PREFIX + name
             yield
         finally:
-            with self._lock:
-                self._watching -= 1
-                for config, name in zip(self._configs, self._before, strict=True) if not self._watching else ():
-                    config._attn_implementation_internal = name
-            mine.text = None
+            mine.shape, mine.text = (0, 0), None
             mine.heavy.clear()
 
     def saw(self, module: Any, query: Tensor, key: Tensor, mask: Tensor | None, given: dict[str, Any]) -> None:
@@ -172,11 +163,12 @@ class TokenImportance:
         if position is None or (query.shape[0], query.shape[2]) != self._pass.shape:
             return
         causal, scaling = given.get("is_causal"), given.get("scaling")
-        received = attention_received(
-            query, key, mask, query.shape[-1] ** -0.5 if scaling is None else scaling,
-            bool(getattr(module, "is_causal", True) if causal is None else causal), self._pass.text,
-            given.get("softcap"), given.get("s_aux"), self._workspace,
-        )  # fmt: skip
+        with self._one:
+            received = attention_received(
+                query, key, mask, query.shape[-1] ** -0.5 if scaling is None else scaling,
+                bool(getattr(module, "is_causal", True) if causal is None else causal), self._pass.text,
+                given.get("softcap"), given.get("s_aux"), self._workspace,
+            )  # fmt: skip
         tokens, keys = query.shape[2], key.shape[2]
         cached = self._pass.cached
         first = cached if keys > cached + tokens else keys - tokens  # a cache of fixed length has more keys
@@ -226,22 +218,36 @@ def _attention_of(model: Any, experts: str) -> Any:
     raise refused(type(model).__name__, name or experts)
 
 
-def _watched(name: str) -> Callable[..., Any]:
-    """Make the attention function that is registered as PREFIX + name."""
+@functools.cache
+def _watched(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an attention function that calls `run`, and lets the running step's `TokenImportance` see the call."""
 
     def forward(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **given: Any) -> Any:
-        own = sys.modules[type(module).__module__]
-        run = getattr(own, EAGER) if name == "eager" else AttentionInterface()[name]
         out = run(module, query, key, value, mask, **given)
         step = current()
         if step is not None and step.importance is not None:  # set by ForwardWrapper.step for a prompt
             step.importance.saw(module, query, key, mask, given)
         return out
 
+    forward.is_watched = True  # type: ignore[attr-defined]
     return forward
 
 
-WATCHED = ("eager", "sdpa")
-for _name in WATCHED:
-    AttentionInterface.register(PREFIX + _name, _watched(_name))
-    AttentionMaskInterface.register(PREFIX + _name, AttentionMaskInterface()[_name])
+@functools.cache
+def _watch_all() -> None:
+    """From now on let transformers' table give functions that can be watched, to code that is not being compiled."""
+    by_name, by_index = AttentionInterface.get_interface, AttentionInterface.__getitem__
+
+    def seen(name: str, found: Callable[..., Any]) -> Callable[..., Any]:
+        if name not in WATCHED or torch.compiler.is_compiling() or getattr(found, "is_watched", False):
+            return found
+        return _watched(found)
+
+    def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        return seen(attn_implementation, by_name(self, attn_implementation, default))
+
+    def getitem(self: Any, name: str) -> Callable[..., Any]:
+        return seen(name, by_index(self, name))  # type: ignore[no-untyped-call]
+
+    AttentionInterface.get_interface = get_interface  # type: ignore[method-assign]
+    AttentionInterface.__getitem__ = getitem  # type: ignore[method-assign]

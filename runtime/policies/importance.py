@@ -89,6 +89,8 @@ class ImportanceOptions(LiveOptions):
         small = [v.name for v in versions if v.bits + v.by_matrix <= 4]
         high = find_version(self.hi or (small or names)[0], versions)
         below = names[names.index(high.name) + 1 :]
+        if self.lo == PINNED:
+            raise InputError(f"lo={self.lo} names no version")
         lo = self.lo.removesuffix(PINNED) or ("w2" if "w2" in below else (below or [str(ABSENT)])[0])
         if lo == str(ABSENT) and not self.reads_host:
             return [(Placement(high), ABSENT)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from support import damage, flip, random_matrix
 from transformers.quantizers.base import HfQuantizer
 
 import moepack
+from benchmarks import resources
 from moepack.generation import generate
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.reader import open_bundle
@@ -270,7 +272,7 @@ model.moepack.manager.device.stream.submit(lambda event: time.sleep(1))
 
 
 def test_an_amd_gpu_without_kernels_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that was compiled for is let through; a CPU is not asked; pinned memory says what it lacks."""
+    """A CPU is not asked; pinned memory says what it lacks. No AMD GPU fits, as the table of kernels says."""
     from types import SimpleNamespace
 
     from moepack.runtime import load
@@ -279,10 +281,15 @@ def test_an_amd_gpu_without_kernels_is_refused_by_name(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.version, "hip", "7.14")
     asked = SimpleNamespace(gcnArchName="gfx1100")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: asked)
-    with pytest.raises(InputError, match=r"device cuda: .* not compiled for gfx1100: serve with --device cpu"):
+    with pytest.raises(InputError, match=r"device cuda: .* shared memory than gfx1100 has: serve with --device cpu"):
         load._check_kernels("cuda")
     load._check_kernels("cpu")
     asked.gcnArchName = "gfx942:sramecc+:xnack-"
-    load._check_kernels("cuda:0")
+    with pytest.raises(InputError, match=r"device cuda:0: .* shared memory than gfx942 has"):
+        load._check_kernels("cuda:0")
+    head, *rows = csv.reader(resources.ROCMS_TABLE.read_text().splitlines())
+    for at, name in enumerate(head[2:], 2):
+        taken = [int(row[at].split("/")[2]) for row in rows]
+        assert max(taken) > resources.ROCMS_SHARED << 10, f"{name} may be served"
     with pytest.raises(OSError, match="for ROCm, whose runtime is not loaded"):
         cudart.Cudart(0)

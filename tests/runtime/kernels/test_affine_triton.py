@@ -239,7 +239,7 @@ def test_geometry_takes_every_slot_once(monkeypatch: pytest.MonkeyPatch) -> None
         generator = torch.Generator().manual_seed(seed)
         index = torch.randint(0, 7, (1 + 5 * seed, 2), generator=generator) % (1 + seed % 7)
         table = torch.tensor([64, 64, 64 * (seed % 2), 64, 128, 64], device=DEVICE)
-        geometry, live = routing_triton.sort(index.to(DEVICE), table, 16)
+        geometry, live, _ = routing_triton.sort(index.to(DEVICE), table, 16)
         there = torch.cat([table.cpu(), torch.zeros(1, dtype=torch.int64)])[index.reshape(-1)] != 0
         assert torch.equal(live.cpu() != 0, there) and int(geometry.count.max()) <= 16
         seen = []

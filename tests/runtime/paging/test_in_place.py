@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from gpu_stand_in import StandIn, kernels
 from live_models import at, ids, load, logits, same, same_at_once, stop_after, wait_for
 from support import spy
@@ -181,6 +182,9 @@ def test_it_stays_pinned_while_kernels_read_it(small: Path, gpu: StandIn) -> Non
     assert not gpu.cudart.registered and not gpu.gpu.reading
     with pytest.raises(InputError, match="closed"):
         logits(model, ids(1, 1))
+    experts, x = model.model.layers[0].mlp.experts, torch.zeros(1, 64)
+    with pytest.raises(InputError, match="closed"):
+        experts(x, torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2))
 
 
 def test_an_early_end_is_seen(small: Path, gpu: StandIn) -> None:

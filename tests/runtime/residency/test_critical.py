@@ -5,6 +5,7 @@ The present policy that waits makes the same choice, so where nothing is cached 
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from gpu_stand_in import StandIn
 from live_models import at, ids, load, logits, same, same_at_once, stop_after, wait_for
+from tiny_models import FAMILIES, build_tiny
 
 import moepack
 from moepack.pack.errors import BundleError, InputError
@@ -31,6 +33,12 @@ from moepack.runtime.policies.placements import Placement, Where
 from moepack.runtime.policies.registry import parse_policy
 from moepack.runtime.store.cudart import Cudart
 
+SPARSE = """
+versions: [bf16, w4, w2]
+quantize: {method: rtn, group_size: 32, loss_tokens: 64}
+calibration: {samples: 4, length: 32, batch_size: 4}
+allocation: {average_bits: 4}
+"""
 VERSIONS = Version.of("w4", 64), Version.of("w2", 64)
 WAITS = "importance:hi=w4,lo=w2,prefetch=no,reuse=no"
 PINNED = "importance:hi=w4,lo=w2@pinned"
@@ -85,6 +93,40 @@ def test_the_choice_is_that_of_the_policy_that_waits(small: Path, waits: Any, r:
     assert all(torch.equal(a, b) for a, b in zip(cached(model, ids(5, 6, 2)), steps, strict=True))
     assert torch.equal(padded(model), text)
     assert model.moepack.counters()["forward_waits"] == 0
+
+
+def test_decode_steps_beside_prompts_have_the_same_bits(small: Path) -> None:
+    """That attention is observed in one thread's prompts changes nothing in another's steps, whose kernels differ."""
+    model = load(small, f"{PINNED},r=1", room=0, **{**ALL, "prefill_tokens": 256, "kv_tokens": 256})
+    want, stop = cached(model, ids(3, 24), 6), threading.Event()
+
+    def prompts() -> None:
+        while not stop.is_set():
+            logits(model, ids(7, 200))
+
+    other = threading.Thread(target=prompts)
+    other.start()
+    try:
+        for _ in range(8):
+            for got, alone in zip(cached(model, ids(3, 24), 6), want, strict=True):
+                assert torch.equal(got, alone)
+    finally:
+        stop.set()
+        other.join()
+
+
+@pytest.mark.parametrize("policy", [f"{PINNED},r=1", "importance:hi=w4,lo=w2,r=1"])
+def test_families_that_read_the_attentions_name(policy: str, demo_model: Path, text: Path, made_once: Any) -> None:
+    """An indexer masks the keys of `sdpa` and `eager` alone: observed attention is still called so."""
+
+    def make(folder: Path) -> None:
+        indexed = {"n_group": 1, "index_topk": 4, "index_head_dim": 32, "index_n_heads": 4}
+        build_tiny("glm_moe_dsa", folder, SPARSE, demo_model, text, **FAMILIES["deepseek_v3"] | indexed)
+
+    path = Path(made_once("sparse-attention", make) / "bundle")
+    plain = moepack.load(path, policy="static:w4")
+    model = moepack.load(path, policy=policy, device_memory=1 << 40, prefill_tokens=64, kv_tokens=64)
+    same(model, plain, 24, 60)
 
 
 def test_threads_choose_each_for_itself(small: Path, waits: Any) -> None:

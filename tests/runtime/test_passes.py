@@ -116,7 +116,7 @@ def test_a_step_ends_though_its_pages_or_its_mark_do_not(
     """Else the blocks that it could read would never be free again."""
     live = model.moepack.manager
     if what == "pages":
-        monkeypatch.setattr(live, "paging", SimpleNamespace(end=raising(RuntimeError)))
+        monkeypatch.setattr(live, "paging", SimpleNamespace(begin=lambda: None, end=raising(RuntimeError)))
     else:
         monkeypatch.setattr(live.residency, "_mark", raising(RuntimeError))
     with pytest.raises(RuntimeError, match="planted"), live.step():
@@ -194,7 +194,7 @@ def test_passes_at_once_count_together(bundle: Path) -> None:
     def slow(*_: Any) -> None:
         most.append(len(watch._passes))
         inside.release()
-        time.sleep(0.05)
+        time.sleep(0.4)
 
     tight.model.layers[0].register_forward_pre_hook(slow)
     at_once(lambda _: tight(ids(256), use_cache=False), 3)

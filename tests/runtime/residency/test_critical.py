@@ -252,6 +252,7 @@ def test_memory_is_divided_by_shares(small: Path, gpu: StandIn) -> None:
         (f"{PINNED},renormalise=yes", r"renormalise=yes needs passes that wait"),
         ("importance:hi=w4,lo=w4@pinned", r"lo=w4@pinned is not below hi=w4"),
         ("importance:hi=w2,lo=w4@pinned", r"lo=w4@pinned is not below hi=w2"),
+        ("importance:lo=@pinned", r"lo=@pinned names no version"),
         ("importance:lo=absent@pinned", r"no version 'absent'"),
         ("importance:lo=w5@pinned", r"no version 'w5'"),
     ],

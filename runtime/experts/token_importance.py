@@ -108,7 +108,8 @@ class _Pass(threading.local):
     """What a thread's pass over a prompt reads, and its heavy hitters by layer."""
 
     def __init__(self) -> None:
-        self.shape, self.cached = (0, 0), 0
+        self.shape: tuple[int, int] = (0, 0)
+        self.cached: int | Tensor = 0
         self.text: Tensor | None = None
         self.heavy: dict[int, Tensor] = {}
 
@@ -137,13 +138,13 @@ class TokenImportance:
                 raise refused(self._kind, f"attention {config._attn_implementation!r}")
 
     @contextlib.contextmanager
-    def watching(self, shape: tuple[int, int], text: Tensor | None, cached: int) -> Iterator[None]:
+    def watching(self, shape: tuple[int, int], text: Tensor | None, cached: int | Tensor) -> Iterator[None]:
         """Observe the attention of a pass over a prompt inside the context.
 
         Args:
             shape: the shape of the pass's tokens, (batch, tokens).
             text: [batch x tokens], 0 for padding; `None` without padding.
-            cached: tokens that the caches hold before the pass.
+            cached: tokens that the caches hold before the pass; a tensor without dimensions where a device counts them.
 
         Raises InputError when the model's attention was changed to one that cannot be observed.
         """
@@ -170,9 +171,12 @@ class TokenImportance:
                 given.get("softcap"), given.get("s_aux"), self._workspace,
             )  # fmt: skip
         tokens, keys = query.shape[2], key.shape[2]
-        cached = self._pass.cached
-        first = cached if keys > cached + tokens else keys - tokens  # a cache of fixed length has more keys
-        self._pass.heavy[position] = heavy_hitters(received[:, first : first + tokens], self._share, self._pass.text)
+        cached, last = self._pass.cached, keys - tokens  # a cache of fixed length has keys behind the pass's, too
+        if isinstance(cached, Tensor):
+            mine = received[:, cached.clamp(max=last) + torch.arange(tokens, device=received.device)]
+        else:
+            mine = received[:, min(cached, last) : min(cached, last) + tokens]
+        self._pass.heavy[position] = heavy_hitters(mine, self._share, self._pass.text)
 
     def important(self, position: int, index: Tensor) -> npt.NDArray[np.int64] | None:
         """Return what `counted` does, on the host. Waits for the device."""

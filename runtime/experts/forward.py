@@ -23,6 +23,7 @@ from .handles import EVERYWHERE, RUN_THERE, LayerCall, LayerExperts, Snapshot
 from .host_tier import HostTier
 
 _HOST = frozenset({Where.HOST})
+CLOSED = "this model was closed: load the bundle again"
 IMPLEMENTATION = "moepack"  # the name under which transformers knows `experts_forward`
 
 
@@ -59,7 +60,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         with experts.steps.alone():
             return experts_forward(self, hidden_states, top_k_index, top_k_weights)
     if step is None and experts.is_closed:
-        raise InputError("this model was closed: load the bundle again")
+        raise InputError(CLOSED)
     few = _few(experts, step, top_k_index, top_k_weights)
     if step is not None:
         # `counters` were set by RoutingStatistics.counters, or by ForwardWrapper.step for a trace
@@ -83,10 +84,15 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     call = LayerCall(self, snapshot, hidden_states, top_k_index, top_k_weights, routed=few)
     if (step is not None and step.paging is None) or not snapshot.in_window:
         return _run(call)
-    if step is None or step.paging is None:
-        raise InputError("this model was closed: load the bundle again")
-    with step.paging.run(position, snapshot, top_k_index, step) as call.pages:
+    with _window(step).run(position, snapshot, top_k_index, step) as call.pages:
         return _run(call)
+
+
+def _window(step: Step | None) -> Any:
+    """The `Paging` of experts in a window."""
+    if step is None or step.paging is None:
+        raise InputError(CLOSED)
+    return step.paging
 
 
 def _few(experts: LayerExperts, step: Step | None, index: Tensor, weights: Tensor) -> Any:

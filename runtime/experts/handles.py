@@ -31,8 +31,6 @@ from .packed import GpuPackedExtent, PackedExtent, RestoredExtent
 if TYPE_CHECKING:
     from moepack.runtime.kernels.token_native import GatedExperts
 
-    from .critical import Critical
-
 Packed = PackedExtent | RestoredExtent | GpuPackedExtent
 
 
@@ -93,7 +91,7 @@ class ServedLayer:
         self.in_place: Callable[[Snapshot, Tensor | None, Tensor], None] | None = None
         # What a step's kernels find beside the handles of a snapshot, int64 [experts]; None where they need no more
         self.second: Callable[[Snapshot], npt.NDArray[np.int64]] | None = None
-        self.critical: Critical | None = None  # chooses which experts of a pass run at their second words
+        self.critical: Any = None  # the `Critical` (critical.py): which experts of a pass run at their second words
         # The experts module's gate, and the kernel that runs few tokens in one call if the gate is its own (cpu.py)
         self.gated: tuple[Any, GatedExperts | None] | None = None
 
@@ -273,7 +271,11 @@ class LayerExperts:
     def let_go(self) -> None:
         """Forget what refers to this layer: a cycle of references would keep the memory."""
         self.steps = self.of.in_place = self.of.second = None
+
+    def close(self) -> None:
+        """Refuse calls outside a running step from now on: the experts' memory may go."""
         self.is_closed = True
+        self.let_go()
 
     def publish(self, expert: int, made: Handle) -> None:
         """Make a placement active for steps that begin from now on. Only one thread may call this at a time.

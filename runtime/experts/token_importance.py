@@ -13,6 +13,7 @@ import inspect
 import math
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -128,7 +129,7 @@ class TokenImportance:
         self._configs = list({id(c): c for c in configs if hasattr(c, "_attn_implementation_internal")}.values())
         self._kind = type(model).__name__
         self._pass = _Pass()
-        self._one = threading.Lock()  # of the passes that compute attention received: the budget has one workspace
+        self._one = threading.Lock()  # whose holder computes attention received: the budget has one workspace a stream
         _watch_all()
         self._check()
 
@@ -222,19 +223,26 @@ def _attention_of(model: Any, experts: str) -> Any:
     raise refused(type(model).__name__, name or experts)
 
 
-@functools.cache
 def _watched(run: Callable[..., Any]) -> Callable[..., Any]:
     """Return an attention function that calls `run`, and lets the running step's `TokenImportance` see the call."""
 
-    def forward(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **given: Any) -> Any:
-        out = run(module, query, key, value, mask, **given)
+    def forward(*args: Any, **given: Any) -> Any:
+        out = run(*args, **given)
         step = current()
         if step is not None and step.importance is not None:  # set by ForwardWrapper.step for a prompt
-            step.importance.saw(module, query, key, mask, given)
+            step.importance.saw(*_called(*args, **given))
         return out
 
     forward.is_watched = True  # type: ignore[attr-defined]
     return forward
+
+
+_kept = functools.cache(_watched)  # others keep one function for each that they get
+
+
+def _called(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any) -> Any:
+    """The arguments of `saw`, by the names that families may call an attention function with."""
+    return module, query, key, attention_mask, given
 
 
 @functools.cache
@@ -245,7 +253,8 @@ def _watch_all() -> None:
     def seen(name: str, found: Callable[..., Any]) -> Callable[..., Any]:
         if name not in WATCHED or torch.compiler.is_compiling() or getattr(found, "is_watched", False):
             return found
-        return _watched(found)
+        plain = isinstance(found, types.FunctionType) and found.__closure__ is None  # which lives as long as its module
+        return _kept(found) if plain else _watched(found)
 
     def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
         return seen(attn_implementation, by_name(self, attn_implementation, default))

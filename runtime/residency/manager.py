@@ -221,7 +221,8 @@ class ResidencyManager:
     def _pinned(self, key: Key, number: int) -> Tensor | None:
         """Return an expert's bytes in pinned memory, for a placement; None while they are loaded, or elsewhere."""
         if not number and (chooses := self.layers[key[0]].of.critical) is not None:
-            return chooses.best[key[1]].extent
+            best: Handle = chooses.best[key[1]]
+            return best.extent
         if not self.plan.is_of_base(number):
             return None
         with self.residency.lock:
@@ -446,4 +447,4 @@ class ResidencyManager:
         """End the streams and close the files. Once no step reads the experts, drop the references to their memory."""
         self._end_streams(wait)
         self.each_round = lambda: None
-        self.residency.let_go([*(layer.let_go for layer in self.layers), self._free])
+        self.residency.let_go([*(layer.close for layer in self.layers), self._free])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 import torch
 from live_models import least
 from tiny_models import random_model
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import moepack
 from moepack.pack.errors import InputError
@@ -195,6 +199,29 @@ def test_other_models_and_decoding_are_left_alone() -> None:
     with pytest.raises(RuntimeError), recorder.watching((1, 8), None, 0):
         raise RuntimeError
     assert model.config._attn_implementation == "sdpa", "however a pass ends"
+
+
+def test_other_code_gets_its_attention_as_before() -> None:
+    """By its own names of arguments, in models of other makers too; a function made for one object goes with it."""
+    TokenImportance(model_of("qwen3_moe"), layers_of(model_of("qwen3_moe")), 0.2, 1 << 20)
+    table, x = ALL_ATTENTION_FUNCTIONS, torch.randn(1, 2, 3, 8)
+    module = torch.nn.Module()
+    module.is_causal = module.training = False
+    plain, _ = sdpa_attention_forward(module, x, x, x, None)
+    for get in (lambda: table.get_interface("sdpa", None), lambda: table["sdpa"], lambda: table.get("sdpa")):
+        assert torch.equal(get()(module, query=x, key=x, value=x, attention_mask=None)[0], plain) and get() is get()
+    assert table["flash_attention_2"].__name__ == "flash_attention_forward"
+
+    class Own:
+        def eager(self, *args: Any, **given: Any) -> Any:
+            return 7, None
+
+    own = Own()
+    assert table.get_interface("eager", own.eager)(module, x, x, x, None)[0] == 7
+    ref = weakref.ref(own)
+    del own
+    gc.collect()
+    assert ref() is None
 
 
 @pytest.mark.parametrize(

@@ -82,11 +82,19 @@ def ids(batch: int, tokens: int) -> torch.Tensor:
     return torch.randint(1, 4000, (batch, tokens), generator=torch.Generator().manual_seed(1))
 
 
-FAMILIES = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},  # two heads share a key
     "mixtral": {"sliding_window": 8},
     "gpt_oss": {"sliding_window": 8},  # sinks; plain attention alone
     "deepseek_v3": {},  # latent attention, the first layer without experts
+    # its mask by name; a window in every other layer
+    "afmoe": {
+        "num_experts": 8,
+        "moe_intermediate_size": 48,
+        "num_dense_layers": 1,
+        "global_attn_every_n_layers": 2,
+        "sliding_window": 8,
+    },
 }
 
 

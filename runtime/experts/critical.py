@@ -58,8 +58,6 @@ class Critical:
             index: [tokens, top_k], the router's choice, of which the heavy hitters of a prompt count.
         """
         important = None if step.importance is None else step.importance.counted(position, index)
-        if step.counters is None:
-            return snapshot
         if snapshot.of.backend == "triton":
             from . import gpu
 

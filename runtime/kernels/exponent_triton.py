@@ -26,13 +26,14 @@ from .current import current
 
 TILES = 4  # tiles of a program, and its warps
 CHUNK = 4096  # words of 4 bytes that a program copies
+PLACES = 8  # numbers that say where a coded matrix is (`places_of`)
 
 _TILE: tl.constexpr = tl.constexpr(8192)
 _ROW: tl.constexpr = tl.constexpr(128)  # weights that the lanes of a tile decode in one step
 _HEADER_WORDS: tl.constexpr = tl.constexpr(12)
 _LANE_WORDS: tl.constexpr = tl.constexpr(9)
 _FIELDS: tl.constexpr = tl.constexpr(5)
-_PLACES: tl.constexpr = tl.constexpr(8)
+_PLACES: tl.constexpr = tl.constexpr(PLACES)
 
 
 @triton.jit
@@ -265,9 +266,6 @@ class CodedLayer:
     status: Tensor  # int32 [1]: 0, or the number of a damaged expert plus 1
     most: tuple[int, int]  # the most tiles of a matrix, and the most words of an extent
     biases: bool  # whether matrices have biases
-
-
-PLACES = 8
 
 
 def places_of(header: Buffer, at: int, to: int, bias: tuple[int, int, int]) -> tuple[list[int], np.ndarray[Any, Any]]:

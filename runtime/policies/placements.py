@@ -18,8 +18,8 @@ class Where(enum.Enum):
 
     DEVICE = "device"
     PACKED = "packed"  # on the device, entropy-coded; decoded into a window there when its layer runs (paging/)
-    # Entropy-coded, in host memory outside the device's budget; the device's kernels read it over the bus, decoded as
-    # PACKED
+    # Entropy-coded in host memory, outside the device's budget; a GPU's kernels read it there when its layer runs, and
+    # decode it to device memory
     PACKED_PINNED = "packed-pinned"
     STORED = "stored"  # in the backing store alone; read into that window when its layer runs
     HOST = "host"  # in host memory, outside the device's budget; the host's processor runs it

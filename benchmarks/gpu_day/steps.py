@@ -105,7 +105,14 @@ def attach(model: Any, current: Any) -> int:
     found = [m for m in model.modules() if type(m).__name__.endswith("Experts")]
     for module in found:
         module._moepack = SimpleNamespace(
-            of=current.of, current=current, model=None, steps=None, position=0, number=0, no_gradients=""
+            of=current.of,
+            current=current,
+            model=None,
+            steps=None,
+            position=0,
+            number=0,
+            no_gradients="",
+            is_closed=False,
         )
     return len(found)
 

@@ -118,6 +118,8 @@ class ServedLayer:
 class Snapshot:
     """The experts of one layer as a step sees them. A snapshot never changes."""
 
+    seconds: Tensor  # second words on the device, int64 [experts]; set by `over`
+
     def __init__(
         self,
         of: ServedLayer,
@@ -170,12 +172,6 @@ class Snapshot:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # another stream may read it next
         return self._on_device
-
-    @cached_property
-    def seconds(self) -> Tensor:
-        """The second words on the device, int64 [experts]. If they are not there yet, copies them and waits."""
-        with torch.inference_mode(False):
-            return torch.from_numpy(self.words[-1, : len(self.table)].copy()).to(self.of.device)
 
     @cached_property
     def served(self) -> list[int]:

@@ -3,20 +3,32 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: demo test quick conformance lint types check install dist clean
+.PHONY: demo test test-all benchmarks-quick conformance lint types check install dist clean
 
 demo: $(VENV)/.build-installed
 	$(PY) examples/demo.py
 
-# A file a process, each with one thread of torch's.
-TEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $$($(PY) tests/helpers/workers.py) --dist loadfile
+# Each process has one thread of torch's; one that has run its share takes over from the others.
+TEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $$($(PY) tests/helpers/workers.py) --dist worksteal
 
 test: $(VENV)/.dev-installed
-	$(TEST) --durations=15
+	$(TEST) -m "not full" --durations=10
 
-# The inner loop: without what tests/conftest.py calls slow.
-quick: $(VENV)/.dev-installed
-	$(TEST) -m "not slow" --durations=5
+# Everything: the suite, its kernels at each instruction set, and the quick form of every benchmark.
+test-all: $(VENV)/.dev-installed
+	$(TEST) --durations=20
+	for level in $$($(PY) -c 'from moepack.runtime.kernels.affine_native import levels; print(*levels()[:-1])'); do \
+	    MOEPACK_ISA=$$level $(TEST) tests/runtime/kernels tests/pack/test_exponent.py || exit 1; done
+	$(MAKE) benchmarks-quick
+
+# Two at a time: what they print is no measurement. They begin without what a user's cache holds; one that takes longer
+# than ten minutes says where each of its threads stands. The suite runs gpu_day and resources.
+NAMES ?= allocation build codec exported families formats hostile kernels ladders limited losses paged peers policies \
+    quality quantise refusals released residency scale serve sizes start tried
+benchmarks-quick: $(VENV)/.dev-installed
+	cache=$$(mktemp -d) && trap 'rm -rf '$$cache EXIT && export XDG_CACHE_HOME=$$cache && printf '%s\n' $(NAMES) | xargs -P 2 -I{} sh -c \
+	    'timeout --signal=ABRT --kill-after=30 600 $(PY) -X faulthandler -m benchmarks.{} --quick >$$XDG_CACHE_HOME/{}.txt 2>&1; \
+	    code=$$?; cat $$XDG_CACHE_HOME/{}.txt; test $$code = 0 || { echo benchmarks.{} failed; exit 1; }'
 
 # The programs that people point at such a server, against ours (docs/conformance.md): make conformance ARGS="--only openai".
 # torch comes from this environment: theirs would bring a second one, of gigabytes.

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
+import pickle
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import suites
 import torch
 import typer.main
 from filelock import FileLock
@@ -41,6 +45,12 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) and not Path(torch.__spec__.c
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 from moepack.runtime.patches import UNUSED
+from moepack.runtime.planning import fixed
+
+try:
+    from moepack.runtime.kernels.affine_native import BEST
+except OSError:  # not compiled: there was no C compiler
+    BEST = 0
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = """
@@ -51,78 +61,45 @@ allocation: {average_bits: 3}
 """
 
 
-# What `make quick` leaves out: files and tests that build, serve, or start other processes for seconds.
-SLOW = (
-    "benchmarks/test_peers",
-    "docs/test_commands", "moepack/export/test_greedy", "moepack/export/test_pulled",
-    "moepack/pipeline/test_add", "moepack/pipeline/test_build", "moepack/pipeline/test_enough",
-    "moepack/pipeline/test_outline",
-    "moepack/pipeline/test_ray", "moepack/pipeline/test_identity.py::test_kills",
-    "moepack/pipeline/test_identity.py::test_a_killed_layer", "moepack/pipeline/test_identity.py::test_losses_of",
-    "moepack/pipeline/test_executors.py::test_batches",
-    "moepack/reports/test_plan", "moepack/reports/test_evaluate", "moepack/reports/test_tasks",
-    "moepack/server", "moepack/test_cli", "moepack/test_hub", "moepack/test_packaging",
-    "pack/test_hostile.py::test_some", "moepack/reports/test_hostile_config",
-    "quantize/test_quantize.py::test_a_batch_is", "quantize/test_quantize.py::test_importing",
-    "quantize/test_quantize.py::test_gptq_needs", "runtime/kernels/test_exponent_triton",
-    "runtime/kernels/test_affine_triton.py::test_every_width", "runtime/kernels/test_isa",
-    "runtime/kernels/test_affine_native.py::test_without",
-    "runtime/kernels/test_affine_native.py::test_after", "runtime/planning/test_fixed",
-    "runtime/residency/test_manager",
-    "runtime/residency/test_worker", "runtime/residency/test_sequences", "runtime/residency/test_prefill_served",
-    "runtime/paging/test_paging", "runtime/policies/test_every_policy", "runtime/residency/test_under",
-    "runtime/residency/test_residency.py::test_planted", "runtime/residency/test_residency.py::test_invariants",
-    "runtime/residency/test_on_gpu",
-    "runtime/downstream", "runtime/test_compile", "runtime/test_decode_graph", "runtime/test_downstream",
-    "runtime/test_load", "runtime/test_passes",
-    "runtime/test_process_limit",
-    "whole/test_encodings", "whole/test_examples", "whole/test_families",
-    "whole/test_every_family", "whole/test_extending", "families/test_mtp", "families/test_llama4.py::test_the_whole",
-    "whole/test_quality", "whole/test_combinations",
-)  # fmt: skip
-
-# What `.ci/run` repeats as on a processor with AVX2 alone: it compares numbers with torch's, whose products are others
-# there, or with those made in another way. Formats, manifests, pages, recipes, processes and names are not repeated: no
-# instruction set changes them.
-NUMERIC = (
-    "calibrate/test_calibrate", "calibrate/test_some_experts", "calibrate/test_widened", "moepack/pipeline/test_dense",
-    "moepack/reports/test_evaluate", "moepack/reports/test_plan", "moepack/server/test_policies",
-    "moepack/server/test_packed_cache", "moepack/test_generation", "pack/test_exponent", "quantize",
-    "runtime/dense", "runtime/downstream",
-    "runtime/experts", "runtime/kernels", "runtime/kv", "runtime/paging/test_paging.py", "runtime/planning",
-    "runtime/policies/test_every_policy",
-    "runtime/residency/test_manager", "runtime/residency/test_under", "runtime/test_", "whole/test_combinations",
-    "whole/test_encodings", "whole/test_families",
-)  # fmt: skip
-
-# Of what `.ci/run` repeats at every instruction set, what is the same at each, or goes through all of them itself.
-ONCE = (
-    "moepack/test_generation.py::test_a_chat_on_a_gpu", "runtime/dense/test_on_gpu",
-    "runtime/kernels/test_affine_native.py::test_without_the_extension", "runtime/kernels/test_affine_triton",
-    "runtime/kernels/test_attend_triton", "runtime/kernels/test_exponent_triton", "runtime/kernels/test_isa",
-    "runtime/kernels/test_routing_triton", "runtime/test_decode_graph",
-    "runtime/planning/test_choice.py::test_it_is_the_same_everywhere",
-    "runtime/planning/test_fixed.py::test_plans_do_not_depend",
-    "runtime/planning/test_fixed.py::test_the_process_takes",
-    "runtime/test_load.py::test_registers",
-    "runtime/test_load.py::test_without_moepack", "runtime/test_process_limit",
-)  # fmt: skip
-
-
 def pytest_configure() -> None:
-    """Refuse a name above that no file or test begins with any more."""
-    for name in (*SLOW, *NUMERIC, *ONCE):
+    """Refuse a name in `suites` that no file or test begins with any more."""
+    for name in (*suites.FULL, *suites.FEW, *suites.NUMERIC):
         path, _, test = name.partition("::")
+        test = test.partition("[")[0]
         files = [*(ROOT / "tests").glob(f"{path}*")]
         if not any(file.is_dir() or f"def {test}" in file.read_text() for file in files):
-            raise pytest.UsageError(f"tests/conftest.py names {name}, and nothing begins so")
+            raise pytest.UsageError(f"tests/helpers/suites.py names {name}, and nothing begins so")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import a file of which `make test` runs nothing."""
+    if config.option.markexpr != suites.WITHOUT_FULL or collection_path.suffix != ".py":
+        return None
+    name = collection_path.relative_to(ROOT / "tests").as_posix()
+    return True if name.startswith(suites.FULL_FILES) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    highest: dict[str, int] = {}
     for item in items:
-        for marker, names in ((pytest.mark.slow, SLOW), (pytest.mark.numeric, NUMERIC), (pytest.mark.once, ONCE)):
-            if item.nodeid.removeprefix("tests/").startswith(names):
-                item.add_marker(marker)
+        level = parameter(item, "level")
+        if isinstance(level, int):
+            test = item.nodeid.partition("[")[0]
+            highest[test] = max(level, highest.get(test, 0))
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        level = parameter(item, "level")
+        lower = isinstance(level, int) and level < min(BEST, highest[item.nodeid.partition("[")[0]])
+        if lower or suites.is_full(name):
+            item.add_marker(pytest.mark.full)
+        if name.startswith(suites.NUMERIC):
+            item.add_marker(pytest.mark.numeric)
+
+
+def parameter(item: pytest.Item, name: str) -> object:
+    """One of a test's parameters; None if it has none of that name."""
+    case = getattr(item, "callspec", None)
+    return case.params.get(name) if case is not None else None
 
 
 @pytest.fixture(autouse=True)
@@ -139,6 +116,26 @@ def commands_made_once() -> Iterator[None]:
     """typer makes a command's parser anew at every call, from all functions' signatures: 60 ms of hundreds of calls."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def measured_once(made_once: MadeOnce) -> Iterator[None]:
+    """What a model's passes take is measured once a run, by whichever process needs it first: a second each time."""
+    measure = fixed._measure
+
+    def once(*asked: Any) -> Any:
+        config, *rest = asked
+        described = fixed.plain_config(config), config._attn_implementation, type(config).__name__, *rest
+        key = hashlib.sha256(repr((*described, torch.get_num_threads(), settings())).encode()).hexdigest()
+        file = made_once(f"measured-{key}", lambda path: path.write_bytes(pickle.dumps(measure(*asked))))
+        return pickle.loads(file.read_bytes())
+
+    def settings() -> list[tuple[str, str]]:
+        return sorted((name, value) for name, value in os.environ.items() if name.startswith("MOEPACK_"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fixed, "_measure", once)
         yield
 
 

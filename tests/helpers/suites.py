@@ -1,0 +1,169 @@
+"""Which tests `make test` runs, and which only `make test-all` does.
+
+`make test` has eight minutes on two cores. A test leaves it (pytest's marker `full`) if it costs processor seconds and
+another test proves the same at less cost, or if what it proves changes rarely. Each entry says which. Of a test with a
+parameter `level`, an instruction set, `make test` runs the best one that the processor has.
+"""
+
+from __future__ import annotations
+
+WITHOUT_FULL = "not full"  # pytest's -m in `make test`
+
+# Names that files, or tests of a file, begin with: `make test-all` alone runs them. Beside each: why, and where
+# `make test` or `.ci/run` proves what is needed at every commit.
+FULL: dict[str, str] = {
+    # Processes, packages and programs of others
+    "runtime/test_downstream.py::test_a_finder_of_batch_sizes": "accelerate's search runs out of memory on purpose",
+    "moepack/engines/test_served.py::test_an_engine_of_other_parts": "processes; the other tests have stand-ins",
+    "docs/test_commands": "documents are typed; `make demo` runs the README's main job",
+    "moepack/pipeline/test_ray": "a cluster is started; pipeline/test_executors runs the same tasks without one",
+    "moepack/server/test_replicas": "Ray again; server/test_front and test_command run one replica",
+    "moepack/test_packaging": "wheels are built and installed; test_imports holds what each folder may import",
+    "moepack/server/test_lm_eval": "lm-evaluation-harness; interfaces/test_openai asks for the same scores",
+    "moepack/reports/test_tasks": "lm-evaluation-harness; reports/test_evaluate scores the same model",
+    "conformance/test_conformance": "what runs `make conformance`, which nothing else uses",
+    "runtime/downstream/test_generating": "rows of docs/in-other-programs.md; test_object",
+    "runtime/downstream/test_training": "rows of docs/in-other-programs.md; downstream/test_object",
+    "runtime/downstream/test_object.py::test_compile": "torch.compile; runtime/test_compile",
+    "runtime/test_compile.py::test_by_the_compiler_that_is_used": "compiles for seconds; the other cases trace",
+    "moepack/export/test_greedy": "readers in processes of their own; export/test_values compares the numbers",
+    "moepack/export/test_gptq.py::test_gptqmodel_reads_our_values": "importing gptqmodel: 40 s; test_values",
+    "quantize/test_quantize.py::test_importing_gptqmodel_leaves_the_environment": "importing gptqmodel: 8 s",
+    "benchmarks/test_gpu.py::test_no_kernel_spills": "kernels are compiled for six architectures",
+    "benchmarks/test_gpu.py::test_few_tokens_take_few": "kernels are compiled for a GPU",
+    "benchmarks/test_gpu.py::test_the_gpu_half": "interpreted kernels; kernels/test_affine_triton checks the numbers",
+    # Processes of our own, killed or measured
+    "moepack/pipeline/test_bound.py::test_activations_in_a_file": "measures a process; the other tests",
+    "runtime/test_process_limit.py::test_a_process_keeps_its_limit": "a process in a cage",
+    "moepack/server/test_command.py::test_it_answers_soon": "a process; server/test_front",
+    "runtime/test_load.py::test_without_moepack": "a process without moepack",
+    "runtime/kernels/test_isa.py::test_what_is_not_here": "processes; test_the_bound reads the same variable",
+    "moepack/pipeline/test_identity.py::test_kills": "kills at random; the other tests stop at each seam",
+    "moepack/pipeline/test_add.py::test_killed_at_every_step": "kills; the other tests stop between steps",
+    "moepack/pipeline/test_bound.py::test_a_build_stays": "measures a process; the other tests",
+    "runtime/planning/test_fixed.py::test_the_process_takes": "measures a process; the other tests",
+    "runtime/kernels/test_isa.py::test_libraries_stay_below_it": "processes; `.ci/run` runs two levels",
+    "runtime/kernels/test_affine_native.py::test_without_the_extension": "a process; kernels/test_by_torch",
+    "runtime/test_load.py::test_registers_whichever": "processes",
+    "runtime/test_load.py::test_a_process_that_does_not_close": "a process; residency/test_worker",
+    "benchmarks/test_limited.py::test_a_refusal_is_a_row": "a process in a cage",
+    # Interpreted kernels of GPUs, 2 to 20 s each
+    "runtime/kernels/test_affine_triton.py::test_the_forward": "interpreted; test_a_layer_in_released",
+    "runtime/test_decode_graph.py::test_graphs_go_with": "interpreted; test_replays_are_the_steps",
+    "runtime/test_compile.py::test_what_is_refused": "torch.compile traces a model for each refusal",
+    "runtime/test_decode_graph.py::test_a_layer_is_few_operations": "counts launches; test_replays_are_the_steps",
+    "runtime/test_decode_graph.py::test_replays_of_the_servers": "interpreted; test_replays_are_the_steps",
+    "runtime/test_decode_graph.py::test_planted_violations": "shows that the tests can fail",
+    "runtime/test_decode_graph.py::test_a_graph_of_resident_experts": "interpreted; paging/test_in_place",
+    "moepack/test_generation.py::test_a_chat_on_a_gpu": "interpreted; the other tests generate on the CPU",
+    "runtime/residency/test_critical.py::test_on_a_gpu_the_choice": "interpreted; the other tests choose on the CPU",
+    "runtime/kernels/test_affine_triton.py::test_released_encodings_in_one_call": "all in one launch; one each",
+    "runtime/dense/test_on_gpu.py::test_maps_of_one_input": "interpreted; test_every_encoding",
+    "runtime/paging/test_paging_gpu.py::test_planted": "shows that the tests can fail",
+    # Products, and what the same code passes elsewhere
+    "pack/test_hostile.py::test_some_cases": "a sample of `benchmarks.hostile`, whose quick form `.ci/run` runs",
+    "runtime/policies/test_importance.py::test_what_is_here_already": "the same session again for each policy",
+    "whole/test_quality.py::test_perplexity[shared]": "the larger model; the example's",
+    "whole/test_encodings.py::test_down_has": "a whole build; pack/test_format_document decodes the same versions",
+    "whole/test_rotated.py::test_a_changed_seed": "a build more; pack/test_rules changes manifests",
+    "whole/test_rotated.py::test_added_versions": "a build more; pipeline/test_add",
+    "whole/test_small_scales.py::test_added_versions": "a build more; pipeline/test_add",
+    "moepack/pipeline/test_outline.py::test_a_directory_of": "dry runs by the command; the other tests",
+    "moepack/reports/test_speed.py::test_a_plan_predicts": "every policy is replayed; the other tests predict one",
+    "quantize/test_refine.py::test_any_number_of_workers": "the same build three times; pipeline/test_executors",
+    "runtime/dense/test_file_rows.py::test_a_converted": "a model more; test_under_a_memory_limit",
+    "runtime/dense/test_file_rows.py::test_llama4": "a family more; families/test_llama4",
+    "runtime/planning/test_fixed.py::test_plans_do_not_depend": "every instruction set in turn; test_choice",
+    "runtime/planning/test_choice.py::test_it_is_the_same_everywhere": "every instruction set in turn",
+    "pack/test_hostile.py::test_a_case_that_does": "shows that the tests can fail",
+    "whole/test_quality.py::test_bit_identity": "as a command does it; pipeline/test_build compares the same bytes",
+    "moepack/pipeline/test_shrink.py::test_a_budget_chooses": "plans again for each budget; test_hub's budget",
+    "whole/test_examples": "examples/ as scripts",
+}
+
+# Of these tests' cases `make test` runs those whose ids contain one of the words.
+FEW: dict[str, tuple[str, ...]] = {
+    "runtime/kernels/test_affine_triton.py::test_every_width_and_group": ("[w3-3-32]",),
+    "runtime/kernels/test_affine_triton.py::test_released_weights": ("[nvfp4-16]", "[mxfp4-32]"),
+    "runtime/kernels/test_affine_triton.py::test_many_tokens_of_every_width": ("[True-w4-4-128]", "[False-w1-1-32]"),
+    "runtime/kernels/test_affine_triton.py::test_few_tokens_weights": ("[w3-3-32]", "[mxfp4-4-32]"),
+    "runtime/kernels/test_affine_triton.py::test_five_versions_share": ("[3]",),
+    "runtime/kernels/test_affine_triton.py::test_one_launch_for_all": ("[gated-False]",),
+    "runtime/kernels/test_attend_triton.py::test_it_is_attention": ("[3-2-1-32-dtype0]",),
+    "runtime/dense/test_on_gpu.py::test_every_encoding": ("[w4-64]", "[fp8row-0]"),
+    "runtime/test_decode_graph.py::test_replays_are_the_steps": ("[hotness:hi=w4,lo=w2,",),
+    "runtime/paging/test_paging_gpu.py::test_the_same_bits": ("[alpha=0.01,ahead=no]",),
+    "runtime/paging/test_in_place.py::test_the_same_bits": ("[,resident=0.3]",),
+    "runtime/residency/test_pinned.py::test_on_a_gpu": ("[hotness:",),
+    "runtime/residency/test_on_gpu.py::test_caches_on_demand": ("[lru:hi=w4,lo=absent-zeros]",),
+    "runtime/planning/test_skeleton.py::test_leaving_out_repeated": ("[qwen3_moe-2]", "[glm4_moe-3]"),
+    "runtime/planning/test_fixed.py::test_the_arena_is": ("shape0",),
+    "moepack/pipeline/test_outline.py::test_bytes_of_released": ("[qwen3.6-35b-a3b]", "[deepseek-v4-flash]"),
+    # Families that differ in kind
+    "whole/test_every_family.py::test_what_comes_of_it": (
+        "[qwen3_moe]", "[mixtral]", "[deepseek_v3]", "[gpt_oss]", "[qwen3_next]", "[llama4_text]", "[glm4_moe]",
+        "[granitemoehybrid]", "[gemma4_text]", "[minimax_m2]", "[flint]", "[afmoe]",
+    ),
+    "whole/test_native.py::test_from_checkpoint": ("[fp8 blocks]", "[modelopt nvfp4]", "[deepseek mxfp4]", "[gptq]"),
+    "whole/test_native.py::test_dense_matrices_stay": ("[fp8 blocks]",),
+    "whole/test_native_served.py::test_paging_gives": ("[fp8 blocks-torch.bfloat16]", "[gptq-torch.float32]"),
+    "whole/test_rotated.py::test_layers_that_mix": ("[native",),
+    "runtime/kernels/test_routing_triton.py::test_every_form": ("[deepseek-v3-dtype1]", "[qwen3-dtype0]"),
+    "runtime/kernels/test_routing_triton.py::test_many_tokens": ("[gpt-oss]",),
+    "runtime/kernels/test_routing_triton.py::test_second_words": ("[60]",),
+    "moepack/export/test_compressed.py::test_the_library": ("[4-", "[2-symmetric]"),
+    "runtime/paging/test_in_place.py::test_an_interrupted": ("[record]",),
+    "runtime/paging/test_paging_gpu.py::test_an_interrupted": ("[words]",),
+    "runtime/paging/test_paging.py::test_families": ("[deepseek_v3]",),
+    "runtime/test_compile.py::test_a_whole_graph": ("[hotness]",),
+    "moepack/reports/test_plan.py::test_what_is_feasible": ("[uniform-work2]",),
+    "runtime/residency/test_residency.py::test_planted": ("[reused_early]", "[seen_in_a_step]", "[inexact]"),
+    "runtime/residency/test_sequences.py::test_guesses": ("[lookup]",),
+    "runtime/residency/test_critical.py::test_families_that": ("w2,r=1]",),
+    "runtime/residency/test_critical.py::test_words_follow": ("[False]",),
+    "runtime/planning/test_skeleton.py::test_kv_bytes": ("[mistral_large4]", "[hy_v4]"),
+    "runtime/test_profile.py::test_ones_own_traffic": ("[python]",),
+    "pack/test_exponent.py::test_mutated": ("[1-1]",),
+    "pack/test_fp8_codec.py::test_mutated": ("[1-1]",),
+    # Pairs: each policy once, each shape of a model with each kind of budget
+    "whole/test_combinations.py::test_every_way_gives_the_same": (
+        "[static-None-False-w8]", "[static-least-True-None]", "[static:allocation-None-True-w4]",
+        "[static:allocation-least-False-w4]", "[hotness-3000000-True-None]", "[lru-3000000-False-w8]",
+        "[paged-3000000-True-None]", "[importance-3000000-False-w8]", "[prefill-3000000-True-None]",
+        "[hotness:lo=w4@pinned-3000000-False-w8]",
+    ),
+    "whole/test_combinations.py::test_every_dtype": ("None-static-torch.float16", "w4-paged-torch.bfloat16"),
+    "runtime/policies/test_every_policy.py::test_serves": (
+        "between-static]", "experts-hotness]", "biases-lru]", "attention-prefill]", "attention-paged]",
+        "experts-importance]", "biases-hotness:lo=absent]", "between-importance:lo=w2@pinned]",
+    ),
+    "whole/test_native_served.py::test_every_policy": ("blocks-static]", "mxfp4-hotness]", "mxfp4-paged]"),
+}  # fmt: skip
+
+# What `.ci/run` repeats with AVX2 alone, and without even that: it compares numbers that compiled loops or torch's
+# products make. Kernels of GPUs are interpreted by NumPy, and formats, manifests, pages and processes have no numbers
+# that an instruction set changes: they are not repeated.
+NUMERIC: tuple[str, ...] = (
+    "calibrate/test_calibrate", "calibrate/test_some_experts", "calibrate/test_widened", "moepack/pipeline/test_dense",
+    "moepack/reports/test_evaluate", "moepack/server/test_packed_cache", "moepack/server/test_policies",
+    "pack/test_exponent", "quantize/",
+    "runtime/dense/test_borrowed", "runtime/dense/test_linears", "runtime/dense/test_norms",
+    "runtime/dense/test_projections", "runtime/experts/", "runtime/kernels/test_affine_native",
+    "runtime/kernels/test_by_torch", "runtime/kernels/test_coded_product", "runtime/kernels/test_dense_product",
+    "runtime/kernels/test_fixed_products", "runtime/kernels/test_released", "runtime/kernels/test_token_native",
+    "runtime/kv/", "runtime/policies/test_every_policy", "runtime/residency/test_under", "runtime/test_load",
+    "runtime/test_passes", "whole/test_combinations", "whole/test_encodings", "whole/test_families",
+)  # fmt: skip
+
+FULL_FILES = tuple(f"{name}.py" for name in FULL if "::" not in name)
+
+
+def is_full(name: str) -> bool:
+    """Whether these tables leave a test to `make test-all`; `name` is its node id below tests/, with its case."""
+    if name.startswith(tuple(FULL)):
+        return True
+    test, _, case = name.partition("[")
+    for prefix, words in FEW.items():
+        if test.startswith(prefix):
+            return not any(word in f"[{case}" for word in words)
+    return False

@@ -18,7 +18,6 @@ import moepack
 from benchmarks.limited.shapes import SHAPES, Shape, text
 from moepack.families.arguments import with_cache
 from moepack.runtime.planning.exceeded import TooSmallError
-from moepack.server.batching.engine import Engine, StepInput
 
 from .bundles import made_bundle, sized
 from .rows import Entry, Measured, Rows, Setting
@@ -170,6 +169,8 @@ def calls(setting: Setting, kind: str) -> Measured:
 
 def server(setting: Setting, sequences: int) -> Measured:
     """Milliseconds of a decoding pass of the server's engine, greedy choice included, in the median."""
+    from moepack.server.batching.engine import Engine, StepInput
+
     model = _whole(setting)[0]
     engine, wrapper = Engine(model, PROMPT, 0), model._moepack_wrapper
     try:

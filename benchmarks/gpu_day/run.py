@@ -88,7 +88,7 @@ class Stage:
                             self.left.remove(row["row"])
                             on_row(row)
                 ended = True
-            _end(process)
+            _end(process, 10 if ended else 0)
             assert process.stdin is not None
             process.stdin.close()
             errors.seek(0)
@@ -115,10 +115,10 @@ def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> Non
     lines.put(None)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """End the child and whatever it started."""
+def _end(process: subprocess.Popen[str], seconds: float) -> None:
+    """End the child, and whatever it started, if it has not ended after so many seconds."""
     try:
-        process.wait(timeout=10 if process.poll() is not None else 1)
+        process.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -35,8 +35,10 @@ from benchmarks.gpu_day.run import Stage
 from benchmarks.limited import bundle
 from benchmarks.limited.shapes import Shape
 from benchmarks.resources import committed
+from moepack.pack.spec import Matrix
 from moepack.reports.verify import verify
 from moepack.runtime.kernels import affine_triton
+from moepack.runtime.kernels.forms import Form
 
 H100 = GPUS["H100"]
 KERNEL = model.Kernel(16, 32, 4096, False, 4, 3, 64, 8192, 10.0)
@@ -215,10 +217,6 @@ class Here:
 
     def wait(self, timeout: float) -> None:
         """Do nothing: it has ended."""
-
-    def poll(self) -> int:
-        """Return its status."""
-        return self.returncode
 
 
 def ran(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -411,6 +409,15 @@ def test_kernels_read_pinned_memory(way: str, small: Setting, monkeypatch: pytes
             found = machine.reads(small, way, version, programs)
             assert found.value > 0 and found.more["of the copy"] > 0 and set(grids) == {(1, programs)}
             grids.clear()
+    dense = affine_triton.dense
+
+    def wrong(matrix: Matrix, form: Form, extent: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
+        dense(matrix, form, extent, x, out)
+        out += gpu.cudart.is_pinned(extent.data_ptr(), 1)
+
+    monkeypatch.setattr(affine_triton, "dense", wrong)
+    with pytest.raises(ValueError, match="a product from pinned memory is not that from device memory"):
+        machine.reads(small, way, "w4", 24)
     assert gpu.leaks() == [] and not gpu.cudart.allocated and gpu.wrong() == []
 
 
@@ -418,7 +425,8 @@ def test_a_paged_model_and_one_with_pinned_experts(small: Setting, monkeypatch: 
     """As on a GPU: no token waits for the host."""
     gpu = install(monkeypatch, patience=0, computes=False)
     monkeypatch.setattr(large, "PROMPT", 16)
+    monkeypatch.setattr(large, "_ids", lambda setting: ([*range(16)], [*range(6)]))
     for label in list(large.BUDGETS)[:2]:
         found = large.limited(small, *large.BUDGETS[label])
         assert found.value > 0 and found.more["waits"] == 0, label
-    assert gpu.wrong() == []
+    assert gpu.wrong() == [] and verify(bundles.made_bundle(small, large.QUARTER)) == []

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import ROOT
-from transformers import AutoTokenizer
 
 sys.path.insert(0, str(ROOT))
 
@@ -92,6 +91,8 @@ def test_a_generated_bundle_of_released_experts(tmp_path: Path) -> None:
 
 
 def test_every_id_is_a_word_of_its_tokenizer(bundle: Path) -> None:
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(bundle)
     ids = [*text(1, 50, 3), TINY.vocabulary - 1]
     assert tokenizer.decode(ids) == " ".join(map(word, ids)) and tokenizer.encode(tokenizer.decode(ids)) == ids

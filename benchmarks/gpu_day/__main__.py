@@ -99,7 +99,12 @@ def begun(out: Path | None, setting: Setting) -> dict[str, Any]:
 
 
 def measure(
-    setting: Setting, rows: dict[str, list[str]], minutes: float, seconds: float | None, out: Path | None
+    setting: Setting,
+    rows: dict[str, list[str]],
+    minutes: float,
+    seconds: float | None,
+    out: Path | None,
+    document: dict[str, Any],
 ) -> list[dict[str, Any]]:
     """Run stages and return their rows, each of which is written to `out` as soon as it is known.
 
@@ -109,9 +114,9 @@ def measure(
         minutes: that all of them may take.
         seconds: that each stage may take; None for the shares of STAGES, which bound a GPU's stages alone.
         out: a JSON file, or None.
+        document: what `begun` has found there.
     """
     ends, found = time.monotonic() + 60 * minutes, list[dict[str, Any]]()
-    document = begun(out, setting)
     for stage, names in rows.items():
         _, _, share, interpreted = STAGES[stage]
 
@@ -183,9 +188,10 @@ def main() -> None:
         if not names:
             parser.error(f"--match: no row has {' or '.join(args.match)} in its name: --only names stages")
         try:
-            rows = measure(setting, names, args.minutes, args.stage_seconds, out)
+            document = begun(out, setting)
         except ValueError as error:
             parser.error(str(error))
+        rows = measure(setting, names, args.minutes, args.stage_seconds, out, document)
     columns = ["stage", "row", "value", "unit", "prediction", "ratio", "verdict"]
     cells = [{k: "" if v is None else v for k, v in row.items()} for row in rows]
     show(f"GPU day: {setting.gpu or 'no CUDA device'}", columns, cells)

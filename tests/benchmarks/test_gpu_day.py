@@ -280,7 +280,7 @@ def test_a_killed_run_keeps_its_rows(small: Setting, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Stage, "run", killed)
     out = small.work / "day.json"
     with pytest.raises(KeyboardInterrupt):
-        day.measure(small, {"machine": ["launch", "copy inside the device"]}, 1.0, None, out)
+        day.measure(small, {"machine": ["launch", "copy inside the device"]}, 1.0, None, out, day.begun(out, small))
     assert [(r["row"], r["value"]) for r in json.loads(out.read_text())["rows"]] == [("launch", 3.0)]
 
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import queue
 import re
 import select
 import subprocess
@@ -152,28 +153,33 @@ stage.run(print)
 """
 
 
-def test_a_crash_costs_its_row(tmp_path: Path) -> None:
+def test_a_crash_costs_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that raises, one that kills its process, one that hangs until its stage's time is over."""
     (tmp_path / "child.py").write_text(CHILD)
     names = ["gpu", "first", "raises", "second", "dies", "third", "hangs", "last"]
-    stage = Stage("none", names, Setting("cpu", True, tmp_path), 40, False)
+    stage = Stage("none", names, Setting("cpu", True, tmp_path), 600, False)
     stage.command = [sys.executable, str(tmp_path / "child.py")]
     stage.environment["PYTHONPATH"] = str(ROOT)
     rows: list[dict[str, Any]] = []
 
-    def on_row(row: dict[str, Any]) -> None:
-        rows.append(row)
-        if row["row"] == "third":
-            stage.ends = 0.0
+    class Lines(queue.Queue[str | None]):
+        """What the child prints; the stage's time is over as soon as one row has begun."""
 
-    stage.run(on_row)
+        def get(self, block: bool = True, timeout: float | None = None) -> str | None:
+            line = super().get(block, timeout)
+            if line is not None and '"begun": "hangs"' in line:
+                stage.ends = 0.0
+            return line
+
+    monkeypatch.setattr(run, "queue", SimpleNamespace(Queue=Lines, Empty=queue.Empty))
+    stage.run(rows.append)
     verdicts = {r["row"]: r["verdict"] for r in rows}
     assert list(verdicts) == names and [r["value"] for r in rows if r["verdict"] == "runs"] == [3.0] * 3
     assert verdicts["gpu"] == "skipped: no CUDA device"
     assert verdicts["raises"] == "failed: ValueError: an error with its reason"
     assert verdicts["dies"].startswith("failed: status -11")
-    assert verdicts["hangs"] == "cut: the stage's 40 s were over"
-    assert verdicts["last"] == "skipped: the stage's 40 s were over"
+    assert verdicts["hangs"] == "cut: the stage's 600 s were over"
+    assert verdicts["last"] == "skipped: the stage's 600 s were over"
 
 
 def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:

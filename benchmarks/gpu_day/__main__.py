@@ -1,13 +1,20 @@
-"""One run on a machine with a CUDA GPU, of ten minutes at the most, beside what was predicted of it.
+"""One run on a machine with a CUDA GPU, of half an hour at the most, beside what was predicted of it.
 
-    python -m benchmarks.gpu_day [--quick] [--minutes N] [--only STAGE ...] [--json FILE]
+    python -m benchmarks.gpu_day [--quick] [--only STAGE ...] [--match ROW ...] [--minutes N] [--stage-seconds N]
+                                 [--work DIR] [--json FILE]
     python -m benchmarks.gpu_day --predict
 
-Rates of the machine; what every kernel takes, and whether it is exact; layers by version and batch against the byte
+Rates of the machine, also of kernels that read pinned memory; a model of 30 B in budgets, by launches and by graph, and
+in the server's passes; what every kernel takes, and whether it is exact; layers by version and batch against the byte
 floor, torch's grouped product and gemlite; the exponents' decoder and DFloat11's; promotions and what they cost passes;
-a whole model by launches and by graph; a budget beside the driver's count; a thousand promotions, byte by byte. Each
-stage is a process with a time of its own, and a crash costs the row that had begun. The file is written after every row
-(default on a GPU: gpu-day.json). The last table has each value, its prediction or limit, their ratio and a verdict.
+a budget beside the driver's count; a thousand promotions, byte by byte; a model without moepack's norms and attention.
+
+Each stage is a process with a time of its own. When the time is over, the process is killed: the row that had begun is
+"cut", the others are skipped, and rows measured before stay. A crash costs the row that had begun. `--match` runs only
+rows with one of these texts in their names. `--work` keeps the generated bundles, so that several shorter runs can
+share them. FILE is written after every row (default: gpu-day.json in DIR, or on a GPU in the current directory); rows
+that it has from this machine stay until they are measured anew. The last table has each value, its prediction or limit,
+their ratio and a verdict.
 
 Without a GPU rows that need one are skipped by name. Others run in Triton's interpreter or on the CPU, to see that they
 do. `--predict` counts the model's inputs anew, in minutes and without a GPU, and writes
@@ -16,6 +23,8 @@ benchmarks/results/gpu-predictions.json.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import subprocess
 import sys
@@ -28,21 +37,22 @@ from typing import Any
 
 from benchmarks.common import arguments, machine, show
 
-from . import predictions
 from .model import Assumed
+from .predictions import FILE as PREDICTIONS
 from .rows import Rows, Setting, write
 from .run import ROOT, Stage, child
 
+FILE = "gpu-day.json"
 # By name: the module and function of a stage's rows, its seconds on a GPU, and whether it is interpreted without one.
 STAGES: dict[str, tuple[str, str, float, bool]] = {
-    "machine": ("machine", "rows", 45, False),
+    "machine": ("machine", "rows", 75, False),
+    "large": ("large", "rows", 450, True),
     "resources": ("products", "resources", 100, False),
-    "exact": ("products", "exact", 90, True),
-    "layers": ("products", "layers", 110, True),
-    "coded": ("coded", "rows", 45, True),
-    "served": ("served", "rows", 130, False),
-    "whole": ("whole", "rows", 80, True),
-    "large": ("large", "rows", 200, True),
+    "exact": ("products", "exact", 120, True),
+    "layers": ("products", "layers", 150, True),
+    "coded": ("coded", "rows", 60, True),
+    "served": ("served", "rows", 240, False),
+    "whole": ("whole", "rows", 120, True),
 }
 PROBE = """
 import json, torch
@@ -63,41 +73,104 @@ def entries(stage: str, setting: Setting) -> Rows:
     return found(setting)
 
 
-def measure(setting: Setting, only: list[str], minutes: float, out: Path | None) -> list[dict[str, Any]]:
-    """Run the stages; return the rows, which are written to `out` as they come."""
-    ends, rows = time.monotonic() + 60 * minutes, list[dict[str, Any]]()
-    document: dict[str, Any] = {"machine": machine(), "gpu": setting.gpu or None, "rows": rows, "targets": []}
-    for name in only or STAGES:
-        _, _, seconds, interpreted = STAGES[name]
+def chosen(setting: Setting, only: list[str], match: list[str]) -> dict[str, list[str]]:
+    """Return the rows to measure, by stage: those whose names have one of the texts `match` in them, or all."""
+    out = {}
+    for stage in only or STAGES:
+        names = [name for name in entries(stage, setting) if not match or any(text in name for text in match)]
+        if names:
+            out[stage] = names
+    return out
 
-        def keep(row: dict[str, Any], stage: str = name) -> None:
-            rows.append({"stage": stage, **row})
-            document["targets"] = [
-                {"name": f"{r['stage']}: {r['row']}", "value": r["value"], "target": r["prediction"], "better": "lower",
-                 "met": r["verdict"] == "holds"}
-                for r in rows
-                if r["verdict"] in ("holds", "FAILS")
-            ]  # fmt: skip
+
+def begun(out: Path | None, setting: Setting) -> dict[str, Any]:
+    """Return the document to write: what FILE has, or without one a document without rows.
+
+    Raises ValueError for a file of another machine or size of run, whose rows would be lost or mixed with these.
+    """
+    of = {"machine": machine(), "gpu": setting.gpu or None, "quick": setting.quick}
+    if out is None or not out.exists():
+        return {**of, "rows": [], "targets": []}
+    document: dict[str, Any] = json.loads(out.read_text())
+    for key, value in of.items():
+        if document.get(key) != value:
+            raise ValueError(f"{out}: its {key} is not that of this run: name another file with --json")
+    return document
+
+
+def measure(
+    setting: Setting,
+    rows: dict[str, list[str]],
+    minutes: float,
+    seconds: float | None,
+    out: Path | None,
+    document: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """Run stages and return their rows, each of which is written to `out` as soon as it is known.
+
+    Args:
+        setting: where they run.
+        rows: names of rows by stage.
+        minutes: that all of them may take.
+        seconds: that each stage may take; None for the shares of STAGES, which bound a GPU's stages alone.
+        out: a JSON file, or None.
+        document: what `begun` has found there.
+    """
+    ends, found = time.monotonic() + 60 * minutes, list[dict[str, Any]]()
+    for stage, names in rows.items():
+        _, _, share, interpreted = STAGES[stage]
+
+        def keep(row: dict[str, Any], stage: str = stage) -> None:
+            found.append({"stage": stage, **row})
+            _put(document, found[-1])
             write(out, document)
             print(f"{stage}: {row['row']}: {row['value']} {row['unit']} {row['verdict']}", file=sys.stderr, flush=True)
 
         left = max(0.0, ends - time.monotonic())
-        Stage(
-            name, list(entries(name, setting)), setting, min(seconds, left) if setting.on_gpu else left, interpreted
-        ).run(keep)
-    return rows
+        bound = seconds if seconds is not None else share if setting.on_gpu else left
+        Stage(stage, names, setting, min(bound, left), interpreted).run(keep)
+    return found
+
+
+def _put(document: dict[str, Any], row: dict[str, Any]) -> None:
+    """Put a row into the document. One without a value does not replace an earlier one that has a value."""
+    kept: list[dict[str, Any]] = document["rows"]
+    same = [i for i, r in enumerate(kept) if (r["stage"], r["row"]) == (row["stage"], row["row"])]
+    if not same:
+        kept.append(row)
+    elif row["value"] is not None or kept[same[0]]["value"] is None:
+        kept[same[0]] = row
+    document["targets"] = [
+        {"name": f"{r['stage']}: {r['row']}", "value": r["value"], "target": r["prediction"], "better": "lower",
+         "met": r["verdict"] == "holds"}
+        for r in kept
+        if r["verdict"] in ("holds", "FAILS")
+    ]  # fmt: skip
+
+
+def probed() -> dict[str, Any]:
+    """Return what PROBE says of the device. A process of its own makes the context, which takes device memory."""
+    command = [sys.executable, "-c", PROBE]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
 
 
 def main() -> None:
     """Parse arguments; measure, be a child, or predict."""
     parser = arguments(__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0, help="that the whole run may take")
-    parser.add_argument("--only", nargs="*", choices=list(STAGES), default=[], help="stages; default: all")
+    parser.add_argument("--only", nargs="+", choices=list(STAGES), default=[], help="stages; default: all")
+    parser.add_argument("--match", nargs="+", metavar="ROW", default=[], help="only rows with this in their names")
+    parser.add_argument("--minutes", type=float, default=30.0, help="that the whole run may take")
+    parser.add_argument("--stage-seconds", type=float, help="that each stage may take; default: a share of its own")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="keep generated bundles there; default: nowhere")
     parser.add_argument("--predict", action="store_true", help="write the predictions anew, and stop")
     for hidden in ("--stage", "--setting", "--rows"):
-        parser.add_argument(hidden, help="of a stage's own process")
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.predict:
+        from . import predictions
+
         predictions.write()
         return
     if args.stage:
@@ -105,15 +178,24 @@ def main() -> None:
         setting = Setting(**{**asked, "work": Path(asked["work"])})
         child(entries(args.stage, setting), json.loads(args.rows), setting)
         return
-    probed = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, cwd=ROOT, check=True)
-    with tempfile.TemporaryDirectory() as work:
-        setting = Setting(quick=args.quick, work=Path(work), **json.loads(probed.stdout.strip().splitlines()[-1]))
-        out = args.json or (Path("gpu-day.json") if setting.on_gpu else None)
-        rows = measure(setting, args.only, args.minutes, out)
+    with contextlib.ExitStack() as stack:
+        work = args.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        work.mkdir(parents=True, exist_ok=True)
+        setting = Setting(quick=args.quick, work=work.absolute(), **probed())
+        folder = args.work or (Path() if setting.on_gpu else None)
+        out = args.json or (folder / FILE if folder is not None else None)
+        names = chosen(setting, args.only, args.match)
+        if not names:
+            parser.error(f"--match: no row has {' or '.join(args.match)} in its name: --only names stages")
+        try:
+            document = begun(out, setting)
+        except ValueError as error:
+            parser.error(str(error))
+        rows = measure(setting, names, args.minutes, args.stage_seconds, out, document)
     columns = ["stage", "row", "value", "unit", "prediction", "ratio", "verdict"]
     cells = [{k: "" if v is None else v for k, v in row.items()} for row in rows]
     show(f"GPU day: {setting.gpu or 'no CUDA device'}", columns, cells)
-    print("predictions:", predictions.FILE.name, json.dumps(asdict(Assumed())))
+    print("predictions:", PREDICTIONS.name, json.dumps(asdict(Assumed())))
     raise SystemExit(any(row["verdict"] == "FAILS" for row in rows))
 
 

@@ -15,31 +15,39 @@ from typing import Any
 import torch
 
 import moepack
-from benchmarks.limited.shapes import SHAPES, text
+from benchmarks.limited.shapes import SHAPES, Shape, text
 from moepack.families.arguments import with_cache
 from moepack.runtime.planning.exceeded import TooSmallError
-from moepack.server.batching.engine import Engine, StepInput
 
+from .bundles import made_bundle, sized
 from .rows import Entry, Measured, Rows, Setting
-from .served import FEW, captures, made_bundle
+from .served import captures
 from .whole import calls_of
 
 WHOLE = SHAPES["qwen3-moe"]
-FOUR = SHAPES["four"]  # of the same sizes, in four layers: `--quick` on a GPU
+QUARTER = SHAPES["quarter"]
 PROMPT, WARM, STEPS, ROOM = 512, 16, 48, 1024  # tokens: of a prompt, before the clock, on the clock, of the cache
 SEQUENCES, READ = (1, 4, 16), 64  # that the server decodes together, and tokens of each one's prompt
 HOTNESS = "hotness:hi=w4,lo=w2"
 PINNED = "hotness:hi=w4,lo=w4@pinned"
-BUDGETS = {  # bytes for the whole model; for a smaller one somewhat more than the least
-    f"{HOTNESS} in 14 GB": (HOTNESS, 14e9),
-    f"{PINNED} in 8 GB": (PINNED, 8e9),
-    "lru:hi=w4,lo=absent in 8 GB": ("lru:hi=w4,lo=absent", 8e9),
+PAGED = "paged:lo=pinned"
+BUDGETS = {  # bytes for the whole model; for a small one somewhat more than the least
+    f"{PINNED} in 8 GB": (WHOLE, PINNED, 8e9),
+    f"a quarter, {PAGED} in 4 GB": (QUARTER, PAGED, 4e9),
+    f"{HOTNESS} in 14 GB": (WHOLE, HOTNESS, 14e9),
+    "lru:hi=w4,lo=absent in 8 GB": (WHOLE, "lru:hi=w4,lo=absent", 8e9),
 }
 
 
 def rows(setting: Setting) -> Rows:
-    """The stage's rows."""
-    out = {"a bundle is written": Entry(lambda: written(setting), on_cpu=True)}
+    """The stage's rows: kernels that read host memory first, and last what waits for the host in every layer."""
+    out = {"bundles are written": Entry(lambda: written(setting), on_cpu=True)}
+    budgets = {
+        label: Entry(partial(limited, setting, *how), on_cpu=how[1] in (HOTNESS, PINNED))
+        for label, how in BUDGETS.items()
+    }
+    last = list(budgets)[-1]
+    out |= {label: entry for label, entry in budgets.items() if label != last}
     out["w4, dense w8: token, launched one by one"] = Entry(lambda: token(setting, graphs=False), on_cpu=True)
     out["w4, dense w8: token, by graph"] = Entry(lambda: token(setting, graphs=True))
     out["w4, dense w8: prompt of 512"] = Entry(lambda: prompt(setting), on_cpu=True)
@@ -48,29 +56,23 @@ def rows(setting: Setting) -> Rows:
     for n in SEQUENCES:
         work = partial(server, setting, n)
         out[f"w4, dense w8: a step of the server, {n} sequence{'s' * (n > 1)}"] = Entry(work, on_cpu=n == 4)
-    for label, (policy, budget) in BUDGETS.items():
-        out[label] = Entry(partial(limited, setting, policy, budget), on_cpu=policy in (HOTNESS, PINNED))
-    return out
-
-
-def _shape(setting: Setting) -> Any:
-    return WHOLE if not setting.small else FOUR if setting.on_gpu else FEW
+    return out | {last: budgets[last]}
 
 
 def written(setting: Setting) -> Measured:
-    """Seconds to write the bundle."""
+    """Seconds to write the bundles, or to find those that an earlier run wrote."""
     began = time.perf_counter()
-    made_bundle(setting, _shape(setting))
+    for shape in (WHOLE, QUARTER):
+        made_bundle(setting, shape)
     return Measured(time.perf_counter() - began, "s")
 
 
-def _load(setting: Setting, policy: str, budget: float | None) -> Any:
-    shape = _shape(setting)
+def _load(setting: Setting, shape: Shape, policy: str, budget: float | None) -> Any:
     load = partial(
         moepack.load, made_bundle(setting, shape), device=setting.device, policy=policy, dense="w8", kv_tokens=ROOM,
         prefill_tokens=PROMPT, all_logits=False,
     )  # fmt: skip
-    if budget is not None and shape is not WHOLE:
+    if budget is not None and setting.small:
         try:
             load(device_memory=1000)
         except TooSmallError as error:
@@ -82,7 +84,7 @@ def _load(setting: Setting, policy: str, budget: float | None) -> Any:
 def _whole(setting: Setting) -> tuple[Any, float]:
     """The model with all experts at w4, for several rows, and the seconds that it took to load."""
     began = time.perf_counter()
-    return _load(setting, "static:w4", None), time.perf_counter() - began
+    return _load(setting, WHOLE, "static:w4", None), time.perf_counter() - began
 
 
 def _cache(model: Any, static: bool) -> Any:
@@ -103,7 +105,7 @@ def _pass(model: Any, cache: Any, ids: list[int], setting: Setting) -> float:
 
 def _ids(setting: Setting) -> tuple[list[int], list[int]]:
     """A prompt, and the tokens that follow it."""
-    vocabulary = _shape(setting).vocabulary
+    vocabulary = sized(setting, WHOLE).vocabulary
     ids = [i % vocabulary for i in text(0, PROMPT + WARM + STEPS, 1)]
     return ids[:PROMPT], ids[PROMPT:] if not setting.small else ids[PROMPT : PROMPT + 12]
 
@@ -167,6 +169,8 @@ def calls(setting: Setting, kind: str) -> Measured:
 
 def server(setting: Setting, sequences: int) -> Measured:
     """Milliseconds of a decoding pass of the server's engine, greedy choice included, in the median."""
+    from moepack.server.batching.engine import Engine, StepInput
+
     model = _whole(setting)[0]
     engine, wrapper = Engine(model, PROMPT, 0), model._moepack_wrapper
     try:
@@ -198,12 +202,12 @@ def server(setting: Setting, sequences: int) -> Measured:
     return Measured(1e3 * took, "ms", more=more)
 
 
-def limited(setting: Setting, policy: str, budget: float) -> Measured:
+def limited(setting: Setting, shape: Shape, policy: str, budget: float) -> Measured:
     """Milliseconds of a token, in the mean, in a budget: what waits is in it."""
     _whole.cache_clear()  # and the model with it
     gc.collect()
     began = time.perf_counter()
-    model = _load(setting, policy, budget)
+    model = _load(setting, shape, policy, budget)
     loading = time.perf_counter() - began
     try:
         live = model.moepack.manager
@@ -212,6 +216,7 @@ def limited(setting: Setting, policy: str, budget: float) -> Measured:
         more = {
             "tokens/s": len(times) / sum(times), "median ms": 1e3 * statistics.median(times), "prompt s": read,
             "load s": loading, "waits": live.waits, "peak MB": model.moepack.resident_bytes_peak / 1e6,
+            "layers": sized(setting, shape).layers,
             "host": live.device.host()["mode"] if hasattr(live.device, "host") else "",
             "counters": {k: v for k, v in facts.items() if isinstance(v, int | float)},
         }  # fmt: skip

@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from . import predictions
 from .devices import named
+
+if TYPE_CHECKING:
+    import torch
 
 NEAR = 1.5  # a time or a rate within this factor is as predicted
 NO_GPU = "no CUDA device"
@@ -27,7 +27,7 @@ class Setting:
 
     device: str
     quick: bool
-    work: Path  # a directory that stages share
+    work: Path  # a directory that stages share, and runs with the same `--work`
     gpu: str = ""  # the GPU's name; none on a CPU
     capability: int = 0
     cache: int = 0  # bytes of the GPU's L2
@@ -40,10 +40,14 @@ class Setting:
     @property
     def torch(self) -> torch.device:
         """The device."""
+        import torch
+
         return torch.device(self.device, 0) if self.on_gpu else torch.device(self.device)
 
     def predicted(self, *path: str) -> float | None:
         """A number of the committed predictions for this GPU; `None` where there is none."""
+        from . import predictions
+
         gpu = named(self.gpu)
         found: Any = predictions.kept()["predictions"].get(gpu.name) if gpu is not None else None
         for key in path:

@@ -1,7 +1,8 @@
 """Runs stages, each in a process of its own, and goes on after whatever one of them does.
 
 A child measures the rows that it is given, one after another, and prints each as a line of JSON. When it dies, hangs or
-fails, the row that it had begun says so, and a new process goes on with the next. What time is left bounds everything.
+fails, the row that it had begun says so, and a new process goes on with the next. When the stage's time is over, its
+process is killed, with all that it started. A child whose parent is killed ends, too.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ MARK = "gpu-day-row: "
 
 def child(entries: Rows, names: Sequence[str], setting: Setting) -> None:
     """Measure rows, in the child. A row that fails ends the process: a CUDA error stays for all that comes after it."""
+    threading.Thread(target=_follow, daemon=True).start()
     for name in names:
         print(MARK + json.dumps({"begun": name}), flush=True)
         entry = entries[name]
@@ -53,6 +55,7 @@ class Stage:
     def __init__(self, name: str, names: Sequence[str], setting: Setting, seconds: float, interpreted: bool) -> None:
         self.name, self.left, self.setting = name, list(names), setting
         self.ends = time.monotonic() + seconds
+        self.over = f"the stage's {seconds:.0f} s were over" if seconds else "no time was left"
         self.command = [sys.executable, "-X", "faulthandler", "-m", "benchmarks.gpu_day"]
         self.environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         if interpreted and not setting.on_gpu:
@@ -63,7 +66,7 @@ class Stage:
         while self.left and time.monotonic() < self.ends:
             self._process(on_row)
         for name in self.left:
-            on_row(without(name, "skipped: no time was left"))
+            on_row(without(name, f"skipped: {self.over}"))
 
     def _process(self, on_row: Callable[[dict[str, Any]], None]) -> None:
         asked = json.dumps({**asdict(self.setting), "work": str(self.setting.work)})
@@ -71,8 +74,8 @@ class Stage:
         begun, before, ended = None, len(self.left), False
         with tempfile.TemporaryFile("w+") as errors:
             process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT, env=self.environment,
-                start_new_session=True,
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT,
+                env=self.environment, start_new_session=True,
             )  # fmt: skip
             lines: queue.Queue[str | None] = queue.Queue()
             threading.Thread(target=_read, args=(process, lines), daemon=True).start()
@@ -85,15 +88,24 @@ class Stage:
                             self.left.remove(row["row"])
                             on_row(row)
                 ended = True
-            _end(process)
+            _end(process, 10 if ended else 0)
+            assert process.stdin is not None
+            process.stdin.close()
             errors.seek(0)
             last = (errors.read().strip().splitlines() or [""])[-1][:200]
         if begun is None and (len(self.left) < before or not self.left):
             return  # it did what it was asked, or told itself which row failed
         lost = begun or self.left[0]
         self.left.remove(lost)
-        why = f"status {process.returncode}: {last}" if ended else "it took all of its stage's time"
-        on_row(without(lost, f"failed: {why}"))
+        verdict = f"failed: status {process.returncode}: {last}" if ended else f"cut: {self.over}"
+        on_row(without(lost, verdict))
+
+
+def _follow() -> None:
+    """End this process and those that it started once its parent, which holds the other end of stdin, has ended."""
+    while os.read(0, 1):
+        pass
+    os.killpg(0, signal.SIGKILL)
 
 
 def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
@@ -103,10 +115,10 @@ def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> Non
     lines.put(None)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """End the child and whatever it started."""
+def _end(process: subprocess.Popen[str], seconds: float) -> None:
+    """End the child, and whatever it started, if it has not ended after so many seconds."""
     try:
-        process.wait(timeout=10 if process.poll() is not None else 1)
+        process.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,12 +26,12 @@ from moepack.runtime.store import pinning
 from moepack.runtime.store.files import BackingStore
 from moepack.runtime.store.pinned import PIECE
 
+from .bundles import made_bundle, sized
 from .predictions import SLOTS
 from .rows import Entry, Measured, Rows, Setting, Skipped
 
 DEEP = SHAPES["deep"]  # 48 layers, small experts
 WIDE = Shape("wide", 1, 128, 8, 2048, 768, 32, 4, 128, 2400, 1)  # one layer of Qwen3-30B-A3B's experts
-FEW = Shape("few", 2, 8, 2, 128, 128, 4, 2, 32, 2400)  # without a GPU
 POLICY = "hotness:hi=w4,lo=w2,between=no,prior=none,interval=1e9,rate=0,margin=0,slack=0"
 SPARE = 8  # experts that are left at the low version, with room for a KV reserve
 PATIENCE, QUIET = 120.0, 0.3  # seconds for transitions to end, and without any that are taken for the end
@@ -52,19 +51,6 @@ def rows(setting: Setting) -> Rows:
     out["token, by the runtime's graph"] = Entry(lambda: by_graph(setting), needs=lacks)
     out["graph, replayed after promotions"] = Entry(lambda: replayed(setting), needs=lacks)
     return out
-
-
-def made_bundle(setting: Setting, shape: Shape) -> Path:
-    """A generated bundle, made by the first who asks."""
-    from benchmarks.limited.bundle import write_bundle
-
-    shape = FEW if not setting.on_gpu or (setting.quick and shape.layers > 4) else shape
-    path, aside = setting.work / shape.name, setting.work / f"{shape.name}.partial"
-    if not path.exists():
-        aside.mkdir(exist_ok=True)
-        with contextlib.redirect_stdout(None):
-            write_bundle(shape, path, aside)
-    return path
 
 
 def bundles(setting: Setting) -> Measured:
@@ -152,21 +138,21 @@ def _options(setting: Setting) -> dict[str, Any]:
     return {"policy": POLICY, "device": setting.device, "kv_tokens": 256, "prefill_tokens": 32}
 
 
-def _room(shape: Shape) -> float:
+def _room(setting: Setting) -> float:
     """Bytes that all experts take more at the high version."""
-    return shape.expert_weights * (4.375 - 2.375) / 8
+    return sized(setting, DEEP).expert_weights * (4.375 - 2.375) / 8
 
 
 @lru_cache(1)
 def _least(setting: Setting) -> int:
     """The least budget, and what promotions leave free in it."""
-    path, shape = made_bundle(setting, DEEP), DEEP if setting.on_gpu and not setting.quick else FEW
+    path = made_bundle(setting, DEEP)
     try:
         moepack.load(path, device_memory=1000, **_options(setting))
         raise AssertionError("a budget of 1,000 bytes was not refused")
     except TooSmallError as error:
         least = error.least
-    whole = moepack.load(path, device_memory=round(least + _room(shape)), **_options(setting))
+    whole = moepack.load(path, device_memory=round(least + _room(setting)), **_options(setting))
     reserve: int = whole.moepack.manager.plan.reserve  # which promotions do not use
     whole.moepack.close()
     return least + reserve
@@ -175,9 +161,8 @@ def _least(setting: Setting) -> int:
 @contextlib.contextmanager
 def served(setting: Setting, share: float) -> Iterator[Any]:
     """The deep model in a budget with room for this share of its experts at the high version."""
-    path, shape = made_bundle(setting, DEEP), DEEP if setting.on_gpu and not setting.quick else FEW
-    room = _room(shape)
-    model = moepack.load(path, device_memory=round(_least(setting) + share * room), **_options(setting))
+    budget = round(_least(setting) + share * _room(setting))
+    model = moepack.load(made_bundle(setting, DEEP), device_memory=budget, **_options(setting))
     try:
         yield model
     finally:

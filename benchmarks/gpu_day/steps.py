@@ -19,7 +19,6 @@ from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.common import EXAMPLES
@@ -131,6 +130,7 @@ def fake_experts(layer: ExpertLayer, version: Version) -> Any:
 
 def counted(name: str) -> dict[str, Any]:
     """The second token of a sequence through a model of CONFIGS, at one version of all experts."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.cache_utils import DynamicCache
 

@@ -21,10 +21,10 @@ from benchmarks.limited.shapes import SHAPES
 from moepack.runtime.experts.forward import IMPLEMENTATION
 
 from . import predictions
+from .bundles import FEW
 from .model import LAYER, Shape
 from .predictions import VERSIONS
 from .rows import Entry, Measured, Rows, Setting
-from .served import FEW
 from .steps import attach
 
 SERVED = ("w4", "w2")

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import platform
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +28,7 @@ from moepack.calibrate.forward import Observation
 from moepack.calibrate.statistics import routing_statistics
 from moepack.pack.codec.affine import put_rows
 from moepack.pack.codec.bits import Buffer
+from moepack.pack.codec.lossless import LosslessMatrix
 from moepack.pack.codec.released import ReleasedMatrix
 from moepack.pack.layer_file import LayerFileWriter
 from moepack.pack.manifest import CONFIG, DENSE, TABLES, Manifest
@@ -45,7 +48,7 @@ METHOD = "rtn"
 WINDOW, WINDOWS = 512, 8  # of the text that tables are made on: tokens of a window, windows of a topic
 # Relative losses of an expert in the tables: those of a trained model (tiny-qwen3-moe by GPTQ, `benchmarks.quality`),
 # because policies weigh them, and random weights lose an order of magnitude more.
-LOSSES = {"mxfp4": 0.0, "w4": 0.0020, "w2": 0.0325}
+LOSSES = {"bf16": 0.0, "mxfp4": 0.0, "w4": 0.0020, "w2": 0.0325}
 SEED = 1000  # of the text that tables are made on; sessions have others
 
 
@@ -74,11 +77,16 @@ class Maker:
         at = f"model.layers.{layer}.mlp.experts.{kind}."
         gate, up, down = (self._tensor(f"{at}{name}_proj.weight").float() for name in ("gate", "up", "down"))
         own = torch.cat([gate, up]), down
-        affine = [v for v in self.versions if not v.released]
-        made = [quantise_all(METHOD, w[None], None, affine) for w in own]
+        affine = [v for v in self.versions if not (v.released or v.entropy_coded)]
+        made = [quantise_all(METHOD, w[None], None, affine) for w in own] if affine else []
         described = _experts(self.shape, layer).matrices
-        values = {v: [m[v].matrix(0) for m in made] for v in affine}
-        return [v.encode(described, values.get(v) or list(map(_mxfp4, own))) for v in self.versions]
+        values: dict[Version, list[Any]] = {v: [m[v].matrix(0) for m in made] for v in affine}
+        for version in self.versions:
+            if version.released:
+                values[version] = [_mxfp4(w) for w in own]
+            elif version.entropy_coded:
+                values[version] = [LosslessMatrix(w.bfloat16().view(torch.uint16).numpy()) for w in own]
+        return [v.encode(described, values[v]) for v in self.versions]
 
     def _matrix(self, name: str) -> Made:
         """A matrix outside the experts. Its inputs are taken to be white, so errors of weights stand for outputs'."""
@@ -130,11 +138,13 @@ def _dense(shape: Shape) -> tuple[DenseMatrix, ...]:
     return (*out, DenseMatrix(None, "lm_head", Matrix("weight", shape.vocabulary, hidden)))
 
 
-def write_bundle(shape: Shape, target: Path, aside: Path) -> None:
-    """Write the bundle at `target`; `aside` is an empty directory on the same file system, for files that move in."""
+def write_bundle(shape: Shape, target: Path) -> None:
+    """Write the bundle, which appears at `target` when it is whole. What a killed writer left is removed first."""
     maker, dense = Maker(shape), _dense(shape)
     layers = tuple(_experts(shape, i) for i in range(shape.layers))
     with BundleWriter(target) as writer:
+        aside = writer.root / ".aside"  # for files that move in
+        aside.mkdir()
         save_file(maker.plain(), writer.path(DENSE), {"format": "pt"})
         writer.add(DENSE)
         for part in dense_layers(dense):
@@ -160,6 +170,7 @@ def write_bundle(shape: Shape, target: Path, aside: Path) -> None:
         calibration = {"samples": TOPICS * WINDOWS, "length": WINDOW, "sources": ["generated"]}
         provenance = {"checkpoint": {"name": shape.name}, "calibration": calibration, "method": METHOD,
                       "tools": {"python": platform.python_version()}}  # fmt: skip
+        shutil.rmtree(aside)
         writer.finish(
             Manifest(
                 model, layers, maker.versions, {}, {}, provenance, dense=dense, dense_versions=DENSE_VERSIONS

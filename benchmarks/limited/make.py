@@ -67,8 +67,7 @@ def make(shape: Shape, mixes: Sequence[str], most: float) -> None:
     if not bundle_of(shape).exists():
         from .bundle import write_bundle
 
-        with _aside(where) as aside:
-            write_bundle(shape, bundle_of(shape), aside)
+        write_bundle(shape, bundle_of(shape))
     for mix in missing:
         print(f"writing {gguf_of(shape, mix).name}", flush=True)
         with _aside(where) as aside:

@@ -15,7 +15,7 @@ import numpy as np
 
 TOPICS, CLUSTERS, WORDS = 3, 8, 96  # topics, clusters of a topic, tokens of a cluster
 STAY, ZIPF = 48, 0.8  # tokens that a text stays in a cluster, on average; the exponent of Zipf's law
-BITS = {"mxfp4": 4.25, "w4": 4.19, "w2": 2.375}  # of a weight
+BITS = {"bf16": 10.7, "mxfp4": 4.25, "w4": 4.19, "w2": 2.375}  # of a weight
 NAMES = ("first", "second", "third")  # the topics' names in tables
 
 
@@ -88,6 +88,8 @@ SHAPES = {
             "gpt-oss", 24, 32, 4, 2880, 2880, 64, 8, 64, 201_088, groups=(("mxfp4", 32), ("w2", 64)), released="MXFP4"
         ),
         Shape("four", 4, 128, 8, 2048, 768, 32, 4, 128, 151_936),
+        # A quarter of Qwen3-30B-A3B, whose experts are in BF16, entropy-coded.
+        Shape("quarter", 12, 128, 8, 2048, 768, 32, 4, 128, 151_936, groups=(("bf16", 0),)),
         Shape("tiny", 4, 32, 4, 256, 256, 4, 2, 64, 4096),
         Shape("deep", 48, 64, 8, 256, 128, 8, 2, 64, 4096),  # products take next to nothing: what a layer's calls take
     )

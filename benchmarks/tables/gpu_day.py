@@ -11,7 +11,7 @@ VERSIONS = ("bf16", "w8", "w4", "w3", "w2", "w1", "nvfp4", "mxfp4")
 
 
 def _rows(*stages: str) -> list[dict[str, Any]]:
-    return [r for r in results("gpu-day")["rows"] if r["stage"] in stages]
+    return [r for r in results("gpu-day")["rows"] if r["stage"] in stages and r["value"] is not None]
 
 
 def gpu_layers() -> str:

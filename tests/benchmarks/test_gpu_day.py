@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import os
+import queue
+import re
+import select
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
+import torch_products
 from gpu_stand_in import install
 from support import ROOT
 
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import resources
 from benchmarks.gpu_day import __main__ as day
-from benchmarks.gpu_day import model, predictions, served, whole
+from benchmarks.gpu_day import bundles, large, machine, model, predictions, products, run, served, whole
 from benchmarks.gpu_day.devices import GPUS, named
 from benchmarks.gpu_day.issue import longest
 from benchmarks.gpu_day.rows import Measured, Setting, Skipped, shown
 from benchmarks.gpu_day.run import Stage
+from benchmarks.limited import bundle
+from benchmarks.limited.shapes import Shape
+from benchmarks.resources import committed
+from moepack.pack.spec import Matrix
+from moepack.reports.verify import verify
+from moepack.runtime.kernels import affine_triton
+from moepack.runtime.kernels.forms import Form
 
 H100 = GPUS["H100"]
 KERNEL = model.Kernel(16, 32, 4096, False, 4, 3, 64, 8192, 10.0)
@@ -33,8 +50,6 @@ KERNEL = model.Kernel(16, 32, 4096, False, 4, 3, 64, 8192, 10.0)
 
 def test_the_file_is_what_the_model_says() -> None:
     """Of inputs that were counted in the kernels of today; `python -m benchmarks.gpu_day --predict` writes it anew."""
-    from benchmarks.resources import committed
-
     kept = predictions.kept()
     inputs = kept["inputs"]
     assert inputs["of"]["kernels"] == committed()[2], "the kernels have changed"
@@ -128,49 +143,104 @@ entries = {n: Entry(w, on_cpu=True) for n, w in names.items()} | {"gpu": Entry(w
 child(entries, json.loads(args.rows), Setting("cpu", True, Path()))
 """
 
+PARENT = """
+from pathlib import Path
+from benchmarks.gpu_day.rows import Setting
+from benchmarks.gpu_day.run import Stage
+stage = Stage("none", ["hangs"], Setting("cpu", True, Path({work!r})), 600, False)
+stage.command = {command!r}
+stage.run(print)
+"""
 
-def test_a_crash_costs_its_row(tmp_path: Path) -> None:
+
+def test_a_crash_costs_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that raises, one that kills its process, one that hangs until its stage's time is over."""
     (tmp_path / "child.py").write_text(CHILD)
     names = ["gpu", "first", "raises", "second", "dies", "third", "hangs", "last"]
-    stage = Stage("none", names, Setting("cpu", True, tmp_path), 40, False)
+    stage = Stage("none", names, Setting("cpu", True, tmp_path), 600, False)
     stage.command = [sys.executable, str(tmp_path / "child.py")]
     stage.environment["PYTHONPATH"] = str(ROOT)
     rows: list[dict[str, Any]] = []
 
-    def on_row(row: dict[str, Any]) -> None:
-        rows.append(row)
-        if row["row"] == "third":
-            stage.ends -= 30  # what is left is enough for one more process to begin
+    class Lines(queue.Queue[str | None]):
+        """What the child prints; the stage's time is over as soon as one row has begun."""
 
-    stage.run(on_row)
+        def get(self, block: bool = True, timeout: float | None = None) -> str | None:
+            line = super().get(block, timeout)
+            if line is not None and '"begun": "hangs"' in line:
+                stage.ends = 0.0
+            return line
+
+    monkeypatch.setattr(run, "queue", SimpleNamespace(Queue=Lines, Empty=queue.Empty))
+    stage.run(rows.append)
     verdicts = {r["row"]: r["verdict"] for r in rows}
     assert list(verdicts) == names and [r["value"] for r in rows if r["verdict"] == "runs"] == [3.0] * 3
     assert verdicts["gpu"] == "skipped: no CUDA device"
     assert verdicts["raises"] == "failed: ValueError: an error with its reason"
     assert verdicts["dies"].startswith("failed: status -11")
-    assert verdicts["hangs"] == "failed: it took all of its stage's time"
-    assert verdicts["last"] == "skipped: no time was left"
+    assert verdicts["hangs"] == "cut: the stage's 600 s were over"
+    assert verdicts["last"] == "skipped: the stage's 600 s were over"
 
 
-@pytest.mark.parametrize("stages", [("machine", "coded", "served"), ("resources", "exact", "layers", "whole", "large")])
-def test_it_runs_to_its_end_without_a_gpu(stages: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
+    """A run that is killed would leave a stage on the GPU, beside the next run's."""
+    at = tmp_path / "at"
+    os.mkfifo(at)
+    held = f"held = open({str(at)!r}, 'w'); held.write('begun'); held.flush(); time.sleep"
+    (tmp_path / "child.py").write_text(CHILD.replace("time.sleep", held))
+    parent = PARENT.format(command=[sys.executable, str(tmp_path / "child.py")], work=str(tmp_path))
+    other, events = os.open(at, os.O_RDONLY | os.O_NONBLOCK), select.poll()
+    events.register(other)
+    with subprocess.Popen([sys.executable, "-c", parent], env={**os.environ, "PYTHONPATH": str(ROOT)}) as process:
+        assert events.poll(60_000) and os.read(other, 5) == b"begun"
+        process.kill()
+    assert events.poll(60_000) == [(other, select.POLLHUP)]  # nobody holds the file any more
+    os.close(other)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole command without a GPU, its stages in this process, products by torch, and the committed table's."""
+    table = committed()[0]
+    names = {name: None for name, _ in table}
+    torch_products.install(monkeypatch)
+    monkeypatch.setattr(resources, "variants", lambda: names)
+    monkeypatch.setattr(products, "_all_taken", lambda capability, names: {n: table[n, 90] for n in names})
+    monkeypatch.setattr(run, "_follow", lambda: None)
+    processes = SimpleNamespace(Popen=Here, PIPE=None, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(run, "subprocess", processes)
+    monkeypatch.setattr(day, "probed", lambda: {"device": "cpu"})
+
+
+class Here:
+    """A stage's process that has run in this one, by the command that starts it."""
+
+    def __init__(self, command: list[str], **given: object) -> None:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), patch.object(sys, "argv", command[command.index("-m") + 1 :]):
+            day.main()
+        self.stdin, self.stdout, self.returncode = io.StringIO(), io.StringIO(printed.getvalue()), 0
+
+    def wait(self, timeout: float) -> None:
+        """Do nothing: it has ended."""
+
+
+def ran(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Run the command's quick form; return its status."""
+    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu_day", "--quick", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        day.main()
+    return int(ended.value.code or 0)
+
+
+def test_it_runs_to_its_end_without_a_gpu(
+    here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Rows that need a device are skipped by name; the others run, and what can be checked holds."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu_day",
-        "--quick",
-        "--json",
-        str(tmp_path / "day.json"),
-        "--only",
-        *stages,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    document = json.loads((tmp_path / "day.json").read_text())
+    assert ran(monkeypatch, "--work", str(tmp_path)) == 0
+    document = json.loads((tmp_path / day.FILE).read_text())
     setting = Setting("cpu", True, tmp_path)
-    every = {(s, n): e for s in stages for n, e in day.entries(s, setting).items()}
+    every = {(s, n): e for s in day.STAGES for n, e in day.entries(s, setting).items()}
     got = {(r["stage"], r["row"]): r["verdict"] for r in document["rows"]}
     assert list(got) == list(every)
     for key, entry in every.items():
@@ -181,7 +251,88 @@ def test_it_runs_to_its_end_without_a_gpu(stages: tuple[str, ...], tmp_path: Pat
         else:
             assert got[key] in ("holds", "runs"), (key, got[key])
     assert all(t["met"] for t in document["targets"]) and document["gpu"] is None
-    assert "skipped: no CUDA device" in done.stdout
+    assert "skipped: no CUDA device" in capsys.readouterr().out
+    names = [name for stage, name in every if stage in ("machine", "large")]
+    assert [n for n in names if "pinned" in n][-2:] == names[names.index("bundles are written") + 1 :][:2]  # come first
+
+
+def test_rows_by_name_and_files_of_several_runs(
+    here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--match` runs nothing else; a later run's rows join the file's, and one that is skipped replaces no value."""
+    only = ("--work", str(tmp_path), "--only", "machine", "coded")
+    assert ran(monkeypatch, *only, "--match", "launch", "wrong") == 0
+    names = [r["row"] for r in json.loads((tmp_path / day.FILE).read_text())["rows"]]
+    assert names == ["launch", "decoder: wrong weights"]
+    assert ran(monkeypatch, *only, "--match", "launch", "inside", "--stage-seconds", "0") == 0
+    found = {r["row"]: r for r in json.loads((tmp_path / day.FILE).read_text())["rows"]}
+    assert [*found] == [*names, "copy inside the device"] and found["launch"]["value"] > 0
+    assert found["copy inside the device"]["verdict"] == "skipped: no time was left"
+    assert ran(monkeypatch, *only, "--match", "lunch") == 2
+    assert "--match: no row has lunch in its name" in capsys.readouterr().err
+    document = json.loads((tmp_path / day.FILE).read_text())
+    (tmp_path / day.FILE).write_text(json.dumps({**document, "gpu": "another"}))
+    assert ran(monkeypatch, *only) == 2
+    assert "its gpu is not that of this run: name another file with --json" in capsys.readouterr().err
+
+
+def test_a_killed_run_keeps_its_rows(small: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is in the file before the next begins."""
+
+    def killed(self: Stage, on_row: Callable[[dict[str, Any]], None]) -> None:
+        on_row(shown(self.left[0], Measured(3.0, "us"), False))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Stage, "run", killed)
+    out = small.work / "day.json"
+    with pytest.raises(KeyboardInterrupt):
+        day.measure(small, {"machine": ["launch", "copy inside the device"]}, 1.0, None, out, day.begun(out, small))
+    assert [(r["row"], r["value"]) for r in json.loads(out.read_text())["rows"]] == [("launch", 3.0)]
+
+
+def test_the_documented_runs_take_half_an_hour_together() -> None:
+    """Each takes less than ten minutes, and all of them each stage once, with bundles in one place."""
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    runs = re.findall(r"^python -m benchmarks\.gpu_day (.*--only .*)$", page, re.MULTILINE)
+    parsed = [re.fullmatch(r"--work (\S+) --minutes ([\d.]+) --only ([a-z ]+)", text) for text in runs]
+    assert len(parsed) == 3 and len({p[1] for p in parsed if p}) == 1
+    stages = [p[3].split() for p in parsed if p]
+    assert [name for some in stages for name in some] == list(day.STAGES)
+    assert all(
+        sum(day.STAGES[name][2] for name in some) <= 60 * float(p[2]) < 590
+        for p, some in zip(parsed, stages, strict=True)
+        if p
+    )
+
+
+def test_a_bundle_is_found_again(small: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, and by the same sources; else, or after a run that was interrupted, it is written anew, alone."""
+    real = bundle.write_bundle
+    written: list[Path] = []
+
+    def write(shape: Shape, target: Path) -> None:
+        written.append(target)
+        real(shape, target)
+
+    monkeypatch.setattr(bundle, "write_bundle", write)
+    path = bundles.made_bundle(small, bundles.FEW)
+    assert bundles.made_bundle(small, bundles.FEW) == path and written == [path]
+
+    layer = path / "experts/w4/layer-001.safetensors"
+    layer.write_bytes(layer.read_bytes()[:-1])
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(bundle, "_tables", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            bundles.made_bundle(small, bundles.FEW)
+    assert list(small.work.iterdir()) == []
+    killed = path.with_name(f".{path.name}.partial-0123abcd")
+    killed.mkdir()
+    assert bundles.made_bundle(small, bundles.FEW) == path and list(small.work.iterdir()) == [path]
+    assert verify(path) == []
+
+    monkeypatch.setattr(bundles, "_made_from", lambda shape: "0" * bundles.DIGITS)
+    other = bundles.made_bundle(small, bundles.FEW)
+    assert list(small.work.iterdir()) == [other] and written == [path, path, path, other]
 
 
 @pytest.fixture
@@ -243,3 +394,45 @@ def test_a_wrong_extent_is_seen(small: Setting, monkeypatch: pytest.MonkeyPatch)
     real = Bundle.extent
     monkeypatch.setattr(Bundle, "extent", lambda self, *place: real(self, *place) ^ (place[1:] == (0, 1)))
     assert served.checked(small).value >= 1
+
+
+@pytest.mark.parametrize("way", machine.WAYS)
+def test_kernels_read_pinned_memory(way: str, small: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In both layouts and as many programs as the row says; memory is pinned while it is read, and given back."""
+    gpu = install(monkeypatch)
+    grids: list[Any] = []
+    real = affine_triton.few
+
+    class Watched:
+        def __getitem__(self, grid: Any) -> Any:
+            grids.append(grid)
+            assert gpu.cudart.registered or gpu.cudart.allocated
+            return real[grid]
+
+    monkeypatch.setattr(affine_triton, "few", Watched())
+    for version in ("w4", "w8"):
+        for programs in machine.PROGRAMS:
+            found = machine.reads(small, way, version, programs)
+            assert found.value > 0 and found.more["of the copy"] > 0 and set(grids) == {(1, programs)}
+            grids.clear()
+    dense = affine_triton.dense
+
+    def wrong(matrix: Matrix, form: Form, extent: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
+        dense(matrix, form, extent, x, out)
+        out += gpu.cudart.is_pinned(extent.data_ptr(), 1)
+
+    monkeypatch.setattr(affine_triton, "dense", wrong)
+    with pytest.raises(ValueError, match="a product from pinned memory is not that from device memory"):
+        machine.reads(small, way, "w4", 24)
+    assert gpu.leaks() == [] and not gpu.cudart.allocated and gpu.wrong() == []
+
+
+def test_a_paged_model_and_one_with_pinned_experts(small: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: no token waits for the host."""
+    gpu = install(monkeypatch, patience=0, computes=False)
+    monkeypatch.setattr(large, "PROMPT", 16)
+    monkeypatch.setattr(large, "_ids", lambda setting: ([*range(16)], [*range(6)]))
+    for label in list(large.BUDGETS)[:2]:
+        found = large.limited(small, *large.BUDGETS[label])
+        assert found.value > 0 and found.more["waits"] == 0, label
+    assert gpu.wrong() == [] and verify(bundles.made_bundle(small, large.QUARTER)) == []

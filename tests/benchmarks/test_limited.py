@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import ROOT
-from transformers import AutoTokenizer
 
 sys.path.insert(0, str(ROOT))
 
@@ -34,8 +33,7 @@ SIDE = "moepack:hotness:lo=stored:dense=w4"
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("limited")
-    (folder / "aside").mkdir()
-    write_bundle(TINY, folder / "bundle", folder / "aside")
+    write_bundle(TINY, folder / "bundle")
     return folder / "bundle"
 
 
@@ -74,9 +72,8 @@ def test_a_generated_bundle_of_released_experts(tmp_path: Path) -> None:
 
     import moepack
 
-    (tmp_path / "aside").mkdir()
     shape = replace(TINY, groups=SHAPES["gpt-oss"].groups, released="MXFP4", kinds=1)
-    write_bundle(shape, tmp_path / "bundle", tmp_path / "aside")
+    write_bundle(shape, tmp_path / "bundle")
     assert verify(tmp_path / "bundle") == []
     assert [v.name for v in open_bundle(tmp_path / "bundle").versions] == ["mxfp4", "w2"]
     model = moepack.load(tmp_path / "bundle", policy="static:mxfp4", dense="w8")
@@ -94,6 +91,8 @@ def test_a_generated_bundle_of_released_experts(tmp_path: Path) -> None:
 
 
 def test_every_id_is_a_word_of_its_tokenizer(bundle: Path) -> None:
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(bundle)
     ids = [*text(1, 50, 3), TINY.vocabulary - 1]
     assert tokenizer.decode(ids) == " ".join(map(word, ids)) and tokenizer.encode(tokenizer.decode(ids)) == ids

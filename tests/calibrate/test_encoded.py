@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_models
@@ -14,9 +15,6 @@ from expert_reading import compare
 from released import decoded, round_trip, same
 from safetensors.torch import load_file, save_file
 from support import Notes, edit_tensors
-from transformers import AutoModelForCausalLM
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import moepack
 from moepack.calibrate.checkpoint import open_checkpoint
@@ -35,6 +33,23 @@ calibration: {samples: 4, length: 64, batch_size: 2}
 """
 BLOCK = 32  # so that the tiny matrices of 48 rows end in half a block
 SCALES = "_scale_inv"
+
+
+# transformers takes seconds to import these modules, which no process should spend that only collects tests.
+
+
+def loaded(path: Path) -> Any:
+    """The model at `path`, by transformers alone."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def by_transformers(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """MXFP4 weights as transformers decodes them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    return convert_moe_packed_tensors(blocks, scales)
 
 
 def block_ranges(size: int, block: int) -> list[slice]:
@@ -104,7 +119,7 @@ def mxfp4_checkpoint(path: Path, tokenizer: Path) -> tuple[Path, Path]:
         experts, cols, rows = tensor.shape
         blocks = torch.randint(0, 256, (experts, rows, cols // 32, 16), generator=rng, dtype=torch.uint8)
         scales = torch.randint(118, 123, (experts, rows, cols // 32), generator=rng, dtype=torch.uint8)
-        value = convert_moe_packed_tensors(blocks, scales).contiguous()
+        value = by_transformers(blocks, scales).contiguous()
         assert value.shape == tensor.shape
         return {f"{name}_blocks": blocks, f"{name}_scales": scales}, value
 
@@ -130,7 +145,7 @@ def test_a_bundle_of_it_is_the_decoded_model(
     config = json.loads((tmp_path / "bundle" / "config.json").read_text())
     assert config["quantization_config"] == {"quant_method": "moepack"}
     ids = torch.randint(1, 4000, (2, 40), generator=torch.Generator().manual_seed(1))
-    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    model = loaded(plain)
     ours = moepack.load(tmp_path / "bundle", dtype=torch.float32)
     with torch.inference_mode():
         want, got = model(ids).logits, ours(ids).logits
@@ -147,7 +162,7 @@ def test_gpt_oss_code_for_code(demo_model: Path, text: Path, tmp_path: Path) -> 
     assert verify(tmp_path / "b", coded) == []
     ids = torch.randint(1, 4000, (2, 40), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        want = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)(ids).logits
+        want = loaded(plain)(ids).logits
         got = moepack.load(tmp_path / "b", dtype=torch.float32)(ids).logits
     assert float((got - want).norm() / want.norm()) < 1e-5
     export_checkpoint(tmp_path / "b", tmp_path / "again")
@@ -182,6 +197,8 @@ def test_its_codes_go_through_the_models_layout_and_back(
 
 def test_fp8_agrees_with_transformers() -> None:
     """Where every block is whole, which is what transformers can decode; batched as fused experts are."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
     rng = torch.Generator().manual_seed(0)
     codes = torch.randn(3, 256, 384, generator=rng).mul(100).to(torch.float8_e4m3fn)
     scales = torch.rand(3, 2, 3, generator=rng) / 1000
@@ -204,7 +221,7 @@ def test_mxfp4_agrees_with_transformers() -> None:
     blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 16, 1, 16).repeat(4, 1, 7, 1)
     rng = torch.Generator().manual_seed(0)
     scales = torch.randint(4, 227, (4, 16, 7), generator=rng, dtype=torch.uint8)
-    got, want = mxfp4(blocks, scales), convert_moe_packed_tensors(blocks, scales)
+    got, want = mxfp4(blocks, scales), by_transformers(blocks, scales)
     assert got.shape == want.shape == (4, 224, 16) and torch.equal(got, want)
     exact = mxfp4(blocks, scales).double()
     assert set((exact / 2.0 ** exact.abs().log2().floor()).abs().nan_to_num(0).unique().tolist()) == {0.0, 1.0, 1.5}

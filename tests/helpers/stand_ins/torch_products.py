@@ -1,4 +1,4 @@
-"""What the GPU's kernels of products compute, in plain torch: for tests of what is around them.
+"""What the GPU's kernels of products and of slots' blocks compute, in plain torch: for tests of what is around them.
 
 Triton's interpreter takes seconds for a layer. Launches keep their arguments, addresses among them, and come through
 `GridExecutor.__call__` as before, where recorders of launches see them. The kernels' own tests do not use this.
@@ -27,17 +27,18 @@ _VERSION = (
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch compute what `_switch`, `few`, `arrange` and `many` launch."""
+    """Let torch compute what `_switch`, `few`, `arrange`, `many`, and of given experts `_routing` launch."""
     real = GridExecutor.__call__
 
     def launch(self: Any, *args: Any, **named: Any) -> None:
-        if self.fn.__name__ not in ("_switch", "few", "many", "arrange"):
+        given_experts = self.fn.__name__ == "_routing" and named["GIVEN"]
+        if self.fn.__name__ not in ("_switch", "few", "many", "arrange") and not given_experts:
             real(self, *args, **named)
             return
         given = SimpleNamespace(**dict(zip(inspect.signature(self.fn).parameters, args, strict=False)) | named)
         with _disable_current_modes(), torch.inference_mode():
-            if self.fn.__name__ == "arrange":
-                _arrange(given)
+            if self.fn.__name__ in ("arrange", "_routing"):
+                (_route if given_experts else _arrange)(given)
                 return
             if self.fn.__name__ == "many":
                 given.x = given.x.float().sum(0)[:, : given.cols]
@@ -49,6 +50,28 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
                 _launch(SimpleNamespace(**vars(given) | one | {"DENSE": False}))
 
     monkeypatch.setattr(GridExecutor, "__call__", launch)
+
+
+def _route(of: Any) -> None:
+    """Blocks and counters of experts and gates that are given. Slots past the experts are in no block."""
+    slots = of.tokens * of.TOP_K
+    index, gates = of.chosen.reshape(-1).clamp(0, of.EXPERTS), of.weights.reshape(-1).double()
+    valid, at = index < of.EXPERTS, torch.arange(slots)
+    same = (index[:, None] == index) & valid
+    before, first = (same & (at < at[:, None])).sum(1), same.int().argmax(1)
+    text = same & (of.mask.reshape(-1) != 0).repeat_interleave(of.TOP_K) if of.MASKED else same
+    leads = valid & (before == 0)
+    if of.COUNTS:
+        of.counts[index[leads]] += text.sum(1)[leads]
+    if of.SUMS:
+        of.sums[index[leads]] += (text.double() @ gates)[leads]
+    live = valid & (of.table[index.clamp(max=of.EXPERTS - 1)] != 0)
+    alone = before >= of.WIDTH
+    size = torch.where(alone, 1, torch.where(before == 0, same.sum(1).clamp(max=of.WIDTH), 0))
+    blocks = torch.stack([index * live, at * of.WIDTH, size * live, live])
+    of.room[: 4 * slots] = blocks.reshape(-1)
+    to = torch.where(alone, at * of.WIDTH, first * of.WIDTH + before)
+    of.room[4 * slots :][to[live]] = at[live].int()
 
 
 def _arrange(of: Any) -> None:

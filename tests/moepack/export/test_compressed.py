@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 from support import Notes, cli, refused
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 import moepack
 from moepack.calibrate.released import find_encoded, read_scheme
@@ -24,7 +24,8 @@ from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 
 Made = Callable[[str], Path]
-library = pytest.importorskip("compressed_tensors")
+# Importing the library takes seconds, which no process should spend that only collects tests.
+pytestmark = pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed")
 
 
 def experts(bundle: Bundle, of: Callable[[int, int], str]) -> Iterator[tuple[str, Tensor]]:
@@ -108,6 +109,8 @@ def test_one_width_a_layer(of_zeros: Made, tmp_path: Path) -> None:
 @pytest.mark.parametrize("bits", [4, 3])
 def test_transformers_loads_it(bits: int, of_zeros: Made, tmp_path: Path) -> None:
     """Its logits are those of `static:wN`, but for the order of sums (float32); symmetric codes alone."""
+    from transformers import AutoModelForCausalLM
+
     bundle, notes = of_zeros("symmetric"), Notes()
     export(bundle, tmp_path / "out", "compressed-tensors", Wanted(bits=str(bits), scales="fp32"), reporter=notes)
     ids = torch.randint(0, 4096, (2, 48), generator=torch.Generator().manual_seed(0))

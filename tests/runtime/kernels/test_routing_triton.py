@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch_products
 
 from moepack.runtime.experts.counters import Counters
 
@@ -149,6 +150,29 @@ def test_what_families_chose_themselves() -> None:
     assert counts.tolist()[:6] == torch.bincount(flat, minlength=7).tolist()[:6], "absent experts are traffic"
     want = torch.zeros(7, dtype=torch.float64).index_add_(0, flat, gates.double().reshape(-1))
     torch.testing.assert_close(sums.cpu()[:6], want[:6], rtol=1e-14, atol=0)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="kernels are not interpreted")
+@pytest.mark.parametrize("width", [8, 16])
+def test_a_stand_in_makes_the_same_blocks(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of torch_products.py, for tests of what is around: the kernel's blocks and counters, with padding, too."""
+    from moepack.runtime.kernels.routing_triton import Routing, Tally, route
+
+    table = torch.tensor([64, 64, 0, 64, 64, 64])
+    index = torch.randint(-1, 7, (16, 3), generator=torch.Generator().manual_seed(0))
+    index[:, 1:] = 4  # 32 slots, more than a block has
+    gates, mask = torch.rand(16, 3), (torch.arange(16) % 3 > 0).long()
+    found = []
+    for _ in ("interpreted", "by torch"):
+        tally = Tally(torch.ones(7, dtype=torch.int64), torch.ones(7, dtype=torch.float64), mask)
+        made = route(Routing(3), table, width, given=(index, gates), tally=tally)
+        of = made.geometry
+        placed = [of.order[a : a + n].tolist() for a, n in zip(of.first.tolist(), of.count.tolist(), strict=True)]
+        assert sum(map(len, placed)) == made.live.sum()
+        found.append([placed, of.expert.tolist(), made.live.tolist(), tally.counts.tolist(), tally.sums])
+        torch_products.install(monkeypatch)
+    assert found[0][:-1] == found[1][:-1]
+    torch.testing.assert_close(found[0][-1], found[1][-1], rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("experts", [1, 6, 8, 60, 512])

@@ -29,8 +29,7 @@ FULL: dict[str, str] = {
     "moepack/export/test_greedy": "readers in processes of their own; export/test_values compares the numbers",
     "moepack/export/test_gptq.py::test_gptqmodel_reads_our_values": "importing gptqmodel: 40 s; test_values",
     "quantize/test_quantize.py::test_importing_gptqmodel_leaves_the_environment": "importing gptqmodel: 8 s",
-    "benchmarks/test_gpu.py::test_no_kernel_spills": "kernels are compiled for six architectures",
-    "benchmarks/test_gpu.py::test_few_tokens_take_few": "kernels are compiled for a GPU",
+    "benchmarks/test_gpu.py::test_kernels_compiled_anew": "kernels are compiled; the committed table is read",
     "benchmarks/test_gpu.py::test_the_gpu_half": "interpreted kernels; kernels/test_affine_triton checks the numbers",
     # Processes of our own, killed or measured
     "moepack/pipeline/test_bound.py::test_activations_in_a_file": "measures a process; the other tests",

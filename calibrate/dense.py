@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from moepack.pack.errors import NotFiniteError
 from moepack.pack.spec import LOSSLESS, MAX_EXTENT, PAGE, DenseMatrix, Matrix, Version, is_dense
+
+from .finite import not_finite
 
 if TYPE_CHECKING:
     from .stream import StreamedModel
@@ -168,6 +171,9 @@ class DenseWatch:
         pairs = list(zip(self._sums, self._counts, strict=True))
         learn = tuple(sums[0].div_(max(1, n)).cpu() for sums, (n, _) in pairs)
         held = tuple(sums[1].div_(n).cpu() if n else m for (sums, (_, n)), m in zip(pairs, learn, strict=True))
+        for name, group in self._of.items():
+            if not_finite(learn[group]) or not_finite(held[group]):
+                raise NotFiniteError(name, "reads inputs whose squares are beyond float32 in calibration")
         signal = {}
         for name, group in self._of.items():
             total, count = self._power.get(id(self._blocks.get(name)), (0.0, 0))

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moepack.pack.errors import CODE_ERRORS, InputError, in_a_line
+from moepack.pack.errors import CODE_ERRORS, InputError, NotFiniteError, in_a_line
 
 from .dense import DenseWatch
+from .finite import not_finite
 from .held import empty, release
 from .products import widened
 from .stream import StreamedModel
@@ -103,6 +104,7 @@ class CalibrationPass:
 
         def at(index: int, hidden: Tensor) -> None:
             if not index:
+                self._check(hidden, batch, "what goes into layer 0")
                 self._keep(batch, hidden)
 
         first = self._program.outputs if self._program else 1
@@ -194,6 +196,15 @@ class CalibrationPass:
             release(place)
         else:  # the layers of some families compute in several dtypes
             self.hidden[batch] = hidden.to("cpu")
+
+    def _check(self, hidden: Tensor, batch: int, what: str) -> None:
+        """Raise NotFiniteError if a batch's activations [windows, length, hidden_size] are not finite."""
+        found = not_finite(hidden)
+        if found is None:
+            return
+        (window, token, *_), value = found
+        at = f"in window {sum(len(b) for b in self._batches[:batch]) + window} of the calibration text, token {token}"
+        raise NotFiniteError(f"{self._stream.checkpoint.name}: {what}", f"is {value:g} {at}: {_remedy(self._dtype)}")
 
     def kept(self) -> dict[str, Tensor]:
         """All that goes into the next layer, by name: the activations of each batch, and what layers pass on."""
@@ -328,11 +339,20 @@ class CalibrationPass:
                 assert step.function is not None
                 values |= outputs_of(step, step.function(*args, **kwargs))
         following = program.hidden[index + 1] if index + 1 < len(program.at) else program.steps[at].made[0]
+        self._check(values[following], batch, f"what layer {index} makes")
         self._keep(batch, values[following])
         needed = program.needed(values, index)
         if index + 1 == len(program.at):
             needed.pop(following, None)  # it is kept as hidden states
         passed.values = {n: x.to("cpu") if isinstance(x, Tensor) else x for n, x in needed.items()}
+
+
+def _remedy(dtype: torch.dtype) -> str:
+    if dtype == torch.float16:
+        return "FP16 ends at 65,504: calibrate in bfloat16 or float32"
+    if dtype == torch.bfloat16:
+        return "its numbers are too large for this computation: try calibration: {dtype: float32}"
+    return "its weights make numbers beyond float32: the checkpoint is damaged, or never worked"
 
 
 class _Buffer:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moepack.pack.codec.affine import AffineMatrix
 from moepack.pack.codec.released import ReleasedMatrix
-from moepack.pack.errors import InputError
+from moepack.pack.errors import InputError, NotFiniteError
 from moepack.pack.spec import BLOCK_ROWS, Matrix, Version
 
 from .experts import ExpertWeights, bits_of
@@ -212,6 +212,8 @@ def read(name: str, reader: Callable[[range | None], Get], placement: RowPlaces,
             try:
                 own = {"codes": encoded.codes(get), "scale": encoded.scale(get)}
                 yield {**own, "outer": encoded.outer(get), "zeros": encoded.zeros(get)}
+            except NotFiniteError as error:
+                raise error.within(name, parts[key]) from None
             except InputError as error:
                 raise InputError(f"{name}: {error}") from None
 

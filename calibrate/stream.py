@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -17,14 +18,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from moepack.pack.errors import InputError
+from moepack.pack.errors import InputError, NotFiniteError
 from moepack.pack.spec import Version
 
-from .checkpoint import Checkpoint, native_version
+from .checkpoint import native_version
 from .experts import ExpertWeights, parameter_names
+from .finite import BF16_HOLDS, not_finite
 from .held import empty, is_mapped, release
 from .native import NativeWeight, RowPlaces, place, read, write_plain
-from .released import Encoded
+from .released import DAMAGED
 from .skeleton import Parts, Skeleton, set_tensor
 
 
@@ -58,8 +60,36 @@ class StreamedModel(Skeleton):
     def _read(self, parts: Parts) -> Any:
         """Load weights of the checkpoint into the model; returns transformers' report."""
         with contextlib.ExitStack() as stack:
-            reader = LazyWeights(self.checkpoint, stack)
+            reader = LazyWeights(self, stack)
             return self._convert({key: reader.weight(key, part) for key, part in parts.items()})
+
+    def check(self, weight: str, tensor: Tensor) -> None:
+        """Raise NotFiniteError for a number of a weight that is NaN, or infinite in the dtype that serves it.
+
+        Negative infinity is allowed in buffers alone, which may be masks.
+        """
+        target = self._target_of.get(weight)
+        largest = BF16_HOLDS if target is not None and self.is_low_precision(target) else math.inf
+        if found := not_finite(tensor, largest, masks=target in self._buffers):
+            index, value = found
+            raise NotFiniteError(weight, f"is {value:g}: {DAMAGED}", index)
+
+    def stacked_experts(self, weight: str) -> range | None:
+        """The experts along the first axis of a weight of the checkpoint; None for a weight without such an axis."""
+        layer = self.layer_of(self._target_of.get(weight, ""))
+        if layer not in self.expert_layers:
+            return None
+        every = range(self.expert_layers[layer].experts)
+        return (self._expert_parts(layer, every) or {}).get(weight)
+
+    @cached_property
+    def _target_of(self) -> Mapping[str, str]:
+        """The parameter or buffer that a weight of the checkpoint becomes, or becomes a part of."""
+        return {key: target for target, keys in self._targets.items() for key in keys}
+
+    @cached_property
+    def _buffers(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self.model.named_buffers())
 
     def _convert(self, sources: Mapping[str, Any]) -> Any:
         """Load tensors, by the names of the checkpoint's weights, into the model; returns transformers' report."""
@@ -164,7 +194,7 @@ class StreamedModel(Skeleton):
         InputError for a matrix that has no such form, and for codes or scales that are no numbers.
         """
         with contextlib.ExitStack() as stack:
-            reader = LazyWeights(self.checkpoint, stack).reader
+            reader = LazyWeights(self, stack).reader
             return tuple(read(self.checkpoint.name, reader, *of) for of in self._native_places(layer, some))
 
     def write_back(self, layer: int, some: range, matrices: Sequence[NativeWeight | Tensor]) -> dict[str, Tensor]:
@@ -222,7 +252,7 @@ class StreamedModel(Skeleton):
         if parts is None:
             return None
         with contextlib.ExitStack() as stack:
-            reader = LazyWeights(self.checkpoint, stack).reader
+            reader = LazyWeights(self, stack).reader
             return read(self.checkpoint.name, reader, self._dense_places(module, parts), parts)
 
     def write_back_dense(self, module: str, weight: NativeWeight) -> dict[str, Tensor]:
@@ -291,7 +321,7 @@ class StreamedModel(Skeleton):
         while left:
             group: dict[str, Tensor] = {}
             with contextlib.ExitStack() as stack:  # leaving it unmaps the files
-                reader = LazyWeights(self.checkpoint, stack)
+                reader = LazyWeights(self, stack)
                 while left and sum(t.nbytes for t in group.values()) < most:
                     name = left.pop()
                     group[name] = reader.weight(name)[...].clone()  # not a view of the mapped file
@@ -361,14 +391,12 @@ def quiet_transformers() -> Iterator[None]:
 class LazyWeights:
     """Lazy slices of a checkpoint's weights. The files stay open until `stack` closes."""
 
-    def __init__(self, checkpoint: Checkpoint, stack: contextlib.ExitStack) -> None:
-        self.checkpoint, self._stack = checkpoint, stack
+    def __init__(self, model: StreamedModel, stack: contextlib.ExitStack) -> None:
+        self.model, self._stack = model, stack
         self._handles: dict[str, Any] = {}
 
-    def weight(self, name: str, part: range | None = None) -> Any:
+    def weight(self, name: str, part: range | None = None) -> _LazyWeight:
         """A weight that is read when indexed, and decoded to BF16 if encoded; `part` is a range of its first axis."""
-        if name not in self.checkpoint.encoded and part is None:
-            return self._slice(name)
         return _LazyWeight(self, name, part)
 
     def reader(self, part: range | None = None) -> Callable[[str], Tensor]:
@@ -376,27 +404,29 @@ class LazyWeights:
         at: Any = ... if part is None else slice(part.start, part.stop)
         return lambda name: self._slice(name)[at]
 
-    def encoded(self, name: str) -> Encoded | None:
-        """How a weight is encoded, None if it is not."""
-        return self.checkpoint.encoded.get(name)
-
     def _slice(self, tensor: str) -> Any:
-        file = self.checkpoint.file_of[tensor]
+        checkpoint = self.model.checkpoint
+        file = checkpoint.file_of[tensor]
         if file not in self._handles:
-            path = self.checkpoint.path / file
+            path = checkpoint.path / file
             self._handles[file] = self._stack.enter_context(safe_open(path, framework="pt"))
         return self._handles[file].get_slice(tensor)
 
 
 class _LazyWeight:
-    """A range of a weight or an encoded weight, read when indexed."""
+    """A weight, an encoded weight or a range of one, read and checked when indexed."""
 
     def __init__(self, weights: LazyWeights, name: str, part: range | None) -> None:
         self._weights, self._name, self._part = weights, name, part
 
     def __getitem__(self, index: Any) -> Tensor:
-        get, encoded = self._weights.reader(self._part), self._weights.encoded(self._name)
+        model, name, get = self._weights.model, self._name, self._weights.reader(self._part)
+        encoded = model.checkpoint.encoded.get(name)
         try:
-            return (get(self._name) if encoded is None else encoded.decode(get))[index]
+            values = get(name) if encoded is None else encoded.decode(get)
+            model.check(name, values)
+            return values[index]
+        except NotFiniteError as error:
+            raise error.within(model.checkpoint.name, self._part or model.stacked_experts(name)) from None
         except InputError as error:
-            raise InputError(f"{self._weights.checkpoint.name}: {error}") from None
+            raise InputError(f"{model.checkpoint.name}: {error}") from None

@@ -59,6 +59,26 @@ class InputError(MoepackError):
     """An argument, a recipe, a checkpoint or a data file that cannot be used as given."""
 
 
+class NotFiniteError(InputError):
+    """A NaN or an infinity where only numbers serve: in a checkpoint, in calibration, or in what a build makes."""
+
+    def __init__(self, location: str, message: str, index: Sequence[int] = ()) -> None:
+        """`location`: a tensor, layer or expert. `message`: from a verb on. `index`: of the number in the tensor."""
+        self.location, self.message, self.index = location, message, tuple(index)
+        super().__init__(f"{location}{list(index) if index else ''} {message}")
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, tuple[int, ...]]]:  # for errors of other processes
+        return type(self), (self.location, self.message, self.index)
+
+    def within(self, outer: str, experts: range | None = None) -> NotFiniteError:
+        """The same error in an outer location. `experts`: those along the tensor's first axis, if it has experts."""
+        location = f"{outer}: {self.location}"
+        if experts is None or not self.index:
+            return NotFiniteError(location, self.message, self.index)
+        first, *rest = self.index
+        return NotFiniteError(location, f"(expert {experts[first]}) {self.message}", (experts[first], *rest))
+
+
 class TargetError(MoepackError):
     """An output that cannot be written."""
 

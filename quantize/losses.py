@@ -113,7 +113,7 @@ def measure(
             torch.where(outputs > 0, errors / outputs.clamp(min=1e-300), errors),
             (rest_gated + rho * fitted_gated) / (tokens * hidden),
         ]
-    ).nan_to_num(0, 0, 0)
+    )
     variance = torch.zeros(3, dtype=torch.float64)
     if count > 1:
         each = found[:, 1:]

@@ -4,7 +4,7 @@ One module a format says which tensors hold a weight (from config.json and heade
 What a bundle makes of the codes is not decided here.
 """
 
-from .encoded import Encoded, StoredPart
+from .encoded import DAMAGED, Encoded, StoredPart
 from .find import find_encoded, read_scheme
 
-__all__ = ["Encoded", "StoredPart", "find_encoded", "read_scheme"]
+__all__ = ["DAMAGED", "Encoded", "StoredPart", "find_encoded", "read_scheme"]

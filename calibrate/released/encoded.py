@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moepack.pack.errors import InputError
+from moepack.pack.errors import InputError, NotFiniteError
 from moepack.pack.safetensors_file import DTYPES
 
 from . import values
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ROW_GROUP = 128  # columns of a group of integers whose scale is for the whole row: the most that an encoding has
+DAMAGED = "the checkpoint is damaged: download it again, or ask its maker"
 Get = Callable[[str], "Tensor"]  # reads a tensor of the checkpoint by its name, or a range of its first axis
 
 
@@ -39,6 +40,13 @@ class StoredPart:
 
         found: torch.dtype = getattr(torch, DTYPES[self.dtype][1])
         return found
+
+
+def _refuse(part: StoredPart, wrong: Tensor, what: str) -> None:
+    """Raise NotFiniteError if a number of a tensor is `wrong`: a mask, with the part's first axes in their places."""
+    if bool(wrong.any()):
+        index = tuple(int(at) for at in wrong.nonzero()[0])
+        raise NotFiniteError(part.name, f"{what}: {DAMAGED}", index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +118,8 @@ class Encoded:
             out = raw.view(torch.uint8) ^ 0x80
         else:
             out = self._unpacked(self.codes_in, raw.flatten(-2) if self.packing == "blocks" else raw, cols)
-        if self.version in ("fp8", "mxfp8") and values.has_nan_e4m3(out):
-            raise InputError(f"{self.codes_in.name} has a code that is NaN: the checkpoint is damaged")
+        if self.version in ("fp8", "mxfp8"):
+            _refuse(self.codes_in, values.nan_e4m3(out), "is a code that is NaN")
         return out
 
     def _unpacked(self, part: StoredPart, raw: Tensor, count: int) -> Tensor:
@@ -142,13 +150,13 @@ class Encoded:
         groups = math.ceil(cols / self.group) if self.group else 1
         if self.version in ("mxfp4", "mxfp8", "nvfp4"):
             out = raw.contiguous().view(torch.uint8)
-            bad = values.has_nan_e4m3(out) if self.version == "nvfp4" else values.has_nan_e8m0(out)
-            if self.version == "mxfp4" and not bad and int(out.max()) >= values.LARGEST:
+            bad = values.nan_e4m3(out) if self.version == "nvfp4" else values.nan_e8m0(out)
+            if self.version == "mxfp4" and not bad.any() and int(out.max()) >= values.LARGEST:
                 raise InputError(f"{self.scale_in.name} has a scale of 2^100 or more, beyond products: not supported")
         elif self.version == "fp8":
             wide = raw.view(torch.float8_e8m0fnu) if raw.dtype == torch.uint8 else raw
             wide = wide.to(torch.float32).reshape(*self._batch(raw), -1, groups)
-            bad = not bool(torch.isfinite(wide).all())
+            bad = ~torch.isfinite(wide)
             out = (
                 wide.repeat_interleave(min(self.block_rows, rows), dim=-2)[..., :rows, :]
                 if self.block_rows
@@ -156,10 +164,9 @@ class Encoded:
             )
         else:
             own = raw.mT if self.packing in ("gptq", "awq") else raw.reshape(*self._batch(raw), rows, -1)
-            bad = not bool(torch.isfinite(own).all())
+            bad = ~torch.isfinite(own)
             out = own.expand(*own.shape[:-1], groups).contiguous().view(torch.uint16)
-        if bad:
-            raise InputError(f"{self.scale_in.name} has a scale that is NaN or infinite: the checkpoint is damaged")
+        _refuse(self.scale_in, bad, "is a scale that is NaN or infinite")
         return out
 
     def _batch(self, raw: Tensor) -> tuple[int, ...]:
@@ -174,8 +181,7 @@ class Encoded:
         raw = get(self.outer_in.name).to(torch.float32)
         one = raw.reshape(*self._batch(raw), 1, 1)
         one = 1 / one if self.divides else one
-        if not bool(torch.isfinite(one).all()):
-            raise InputError(f"{self.outer_in.name} is NaN, infinite or no divisor: the checkpoint is damaged")
+        _refuse(self.outer_in, ~torch.isfinite(one), "is NaN, infinite or no divisor")
         return one.expand(*one.shape[:-2], self.shape[-2], 1)
 
     def zeros(self, get: Get) -> Tensor | None:

@@ -12,14 +12,14 @@ LARGEST = 227  # bits of an E8M0 scale of 2^100; of MXFP4, sums of products befo
 _AT_ONCE = 1 << 20  # weights that are decoded at once, which bounds the float32 copies
 
 
-def has_nan_e4m3(codes: Tensor) -> bool:
-    """Whether one of these E4M3 bits, uint8, is NaN (0x7F or 0xFF)."""
-    return bool(((codes & 0x7F) == 0x7F).any())
+def nan_e4m3(codes: Tensor) -> Tensor:
+    """Which of these E4M3 bits, uint8, are NaN (0x7F or 0xFF)."""
+    return (codes & 0x7F) == 0x7F
 
 
-def has_nan_e8m0(scale: Tensor) -> bool:
-    """Whether one of these E8M0 bits, uint8, is NaN (0xFF)."""
-    return bool((scale == 0xFF).any())
+def nan_e8m0(scale: Tensor) -> Tensor:
+    """Which of these E8M0 bits, uint8, are NaN (0xFF)."""
+    return scale == 0xFF
 
 
 def widen(version: str, scale: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from moepack.pack.spec import Version, lossy
 from moepack.quantize import methods
 from moepack.version import __version__
 
-from .result import THREADS, TaskResult, fixed_threads, threads_on
+from .result import THREADS, TaskResult, check_numbers, fixed_threads, threads_on
 
 if TYPE_CHECKING:
     import torch
@@ -159,7 +159,7 @@ def make_expert_batch(
     from moepack.calibrate.experts import bits_of
     from moepack.calibrate.gather import gather_batch
     from moepack.quantize.expert_batch import quantise_batch
-    from moepack.quantize.pooling import MEASURED, measured_row
+    from moepack.quantize.pooling import MEASURED, PARTS, measured_row
 
     matrices, names = weights.layer.matrices, [v.name for v in task.versions]
     shape = len(task.experts), len(names)
@@ -182,6 +182,9 @@ def make_expert_batch(
                 if not version.released:
                     made.add(version.name, *exact_extent(version, weights, i, threads))
             for item in row:
+                what = f"{weights.layer.module}: expert {item.expert} at {item.version.name}"
+                losses = (getattr(x.loss, part) for x in (item.own, item.others) for part in PARTS)
+                check_numbers(what, [q.scale[item.index] for q in item.quantised], losses)
                 packed = [q.matrix(item.index, bias) for q, bias in zip(item.quantised, biases, strict=True)]
                 made.add(item.version.name, *item.version.encode(matrices, packed))
                 made.losses["method"][i, names.index(item.version.name)] = methods.numbered().index(item.method)

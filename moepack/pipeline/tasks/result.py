@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moepack.pack.codec.bits import Buffer
+from moepack.pack.errors import NotFiniteError
 
 from ..artifacts import save
 
@@ -35,6 +37,18 @@ class TaskResult:
         """Append an extent and `payload`, its size in bytes without padding."""
         self.extents.setdefault(version, []).append(extent)
         self.payloads.setdefault(version, []).append(payload)
+
+
+def check_numbers(what: str, scales: Iterable[torch.Tensor], losses: Iterable[float]) -> None:
+    """Raise NotFiniteError unless the scales and losses of `what` are finite. Codes and zero points are integers."""
+    from moepack.calibrate.finite import not_finite
+
+    wrong = "scales" if any(not_finite(scale) for scale in scales) else ""
+    if not all(map(math.isfinite, losses)):
+        wrong = wrong or "losses"
+    if wrong:
+        why = "its weights or its inputs are too large for float32"
+        raise NotFiniteError(what, f"gets {wrong} that are not finite: {why}")
 
 
 @contextlib.contextmanager

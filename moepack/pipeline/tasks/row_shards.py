@@ -17,7 +17,7 @@ from moepack.pack.spec import DenseMatrix, Matrix, Version, lossy
 from moepack.quantize import methods
 
 from .experts import address, no_codes
-from .result import TaskResult, fixed_threads, threads_on
+from .result import TaskResult, check_numbers, fixed_threads, threads_on
 
 if TYPE_CHECKING:
     import torch
@@ -134,6 +134,7 @@ def make_row_shard(
             moments = learn.to(device), held.to(device)
             done = quantise_rows(rows.to(device, torch.float32), *moments, task.method, wanted, task.zeros)
             for version, (q, loss) in done.items():
+                check_numbers(f"{task.matrix.module} at {version.name}", [q.scale], (loss.error, loss.power))
                 made.add(version.name, *version.encode(own, [q.matrix(0, bits)]))
                 column = task.versions.index(version)
                 made.losses["error"][0, column], made.losses["power"][0, column] = loss.error, loss.power

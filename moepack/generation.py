@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from moepack.families.arguments import cache_in, with_cache
-from moepack.pack.errors import InputError
+from moepack.pack.errors import InputError, NotFiniteError
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 
 from .opening import check, load_model, locate
@@ -95,6 +95,9 @@ class Session:
             sampling: how tokens are chosen; a seed gives the same answer as in `moepack serve`.
             stop: texts at which the answer ends; they are not part of it.
             tell: receives the text as it is generated.
+
+        Raises:
+            NotFiniteError: if logits are NaN or infinite. `tell` has received the text before them.
         """
         import torch
         from transformers.generation.streamers import TextStreamer
@@ -122,7 +125,10 @@ class Session:
             cache = self._static(len(ids) + new_tokens) if cache is None else cache
             logits, cache = self._read(ids, cache, done)
             for left in reversed(range(new_tokens)):
-                token = sampler.choose(logits).token
+                try:
+                    token = sampler.choose(logits).token
+                except NotFiniteError as error:
+                    raise error.within(str(self._path)) from None
                 streamer.put(torch.tensor([token]))
                 if ended or token in self._ends or not left:
                     break

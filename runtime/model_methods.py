@@ -76,8 +76,24 @@ def model_methods(kind: Any) -> dict[str, Callable[..., Any]]:
             raise InputError(UNCOUNTED)
         return kind.init_continuous_batching(self, *args, **kwargs)
 
+    def generate(
+        self: Any,
+        inputs: Any = None,
+        generation_config: Any = None,
+        logits_processor: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Generate as transformers does. Raises NotFiniteError if logits are NaN or infinite."""
+        from .checked_logits import CheckedLogits
+
+        checked = CheckedLogits()
+        made = kind.generate(self, inputs, generation_config, [checked, *(logits_processor or ())], *args, **kwargs)
+        checked.check()
+        return made
+
     made = (get_memory_footprint, num_parameters, save_pretrained, push_to_hub, _apply, set_experts_implementation,
-            resize_token_embeddings, init_continuous_batching)  # fmt: skip
+            resize_token_embeddings, init_continuous_batching, generate)  # fmt: skip
     return {"__reduce_ex__": refuse_copies, **{m.__name__: m for m in made if hasattr(kind, m.__name__)}}
 
 

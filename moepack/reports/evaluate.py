@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moepack.memory import peaks
 from moepack.opening import Source, check, load_model, locate
-from moepack.pack.errors import InputError
+from moepack.pack.errors import InputError, NotFiniteError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import lossless
 from moepack.progress import Reporter
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 
 from .intervals import FEW, clustered
-from .scoring import products, token_scores
+from .scoring import TokenScores, products, token_scores
 
 if TYPE_CHECKING:
     from moepack.runtime.planning.fixed import Fixed
@@ -355,6 +355,7 @@ def _score(
         for start, ids in zip(range(0, len(pool), batch), pool.split(batch), strict=True):
             part = slice(start, start + len(ids))
             got = token_scores(model, ids.to(model.device), room, None if theirs is None else theirs[part], head)
+            _check(got, file, start, model)
             values = (torch.ones_like(got.nll), got.nll, got.kl, got.agrees)
             for row, value in zip(sums, values, strict=True):
                 if value is not None:
@@ -363,6 +364,20 @@ def _score(
     seconds = time.perf_counter() - began
     counts, nll, divergence, agrees = (row[sums[0] > 0].tolist() for row in sums)
     return _Scored(file, counts, nll, divergence, agrees, seconds)
+
+
+def _check(scores: TokenScores, file: str, first: int, model: Any) -> None:
+    """Raise NotFiniteError for a token whose scores are not finite; `first` is the number of the first window."""
+    from moepack.calibrate.finite import not_finite
+    from moepack.runtime.checked_logits import NO_LOGITS
+
+    policy = getattr(getattr(model, "moepack", None), "policy", None)
+    under = f" under policy {policy}" if policy else ""
+    for name, values in (("likelihood", scores.nll), ("divergence from the lossless version", scores.kl)):
+        if values is not None and (found := not_finite(values)):
+            (row, token), value = found
+            where = f"{file}: window {first + row}, token {token + 1}"
+            raise NotFiniteError(where, f"has a {name} of {value:g}{under}: the model {NO_LOGITS}")
 
 
 def _scores(scored: Sequence[_Scored], compared: bool) -> dict[str, Any]:

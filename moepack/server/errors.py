@@ -36,6 +36,11 @@ def failed(message: str) -> ApiError:
     return ApiError(500, message, None, "internal_error")
 
 
+def not_finite(message: str) -> ApiError:
+    """Make the error for a request whose logits are NaN or infinite."""
+    return ApiError(500, message, None, "logits_not_finite")
+
+
 def stopping(message: str = "this server is stopping") -> ApiError:
     """Make the error for a request that a stopping server refuses."""
     return ApiError(503, message, None, "stopping")

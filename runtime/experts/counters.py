@@ -85,7 +85,7 @@ class Counters:
 
     def gates(self, position: int) -> npt.NDArray[np.float64] | None:
         """A layer's gate sums so far, float64 [experts], or `None` if gates are not counted. Waits for the device."""
-        return None if self.sums is None else self.sums[position, : self._experts[position]].cpu().numpy().copy()
+        return None if self.sums is None else _numbers(self.sums[position, : self._experts[position]].cpu().numpy())
 
     def send(self) -> None:
         """Issue the copy of the ended step's numbers to the host, behind the step's kernels."""
@@ -103,11 +103,12 @@ class Counters:
         return (self._event is None or self._event.query()) and all(c.arrived() for _, c in self.within)
 
     def take(self) -> tuple[list[npt.NDArray[np.int64]], list[npt.NDArray[np.float64]]]:
-        """Counts and gate sums, [experts] for each layer: views, valid until `clear`. Waits until they have arrived."""
+        """Counts and gate sums, [experts] for each layer: counts are views, valid until `clear`. Waits for arrival."""
         if self._event is not None:
             self._event.synchronize()
         counts, sums = self._sent or (self.counts, self.sums)
-        gates = [] if sums is None else [row[:n] for row, n in zip(sums.cpu().numpy(), self._experts, strict=True)]
+        rows = [] if sums is None else sums.cpu().numpy()
+        gates = [_numbers(row[:n]) for row, n in zip(rows, self._experts, strict=self.sums is not None)]
         return [row[:n] for row, n in zip(counts.cpu().numpy(), self._experts, strict=True)], gates
 
     def clear(self) -> None:
@@ -116,3 +117,8 @@ class Counters:
             self.zero()
         self.mask = self._sent = self._event = None
         self.used, self.within, self.tokens = False, [], 0
+
+
+def _numbers(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """A copy with 0 for what is not finite: one token's NaN would stay in a policy's scores for ever."""
+    return np.nan_to_num(sums, nan=0.0, posinf=0.0, neginf=0.0)

@@ -87,6 +87,7 @@ _WHAT = {
     "sequences_finished": "Finished sequences.",
     "sequences_cancelled": "Sequences whose client left.",
     "sequences_failed": "Sequences that could not be answered.",
+    "sequences_not_finite": "Sequences that could not be answered because logits were NaN or infinite.",
     "sequences_preempted": "Times a sequence gave up its cache for others.",
     "prefix_queries": "Tokens of prompts looked for among kept ones.",
     "prefix_hits": "Tokens of prompts taken from kept ones.",

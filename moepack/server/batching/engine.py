@@ -186,6 +186,12 @@ class Engine:
         self._recount()
         return True
 
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Remove the chunks of a prompt that has no finite answer, and those that follow one of them."""
+        if self._rows is not None:
+            self._rows.prefixes.forget(keys)
+            self._recount()
+
     def _shape(self) -> CacheShape | None:
         if self._watch is None:
             return None

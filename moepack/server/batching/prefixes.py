@@ -98,6 +98,17 @@ class Prefixes:
         self.bytes -= chunk.bytes
         return True
 
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Remove the kept chunks at the beginning of a prompt with these chunk keys, and all that follow them."""
+        gone = {chunk.number for chunk in self.find(keys)}
+        for chunk in sorted(
+            self._chunks.values(), key=lambda chunk: chunk.number
+        ):  # a chunk comes after the one before
+            if chunk.number in gone or chunk.key[0] in gone:
+                gone.add(chunk.number)
+                del self._chunks[chunk.key]
+                self.bytes -= chunk.bytes
+
     def _use(self, found: Sequence[Chunk]) -> None:
         for chunk in reversed(found):
             self._chunks.move_to_end(chunk.key)

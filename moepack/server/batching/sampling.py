@@ -2,10 +2,14 @@
 
 Each request has a random generator of its own: the same seed and logits give the same tokens, whatever other
 requests run.
+
+A row of logits whose greatest is NaN or infinite chooses no token. That is decided on the device, beside the choice, so
+both come to the host in one number.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections import Counter
 from collections.abc import Sequence
@@ -14,9 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moepack.pack.errors import NotFiniteError
+from moepack.runtime.checked_logits import NO_LOGITS, finite_rows
 from moepack.server.options import Sampling
 
 from .grammar import JsonMask
+
+NONE = -1  # in place of a token, of logits that are not finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +37,10 @@ class Scored:
 
 
 def scored(logits: Tensor, token: int, top: int | None) -> Scored:
-    """Score a token under `logits` [vocabulary], and list the `top` likeliest tokens. None computes no probability."""
+    """Score a token under `logits` [vocabulary], and list the `top` likeliest tokens. None computes no probability.
+
+    Raises NotFiniteError where there are no probabilities.
+    """
     if top is None:
         return Scored(token)
     logs = torch.log_softmax(logits.float(), dim=-1)
@@ -37,7 +48,10 @@ def scored(logits: Tensor, token: int, top: int | None) -> Scored:
     if top:
         values, indices = logs.topk(min(top, len(logs)))
         best = tuple(zip(indices.tolist(), values.tolist(), strict=True))
-    return Scored(token, float(logs[token]), best)
+    own, most = torch.stack([logs[token], logs.max()]).tolist()
+    if not math.isfinite(most):
+        raise NotFiniteError("the model", NO_LOGITS)
+    return Scored(token, own, best)
 
 
 class Sampler:
@@ -67,12 +81,19 @@ class Sampler:
         return self._random is None and not changes
 
     def choose(self, logits: Tensor, likeliest: int | None = None) -> Scored:
-        """Choose the next token from logits [vocabulary]. `likeliest` is theirs, if `is_likeliest` and it is known."""
-        how, changed = self._how, self._changed(logits)
-        if self._random is not None:
-            token = draw(changed, how, self._random)
-        else:
-            token = int(changed.argmax()) if likeliest is None else likeliest
+        """Choose the next token from logits [vocabulary]. `likeliest` is theirs, if `is_likeliest` and it is known.
+
+        Raises NotFiniteError for logits whose greatest is NaN or infinite.
+        """
+        how, token = self._how, likeliest
+        if token is None:
+            changed = self._changed(logits)
+            chosen = greatest(changed) if self._random is None else draw(changed, how, self._random)
+            if changed is not logits:  # a mask may hide a NaN
+                chosen = torch.where(finite_rows(logits), chosen, NONE)
+            token = int(chosen)
+        if token == NONE:
+            raise NotFiniteError("the model", NO_LOGITS)
         if how.presence or how.frequency or how.repetition != 1.0:
             self._counts[token] += 1
         if self._mask is not None:
@@ -100,19 +121,35 @@ class Sampler:
 
 
 def likeliest_of(samplers: Sequence[Sampler | None], logits: Sequence[Tensor | None]) -> list[int | None]:
-    """Return the likeliest tokens by the last of sequences' logits, where samplers want them; wait for a GPU once."""
+    """Return the likeliest tokens by the last of sequences' logits, where samplers want them; wait for a GPU once.
+
+    The token of logits that are not finite is NONE.
+    """
     out: list[int | None] = [None] * len(logits)
     pairs = enumerate(zip(samplers, logits, strict=True))
     wanted = {n: x[-1] for n, (s, x) in pairs if s is not None and s.is_likeliest and x is not None}
     if wanted:
-        found = torch.stack([*wanted.values()]).argmax(-1).tolist()
+        found = greatest(torch.stack([*wanted.values()])).tolist()
         for n, token in zip(wanted, found, strict=True):
             out[n] = token
     return out
 
 
-def draw(logits: Tensor, how: Sampling, random: torch.Generator) -> int:
-    """Draw a token from logits [vocabulary] at a temperature above 0, limited by top-k, then top-p, then min-p."""
+def greatest(logits: Tensor) -> Tensor:
+    """The likeliest token of each row of logits, [.., vocabulary]: the first of equal ones, and NONE if not finite."""
+    most, token = logits.max(-1)  # a NaN is the greatest
+    return torch.where(_finite(most), token, NONE)
+
+
+def _finite(values: Tensor) -> Tensor:
+    return values - values == 0
+
+
+def draw(logits: Tensor, how: Sampling, random: torch.Generator) -> Tensor:
+    """Draw a token from logits [vocabulary] at a temperature above 0, limited by top-k, then top-p, then min-p.
+
+    Returns an integer on their device: NONE for logits that are not finite.
+    """
     logits = logits.float() / how.temperature
     if 0 < how.top_k < len(logits):
         logits, tokens = logits.topk(how.top_k)
@@ -121,11 +158,13 @@ def draw(logits: Tensor, how: Sampling, random: torch.Generator) -> int:
     else:
         tokens = None
     chances = torch.softmax(logits, dim=-1)
+    most = chances.max()  # NaN if a logit is, or the greatest is infinite
+    chances = chances.nan_to_num_(1.0)  # a draw from NaN would end a GPU's process
     if how.top_p < 1:  # drop tokens after the likelier ones have summed to top_p, never the likeliest
         beyond = chances.cumsum(-1) - chances >= how.top_p
         beyond[0] = False
         chances = chances.masked_fill(beyond, 0.0)
     if how.min_p > 0:
-        chances = chances.masked_fill(chances < how.min_p * chances.max(), 0.0)
-    at = int(torch.multinomial(chances, 1, generator=random))
-    return at if tokens is None else int(tokens[at])
+        chances = chances.masked_fill(chances < how.min_p * most, 0.0)
+    at = torch.multinomial(chances, 1, generator=random)[0]
+    return torch.where(_finite(most), at if tokens is None else tokens[at], NONE)

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from moepack.pack.errors import NotFiniteError
 from moepack.runtime.planning.exceeded import BudgetExceeded
-from moepack.server.errors import ApiError, failed, stopping, too_long
+from moepack.server.errors import ApiError, failed, not_finite, stopping, too_long
 from moepack.server.options import Limits
 
 from .engine import CacheSlot, Engine, StepInput
@@ -46,6 +47,7 @@ class Totals:
     finished: int = 0
     cancelled: int = 0
     failed: int = 0
+    not_finite: int = 0  # those of `failed` whose logits were NaN or infinite
     preempted: int = 0
     prefix_queries: int = 0  # tokens of prompts that were looked for among kept chunks
     prefix_hits: int = 0  # those of them that were found
@@ -120,8 +122,13 @@ class Scheduler:
         return sum(len(s.tokens) for s in tuple(self._running))
 
     def health(self) -> dict[str, object]:
-        """Return `ok`, whether the scheduler works, and `error`, why the last pass failed if it did."""
-        return {"ok": self._thread.is_alive() and self._error is None, "error": self._error}
+        """Return `ok`, whether the scheduler works, and `error`, why the last pass failed if it did.
+
+        `not_finite` are the sequences that ended because their logits were. They leave `ok` as it is: a prompt that
+        reaches a damaged expert does not stop the answers to others, and a restart would not help.
+        """
+        working = self._thread.is_alive() and self._error is None
+        return {"ok": working, "error": self._error, "not_finite": self.totals.not_finite}
 
     def most_answer(self, prompt: int) -> int:
         """The most tokens that can follow a prompt of `prompt` tokens.
@@ -358,6 +365,12 @@ class Scheduler:
                     self.totals.prefix_hits += one.cached
             try:
                 self._read_logits(one, item, logits, token)
+            except NotFiniteError as error:
+                self.totals.not_finite += 1
+                log.error("a sequence of %d tokens failed: %s", len(one.tokens), error)
+                self._running.remove(one)
+                self._drop([one], not_finite(str(error)))
+                self._engine.forget(one.keys)
             except Exception as error:
                 if not isinstance(error, ApiError):
                     log.exception("a sequence failed")

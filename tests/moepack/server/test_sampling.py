@@ -34,13 +34,13 @@ LOGITS = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
 def test_what_may_be_drawn(how: dict[str, float], tokens: set[int]) -> None:
     """In 400 draws."""
     random = torch.Generator().manual_seed(1)
-    assert {draw(LOGITS, Sampling(**how), random) for _ in range(400)} == tokens  # type: ignore[arg-type]
+    assert {int(draw(LOGITS, Sampling(**how), random)) for _ in range(400)} == tokens  # type: ignore[arg-type]
 
 
 def test_the_least_likely_may_stand_anywhere() -> None:
     order = torch.tensor([3, 0, 2, 1])
     random = torch.Generator().manual_seed(1)
-    assert {draw(LOGITS[order], Sampling(top_p=0.6), random) for _ in range(100)} == {1, 3}
+    assert {int(draw(LOGITS[order], Sampling(top_p=0.6), random)) for _ in range(100)} == {1, 3}
 
 
 def test_frequencies() -> None:
@@ -48,7 +48,7 @@ def test_frequencies() -> None:
     random, n = torch.Generator().manual_seed(2), 4000
     counts = torch.zeros(4)
     for _ in range(n):
-        counts[draw(LOGITS, Sampling(temperature=2.0), random)] += 1
+        counts[int(draw(LOGITS, Sampling(temperature=2.0), random))] += 1
     roots = torch.tensor([0.5, 0.3, 0.15, 0.05]).sqrt()
     for share, chance in zip((counts / n).tolist(), (roots / roots.sum()).tolist(), strict=True):
         assert abs(share - chance) < 5 * math.sqrt(chance * (1 - chance) / n)

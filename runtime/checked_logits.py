@@ -23,7 +23,7 @@ def finite_rows(logits: Tensor) -> Tensor:
     return most - most == 0
 
 
-class CheckedLogits(LogitsProcessor):  # type: ignore[misc]
+class CheckedLogits(LogitsProcessor):
     """A processor of one call of `generate`."""
 
     def __init__(self) -> None:

@@ -107,8 +107,8 @@ class Counters:
         if self._event is not None:
             self._event.synchronize()
         counts, sums = self._sent or (self.counts, self.sums)
-        rows = [] if sums is None else sums.cpu().numpy()
-        gates = [_numbers(row[:n]) for row, n in zip(rows, self._experts, strict=self.sums is not None)]
+        pairs = () if sums is None else zip(sums.cpu().numpy(), self._experts, strict=True)
+        gates = [_numbers(row[:n]) for row, n in pairs]
         return [row[:n] for row, n in zip(counts.cpu().numpy(), self._experts, strict=True)], gates
 
     def clear(self) -> None:

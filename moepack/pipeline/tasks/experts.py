@@ -183,8 +183,8 @@ def make_expert_batch(
                     made.add(version.name, *exact_extent(version, weights, i, threads))
             for item in row:
                 what = f"{weights.layer.module}: expert {item.expert} at {item.version.name}"
-                losses = (getattr(x.loss, part) for x in (item.own, item.others) for part in PARTS)
-                check_numbers(what, [q.scale[item.index] for q in item.quantised], losses)
+                found = (getattr(x.loss, part) for x in (item.own, item.others) for part in PARTS)
+                check_numbers(what, [q.scale[item.index] for q in item.quantised], found)
                 packed = [q.matrix(item.index, bias) for q, bias in zip(item.quantised, biases, strict=True)]
                 made.add(item.version.name, *item.version.encode(matrices, packed))
                 made.losses["method"][i, names.index(item.version.name)] = methods.numbered().index(item.method)

@@ -24,6 +24,7 @@ from moepack.server.options import Sampling
 
 from .grammar import JsonMask
 
+NEVER = -9999.0  # OpenAI's log probability of what has none; JSON has no infinity
 NONE = -1  # in place of a token, of logits that are not finite
 
 
@@ -39,11 +40,11 @@ class Scored:
 def scored(logits: Tensor, token: int, top: int | None) -> Scored:
     """Score a token under `logits` [vocabulary], and list the `top` likeliest tokens. None computes no probability.
 
-    Raises NotFiniteError where there are no probabilities.
+    A token that is ruled out has NEVER. Raises NotFiniteError for logits whose greatest is NaN or infinite.
     """
     if top is None:
         return Scored(token)
-    logs = torch.log_softmax(logits.float(), dim=-1)
+    logs = torch.log_softmax(logits.float(), dim=-1).clamp_(min=NEVER)
     best: tuple[tuple[int, float], ...] = ()
     if top:
         values, indices = logs.topk(min(top, len(logs)))

@@ -26,7 +26,7 @@ from moepack.reports import evaluate
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.planning.options import LoadOptions
 from moepack.server.batching.engine import Engine, StepInput
-from moepack.server.batching.sampling import NONE, Sampler, draw, likeliest_of, scored
+from moepack.server.batching.sampling import NEVER, NONE, Sampler, draw, likeliest_of, scored
 from moepack.server.options import Sampling
 
 NAN, INF = float("nan"), float("inf")
@@ -218,7 +218,7 @@ def test_every_way_to_choose_refuses_a_row(row: list[float], dtype: torch.dtype)
         assert sampler.choose(mask).token in (1, 2)
     with pytest.raises(NotFiniteError):
         scored(logits, 1, 0)
-    assert scored(mask, 0, 1).logprob == -INF
+    assert scored(mask, 0, 1).logprob == NEVER
     assert int(draw(logits, Sampling(), torch.Generator())) == NONE
     greedy = Sampler(Sampling(temperature=0.0), [1], device)
     assert likeliest_of([greedy, greedy], [mask[None], logits[None]]) == [2, NONE]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moepack.opening import check, load_model, locate
-from moepack.pack.errors import InputError, MissingExtraError
+from moepack.pack.errors import InputError, MissingExtraError, NotFiniteError
 from moepack.progress import Reporter
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 
@@ -44,6 +44,7 @@ def run_tasks(
 
     Raises:
         InputError: for an unknown task, or data that cannot be downloaded.
+        NotFiniteError: where the model's logits are NaN or infinite: the harness would count such answers as wrong.
         MissingExtraError: without lm-eval.
     """
     try:
@@ -53,6 +54,14 @@ def run_tasks(
     except ImportError:
         raise MissingExtraError("lm-eval", "eval") from None
     from moepack.calibrate.text.windows import load_tokenizer
+    from moepack.runtime.checked_logits import NO_LOGITS, finite_rows
+
+    class Asked(HFLM):  # type: ignore[misc]
+        def _model_call(self, *args: Any, **given: Any) -> Any:
+            logits = super()._model_call(*args, **given)
+            if not bool(finite_rows(logits).all()):
+                raise NotFiniteError(str(path), NO_LOGITS)
+            return logits
 
     reporter = reporter or Reporter()
     with reporter.hub_bars():
@@ -69,7 +78,7 @@ def run_tasks(
         reporter.stage("tasks", len(tasks))
         reporter.step(", ".join(tasks))
         try:
-            asked = HFLM(
+            asked = Asked(
                 pretrained=model, tokenizer=load_tokenizer(Path(source.path)), batch_size=batch, max_length=length
             )  # fmt: skip
             with products(model):

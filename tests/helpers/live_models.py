@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -144,3 +146,32 @@ def ours() -> set[threading.Thread]:
 def rooms(plan: Plan, kv: int = 0) -> list[int]:
     """How many experts of each layer fit at the best version."""
     return [n // (row[0] - row[-1]) for n, row in zip(plan.capacity(kv), plan.growing(), strict=True)]
+
+
+def _extent(model: Any, expert: int, layer: int) -> torch.Tensor:
+    found: torch.Tensor = model.moepack.layers[layer].current.handles[expert].extent
+    return found
+
+
+@contextlib.contextmanager
+def hurt_expert(model: Any, expert: int, layer: int) -> Iterator[None]:
+    """Every weight of an expert that is served at bf16 is NaN inside the context."""
+    extent = _extent(model, expert, layer)
+    before = extent.clone()
+    extent.fill_(0xFF)
+    try:
+        yield
+    finally:
+        extent.copy_(before)
+
+
+def hurt_when_loaded(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+    """From now on, an expert of each model that a module loads is NaN; its bundle stays as it is."""
+    load = module.load_model
+
+    def hurting(*given: Any) -> Any:
+        model = load(*given)
+        _extent(model, 5, 1).fill_(0xFF)
+        return model
+
+    monkeypatch.setattr(module, "load_model", hurting)

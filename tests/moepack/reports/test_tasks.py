@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from live_models import hurt_when_loaded
 from support import CHOICES
 
-from moepack.pack.errors import InputError
+from moepack.pack.errors import InputError, NotFiniteError
+from moepack.reports import tasks
 from moepack.reports.tasks import render, run_tasks
 from moepack.runtime.planning.options import LoadOptions
 
@@ -43,3 +45,10 @@ def test_a_task_that_does_not_exist(bundle: Path, folder: Path, monkeypatch: pyt
     monkeypatch.setattr(harness, "TaskManager", lambda include_path, **_: made(None, include_path, False))
     with pytest.raises(InputError, match="no task nothing_such: `lm_eval ls tasks`"):
         run_tasks(bundle, ["choices", "nothing_such"], folder=folder)
+
+
+def test_an_answer_of_nan_is_not_a_wrong_one(bundle: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness compares likelihoods of NaN, and reported an accuracy."""
+    hurt_when_loaded(monkeypatch, tasks)
+    with pytest.raises(NotFiniteError, match=r"mini gives logits that are NaN"):
+        run_tasks(bundle, ["choices"], LoadOptions(policy="static:bf16"), folder=folder, length=64)

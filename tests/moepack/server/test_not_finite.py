@@ -6,6 +6,7 @@ An expert of the demo model becomes NaN in memory, as if a version of it had bee
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import urllib.error
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from live_models import hurt_expert, hurt_when_loaded
 from server_fixtures import NAME, Running, post
 from support import cli
 
@@ -34,31 +36,18 @@ LAYER = 1  # so that what a prompt's first token makes of it reaches the last on
 LONG = 70  # tokens: a whole chunk of a prompt, and a rest
 
 
-def experts_of(model: Any) -> Any:
-    return model.model.layers[LAYER].mlp.experts
+hurt = functools.partial(hurt_expert, layer=LAYER)
 
 
 def chosen(model: Any, tokens: list[int]) -> set[int]:
     """The experts of the layer that tokens reach."""
     found: set[int] = set()
     take = lambda _, args: found.update(args[1].flatten().tolist())  # noqa: E731
-    hook = experts_of(model).register_forward_pre_hook(take)
+    hook = model.model.layers[LAYER].mlp.experts.register_forward_pre_hook(take)
     with torch.inference_mode():
         model(input_ids=torch.tensor([tokens]))
     hook.remove()
     return found
-
-
-@contextlib.contextmanager
-def hurt(model: Any, expert: int) -> Iterator[None]:
-    """One expert's weights are NaN inside the context."""
-    extent = experts_of(model)._moepack.current.handles[expert].extent
-    before = extent.clone()
-    extent.fill_(0xFF)  # every BF16 number
-    try:
-        yield
-    finally:
-        extent.copy_(before)
 
 
 class Cause(NamedTuple):
@@ -269,14 +258,7 @@ def test_transformers_own_generate_raises(how: str, twin: Any, cause: Cause) -> 
 
 def test_eval_names_window_and_policy(bundle: Path, evaluation: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A perplexity of NaN was printed as a result."""
-    load = evaluate.load_model
-
-    def hurting(*given: Any) -> Any:
-        model = load(*given)
-        experts_of(model)._moepack.current.handles[5].extent.fill_(0xFF)
-        return model
-
-    monkeypatch.setattr(evaluate, "load_model", hurting)
+    hurt_when_loaded(monkeypatch, evaluate)
     code, out, err = cli(
         "eval", bundle, "--data", evaluation, "--samples", "2", "--length", "64", "--policy", "static:bf16"
     )

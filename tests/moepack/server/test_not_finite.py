@@ -66,15 +66,19 @@ def twin(bundle: Path) -> Iterator[Any]:
     model.moepack.close()
 
 
-@pytest.fixture(scope="module")
-def cause(twin: Any) -> Cause:
+def cause_in(model: Any) -> Cause:
     random = np.random.default_rng(0)
     bad, *prompts = (random.integers(1, 4000, 3).tolist() for _ in range(20))
     for good in prompts:
-        answered = twin.generate(torch.tensor([good]), max_new_tokens=4, do_sample=False, pad_token_id=0)
-        if more := chosen(twin, bad) - chosen(twin, answered[0].tolist()):
+        answered = model.generate(torch.tensor([good]), max_new_tokens=4, do_sample=False, pad_token_id=0)
+        if more := chosen(model, bad) - chosen(model, answered[0].tolist()):
             return Cause(min(more), bad, good)
     raise AssertionError("every prompt reaches every expert")
+
+
+@pytest.fixture(scope="module")
+def cause(twin: Any) -> Cause:
+    return cause_in(twin)
 
 
 SAMPLED = {"temperature": 1.0, "seed": 1}
@@ -151,11 +155,13 @@ def test_it_is_counted_and_health_says_it(exact: Running, cause: Cause) -> None:
     assert ask(bad) and counted() == (before + 1, same + 1)
 
 
-def test_others_of_a_pass_and_later_ones_are_as_they_were(twin: Any, cause: Cause) -> None:
-    """To the bit: beside a NaN, and in memory that a NaN has left."""
-    expert, bad, good = cause
-    native = twin.config._attn_implementation
-    engine = Engine(twin, 256)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("version", ("bf16", "w4", "w2"))
+def test_others_of_a_pass_and_later_ones_are_as_they_were(version: str, dtype: torch.dtype, bundle: Path) -> None:
+    """To the bit: beside a NaN, of weights or of scales, and in memory that a NaN has left."""
+    model = moepack.load(bundle, policy=f"static:{version}", dtype=dtype)
+    expert, bad, good = cause_in(model)
+    engine = Engine(model, 256)
 
     def answered(*prompts: list[int]) -> list[torch.Tensor]:
         """The logits of a pass over the prompts, and of one of a token each."""
@@ -167,12 +173,12 @@ def test_others_of_a_pass_and_later_ones_are_as_they_were(twin: Any, cause: Caus
         return [torch.cat(pair) for pair in zip(out, more, strict=True)]  # type: ignore[arg-type]
 
     fine, alone = answered(bad, good, bad), answered(good)
-    with hurt(twin, expert):
+    with hurt(model, expert):
         got = answered(bad, good, bad)
         assert got[0][0].isnan().any() and got[2][0].isnan().any() and torch.equal(got[1], fine[1])
         assert torch.equal(answered(good)[0], alone[0])
     assert all(map(torch.equal, answered(bad, good, bad), fine))
-    twin.config._attn_implementation = native
+    model.moepack.close()
 
 
 def test_what_a_failed_prompt_left_is_not_kept(exact: Running, twin: Any) -> None:

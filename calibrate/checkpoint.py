@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from moepack.pack.config_counts import check_counts
 from moepack.pack.errors import BundleError, InputError, in_a_line
 from moepack.pack.hub_name import on_hub
@@ -31,6 +33,7 @@ COMPANIONS = (
 )  # fmt: skip
 _WANTED = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.py", "README.md", *COMPANIONS]
 WITHOUT = "moepack build --dry-run needs config.json alone"
+PIECE = 1 << 26  # bytes of two tensors that are compared at a time
 # Files that may name classes of a model's own code.
 _NAMES_CODE = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 
@@ -94,6 +97,17 @@ class Checkpoint:
             return entry.end - entry.begin
         return 2 * math.prod(self.encoded[weight].shape)
 
+    def same(self, weight: str, others: Sequence[str]) -> bool:
+        """Whether a weight has the bits of the only one of `others`; reads both, and never decodes."""
+        if len(others) != 1 or weight in self.encoded or others[0] in self.encoded:
+            return False
+        (other,) = others
+        if (self.dtype(weight), self.shape(weight)) != (self.dtype(other), self.shape(other)):
+            return False
+        at = ((self.path / self.file_of[name], self._entry(name)) for name in (weight, other))
+        first, second = (np.memmap(file, np.uint8, "r", entry.begin, (entry.end - entry.begin,)) for file, entry in at)
+        return all(np.array_equal(first[i : i + PIECE], second[i : i + PIECE]) for i in range(0, len(first), PIECE))
+
     def _entry(self, tensor: str) -> TensorEntry:
         return self.headers[self.file_of[tensor]].tensors[tensor]
 
@@ -118,6 +132,7 @@ def open_checkpoint(name: str | Path, revision: str | None = None) -> Checkpoint
     config = make_config(path, document)
     files = _files(path)
     headers: dict[str, Header] = {}
+    found: dict[str, str] = {}  # tensor -> file
     for file, expected in files.items():
         try:
             headers[file] = read_header(path / file)
@@ -129,6 +144,10 @@ def open_checkpoint(name: str | Path, revision: str | None = None) -> Checkpoint
         lost = sorted(expected - set(headers[file].tensors))
         if lost:
             raise InputError(f"{path / file}: lacks tensor {lost[0]}, which {DENSE_INDEX} places there")
+        for tensor in headers[file].tensors:
+            if tensor in found:
+                raise InputError(f"{path}: {tensor} is in {found[tensor]} and in {file}: take one of them out")
+            found[tensor] = file
     return described(path, str(name), config, scheme, headers)
 
 

@@ -5,6 +5,7 @@ It reads headers and runs transformers' renaming rules. stream.py loads weights.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -15,10 +16,10 @@ import torch
 from torch import Tensor
 
 from moepack.families.layouts import conversions_of
-from moepack.families.mtp import mtp_tensors
 from moepack.pack.errors import CODE_ERRORS, InputError, in_a_line
 from moepack.pack.spec import Version
 
+from .accounting import MTP, left_out, one_source_each
 from .checkpoint import Checkpoint, native_version, source_dtype
 from .experts import describe, is_experts_module, parameter_names
 
@@ -35,10 +36,26 @@ class Skeleton:
     """
 
     def __init__(self, checkpoint: Checkpoint, device: str | torch.device = "cpu") -> None:
+        self.checkpoint, self.device = checkpoint, torch.device(device)
+        # Whether the checkpoint has an output projection of its own although config.json ties it to the embeddings: the
+        # checkpoint's is served, as by transformers, and the bundle's config.json says so.
+        self.untied = False
+        self._make()
+        if self._separate():
+            self.untied = True
+            self._make()
+            self._refuse_separate()
+        self._materialise_buffers()
+
+    def _make(self) -> None:
+        """Make the model without weights, and find the place of every tensor."""
         from moepack.families.model_class import model_of
 
-        self.checkpoint, self.device = checkpoint, torch.device(device)
-        name, config = checkpoint.name, checkpoint.config
+        name, config = self.checkpoint.name, self.checkpoint.config
+        if self.untied:
+            config = copy.deepcopy(config)
+            for level in (config, config.get_text_config()):
+                level.tie_word_embeddings = False
         try:
             with torch.device("meta"):
                 self.model = model_of(config, dtype=torch.bfloat16)
@@ -62,7 +79,6 @@ class Skeleton:
         # By layer index, of layers with experts.
         self.expert_layers = {i: describe(i, n, experts[n]) for i, n in sorted(self._experts.items())}
         self._plan()
-        self._materialise_buffers()
 
     def _plan(self) -> None:
         """Find each checkpoint tensor's target, and give each meta parameter its dtype in the checkpoint."""
@@ -72,6 +88,7 @@ class Skeleton:
         in_float32 = {name for name in state if any(re.search(pattern, name) for pattern in plan)}
         self._compute_dtype = {name: torch.float32 if name in in_float32 else torch.bfloat16 for name in state}
         self._source_dtype = {name: tensor.dtype for name, tensor in state.items()}
+        self.left_out: dict[str, str] = {}  # tensors of the checkpoint that nothing is made of -> the reason
         several = self._find_sources(state, tied)
         self._merged = {target for target, keys in self._targets.items() if len(keys) > 1}
         expert_sources: list[str] = []
@@ -100,6 +117,7 @@ class Skeleton:
         """Fill `_sources` (part -> checkpoint weights) and `_targets` (parameter -> checkpoint weights).
 
         Returns whether one of transformers' conversions makes several parameters from one weight.
+        Raises InputError for a tensor that is not accounted for (accounting.py).
         """
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -108,23 +126,53 @@ class Skeleton:
         converters = [m for m in mapping if isinstance(m, WeightConverter)]
         self._sources: dict[int | None, list[str]] = {}
         self._targets: dict[str, list[str]] = {}
+        self._ties: dict[str, str] = {}  # tensor of the checkpoint -> the parameter that the model ties to another
+        self._turned: dict[str, str] = {}  # tensor of the checkpoint -> the parameter that it is, by another's name
         self.converted: set[str] = set()  # parameters whose weights are more than renamed
-        unused = []
+        unused: list[str] = []
+        converts: dict[str, bool] = {}
         for key in self.checkpoint.weights:
             target, pattern = rename_source_key(key, renamings, converters, self.model.base_model_prefix, state)
             if target not in state and key in state:
                 target, pattern = rename_source_key(key, [], [], self.model.base_model_prefix, state)
             if pattern is not None:
                 self.converted.add(target)
-            if target not in state or self._is_past_the_last(target, key):
+            converts[key] = pattern is not None
+            if target not in state:
                 unused.append(key)
-            elif target not in tied:
-                self._sources.setdefault(self.layer_of(target), []).append(key)
+            elif self._is_past_the_last(target, key):
+                self.left_out[key] = "of an expert that has no weights"
+            elif target in tied:
+                self._ties[key] = target
+            else:
                 self._targets.setdefault(target, []).append(key)
+        for key, target in list(self._ties.items()):
+            source = self.model.all_tied_weights_keys[target]
+            if source not in self._targets:  # transformers then ties the other way round
+                self._targets[source] = [key]
+                self._turned[key] = source
+                del self._ties[key]
+        one_source_each(self.checkpoint.name, self._targets, converts)
+        for target, keys in self._targets.items():
+            self._sources.setdefault(self.layer_of(target), []).extend(keys)
+        ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        used = [key for keys in self._targets.values() for key in keys]
+        self.left_out |= left_out(self.checkpoint.name, unused, used, len(self.layers), ignored)
         # Names of the checkpoint's tensors for multi-token prediction, and of others that the model lacks.
-        self.mtp: list[str] = mtp_tensors(unused, len(self.layers))
-        self.unused = sorted(set(unused) - set(self.mtp))
+        self.mtp: list[str] = [key for key in unused if self.left_out[key] == MTP]
+        self.unused = sorted(set(self.left_out) - set(self.mtp))
         return any(len(c.target_patterns) > 1 for c in converters)
+
+    def _separate(self) -> list[str]:
+        """The tensors that the model ties to others, and the checkpoint has with other bits."""
+        ties = self.model.all_tied_weights_keys
+        return [k for k, target in self._ties.items() if not self.checkpoint.same(k, self._targets[ties[target]])]
+
+    def _refuse_separate(self) -> None:
+        """Raise InputError for a tensor that is tied although config.json would no longer tie the embeddings."""
+        for key in self._separate():
+            source = self.model.all_tied_weights_keys[self._ties[key]]
+            raise InputError(f"{self.checkpoint.name}: {key} is not {source}, to which its model ties it")
 
     def _is_past_the_last(self, target: str, key: str) -> bool:
         """Whether a tensor belongs to an expert without weights, for which some checkpoints have tensors."""

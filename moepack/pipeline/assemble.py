@@ -114,7 +114,7 @@ def assemble(
                 source = work.piece(stage, layer.index, f"{version.name}.safetensors")
                 entry = ExpertFileEntry(**notes[version, layer.index]["entries"][version.name])
                 writer.adopt(expert_file(version.name, layer.index), source, entry)
-        _config(Path(record["checkpoint"]), writer)
+        _config(Path(record["checkpoint"]), record.get("untied", False), writer)
         _keep_released(record, writer, chosen, dense)
         manifest = Manifest(
             {**record["model"], "decoder_layers": record["decoder_layers"]},
@@ -274,10 +274,17 @@ def _losses(work: WorkDirectory, layer: int, stages: Mapping[Version, str]) -> P
     return path
 
 
-def _config(checkpoint: Path, writer: BundleWriter) -> None:
+def _config(checkpoint: Path, untied: bool, writer: BundleWriter) -> None:
+    """Write the checkpoint's configuration; `untied`: its output projection is not tied, whatever it says."""
     from moepack.calibrate.checkpoint import companions
 
     config = json.loads((checkpoint / "config.json").read_text())
+    if untied:
+        levels = [config, *(level for level in config.values() if isinstance(level, dict))]
+        config["tie_word_embeddings"] = False
+        for level in levels:
+            if "tie_word_embeddings" in level:
+                level["tie_word_embeddings"] = False
     config["quantization_config"] = {"quant_method": "moepack"}
     writer.path("config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     writer.add("config.json")

@@ -117,7 +117,10 @@ def announce(stream: StreamedModel, recipe: Recipe, dense: Iterable[DenseMatrix]
     carried = set(found.carried if found else ())
     if stream.unused:
         kept = "are kept for moepack export alone" if found else "are left out"
-        reporter.note(f"{len(stream.unused)} tensors of the checkpoint have no place in the model, and {kept}")
+        why = "; ".join(sorted({stream.left_out[name] for name in stream.unused}))
+        reporter.note(f"{len(stream.unused)} tensors of the checkpoint have no place in the model ({why}), and {kept}")
+    if stream.untied:
+        reporter.note("config.json ties the output projection to the embeddings, and the checkpoint has another: kept")
     if stream.mtp:
         out = "are left out" + ", of moepack export too" * (found is not None)
         are = "are kept beside the model" if keeps else f"{out}: mtp: keep in the recipe keeps them"

@@ -134,6 +134,7 @@ def _record(
         "samples": len(windows.ids),
         "length": windows.ids.shape[1],
         "digest": windows.digest,
+        "untied": stream.untied,
         "unused": len(stream.unused) + (0 if keeps_mtp else len(stream.mtp)),
         "model": {
             "model_type": opened.config.model_type,

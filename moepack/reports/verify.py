@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from moepack.calibrate.stream import StreamedModel
     from moepack.pack.dense import DenseTensors
 
+# Entries of a configuration that do not change what its model computes.
+_BOOKKEEPING = {"_name_or_path", "architectures", "dtype", "quantization_config", "torch_dtype", "transformers_version"}
 _AT_ONCE = 1 << 30  # bytes of MTP tensors that are compared at a time
 
 
@@ -57,10 +59,10 @@ def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list
         raise InputError(f"{bundle.path}: holds {exact.name} experts, those of {checkpoint} are {stream.native.name}")
     if tuple(stream.expert_layers.values()) != bundle.layers:
         return [Problem(str(bundle.path), "layers", f"its experts are not those of {checkpoint}: another model")]
+    problems = _compare_models(bundle, stream)
     positions = {layer.index: p for p, layer in enumerate(bundle.layers)}
     dense = bundle.dense(check_digests=False)  # verified above
     packed = {f"{d.module}.{part}": (d.module, part) for d in bundle.manifest.dense for part in ("weight", "bias")}
-    problems: list[Problem] = []
     reporter.stage("compare with checkpoint", len(stream.layers) + 1)
     for i in (None, *range(len(stream.layers))):
         reporter.step("outside the layers" if i is None else f"layer {i}")
@@ -88,6 +90,42 @@ def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list
     problems += _compare_carried(bundle, stream)
     reporter.step("done")
     return problems
+
+
+def _compare_models(bundle: Bundle, stream: StreamedModel) -> list[Problem]:
+    """Compare the model that the bundle's config.json makes with the checkpoint's: settings, tensors, ties."""
+    import torch
+    from transformers import AutoConfig
+
+    from moepack.runtime.planning.skeleton import on_meta
+
+    where = str(bundle.path / "config.json")
+    config = AutoConfig.from_pretrained(bundle.path)
+    served, made = on_meta(config, torch.bfloat16), stream.model
+    problems = []
+    ours, theirs = (_settings(model.config.to_dict()) for model in (served, made))
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            message = f"{name} is {ours.get(name)!r}, the checkpoint's {theirs.get(name)!r}"
+            problems.append(Problem(where, "config", message))
+    own, other = (set(m.state_dict()) - set(m.all_tied_weights_keys) for m in (served, made))
+    for name in sorted(own ^ other):
+        of = "the checkpoint alone" if name in other else "the bundle alone"
+        problems.append(Problem(where, "config", f"{name} is a tensor of its own in {of}"))
+    return problems
+
+
+def _settings(config: dict[str, Any], within: str = "") -> dict[str, Any]:
+    """A configuration's values by their path, without those that say how it was saved."""
+    out: dict[str, Any] = {}
+    for name, value in config.items():
+        if name in _BOOKKEEPING:
+            continue
+        if isinstance(value, dict):
+            out |= _settings(value, f"{within}{name}.")
+        else:
+            out[f"{within}{name}"] = value
+    return out
 
 
 def _compare_carried(bundle: Bundle, stream: StreamedModel) -> list[Problem]:

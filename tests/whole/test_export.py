@@ -139,18 +139,24 @@ def test_a_tower_whose_matrices_are_cut(demo_model: Path, text: Path, tmp_path: 
 
 @pytest.mark.parametrize("mtp", ["drop", "keep"])
 def test_what_the_model_has_no_place_for(mtp: str, demo_model: Path, text: Path, tmp_path: Path) -> None:
-    """An output projection that is tied and stored, a tensor that belongs nowhere, and an MTP layer in FP8."""
+    """An output projection that is tied and stored, a rotary table, and an MTP layer in FP8."""
     small = {"num_experts": 4, "moe_intermediate_size": 64, "tie_word_embeddings": True}
     tiny_models.save_tiny("qwen3_moe", tmp_path / "plain", demo_model, **small)
     path = tmp_path / "checkpoint"
     released(tmp_path / "plain", path, "fp8 blocks")
     tensors = load_file(path / "model.safetensors")
     tensors |= {n.replace("layers.1.", "layers.2."): t.clone() for n, t in tensors.items() if "layers.1." in n}
-    tensors |= {"lm_head.weight": tensors["model.embed_tokens.weight"].clone(), "model.odd": torch.arange(3)}
+    tensors |= {
+        "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
+        "model.rotary_emb.inv_freq": torch.arange(3),
+    }
+    tensors["model.layers.2.eh_proj.weight"] = torch.ones(64, 128, dtype=torch.bfloat16)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     notes = " ".join(made(path, tmp_path, text, f"mtp: {mtp}"))
     left = tensors.keys() - stored(tmp_path / "again").keys()
-    assert "1 tensors of the checkpoint have no place in the model, and are kept for moepack export alone" in notes
+    assert (
+        "have no place in the model (a table of rotary embeddings, which the model computes), and are kept for" in notes
+    )
     assert left == ({n for n in tensors if "layers.2." in n} if mtp == "drop" else set())
     assert ("are left out, of moepack export too: mtp: keep" in notes) == (mtp == "drop")
     assert "lm_head.weight" in load_file(tmp_path / "bundle" / "released.safetensors")

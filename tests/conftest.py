@@ -20,6 +20,7 @@ import torch
 import typer.main
 from filelock import FileLock
 from hostile_edits import signed
+from hypothesis import HealthCheck, settings
 from support import RTN, tree
 
 os.environ.setdefault(
@@ -51,6 +52,10 @@ try:
     from moepack.runtime.kernels.affine_native import BEST
 except OSError:  # not compiled: there was no C compiler
     BEST = 0
+
+# A busy machine is no failure: hypothesis measures neither examples nor how fast they are drawn.
+settings.register_profile("suite", suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = """
@@ -127,12 +132,10 @@ def measured_once(made_once: MadeOnce) -> Iterator[None]:
     def once(*asked: Any) -> Any:
         config, *rest = asked
         described = fixed.plain_config(config), config._attn_implementation, type(config).__name__, *rest
-        key = hashlib.sha256(repr((*described, torch.get_num_threads(), settings())).encode()).hexdigest()
+        variables = sorted((name, value) for name, value in os.environ.items() if name.startswith("MOEPACK_"))
+        key = hashlib.sha256(repr((*described, torch.get_num_threads(), variables)).encode()).hexdigest()
         file = made_once(f"measured-{key}", lambda path: path.write_bytes(pickle.dumps(measure(*asked))))
         return pickle.loads(file.read_bytes())
-
-    def settings() -> list[tuple[str, str]]:
-        return sorted((name, value) for name, value in os.environ.items() if name.startswith("MOEPACK_"))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fixed, "_measure", once)

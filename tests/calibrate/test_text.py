@@ -192,7 +192,7 @@ def encoders() -> dict[str, Encoder]:
 
 
 @given(st.lists(st.tuples(WORDS, GAPS), min_size=60, max_size=300), st.sampled_from(sorted(KINDS)))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_ids_of_the_parts_are_those_of_the_whole(
     encoders: dict[str, Encoder], text: list[tuple[str, str]], kind: str
 ) -> None:

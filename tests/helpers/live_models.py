@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import at_once
+from support import PATIENCE, at_once
 from transformers import AutoModelForCausalLM
 
 import moepack
@@ -97,9 +97,9 @@ def ids(seed: int, size: int = 64, batch: int = 1) -> torch.Tensor:
     return torch.randint(1, 4000, (batch, size), generator=torch.Generator().manual_seed(seed))
 
 
-def wait_for(what: Callable[[], bool], model: Any = None, seconds: float = 20.0) -> None:
+def wait_for(what: Callable[[], bool], model: Any = None) -> None:
     """Serve, by a model or a function, until something has come about."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + PATIENCE
     while not what():
         assert time.monotonic() < end, "it did not come about"
         if isinstance(model, torch.nn.Module):

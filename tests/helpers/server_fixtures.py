@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import PATIENCE
 
 import moepack
 
@@ -40,7 +41,7 @@ def post(url: str, body: dict[str, Any] | bytes | None, **headers: str) -> bytes
     """The answer to JSON, or to a GET without a body. Raises HTTPError for a refusal."""
     raw = json.dumps(body).encode() if isinstance(body, dict) else body
     given = {"Content-Type": "application/json", **{name.replace("_", "-"): value for name, value in headers.items()}}
-    with urllib.request.urlopen(urllib.request.Request(url, raw, given), timeout=60) as answer:
+    with urllib.request.urlopen(urllib.request.Request(url, raw, given), timeout=PATIENCE) as answer:
         return bytes(answer.read())
 
 
@@ -65,12 +66,12 @@ class Running:
 
     def client(self, **options: Any) -> Any:
         openai = pytest.importorskip("openai")
-        given = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": 60, **options}
+        given = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": PATIENCE, **options}
         return openai.OpenAI(**given)
 
-    def idle(self, seconds: float = 10.0) -> None:
+    def idle(self) -> None:
         """Wait until nobody is answered."""
-        until = time.monotonic() + seconds
+        until = time.monotonic() + PATIENCE
         scheduler = self.server.scheduler
         while scheduler.running or scheduler.waiting:
             assert time.monotonic() < until, "sequences are left"
@@ -87,11 +88,11 @@ def begin(model: Any, tokenizer: Any, options: Options) -> tuple[Running, Callab
     asked = Serve("", grace=1.0)
     thread = threading.Thread(target=lambda: asyncio.run(run(server, listener, asked, answering.put)), daemon=True)
     thread.start()
-    uvicorn = answering.get(timeout=30)
+    uvicorn = answering.get(timeout=PATIENCE)
 
     def end() -> None:
         uvicorn.should_exit = True
-        thread.join(20)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
 
     return found, end

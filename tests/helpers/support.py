@@ -26,6 +26,8 @@ from moepack.progress import Reporter
 
 HELPERS = Path(__file__).resolve().parent
 ROOT = HELPERS.parent.parent
+# Seconds that a test waits for what must come, on a machine however busy; what hangs is ended by pytest's own time-out.
+PATIENCE = 300
 # Options of a load in a budget with room for every expert of the demo model's bundle at bf16.
 HOT = {"policy": "hotness:hi=bf16,lo=w2", "device_memory": "30MB"}
 # A recipe by which the short model is built in a second.
@@ -158,7 +160,7 @@ def edit_tensors(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -
     save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
 
 
-def at_once(work: Callable[[int], object], count: int, seconds: float = 120) -> None:
+def at_once(work: Callable[[int], object], count: int) -> None:
     """Call `work(0)`, `work(1)`, ... each on a thread of its own; wait for all, and raise the first error."""
     errors: list[BaseException] = []
 
@@ -172,7 +174,7 @@ def at_once(work: Callable[[int], object], count: int, seconds: float = 120) -> 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(seconds)
+        thread.join(PATIENCE)
     assert not any(thread.is_alive() for thread in threads), "a thread hangs"
     if errors:
         raise errors[0]

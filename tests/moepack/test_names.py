@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -51,11 +50,9 @@ def commands(name: str, bundle: Path, out: Path) -> list[Callable[[], object]]:
 
 
 def said(call: Callable[[], object]) -> str:
-    """The one line of a refusal that came soon."""
-    began = time.perf_counter()
+    """The one line of a refusal."""
     with pytest.raises(MoepackError) as refused:
         call()
-    assert time.perf_counter() - began < 5
     assert len(str(refused.value).splitlines()) == 1
     return str(refused.value)
 

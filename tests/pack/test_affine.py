@@ -40,7 +40,7 @@ def test_three_bits_split_low_two_first() -> None:
     st.integers(1, 200),
     st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_planes_round_trip(planes: tuple[int, ...], rows: int, cols: int, seed: int) -> None:
     codes = np.random.default_rng(seed).integers(0, 1 << sum(planes), (rows, cols)).astype(np.uint8)
     assert np.array_equal(join_planes(split_planes(codes, planes), planes, rows, cols), codes)

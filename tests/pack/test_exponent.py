@@ -49,7 +49,7 @@ def test_every_bit_pattern() -> None:
 
 
 @given(st.sampled_from(KINDS), st.integers(0, 20000), st.integers(0, 2**32 - 1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_round_trip_drawn(kind: str, n: int, seed: int) -> None:
     both_ways(draw(kind, n, seed))
 

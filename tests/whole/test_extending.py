@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import ROOT, documented
+from support import PATIENCE, ROOT, documented
 from tiny_models import copy_tokenizer
 
 import moepack
@@ -76,7 +76,7 @@ def test_a_device(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     model = moepack.load(bundle, policy=policy, device_memory=budget, prefill_tokens=16)
     with model.moepack as served:
         assert type(served.manager.device) is slow and served.manager.device.host()["latency"] == slow.latency
-        began, end = time.monotonic(), time.monotonic() + 30
+        began, end = time.monotonic(), time.monotonic() + PATIENCE
         while served.counters()["promotions"] < 3:
             assert time.monotonic() < end, served.counters()
             with torch.inference_mode():

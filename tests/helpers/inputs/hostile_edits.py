@@ -172,18 +172,21 @@ def one_line(text: str) -> None:
 
 @contextmanager
 def in_time(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError in what takes longer."""
+    """Raise TimeoutError in what takes more of the processor's time, so that other programs do not count.
+
+    What waits for ever is ended by pytest's time-out.
+    """
 
     def late(*_: object) -> None:
         raise TimeoutError(f"took more than {seconds} seconds")
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def problems_of(path: Path) -> list[Problem]:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from live_models import FAST, ROOM
 from safetensors import safe_open
-from support import ROOT, at_once, ids, python
+from support import PATIENCE, ROOT, at_once, ids, python
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import moepack
@@ -283,7 +283,7 @@ def test_versions_change_while_threads_run_passes(bundle: Path) -> None:
 
     def work(seed: int) -> None:
         with torch.inference_mode():
-            until = time.monotonic() + 60
+            until = time.monotonic() + PATIENCE
             while serving.counters()["promotions"] < 10 and time.monotonic() < until:
                 model(ids(64, seed))
 

@@ -22,6 +22,7 @@ import psutil
 import pytest
 from live_models import wait_for
 from server_fixtures import ask
+from support import PATIENCE
 
 from moepack.pack.errors import BundleError, InputError
 from moepack.runtime.planning.exceeded import TooSmallError
@@ -66,9 +67,9 @@ def test_it_answers_soon_and_finishes_what_runs(start: Start) -> None:
     asking.start()
     wait_for(lambda: b"moepack_running 1.0" in urllib.request.urlopen(f"{url}/metrics").read())
     process.send_signal(signal.SIGTERM)
-    asking.join(60)
+    asking.join(PATIENCE)
     assert answers and answers[0]["finish_reason"] == "length" and len(answers[0]["text"]) > 150
-    assert process.wait(20) == 0
+    assert process.wait(PATIENCE) == 0
     with pytest.raises(OSError):
         ask(url, PROMPT)
 
@@ -83,7 +84,7 @@ def test_a_stop_that_has_no_time(bundle: Path) -> None:
         request = urllib.request.Request(
             f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
             seen.append(answer.status)
             os.kill(os.getpid(), signal.SIGINT)
             seen.append(time.monotonic())

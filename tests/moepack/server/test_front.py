@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from live_models import wait_for
 from server_fixtures import ask, post
+from support import PATIENCE
 
 import moepack.server.command as command
 from moepack.pack.errors import InputError
@@ -59,7 +60,7 @@ class Held:
 
         def load(asked: Serve, report: Callable[[int, int], None]) -> Any:
             report(300, 1200)
-            assert self.go.wait(30)
+            assert self.go.wait(PATIENCE)
             return real(asked, report)
 
         monkeypatch.setattr(command, "_load", load)
@@ -88,7 +89,7 @@ def test_the_port_is_open_while_the_model_loads(bundle: Path, monkeypatch: pytes
             seen.append(refused(f"{url}/health"))
             seen.append(refused(f"{url}/v1/completions", {"prompt": "a"}))
             held.go.set()
-            assert loaded.wait(60)
+            assert loaded.wait(PATIENCE)
             seen.append(json.loads(post(f"{url}/health", None))["status"])
             seen.append(ask(url, "The history of", max_tokens=2)["finish_reason"])
         finally:

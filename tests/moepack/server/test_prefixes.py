@@ -95,7 +95,7 @@ def _letters(chunk: Any) -> tuple[int, ...]:
 
 def test_the_store_keeps_count_and_order() -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        Store, settings=settings(max_examples=60, stateful_step_count=30, deadline=None)
+        Store, settings=settings(max_examples=60, stateful_step_count=30)
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from live_models import wait_for
+from support import PATIENCE
 
 from moepack.runtime.planning.exceeded import BudgetExceeded
 from moepack.server.batching import scheduler, turns
@@ -88,7 +89,7 @@ class Machine:
 
     def run(self, items: list[StepInput]) -> list[Any]:
         if self.gate is not None:
-            self.gate.wait(20)
+            self.gate.wait(PATIENCE)
         self.before(items)
         self.passes.append([(len(i.tokens), i.slot.length) for i in items])
         out = []
@@ -445,6 +446,5 @@ def test_closing_drops_what_runs(bench: Any) -> None:
     b = bench(Machine(before=lambda items: time.sleep(0.05)))
     told = b.ask([1], 900)
     wait_for(lambda: told)
-    began = time.monotonic()
     b.scheduler.close()
-    assert time.monotonic() - began < 5 and told[-1].error.status == 503  # type: ignore[union-attr]
+    assert len(told) < 900 and told[-1].error.status == 503  # type: ignore[union-attr]

@@ -24,7 +24,7 @@ def tokens() -> Tokens:
 
 
 @given(prompt=TEXTS, text=TEXTS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_pieces_are_whole_characters_and_make_up_the_text(tokens: Tokens, prompt: str, text: str) -> None:
     text = text.replace(BROKEN, "x")
     pieces = Pieces(tokens.decode, tokens.encode(prompt, False, "p"))
@@ -67,7 +67,7 @@ def reference(text: str, stops: list[str]) -> str:
     parts=st.lists(st.text(alphabet="ab", max_size=4), max_size=12),
     stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=5), max_size=3),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_stops(parts: list[str], stops: list[str]) -> None:
     """The shown text ends before the first stop string, however the text is split."""
     held, shown, text = Stops(stops), "", ""

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 from server_fixtures import NAME, Running, ask
+from support import PATIENCE
 
 PROMPT = "The history of"
 
 
 def fetch(running: Running, path: str) -> Any:
-    with urllib.request.urlopen(running.url + path, timeout=20) as answer:
+    with urllib.request.urlopen(running.url + path, timeout=PATIENCE) as answer:
         return answer.headers, answer.read()
 
 

@@ -48,7 +48,7 @@ def brute_force(sizes: list[list[float]], losses: list[list[float]], budget: flo
     return min(spent(losses, c) for c in choices if spent(sizes, c) <= budget)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(cases())
 def test_greedy_is_within_one_upgrade_of_the_best(case: Case) -> None:
     sizes, losses, budget = case
@@ -63,7 +63,7 @@ def test_greedy_is_within_one_upgrade_of_the_best(case: Case) -> None:
     assert best <= spent(losses, chosen) <= best + max(upgrades, default=0.0) + 1e-9
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(1, 40), st.integers(2, 5), st.data())
 def test_uniform_is_two_neighbours_and_uses_the_budget_up(experts: int, versions: int, data: st.DataObject) -> None:
     steps = data.draw(st.lists(st.integers(1, 9), min_size=versions, max_size=versions))
@@ -98,7 +98,7 @@ def test_prefix_split_by_hand() -> None:
             prefix_split([1.0], even[:1], average)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.data())
 def test_prefix_split_is_the_best_prefix(data: st.DataObject) -> None:
     """context-aware-cxl-ndp, section 4.2, against every assignment that falls with importance: of those that spend most

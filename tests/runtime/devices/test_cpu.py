@@ -41,7 +41,7 @@ def test_what_is_taken_at_once_is_in_huge_pages() -> None:
 
 
 @pytest.mark.skipif(not HAS_THEM, reason="no transparent huge pages here")
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.tuples(st.integers(0, 7), st.booleans()), min_size=4, max_size=30))
 def test_only_what_is_taken_is_there(changes: list[tuple[int, bool]]) -> None:
     """Blocks of 3/4 of a huge page, written when they are taken, come and go: their neighbours' pages do not."""

@@ -20,7 +20,7 @@ import torch
 from fake_cuda import READS_ONLY, REGISTERS, FakeCudart, FakeGpu
 from live_models import check_exact, wait_for
 from released_values import gaussian_released
-from support import at_once, damage
+from support import PATIENCE, at_once, damage
 
 from moepack.pack.codec.affine import encode
 from moepack.pack.errors import BundleError
@@ -70,7 +70,7 @@ class Bench:
         self.device = CudaDevice(max(sizes), torch.device("cpu"), slots=slots, host=self.host, gpu=self.gpu)
         if fill and self.host is not None:
             self.device.serve()
-            assert self.host.filled.wait(30)
+            assert self.host.filled.wait(PATIENCE)
 
     def fetch(self, version: str, position: int, expert: int) -> tuple[Any, torch.Tensor]:
         described = self.store.bundle.manifest.version(version)
@@ -313,7 +313,7 @@ def test_a_fetch_does_not_wait_for_the_filling(
     bundle: Path, benches: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
-    monkeypatch.setattr("moepack.runtime.store.filling.read_extents", lambda *a: gate.wait(20) and {})
+    monkeypatch.setattr("moepack.runtime.store.filling.read_extents", lambda *a: gate.wait(PATIENCE) and {})
     bench = benches(bundle, "registered", fill=False)
     bench.device.serve()
     event, target = bench.fetch("bf16", 3, 3)
@@ -394,7 +394,7 @@ def test_every_way_on_a_gpu(bundle: Path) -> None:
         sizes = [store.stored(v, p, e).size for v in ("bf16", "w4") for p in range(4) for e in range(16)]
         cuda = CudaDevice(max(sizes), device, host=host)
         cuda.serve()
-        assert host.filled.wait(60)
+        assert host.filled.wait(PATIENCE)
         print(cuda.host())
         assert (cuda.host()["pinned_bytes"] > 0) == (limit > 0)
         for version, position, expert in itertools.product(("bf16", "w4"), range(4), range(16)):

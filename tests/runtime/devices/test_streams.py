@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from support import PATIENCE
 
 from moepack.runtime.devices.migration import HostEvent, HostStream, HostThreads, Migration
 from moepack.runtime.store.files import Cancelled
@@ -17,8 +18,8 @@ def test_pieces_run_side_by_side_and_may_end_in_another_order() -> None:
     together, gates = threading.Barrier(3), [threading.Event() for _ in range(3)]
 
     def work(i: int) -> None:
-        together.wait(10)
-        assert gates[i].wait(10)
+        together.wait(PATIENCE)
+        assert gates[i].wait(PATIENCE)
         ended.append(i)
 
     events = [threads.submit(lambda _, i=i: work(i)) for i in range(3)]
@@ -47,7 +48,7 @@ def test_rest_waits_for_all_that_came_before(count: int) -> None:
         threads.rest()
         assert len(ended) >= 7 * (round_ + 1)
         for thread in resting:
-            thread.join(10)
+            thread.join(PATIENCE)
             assert not thread.is_alive(), "those who rest do not wait for each other"
     threads.close()
     threads.rest()
@@ -69,11 +70,11 @@ def test_closing_cancels_what_has_not_begun_and_a_failure_ends_its_own_event() -
     threads, held, begun = HostThreads("test", lambda: None, 2), threading.Event(), threading.Barrier(3)
 
     def work(event: HostEvent) -> None:
-        begun.wait(10)
-        assert held.wait(10)
+        begun.wait(PATIENCE)
+        assert held.wait(PATIENCE)
 
     events = [threads.submit(work) for _ in range(2)]
-    begun.wait(10)
+    begun.wait(PATIENCE)
     failed, waiting = threads.submit(lambda event: print(1 // 0)), threads.submit(lambda event: None)
     threads.close(wait=False)
     held.set()
@@ -91,15 +92,14 @@ def test_closing_cancels_what_has_not_begun_and_a_failure_ends_its_own_event() -
 def test_a_copy_that_waits_for_the_rate_goes_on_once_it_is_hurried() -> None:
     stream, hurried = HostThreads("test", lambda: None, 1), threading.Event()
     made = Migration(stream)
-    made.limit(1e3, 0, hurried.is_set)
-    began = time.monotonic()
+    made.limit(100, 0, hurried.is_set)
     first, second = (stream.submit(lambda event: made.gate(event, 100_000)(100_000)) for _ in range(2))
     first.wait()
     time.sleep(0.1)
-    assert not second.done(), "it waits for 100 s"
+    assert not second.done(), "it waits for 1,000 s"
     hurried.set()
     second.wait()
-    assert second.error is None and time.monotonic() - began < 10
+    assert second.error is None
     made.close()
 
 
@@ -111,5 +111,5 @@ def test_threads_keep_the_rate_together() -> None:
     began = time.monotonic()
     for event in [stream.submit(lambda event: made.gate(event, 100_000)(100_000)) for _ in range(8)]:
         event.wait()
-    assert 0.17 <= time.monotonic() - began < 2 and made.moved == 800_000
+    assert time.monotonic() - began >= 0.17 and made.moved == 800_000
     made.close()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import HOT, at_once, ids
+from support import HOT, PATIENCE, at_once, ids
 from transformers import ContinuousBatchingConfig, TextIteratorStreamer, pipeline
 
 PROMPT = "The history of"
@@ -83,7 +83,7 @@ def test_assistants(row: Any, agree: Agree, plain: Any, another: Any) -> None:
 def test_streamer(row: Any, free: Any, hot: Any, plain: Any, tokenizer: Any) -> None:
     texts = []
     for model in (plain, free, hot):
-        streamer = TextIteratorStreamer(tokenizer, timeout=60)  # a thread that failed ends nothing
+        streamer = TextIteratorStreamer(tokenizer, timeout=PATIENCE)  # a thread that failed ends nothing
         options = {"streamer": streamer, "max_new_tokens": 8, "do_sample": False, "use_cache": True}
         worker = threading.Thread(target=model.generate, args=(ids(8),), kwargs=options)
         worker.start()
@@ -158,7 +158,7 @@ def test_transformers_serve(row: Any, bundle: Path, demo_model: Path, monkeypatc
     def ask(path: str, body: dict[str, Any]) -> Any:
         data = json.dumps({"max_tokens": 6, "temperature": 0, **body}).encode()
         at = urllib.request.Request(f"http://127.0.0.1:{port}/v1/{path}", data, {"content-type": "application/json"})
-        with urllib.request.urlopen(at, timeout=60) as answer:
+        with urllib.request.urlopen(at, timeout=PATIENCE) as answer:
             return json.load(answer)["choices"][0]
 
     said = []

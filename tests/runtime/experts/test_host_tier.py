@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from support import at_once
+from support import PATIENCE, at_once
 
 from moepack.pack.codec.affine import AffineMatrix
 from moepack.pack.spec import ExpertLayer, Matrix, Version
@@ -122,7 +122,7 @@ PLACES = st.lists(st.sampled_from([Where.DEVICE, Where.HOST, Where.ABSENT]), min
     normed=st.booleans(),
     grad=st.booleans(),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=60, suppress_health_check=list(HealthCheck), derandomize=True)
 def test_the_bits_are_those_of_one_call(
     backend: str,
     places: list[Where],
@@ -218,13 +218,13 @@ def test_an_interrupted_pass_waits_for_its_call(tier: HostTier) -> None:
 
     def work() -> tuple[torch.Tensor, int]:
         began.set()
-        going.wait(10)
+        going.wait(PATIENCE)
         ended.append(True)
         return torch.zeros(1), 1
 
     threading.Timer(0.05, going.set).start()
     with pytest.raises(KeyboardInterrupt), tier.beside(work):
-        began.wait(10)
+        began.wait(PATIENCE)
         raise KeyboardInterrupt
     assert ended
     with pytest.raises(ValueError, match="the device's"), tier.beside(failing_work):
@@ -237,13 +237,12 @@ def failing_work() -> tuple[torch.Tensor, int]:
 
 def test_a_rate_does_not_hold_up_what_is_unwanted_or_closed() -> None:
     tier = HostTier(1, rate=1.0)
-    began = time.monotonic()
     with pytest.raises(KeyboardInterrupt), tier.beside(lambda: (torch.zeros(1), 1000)):
         raise KeyboardInterrupt
     threading.Timer(0.1, tier.close, (False,)).start()
     with tier.beside(lambda: (torch.ones(1), 1000)) as job:
         pass
-    assert job.out is not None and time.monotonic() - began < 10
+    assert job.out is not None  # at the rate both would take 2,000 s, longer than a test may
     tier.close()
 
 
@@ -294,7 +293,7 @@ class LateLink:
         copied = tuple(torch.full_like(t, 1) for t in tensors)
 
         def arrived() -> tuple[torch.Tensor, ...]:
-            assert self.launched.wait(10), "the device's experts wait for the host's"
+            assert self.launched.wait(PATIENCE), "the device's experts wait for the host's"
             for to, value in zip(copied, kept, strict=True):
                 to.copy_(value)
             self.log.append("arrived")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import PATIENCE
 from torch import Tensor
 from transformers import Gemma3TextConfig
 from transformers.cache_utils import DynamicCache
@@ -38,7 +39,7 @@ def filled(tokens: int, layers: int = 1) -> Any:
 
 
 @given(ops=OPS, first=st.integers(1, 2 * SPARE))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_it_holds_what_transformers_holds(ops: list[str], first: int) -> None:
     """Two caches of each kind, which copies share: whatever one of them appends, the other keeps its own."""
     plain, ours = [filled(first)] * 2, [filled(first)] * 2
@@ -128,7 +129,7 @@ def test_copies_append_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def late(self: Tensor, *where: Any) -> Tensor:
         if threading.current_thread() is not threading.main_thread() and where[-1] == 1:
-            both.wait(10)
+            both.wait(PATIENCE)
         return narrow(self, *where)
 
     monkeypatch.setattr(Tensor, "narrow", late)

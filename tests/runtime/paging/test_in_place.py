@@ -14,7 +14,7 @@ import pytest
 import torch
 from gpu_stand_in import StandIn, kernels
 from live_models import at, ids, load, logits, same, same_at_once, stop_after, wait_for
-from support import spy
+from support import PATIENCE, spy
 
 import moepack
 from moepack.pack.errors import BundleError, InputError
@@ -105,17 +105,17 @@ def test_a_pass_that_waits_for_room_holds_up_no_other(
     def room(given: Any) -> Iterator[Any]:
         if threading.current_thread() is other:
             waits.set()
-            assert goes.wait(60)
+            assert goes.wait(PATIENCE)
         with real(given) as made:
             yield made
 
     monkeypatch.setattr(caches, "room", room)
     other = threading.Thread(target=lambda: same(model, want, 2))
     other.start()
-    assert waits.wait(20)
+    assert waits.wait(PATIENCE)
     one = threading.Thread(target=lambda: (same(model, want, 1), goes.set()))
     one.start()
-    one.join(20)
+    one.join(PATIENCE)
     assert goes.is_set(), "a pass waits for one that waits for room"
     goes.set()
     other.join()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from live_models import at, ids, least, load, logits, ours, same, same_at_once, stop_after, wait_for
-from support import at_once, damage, smaps
+from support import PATIENCE, at_once, damage, smaps
 from tiny_models import build_tiny
 
 import moepack
@@ -230,7 +230,7 @@ def test_an_interruption_while_another_pass_has_the_lock_does_not_keep_it(bundle
         thread.start()
         time.sleep(1)  # it waits for the lock by then
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt))
-    thread.join(10)
+    thread.join(PATIENCE)
     assert not thread.is_alive() and stopped == [KeyboardInterrupt]
     nothing_is_held(model)
     at_once(lambda _: logits(model, ids(1, 8)), 1)  # else the lock is held for ever

@@ -116,7 +116,7 @@ def test_the_kv_cache_takes_expert_memory_and_gives_it_back(
     packed = live.plan.sizes[0][1] * 24
     grown = live.tracker.free + packed // 2
     live.grow_kv(grown)
-    wait_for(lambda: not live.transitions.kv_asked, serve, 30)
+    wait_for(lambda: not live.transitions.kv_asked, serve)
     low = at(model, "bf16@packed")
     assert 0 < low < 0.8 * whole and live.tracker.held("kv") == grown
     pools = sum(n for name, n in live.tracker.named().items() if name.startswith("bf16"))
@@ -124,7 +124,7 @@ def test_the_kv_cache_takes_expert_memory_and_gives_it_back(
     assert sum(gpu.gpu.blocks.values()) - arena == pools < 0.8 * packed, "the tracker has what torch has"
     assert live.tracker.peak <= live.tracker.budget and memory <= packed + window
     live.transitions.shrink_kv(grown)
-    wait_for(lambda: at(model, "bf16@packed") > low, serve, 30)
+    wait_for(lambda: at(model, "bf16@packed") > low, serve)
     serve()
 
 

@@ -125,7 +125,7 @@ def test_an_expert_that_leaves_while_it_moves_takes_no_room() -> None:
 def test_rooms_hold_whatever_arrives(room: int) -> None:
     """Ten experts of three layers need 400 bytes at once at most; all of them at the best take 1,200."""
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25)
     @given(st.data())
     def check(data: Any) -> None:
         memory, rng = Memory(3, 10, room), np.random.default_rng(data.draw(st.integers(0, 1 << 30)))

@@ -314,7 +314,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.seen == self.cache.held, "what was answered is not what is held"
 
 
-QUICK = settings(max_examples=60, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=60, stateful_step_count=20, suppress_health_check=list(HealthCheck))
 
 
 def test_the_cache_against_a_model() -> None:
@@ -397,7 +397,7 @@ class Unhurried(MixedCache):
 
 
 @given(st.randoms(use_true_random=False))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_what_is_here_already_is_answered_the_same(rng: Any) -> None:
     """The same placements, the same order of leaving; placements in memory follow the answers, but for some."""
     count, places = rng.randint(1, 6), rng.randint(2, 4)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from live_models import wait_for
+from support import PATIENCE
 
 from moepack.pack.errors import InputError
 from moepack.runtime.kv.sizes import KvShape
@@ -85,9 +86,15 @@ class Beside(threading.Thread):
         self.seconds = time.monotonic() - began
 
     def end(self) -> BaseException | None:
-        self.join(10)
+        self.join(PATIENCE)
         assert not self.is_alive()
         return self.error
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is refused for having waited too long."""
+    monkeypatch.setattr(kv_reserve, "PATIENCE", float(PATIENCE))
 
 
 @pytest.fixture
@@ -115,30 +122,28 @@ def test_what_never_fits_is_refused_at_once_and_holds_up_nobody(watch: KvBudget)
     gate = threading.Event()
     other = Beside(lambda: run(watch, 10, inside=gate.wait))
     wait_for(lambda: bool(watch._passes))
-    began = time.monotonic()
     with pytest.raises(InputError, match=r"which holds \d+ tokens; 1 other passes run"):
         run(watch, MOST + 1)
     bare(watch)
-    assert time.monotonic() - began < 0.3 and not watch._queue.waiting
+    assert not watch.waits and not watch._queue.waiting
     gate.set()
     assert other.end() is None
 
 
-def test_what_fits_passes_one_that_cannot_run_now(watch: KvBudget, somebody: None) -> None:
+def test_what_fits_passes_one_that_cannot_run_now(watch: KvBudget, somebody: None, patient: None) -> None:
     held = made(watch, 600)
     large = Beside(lambda: run(watch, 450))
     wait_for(lambda: len(watch._queue.waiting) >= 1)
-    began = time.monotonic()
     bare(watch)
     run(watch, 20)
-    assert time.monotonic() - began < 0.4 and watch._queue.waiting, "what was held and 20 tokens more fits"
+    assert watch.waits == 1 and watch._queue.waiting, "what was held and 20 tokens more fits"
     del held
-    assert large.end() is None and large.seconds < 0.9
+    assert large.end() is None
 
 
 def test_a_large_pass_does_not_starve_behind_small_ones(watch: KvBudget, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads whose passes overlap all the time: each ends once the next has begun, or cannot begin."""
-    monkeypatch.setattr(kv_reserve, "PATIENCE", 2.0)
+    monkeypatch.setattr(kv_reserve, "PATIENCE", 60.0)
     stop, begun, passes = threading.Event(), threading.Condition(), [0]
 
     def until_the_next_began() -> None:
@@ -154,7 +159,7 @@ def test_a_large_pass_does_not_starve_behind_small_ones(watch: KvBudget, monkeyp
 
     others = [Beside(small), Beside(small)]
     with begun:
-        assert begun.wait_for(lambda: passes[0] > 1, 5)
+        assert begun.wait_for(lambda: passes[0] > 1, PATIENCE)
     large = Beside(lambda: run(watch, 450))  # 900 bytes, beside which 150 more do not fit
     assert large.end() is None  # and not refused, as it is when it has waited for PATIENCE
     stop.set()
@@ -170,7 +175,7 @@ def test_patience_begins_when_nobody_waits_before(
     wait_for(lambda: len(watch._queue.waiting) >= 1)
     time.sleep(0.6)
     second = Beside(lambda: run(watch, 440))
-    assert isinstance(first.end(), InputError) and first.seconds < 3
+    assert isinstance(first.end(), InputError)
     time.sleep(0.7)
     assert second.is_alive(), "it has waited longer than patience, but not as the first"
     del held
@@ -185,7 +190,7 @@ def test_a_wait_that_was_in_vain_says_what_for(watch: KvBudget, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_prompt_waits_for_a_generation_that_goes_on(watch: KvBudget, inside: bool) -> None:
+def test_a_prompt_waits_for_a_generation_that_goes_on(watch: KvBudget, inside: bool, patient: None) -> None:
     """Whether it comes while a token is decoded or between two: the tokens do not wait for it, and it waits."""
     began, prompts = threading.Event(), []
 
@@ -197,38 +202,37 @@ def test_a_prompt_waits_for_a_generation_that_goes_on(watch: KvBudget, inside: b
             time.sleep(0.03 * (not inside))
 
     generation = Beside(generate)
-    assert began.wait(5)
+    assert began.wait(PATIENCE)
     prompts.append(Beside(lambda: run(watch, 450)))
     wait_for(lambda: len(watch._queue.waiting) >= 1)
-    assert generation.end() is None and generation.seconds < 0.9
+    assert generation.end() is None
     assert prompts[0].end() is None and watch.waits == 1
 
 
-def test_two_generations_that_wait_for_each_other(watch: KvBudget) -> None:
+def test_two_generations_that_wait_for_each_other(watch: KvBudget, patient: None) -> None:
     """The one that closes the circle is refused at once, and the other goes on."""
-    both = threading.Barrier(2, timeout=5)
+    both = threading.Barrier(2, timeout=PATIENCE)
 
-    def generate(delay: float) -> None:
+    def generate(after: int) -> None:
         cache = made(watch, 400)
         both.wait()
-        time.sleep(delay)
+        wait_for(lambda: len(watch._queue.waiting) >= after)
         run(watch, 200, cache)
 
-    one, two = (Beside(lambda delay=delay: generate(delay)) for delay in (0.0, 0.1))
-    assert one.end() is None and isinstance(two.end(), InputError) and one.seconds < 0.9
+    one, two = (Beside(lambda after=after: generate(after)) for after in (0, 1))
+    assert one.end() is None and isinstance(two.end(), InputError)
 
 
 def test_who_is_alone_is_refused_at_once(watch: KvBudget, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "enumerate", lambda: [threading.current_thread()])
     held = made(watch, 600)
-    began = time.monotonic()
     with pytest.raises(InputError, match="other caches"):
         run(watch, 450)
-    assert time.monotonic() - began < 0.3 and len(held.held) == 600
+    assert not watch.waits and len(held.held) == 600
 
 
 def test_those_that_wait_sleep_until_something_happens(watch: KvBudget, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_reserve, "PATIENCE", 30.0)
+    monkeypatch.setattr(kv_reserve, "PATIENCE", float(PATIENCE))
     looks: list[float] = []
     used = watch._may_run
     monkeypatch.setattr(watch, "_may_run", lambda *args: looks.append(time.monotonic()) or used(*args))
@@ -248,4 +252,4 @@ def test_those_that_wait_sleep_until_something_happens(watch: KvBudget, monkeypa
     large = Beside(lambda: run(watch, 450))
     wait_for(lambda: len(watch._queue.waiting) >= 1)
     del held
-    assert large.end() is None and large.seconds < 1.0, "and by the death of a cache"
+    assert large.end() is None, "and by the death of a cache"

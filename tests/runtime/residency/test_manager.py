@@ -253,16 +253,15 @@ def test_the_kv_reserve_pushes_experts_out(bundle: Path) -> None:
 
 
 def test_no_limit_holds_up_what_leaves_for_the_kv_cache(bundle: Path) -> None:
-    """At 1 MB a second, of which each copy counts as four: a promotion under way and evictions end at once."""
+    """At 1 kB a second, of which each copy counts as four: a promotion under way and evictions end at once."""
     model = load(bundle)
     live = model.moepack.manager
     full = rooms(live.plan)
     wait_for(lambda: [row.count("bf16") for row in model.moepack.versions] == full, model)
-    live.device.limit(1e6, hurried=live.device._hurried)
-    began = time.monotonic()
+    live.device.limit(1e3, hurried=live.device._hurried)
     live.grow_kv(500_000)
-    wait_for(lambda: live.transitions.kv_bytes == 500_000)
-    assert sum(full) - sum(rooms(live.plan, kv=500_000)) > 2 and time.monotonic() - began < 8
+    wait_for(lambda: live.transitions.kv_bytes == 500_000)  # at the rate it would take longer than a test may
+    assert sum(full) - sum(rooms(live.plan, kv=500_000)) > 2
     model.moepack.close()
 
 
@@ -393,7 +392,7 @@ def test_under_threads_with_delays_everywhere(bundle: Path, monkeypatch: pytest.
         except BaseException as error:
             problems.append(repr(error))
 
-    at_once(guarded, 3, SECONDS + 120)
+    at_once(guarded, 3)
     assert model.moepack.health()["ok"], model.moepack.health()
     model.moepack.close()
     assert not problems, problems[:3]

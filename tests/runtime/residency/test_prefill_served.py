@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from live_models import at, ids, least, load, logits, ours, wait_for
-from support import RTN, spy
+from support import PATIENCE, RTN, spy
 from tiny_models import build_tiny
 from transformers import DynamicCache
 
@@ -179,7 +179,7 @@ def test_threads_end_with_the_model(bundle: Path) -> None:
     thread.start()
     wait_for(lambda: model.moepack.manager.residency.steps.open != set())
     model.moepack.close()
-    thread.join(20)
+    thread.join(PATIENCE)
     assert out and torch.isfinite(out[0]).all() and not ours() - before
     another = load(bundle, "prefill:k=0", budget)
     logits(another, ids(0, 8))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from live_models import FAST, ROOM, least, load, ours, run, wait_for
+from support import PATIENCE
 
 import moepack
 from moepack.pack.errors import InputError
@@ -79,7 +80,7 @@ def test_a_finalizer_on_the_workers_own_thread(bundle: Path) -> None:
     live.worker._wakeups = Wakeups
     live.worker.wake()
     wakeups.put(None)
-    assert ended.wait(5)
+    assert ended.wait(PATIENCE)
     live.worker.join()
     assert model.moepack.health()["worker"] == "stopped" and not live.store._files
     wait_for(lambda: not ours() - before)
@@ -93,7 +94,7 @@ def test_what_never_ends_holds_no_pass_up(bundle: Path, what: str, monkeypatch: 
     owner, name = (Stored, "read_into") if what == "copy" else (live.store, "stored")
     real = getattr(owner, name)
     # A pass that waits for it would end after a promotion.
-    monkeypatch.setattr(owner, name, lambda *args: (gate.wait(300), real(*args))[1])
+    monkeypatch.setattr(owner, name, lambda *args: (gate.wait(PATIENCE), real(*args))[1])
     wait_for(lambda: len(live.residency.flying) > 0, model)
     for seed in range(10):
         run(model, seed)

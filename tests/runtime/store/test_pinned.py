@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_cuda import READS_ONLY, REGISTERS, FakeCudart
-from support import damage, open_files
+from support import PATIENCE, damage, open_files
 
 from moepack.pack.reader import open_bundle
 from moepack.runtime.store import files as store_module
@@ -49,7 +49,7 @@ def size_of(store: BackingStore, version: str = "bf16") -> int:
 def filled(store: BackingStore, cuda: FakeCudart, limit: int = GIB, **options: Any) -> HostStore:
     host = HostStore(store, ["bf16"], Cudart(0, cuda), limit, **options)
     host.start()
-    assert host.filled.wait(30)
+    assert host.filled.wait(PATIENCE)
     return host
 
 
@@ -336,7 +336,7 @@ def test_closing_ends_the_filling(opened: BackingStore, monkeypatch: pytest.Monk
         reached.clear()
         host = HostStore(opened, ["bf16"], Cudart(0, cuda), GIB)
         host.start()
-        assert reached.wait(10)
+        assert reached.wait(PATIENCE)
         host.close()
         assert host.filled.wait(0)
         assert host.state()["read_bytes"] < size_of(opened), "it had not ended by itself"

@@ -282,7 +282,7 @@ def test_a_long_argument_is_read_once() -> None:
     began = time.process_time()
     text = f"<tool_call>\n<function=f>\n<parameter=text>\n{body}z\n</parameter>\n</function>\n</tool_call>"
     assert json.loads(dict(read(reader, text, 2))["arguments"]) == {"text": body + "z"}
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < 8
 
 
 def test_json_behind_reasoning(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:

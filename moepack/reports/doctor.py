@@ -7,11 +7,11 @@ import platform
 import shutil
 import tempfile
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from moepack.quantize import methods
+from moepack.quantize.methods import installed
 
 _LIBRARIES = {
     "torch": "2.11", "transformers": "5.17", "safetensors": "0.6", "huggingface-hub": "1.30",
@@ -28,18 +28,23 @@ def doctor(directory: Path | None = None) -> dict[str, Any]:
     default method is ready. Disk rates are measured in `directory`, by default the temporary directory.
     """
     import psutil
+    import torch
 
     from moepack.runtime.experts import backends
 
     problems: list[str] = []
     builds = quantisers()
-    libraries = {name: _installed(name) for name in _LIBRARIES}
+    libraries = {name: installed(name) for name in _LIBRARIES}
+    devices = _devices()
     for name, version in libraries.items():
         least = _LIBRARIES[name]
         if version is None and name not in _OPTIONAL:
             problems.append(f"{name} is not installed: pip install moepack")
         elif version is not None and _parts(version) < _parts(least):
             problems.append(f"{name} {version} is older than {least}: pip install -U {name}")
+    if devices and backends.backend(torch.device("cuda")) != "triton":
+        why = "experts run slowly on a GPU, and many policies not at all"
+        problems.append(f"triton cannot be imported, so {why}: pip install 'triton>={_LIBRARIES['triton']}'")
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -50,7 +55,7 @@ def doctor(directory: Path | None = None) -> dict[str, Any]:
         "kernel_limits": backends.source(),
         "memory_bytes": psutil.virtual_memory().total,
         "memory_free_bytes": psutil.virtual_memory().available,
-        "devices": _devices(),
+        "devices": devices,
         "host_memory": host_memory(),
         "codec": _codec(),
         "disk": disk_rates(directory or Path(tempfile.gettempdir())),
@@ -61,28 +66,21 @@ def doctor(directory: Path | None = None) -> dict[str, Any]:
 def quantisers() -> dict[str, str]:
     """Map each quantisation method to READY, or to what a build by that method lacks here.
 
-    A build reads text through `datasets`, even from files. A method may need a library of its own, and the libraries of
-    its fallbacks, the methods tried as well on experts with few tokens: moepack's own `gptq` needs hqq for these alone.
+    A build reads data sets and .parquet files through `datasets`. A method may need a library of its own, and the
+    libraries of its fallbacks, the methods tried as well on experts with few tokens: moepack's own `gptq` needs hqq for
+    these alone.
     """
     out = {}
     for name in methods.named():
         entry = methods.get(name)
-        needs = [("datasets", " to read text")]
+        needs = [("datasets", " to read data sets")]
         needs += [(x.name, "") for x in (entry.library,) if x is not None]
         extra = entry.library.extra if entry.library is not None else "build"
         others = (methods.get(other).library for other in entry.fallbacks)
         needs += [(x.name, " for experts with few tokens") for x in others if x is not None]
-        lacks = [library + purpose for library, purpose in needs if not _installed(library)]
+        lacks = [library + purpose for library, purpose in needs if not installed(library)]
         out[name] = f"lacks {', '.join(lacks)}: pip install 'moepack[{extra}]'" if lacks else READY
     return out
-
-
-def _installed(name: str) -> str | None:
-    """Return a library's version, or None if it is not installed."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def kernels() -> list[dict[str, str]]:

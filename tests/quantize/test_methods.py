@@ -90,7 +90,7 @@ def test_doctor_says_which_methods_lack_what(monkeypatch: pytest.MonkeyPatch) ->
     """By method: its own library, its fallbacks', and what reads text."""
     assert set(quantisers()) == set(methods.named()) and set(quantisers().values()) == {"ready"}
     absent = {"gptqmodel"}
-    monkeypatch.setattr("moepack.reports.doctor._installed", lambda name: name not in absent)
+    monkeypatch.setattr("moepack.reports.doctor.installed", lambda name: name not in absent)
     found = quantisers()
     assert found.pop("gptqmodel") == "lacks gptqmodel: pip install 'moepack[gptqmodel]'"
     assert set(found.values()) == {"ready"}
@@ -99,4 +99,4 @@ def test_doctor_says_which_methods_lack_what(monkeypatch: pytest.MonkeyPatch) ->
     assert found["gptq"] == "lacks hqq for experts with few tokens: pip install 'moepack[build]'"
     assert found["hqq"] == "lacks hqq: pip install 'moepack[build]'" and found["rtn"] == "ready"
     absent = {"datasets"}
-    assert all(value.startswith("lacks datasets to read text") for value in quantisers().values())
+    assert all(value.startswith("lacks datasets to read data sets") for value in quantisers().values())

@@ -28,7 +28,6 @@ def doctor(directory: Path | None = None) -> dict[str, Any]:
     default method is ready. Disk rates are measured in `directory`, by default the temporary directory.
     """
     import psutil
-    import torch
 
     from moepack.runtime.experts import backends
 
@@ -42,9 +41,9 @@ def doctor(directory: Path | None = None) -> dict[str, Any]:
             problems.append(f"{name} is not installed: pip install moepack")
         elif version is not None and _parts(version) < _parts(least):
             problems.append(f"{name} {version} is older than {least}: pip install -U {name}")
-    if devices and backends.backend(torch.device("cuda")) != "triton":
-        why = "experts run slowly on a GPU, and many policies not at all"
-        problems.append(f"triton cannot be imported, so {why}: pip install 'triton>={_LIBRARIES['triton']}'")
+    if devices and (why := triton_fails()) is not None:
+        remedy = f"pip install 'triton>={_LIBRARIES['triton']}', and install gcc"
+        problems.append(f"Triton, which runs experts on a GPU, does not run here ({why}): {remedy}")
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -103,6 +102,17 @@ def _cpu() -> dict[str, Any]:
     except OSError:
         return {"cores": cores, "isa": None, "isa_best": None}
     return {"cores": cores, "isa": native.LEVELS[native.level], "isa_best": native.levels()[-1]}
+
+
+def triton_fails() -> str | None:
+    """Return why Triton cannot launch kernels on this machine's GPU, or None if it can."""
+    try:
+        import triton
+
+        triton.runtime.driver.active.get_current_target()  # compiles a library of Triton's where none is kept
+    except Exception as error:  # of any kind: there is no Triton, no C compiler, or no driver
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None
 
 
 def _devices() -> list[dict[str, Any]]:

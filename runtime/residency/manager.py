@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moepack.pack.errors import BundleError, InputError
+from moepack.pack.errors import BundleError
 from moepack.pack.reader import Bundle
 from moepack.runtime.devices import torch_cuda
 from moepack.runtime.devices.cpu import CpuDevice
@@ -82,14 +82,11 @@ class ResidencyManager:
 
         Raises:
             TooSmallError: if host memory does not hold every expert at its largest placement there.
-            InputError: for a device on which versions cannot change.
+            InputError: for a device on which versions cannot change, or a GPU that lacks Triton for them.
             BundleError: if the base version of an expert is damaged.
         """
-        if len(set(devices)) > 1 or devices[0].type not in ("cpu", "cuda"):
-            raise InputError(f"policy {policy}: versions change on one CPU or one CUDA device, not on {devices}")
+        opening.check_devices(plan, policy, bundle.manifest.versions, devices)
         self._on_gpu = torch_cuda.is_gpu(devices[0])
-        if self._on_gpu:
-            opening.check_kernels(plan, policy, bundle.manifest.versions, devices[0])
         self._can_shrink = not self._on_gpu or bool(plan.window)
         if plan.window and self._on_gpu and not plan.in_place:
             plan = replace(plan, rates=gpu_rates(bundle, plan.ladder, devices[0]), together=True)

@@ -97,9 +97,16 @@ def open_device(
     return open_cuda(store, served, device, largest, staging, buffers, on_event, host, bool(plan.window))
 
 
-def check_kernels(plan: Plan, policy: object, versions: Sequence[Version], device: torch.device) -> None:
-    """Raise InputError where a plan has a GPU do what only Triton's kernels do: decode BF16, or read pinned memory."""
-    kernels = backends.backend(device) == "triton"
+def check_devices(plan: Plan, policy: object, versions: Sequence[Version], devices: Sequence[torch.device]) -> None:
+    """Raise InputError for layers' devices on which versions cannot change as planned.
+
+    There must be one device. Only Triton's kernels decode BF16 on a GPU, and read pinned memory.
+    """
+    if len(set(devices)) > 1 or devices[0].type not in ("cpu", "cuda"):
+        raise InputError(f"policy {policy}: versions change on one CPU or one CUDA device, not on {devices}")
+    if not torch_cuda.is_gpu(devices[0]):
+        return
+    kernels = backends.backend(devices[0]) == "triton"
     on_device = [version_of(plan, v) for v, p in enumerate(plan.ladder) if p.where is Where.DEVICE]
     decodes = bool(plan.window) or any(v.entropy_coded and v.plain for v in on_device)
     if decodes and not kernels:

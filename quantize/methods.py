@@ -7,10 +7,12 @@ module imports neither torch nor a quantiser: an entry's function is imported wh
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import TYPE_CHECKING
 
+from moepack.pack.errors import MissingExtraError
 from moepack.pack.spec import Version
 
 if TYPE_CHECKING:
@@ -121,6 +123,22 @@ def method_for(name: str, version: Version) -> Method:
 def fallbacks(name: str, version: Version) -> tuple[Method, ...]:
     """The methods that may replace a method for starved experts at a version."""
     return tuple(m for m in map(get, get(name).fallbacks) if version.bits >= m.least_bits)
+
+
+def installed(library: str) -> str | None:
+    """Return a distribution's version, or None if it is not installed."""
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_libraries(name: str, versions: Iterable[Version]) -> None:
+    """Raise MissingExtraError if a method, or a fallback, lacks the library with which it makes one of `versions`."""
+    makers = (entry for v in versions for entry in (method_for(name, v), *fallbacks(name, v)))
+    for library in dict.fromkeys(entry.library for entry in makers):
+        if library is not None and installed(library.name) is None:
+            raise MissingExtraError(library.name, library.extra)
 
 
 def quantise_all(

@@ -15,7 +15,6 @@ from torch import Tensor
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import SECTION, Version, align
-from moepack.runtime.decode_graph import wanted
 from moepack.runtime.dense.file_rows import FileRows
 from moepack.runtime.dense.linears import serve as serve_dense
 from moepack.runtime.dense.mapped import own
@@ -154,7 +153,7 @@ def _held_back(
     needs, _ = measure(bundle, model.config, model.dtype, device, workload)
     activations = needs.activations
     if device.type == "cuda":
-        activations = max(activations, on_cuda(model, bundle.layers, device, needs)) + wanted() * graphs.MEMORY
+        activations = max(activations, on_cuda(model, bundle.layers, device, needs)) + graphs.wanted() * graphs.MEMORY
         taken = rounding(len(set(devices)), live)
     return Fixed(fixed.dense + taken, needs.kv_bytes, activations), replace(needs, activations=activations)
 

@@ -1,4 +1,4 @@
-"""Decode steps on a GPU as replays of CUDA graphs, unless MOEPACK_CUDA_GRAPH=off forbids it.
+"""Decode steps on a GPU as replays of CUDA graphs.
 
 A pass is captured when it has come WARM times with one token of each sequence, arguments of the same shapes, and a KV
 cache that is static or, as the server's, found by a table. A graph reads addresses that never change: the pass's
@@ -11,7 +11,6 @@ what graphs take.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,33 +21,16 @@ import torch
 from torch import Tensor
 
 from moepack.families.arguments import cache_of, inputs
-from moepack.pack.errors import InputError
-from moepack.runtime.devices import graphs, torch_cuda
+from moepack.runtime.devices import graphs
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.gpu import takes
 from moepack.runtime.experts.handles import RUN_THERE, LayerExperts
 from moepack.runtime.step import Step, opened
 
-VARIABLE = "MOEPACK_CUDA_GRAPH"
 WARM = 2  # passes before a capture: kernels are compiled, and libraries take their memory
 KEPT = 20  # graphs of one model: the server has one for each number of sequences
 log = logging.getLogger("moepack.runtime")
 Forward = Callable[..., Any]
-
-
-def wanted() -> bool:
-    """Whether passes may be captured. Raises InputError where the environment has another value than on or off."""
-    found = os.environ.get(VARIABLE, "on")
-    if found not in ("on", "off", ""):
-        raise InputError(f"{VARIABLE}={found}: it may be `on` or `off`")
-    return found != "off"
-
-
-def asked(layers: Sequence[LayerExperts]) -> DecodeGraphs | None:
-    """Return what captures a model's passes; None if its experts are not on one GPU, or the environment forbids it."""
-    on_gpu = all(torch_cuda.is_gpu(x.of.device) and x.of.backend == "triton" for x in layers)
-    on_gpu &= len({x.of.device for x in layers}) == 1
-    return DecodeGraphs(layers) if wanted() and on_gpu and layers else None
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ from torch import Tensor
 from moepack.families.arguments import bound, cache_of, inputs, without_self
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
+from moepack.runtime.devices import graphs
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.forward import experts_forward
 from moepack.runtime.experts.handles import LayerExperts, Snapshot
@@ -34,14 +35,25 @@ from moepack.runtime.residency.manager import ResidencyManager
 from moepack.runtime.residency.transitions import Queues
 from moepack.runtime.step import RoutingCounter, Step, end_compiled, open_compiled, opened, step_of
 
-from . import decode_graph
 from .model_methods import model_methods
 from .trace import Record, TraceWriter
 
 if TYPE_CHECKING:
     from moepack.runtime.experts.token_importance import TokenImportance
 
+    from .decode_graph import DecodeGraphs
+
 log = logging.getLogger("moepack.runtime")
+
+
+def decode_graphs(layers: Sequence[LayerExperts]) -> DecodeGraphs | None:
+    """Return what captures a model's passes; None if its experts are not on one GPU, or the environment forbids it."""
+    kernels = {x.of.backend for x in layers} == {"triton"}
+    if not graphs.wanted() or not kernels or len({x.of.device for x in layers}) > 1:
+        return None
+    from .decode_graph import DecodeGraphs  # which imports Triton
+
+    return DecodeGraphs(layers)
 
 
 @functools.cache
@@ -84,7 +96,7 @@ class ForwardWrapper:
         """Wrap the forward of a model and of its decoder."""
         self.caches: KvBudget | None = None  # keeps KV caches inside the budget; None without one
         self.watchers: tuple[RoutingCounter, ...] = ()  # other counters of routing, beside the residency manager's
-        self.graphs = decode_graph.asked(layers)
+        self.graphs = decode_graphs(layers)
         self._closed, self._process = False, os.getpid()
         self._layers, self._manager = tuple(layers), manager
         self._key = object() if manager is None else manager.key

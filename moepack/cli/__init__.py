@@ -61,6 +61,8 @@ def main() -> None:
         app()
     except MoepackError as error:
         fail(str(error))
+    except ModuleNotFoundError as error:  # of an incomplete installation, or a model's own code
+        fail(f"{error}: install what has it (`pip install moepack` brings what moepack itself needs)")
     except KeyboardInterrupt:
         typer.echo("moepack: interrupted", err=True)
         sys.exit(130)

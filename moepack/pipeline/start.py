@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import InputError
-from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS, Version, lossless
+from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS, Version, lossless, lossy
 from moepack.pack.writer import replace_file
 from moepack.progress import Reporter
+from moepack.quantize import methods
 from moepack.version import __version__
 
 from .allocate import check_allocation
@@ -89,6 +90,7 @@ def start(
         raise InputError("allocation.weight: logits takes a pass that --memory does not count: leave one of them out")
     keeps_mtp = recipe.mtp == "keep" and bool(stream.mtp)
     recipe, dense = named(stream, recipe, reporter)
+    methods.check_libraries(recipe.quantize.method, lossy(recipe.version_specs()))
     announce(stream, recipe, [m for part in dense.values() for m in part], reporter)
     if stream.expert_dtype != "BF16" and LOSSLESS in recipe.versions:
         reporter.note(f"the {LOSSLESS} version holds {EXPERT_DTYPES[stream.expert_dtype]}")

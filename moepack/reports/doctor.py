@@ -7,11 +7,11 @@ import platform
 import shutil
 import tempfile
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from moepack.quantize import methods
+from moepack.quantize.methods import installed
 
 _LIBRARIES = {
     "torch": "2.11", "transformers": "5.17", "safetensors": "0.6", "huggingface-hub": "1.30",
@@ -33,13 +33,17 @@ def doctor(directory: Path | None = None) -> dict[str, Any]:
 
     problems: list[str] = []
     builds = quantisers()
-    libraries = {name: _installed(name) for name in _LIBRARIES}
+    libraries = {name: installed(name) for name in _LIBRARIES}
+    devices = _devices()
     for name, version in libraries.items():
         least = _LIBRARIES[name]
         if version is None and name not in _OPTIONAL:
             problems.append(f"{name} is not installed: pip install moepack")
         elif version is not None and _parts(version) < _parts(least):
             problems.append(f"{name} {version} is older than {least}: pip install -U {name}")
+    if devices and (why := triton_fails()) is not None:
+        remedy = f"pip install 'triton>={_LIBRARIES['triton']}', and install gcc"
+        problems.append(f"Triton, which runs experts on a GPU, does not run here ({why}): {remedy}")
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -50,7 +54,7 @@ def doctor(directory: Path | None = None) -> dict[str, Any]:
         "kernel_limits": backends.source(),
         "memory_bytes": psutil.virtual_memory().total,
         "memory_free_bytes": psutil.virtual_memory().available,
-        "devices": _devices(),
+        "devices": devices,
         "host_memory": host_memory(),
         "codec": _codec(),
         "disk": disk_rates(directory or Path(tempfile.gettempdir())),
@@ -61,28 +65,21 @@ def doctor(directory: Path | None = None) -> dict[str, Any]:
 def quantisers() -> dict[str, str]:
     """Map each quantisation method to READY, or to what a build by that method lacks here.
 
-    A build reads text through `datasets`, even from files. A method may need a library of its own, and the libraries of
-    its fallbacks, the methods tried as well on experts with few tokens: moepack's own `gptq` needs hqq for these alone.
+    A build reads data sets and .parquet files through `datasets`. A method may need a library of its own, and the
+    libraries of its fallbacks, the methods tried as well on experts with few tokens: moepack's own `gptq` needs hqq for
+    these alone.
     """
     out = {}
     for name in methods.named():
         entry = methods.get(name)
-        needs = [("datasets", " to read text")]
+        needs = [("datasets", " to read data sets")]
         needs += [(x.name, "") for x in (entry.library,) if x is not None]
         extra = entry.library.extra if entry.library is not None else "build"
         others = (methods.get(other).library for other in entry.fallbacks)
         needs += [(x.name, " for experts with few tokens") for x in others if x is not None]
-        lacks = [library + purpose for library, purpose in needs if not _installed(library)]
+        lacks = [library + purpose for library, purpose in needs if not installed(library)]
         out[name] = f"lacks {', '.join(lacks)}: pip install 'moepack[{extra}]'" if lacks else READY
     return out
-
-
-def _installed(name: str) -> str | None:
-    """Return a library's version, or None if it is not installed."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def kernels() -> list[dict[str, str]]:
@@ -105,6 +102,17 @@ def _cpu() -> dict[str, Any]:
     except OSError:
         return {"cores": cores, "isa": None, "isa_best": None}
     return {"cores": cores, "isa": native.LEVELS[native.level], "isa_best": native.levels()[-1]}
+
+
+def triton_fails() -> str | None:
+    """Return why Triton cannot launch kernels on this machine's GPU, or None if it can."""
+    try:
+        import triton
+
+        triton.runtime.driver.active.get_current_target()  # compiles a library of Triton's where none is kept
+    except Exception as error:  # of any kind: there is no Triton, no C compiler, or no driver
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None
 
 
 def _devices() -> list[dict[str, Any]]:

@@ -1,12 +1,19 @@
-"""Capture what a function asks of a GPU in a CUDA graph. The module is small, so that tests can replace it."""
+"""Capture what a function asks of a GPU in a CUDA graph, unless MOEPACK_CUDA_GRAPH=off forbids it.
+
+The module is small, so that tests can replace it.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
+from moepack.pack.errors import InputError
+
+VARIABLE = "MOEPACK_CUDA_GRAPH"
 MEMORY = 64 << 20  # bytes that the graphs of a model are held to take: cuBLAS's workspace, and a step's activations
 
 
@@ -15,6 +22,14 @@ class Graph(Protocol):
 
     def replay(self) -> None:
         """Issue the work on the current stream, with the addresses that it was captured with."""
+
+
+def wanted() -> bool:
+    """Whether passes may be captured. Raises InputError where the environment has another value than on or off."""
+    found = os.environ.get(VARIABLE, "on")
+    if found not in ("on", "off", ""):
+        raise InputError(f"{VARIABLE}={found}: it may be `on` or `off`")
+    return found != "off"
 
 
 def stream(device: torch.device) -> int:

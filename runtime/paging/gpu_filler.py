@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moepack.pack.errors import BundleError, InputError
+from moepack.pack.errors import BundleError
 from moepack.pack.spec import ExpertLayer, Version
 from moepack.runtime.devices.cuda import CudaDevice, StreamMark, find_parts
 from moepack.runtime.devices.torch_cuda import LOADS, TorchGpu
@@ -164,12 +164,8 @@ class GpuFiller(PageFiller):
     ) -> None:
         """Allocate the window, and each loader's buffers of `staging` bytes.
 
-        Other arguments are as in `CpuFiller`. Raises InputError when Triton is missing.
+        Other arguments are as in `CpuFiller`.
         """
-        try:
-            import triton  # noqa: F401
-        except ImportError:
-            raise InputError("experts are paged on a GPU by Triton's kernels, which is not installed") from None
         gpu: TorchGpu = device.gpu
         self.space = Arena(gpu, [layer for layer, _ in layers], version, size)
         self.gpu, self.device, self.version = gpu, device, version

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from moepack.pack.codec.exponent import TILE
-from moepack.pack.errors import BundleError, CodecError, InputError
+from moepack.pack.errors import BundleError, CodecError
 from moepack.pack.spec import Version
 from moepack.runtime.devices.cuda import CudaDevice, StreamMark
 from moepack.runtime.experts.handles import LayerExperts, Snapshot
 from moepack.runtime.experts.packed import CodedPart, GpuPackedExtent, parts_of
+from moepack.runtime.kernels import exponent_triton
 from moepack.runtime.planning.paging import InPlaceSize
 from moepack.runtime.policies.placements import Where
 
@@ -38,12 +39,7 @@ class PagesInPlace:
     """The slots of the experts of one layer, in which all layers take turns. Steps call it one at a time."""
 
     def __init__(self, device: CudaDevice, layers: Sequence[LayerExperts], version: Version, size: InPlaceSize) -> None:
-        """Allocate the slots. Raises InputError without Triton."""
-        try:
-            from moepack.runtime.kernels import exponent_triton
-        except ImportError:
-            raise InputError("experts are paged on a GPU by Triton's kernels, which is not installed") from None
-        self._kernels: Any = exponent_triton
+        """Allocate the slots."""
         self.counts, self.filler = PagingCounts(), self
         self._device, self._version, self._layers = device, version, tuple(x.of for x in layers)
         self._bytes = device.gpu.block(size.bytes)
@@ -117,7 +113,7 @@ class PagesInPlace:
 
     def decode(self, position: int, snapshot: Snapshot, experts: Tensor | None, counts: Tensor) -> None:
         """Decode the paged ones of some experts that have slots, on the current stream (`decode_chosen`)."""
-        self._kernels.decode_chosen(self._of[position], experts, counts, snapshot.seconds)
+        exponent_triton.decode_chosen(self._of[position], experts, counts, snapshot.seconds)
 
     def _all_places(self) -> list[Any]:
         """Copy to the device where each expert's matrices are in its extent."""
@@ -131,7 +127,7 @@ class PagesInPlace:
             fields, words, tables = there.split([x.nbytes for x in made])
             most = max(-(-m.weights // TILE) for m in of.layer.matrices), int(made[1].max())
             out.append(
-                self._kernels.CodedLayer(
+                exponent_triton.CodedLayer(
                     fields.view(torch.int64).view(made[0].shape), tables.view(torch.uint16).view(made[2].shape),
                     words.view(torch.int64), self._stage, self._slots, self._status[position : position + 1], most,
                     any(m.bias for m in of.layer.matrices),
@@ -149,7 +145,7 @@ class PagesInPlace:
                 self._parts[position, e], of.forms[self._version.name], of.layer.matrices, strict=True
             ):
                 bias = (part.bias, form.bias, m.rows) if part.bias >= 0 else (0, 0, 0)
-                row, table = self._kernels.places_of(part.header, part.at, form.low, bias)
+                row, table = exponent_triton.places_of(part.header, part.at, form.low, bias)
                 fields.append(row)
                 tables.append(table)
                 end = max(end, part.at + part.size, bias[0] + 2 * bias[2])

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moepack.pack.errors import BundleError, InputError
+from moepack.pack.errors import BundleError
 from moepack.pack.reader import Bundle
 from moepack.runtime.devices import torch_cuda
 from moepack.runtime.devices.cpu import CpuDevice
@@ -34,7 +34,7 @@ from moepack.runtime.paging.paging import Paging
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.plan import Plan
 from moepack.runtime.policies.contract import Event, Key, LayerReached, Wanted
-from moepack.runtime.policies.placements import CODED, ON_HOST, PAGED, READ_THERE, Where
+from moepack.runtime.policies.placements import CODED, ON_HOST, PAGED, Where
 from moepack.runtime.policies.registry import Policy
 from moepack.runtime.step import NO_PROMPT, Prompt, Step, opened, step_of
 from moepack.runtime.store.files import BackingStore
@@ -82,11 +82,10 @@ class ResidencyManager:
 
         Raises:
             TooSmallError: if host memory does not hold every expert at its largest placement there.
-            InputError: for a device on which versions cannot change.
+            InputError: for a device on which versions cannot change, or a GPU that lacks Triton for them.
             BundleError: if the base version of an expert is damaged.
         """
-        if len(set(devices)) > 1 or devices[0].type not in ("cpu", "cuda"):
-            raise InputError(f"policy {policy}: versions change on one CPU or one CUDA device, not on {devices}")
+        opening.check_devices(plan, policy, bundle.manifest.versions, devices)
         self._on_gpu = torch_cuda.is_gpu(devices[0])
         self._can_shrink = not self._on_gpu or bool(plan.window)
         if plan.window and self._on_gpu and not plan.in_place:
@@ -149,9 +148,6 @@ class ResidencyManager:
             layer.of.tier = self.tier
             layer.of.makes_up_for_absent = options.makes_up_for_absent
             layer.no_gradients = CHANGING
-        pins = any(p.where in READ_THERE for p in plan.ladder)
-        if self._on_gpu and pins and self.layers[0].of.backend != "triton":
-            raise InputError(f"policy {self._named}: kernels of Triton read pinned memory, and it is not installed")
         self._epoch = 0
         self._tables = DeviceTables(plan.experts, devices[0], self.device.mark) if self._on_gpu else None
         pools = opening.make_pools(plan, self.device, self.tracker, self.host, self._can_shrink)

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import Version
 from moepack.runtime.devices import torch_cuda
 from moepack.runtime.devices.contract import Device, Memory
 from moepack.runtime.devices.cpu import READERS, CpuDevice
+from moepack.runtime.experts import backends
 from moepack.runtime.experts.handles import LayerExperts
+from moepack.runtime.kernels.forms import compiled
 from moepack.runtime.paging.address_space import CpuAddressSpace
 from moepack.runtime.paging.cpu_filler import CpuFiller
 from moepack.runtime.paging.filler import PageFiller
@@ -34,6 +37,8 @@ from .pools import Pool
 
 if TYPE_CHECKING:
     from moepack.runtime.paging.in_place import PagesInPlace
+
+LACKING = "it is not installed here (pip install triton)"
 
 
 def version_of(plan: Plan, placement: int) -> Version:
@@ -90,6 +95,25 @@ def open_device(
     if pinned := plan.on_host(*READ_THERE):
         host = max(0, (host_limits()["pinnable_bytes"] if host is None else host) - pinned)
     return open_cuda(store, served, device, largest, staging, buffers, on_event, host, bool(plan.window))
+
+
+def check_devices(plan: Plan, policy: object, versions: Sequence[Version], devices: Sequence[torch.device]) -> None:
+    """Raise InputError for layers' devices on which versions cannot change as planned.
+
+    There must be one device. Only Triton's kernels decode BF16 on a GPU, and read pinned memory.
+    """
+    if len(set(devices)) > 1 or devices[0].type not in ("cpu", "cuda"):
+        raise InputError(f"policy {policy}: versions change on one CPU or one CUDA device, not on {devices}")
+    if not torch_cuda.is_gpu(devices[0]):
+        return
+    kernels = backends.backend(devices[0]) == "triton"
+    on_device = [version_of(plan, v) for v, p in enumerate(plan.ladder) if p.where is Where.DEVICE]
+    decodes = bool(plan.window) or any(v.entropy_coded and v.plain for v in on_device)
+    if decodes and not kernels:
+        raise InputError(f"policy {policy}: kernels of Triton decode BF16 on a GPU: {LACKING}")
+    if any(p.where in READ_THERE for p in plan.ladder) and not (kernels and compiled(versions)):
+        why = "a version of this bundle has none" if kernels else LACKING
+        raise InputError(f"policy {policy}: kernels of Triton read pinned memory: {why}")
 
 
 def check_host(bundle: Bundle, plan: Plan, host_memory: int | None, on_gpu: bool) -> None:
@@ -161,7 +185,7 @@ def open_paging(
     Where the plan says so, open pages in place instead.
 
     Raises:
-        InputError: when the system has too few addresses, or a GPU lacks Triton.
+        InputError: when the system has too few addresses.
     """
     version = paged_version(plan.ladder)
     assert version is not None

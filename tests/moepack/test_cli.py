@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import tiny_models
+import torch
 from support import cli, edit_tensors, flip, refused
 
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
+from moepack.reports.doctor import triton_fails
 from moepack.runtime.planning.sizes import parse_size
 
 RECIPE = "quantize: {method: rtn, loss_tokens: 64}\ncalibration: {samples: 2, length: 64}\nversions: [bf16, w2]\n"
@@ -120,6 +122,13 @@ def test_doctor() -> None:
     assert facts["cpu"]["cores"] >= 1 and facts["disk"]["write_bytes_per_second"] > 0
     direct = facts["disk"]["direct_bytes_per_second"]
     assert list(direct) == ["1", "2", "4", "8"] and all(rate is None or rate > 1e6 for rate in direct.values())
+
+
+def test_doctor_asks_triton_itself() -> None:
+    """Triton is there, and yet no kernel starts: for want of a GPU here, and of a C compiler in a slim image."""
+    pytest.importorskip("triton")
+    why = triton_fails()
+    assert why is None if torch.cuda.is_available() else why and "active drivers" in why
 
 
 def test_sizes() -> None:

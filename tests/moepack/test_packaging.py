@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import release
+from lacking import ABSENT
 from support import ROOT, cli, ok, python
 
 from moepack.pack.spec import READABLE
@@ -87,7 +88,7 @@ def test_the_wheel_serves_without_what_builds_and_tests(unpacked: Path, bundle: 
     """Without the repository, the packages of the build extra, or a module that builds; and its recipes are there."""
     pytest.importorskip("uvicorn")
     pytest.importorskip("prometheus_client")
-    absent = ("gptqmodel", "hqq", "datasets", "matplotlib", "pytest", "openai", "ray", "scipy")
+    absent = (*ABSENT, "openai", "pytest")
     code = (
         "import sys\n"
         f"sys.modules.update(dict.fromkeys({absent}))\n"

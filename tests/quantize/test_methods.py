@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import ROOT, documented, python
+from support import ROOT, RTN, cli, documented, python, refused
 
-from moepack.pack.spec import Version
+from moepack.pack.errors import MissingExtraError
+from moepack.pack.spec import Version, lossy
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 from moepack.quantize import methods
@@ -90,7 +91,7 @@ def test_doctor_says_which_methods_lack_what(monkeypatch: pytest.MonkeyPatch) ->
     """By method: its own library, its fallbacks', and what reads text."""
     assert set(quantisers()) == set(methods.named()) and set(quantisers().values()) == {"ready"}
     absent = {"gptqmodel"}
-    monkeypatch.setattr("moepack.reports.doctor._installed", lambda name: name not in absent)
+    monkeypatch.setattr("moepack.reports.doctor.installed", lambda name: name not in absent)
     found = quantisers()
     assert found.pop("gptqmodel") == "lacks gptqmodel: pip install 'moepack[gptqmodel]'"
     assert set(found.values()) == {"ready"}
@@ -99,4 +100,22 @@ def test_doctor_says_which_methods_lack_what(monkeypatch: pytest.MonkeyPatch) ->
     assert found["gptq"] == "lacks hqq for experts with few tokens: pip install 'moepack[build]'"
     assert found["hqq"] == "lacks hqq: pip install 'moepack[build]'" and found["rtn"] == "ready"
     absent = {"datasets"}
-    assert all(value.startswith("lacks datasets to read text") for value in quantisers().values())
+    assert all(value.startswith("lacks datasets to read data sets") for value in quantisers().values())
+
+
+def test_a_missing_library_is_named_before_calibration(
+    monkeypatch: pytest.MonkeyPatch, short_model: Path, text: Path, tmp_path: Path
+) -> None:
+    """hqq may be asked for the first expert with few tokens, after hours of calibration; no one-bit version asks it."""
+    monkeypatch.setattr(methods, "installed", lambda name: None)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RTN.replace("rtn", "gptq"))
+    asked = ("build", short_model, "-o", tmp_path / "out", "--work", tmp_path / "work", "--recipe", recipe, "-q")
+    refused(cli(*asked, "--calibration", text), "hqq is not installed", "pip install 'moepack[build]'")
+    assert not (tmp_path / "work" / "calibrate").exists()
+    w1, w2, native = (Version.of(name, 32) for name in ("w1", "w2", "bf16"))
+    methods.check_libraries("gptq", [w1])
+    methods.check_libraries("rtn", [w1, w2])
+    for name, library in (("gptq", "hqq"), ("hqq", "hqq"), ("gptqmodel", "gptqmodel")):
+        with pytest.raises(MissingExtraError, match=f"^{library} "):
+            methods.check_libraries(name, lossy([native, w2]))

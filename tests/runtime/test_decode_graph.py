@@ -27,6 +27,7 @@ from moepack.pack.errors import InputError
 from moepack.runtime import attach, decode_graph
 from moepack.runtime.devices import graphs
 from moepack.runtime.experts import gpu as gpu_module
+from moepack.runtime.forward_wrapper import decode_graphs
 from moepack.runtime.kernels import attend_triton
 from moepack.runtime.policies.paged import Paged
 from moepack.server.batching import packed_cache, row_table
@@ -67,7 +68,7 @@ def bundles(demo_model: Path, text: Path, made_once: Any) -> Callable[[int], Pat
 def dense_kernels(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms, routers and projections by launches, which the stand-in leaves to torch."""
     monkeypatch.setenv(attach.KERNELS, "on")
-    monkeypatch.setenv(decode_graph.VARIABLE, "off")
+    monkeypatch.setenv(graphs.VARIABLE, "off")
 
 
 class Served:
@@ -180,7 +181,7 @@ def test_planted_violations_are_found(bundles: Any, gpu: StandIn, monkeypatch: p
 def test_replays_are_the_steps(bundles: Any, gpu: StandIn, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of the same pass without a graph, promotions between replays, counts included."""
     made: list[Any] = []
-    monkeypatch.setenv(decode_graph.VARIABLE, "on")
+    monkeypatch.setenv(graphs.VARIABLE, "on")
     monkeypatch.setattr(
         graphs, "capture", lambda run, device, beside: made.append(fake_graph.capture(run, device)) or made[-1]
     )
@@ -212,7 +213,7 @@ def test_a_graph_of_resident_experts_decodes_those_that_left(
 ) -> None:
     """Captured when nothing was to be decoded; a cache takes memory of some experts, and replays still find them."""
     made: list[Any] = []
-    monkeypatch.setenv(decode_graph.VARIABLE, "on")
+    monkeypatch.setenv(graphs.VARIABLE, "on")
     monkeypatch.setattr(
         graphs, "capture", lambda run, device, beside: made.append(fake_graph.capture(run, device)) or made[-1]
     )
@@ -244,7 +245,7 @@ def test_replays_of_the_servers_passes(bundles: Any, gpu: StandIn, monkeypatch: 
     monkeypatch.setattr(
         graphs, "capture", lambda run, device, beside: made.append(fake_graph.capture(run, device)) or made[-1]
     )
-    monkeypatch.setenv(decode_graph.VARIABLE, "on")
+    monkeypatch.setenv(graphs.VARIABLE, "on")
     monkeypatch.setattr(attend_triton, "PROGRAMS", 4)  # the interpreter runs one after another
     monkeypatch.setattr(packed_cache, "GRAIN", 8)
     served = Served(bundles(2), tokens=1024)
@@ -308,7 +309,7 @@ def test_graphs_go_with_their_caches_and_take_what_a_budget_holds_back(
     bundles: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each cache dies with its last user, so a budget has room for the next; a graph that takes more is not kept."""
-    monkeypatch.setenv(decode_graph.VARIABLE, "on")
+    monkeypatch.setenv(graphs.VARIABLE, "on")
     monkeypatch.setattr(decode_graph, "WARM", 0)
     monkeypatch.setattr(graphs, "capture", lambda run, device, beside: fake_graph.capture(run, device))
     served, made = Served(bundles(2), "static:w4"), []
@@ -330,7 +331,7 @@ def test_graphs_go_with_their_caches_and_take_what_a_budget_holds_back(
 
 def test_what_is_not_captured(bundles: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tokens, other caches, gradients, padding; a step that cannot be captured goes on as it is."""
-    monkeypatch.setenv(decode_graph.VARIABLE, "on")
+    monkeypatch.setenv(graphs.VARIABLE, "on")
     monkeypatch.setattr(decode_graph, "WARM", 0)
     tries: list[int] = []
 
@@ -351,6 +352,6 @@ def test_what_is_not_captured(bundles: Any, gpu: StandIn, monkeypatch: pytest.Mo
     assert len(tries) == 1 and want.isfinite().all()
     served.run(ids(4, 1), cache)
     assert len(tries) == 1, "it is not tried again"
-    monkeypatch.setenv(decode_graph.VARIABLE, "yes")
+    monkeypatch.setenv(graphs.VARIABLE, "yes")
     with pytest.raises(InputError, match="MOEPACK_CUDA_GRAPH=yes"):
-        decode_graph.asked(model.moepack.layers)
+        decode_graphs(model.moepack.layers)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
+import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -45,6 +48,16 @@ NEVER = {room: {"calibrate", "quantize", "recipes"} for room in FLOORS if room.s
 NEVER |= {"quantize": {r for r in FLOORS if r.startswith(("runtime", "recipes"))}}
 NEVER |= {"calibrate": NEVER["quantize"]}
 NEVER |= {room: {"calibrate", "quantize", "recipes"} for room in ("moepack.server", "moepack.engines")}
+# Packages that an installation may lack, and what may import them before a function runs: modules of theirs, which are
+# imported where such a function has seen that they are needed.
+SERVER = r"moepack\.server\.(about\.\w*metrics|about\.info|http\.\w+)"
+OPTIONAL = {
+    "triton": r"runtime\.(kernels\.\w+_triton|experts\.gpu|dense\.gpu_\w+|paging\.in_place|decode_graph)",
+    **dict.fromkeys(("h11", "prometheus_client", "starlette", "uvicorn"), SERVER),
+    "ray": r"moepack\.server\.routing",
+    "vllm": r"moepack\.engines\.vllm_\w+",
+    **dict.fromkeys(("datasets", "gptqmodel", "hqq", "llguidance", "lm_eval", "matplotlib"), "none"),
+}
 STANDARD_ONLY = ("pack.spec", "pack.errors")
 Imports = dict[str, set[str]]  # module -> modules of moepack, and other packages as ".name"
 
@@ -59,14 +72,14 @@ def sources(root: Path) -> dict[str, Path]:
     return found
 
 
-def imports(root: Path) -> Imports:
-    """What every module imports, wherever in it the import stands."""
+def imports(root: Path, eager: bool = False) -> Imports:
+    """What every module imports, wherever in it the import stands; or if `eager`, what its own import imports."""
     modules = sources(root)
     out: Imports = {}
     for name, path in modules.items():
         out[name] = set()
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        for target, names in _statements(ast.parse(path.read_text()), package):
+        for target, names in _statements(_nodes(_tree(path), eager), package):
             if not target.startswith("moepack"):
                 out[name].add("." + target.partition(".")[0])
                 continue
@@ -79,8 +92,22 @@ def imports(root: Path) -> Imports:
     return out
 
 
-def _statements(tree: ast.AST, package: str) -> Iterator[tuple[str, list[str]]]:
-    for node in ast.walk(tree):
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def _nodes(tree: ast.AST, eager: bool) -> Iterator[ast.AST]:
+    """Every node of a file; if `eager`, those alone that run when the file is imported."""
+    for node in ast.iter_child_nodes(tree):
+        for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if not (eager and (for_types or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))):
+            yield node
+            yield from _nodes(node, eager)
+
+
+def _statements(nodes: Iterator[ast.AST], package: str) -> Iterator[tuple[str, list[str]]]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((alias.name, []) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -126,6 +153,22 @@ def circle(found: Imports) -> list[str]:
     return []
 
 
+def bound(eager: Imports, package: str) -> set[str]:
+    """Modules that cannot be imported without a package: they import it, or a module or folder that does."""
+    out, more = set[str](), {f".{package}"}
+    while more:
+        out |= more
+        folders = {m for m in out if not m.startswith(".")}
+        more = {m for m, targets in eager.items() if any(t in out or _inside(t, folders) for t in targets)} - out
+    return out - {f".{package}"}
+
+
+def _inside(module: str, folders: set[str]) -> bool:
+    """Whether a module lies in one of these packages, whose `__init__` is imported before it."""
+    parts = module.split(".")
+    return any(".".join(parts[:n]) in folders for n in range(1, len(parts)))
+
+
 @pytest.fixture(scope="module")
 def found() -> Imports:
     return imports(ROOT)
@@ -141,6 +184,18 @@ def test_no_arrow_goes_upward(found: Imports) -> None:
 def test_no_circle_of_files(found: Imports) -> None:
     """The two that are meant: `moepack` hands its functions on, and imports them when they are asked for."""
     assert circle({m: t - {"moepack"} for m, t in found.items()}) == []
+
+
+def test_what_may_be_missing_is_imported_late(found: Imports) -> None:
+    """Planted once: `attach` asked `decode_graph` for a setting, and so no bundle was loaded without Triton."""
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    always = {re.split("[>=]", name)[0].replace("-", "_").replace("pyyaml", "yaml") for name in needed}
+    others = {t[1:] for targets in found.values() for t in targets if t.startswith(".")} - set(sys.stdlib_module_names)
+    assert others - always == set(OPTIONAL), "a package that no list has, or one that nothing imports"
+    eager = imports(ROOT, eager=True)
+    for package, may in OPTIONAL.items():
+        assert sorted(m for m in bound(eager, package) if not re.fullmatch(may, m)) == [], package
+    assert "runtime.decode_graph" in bound(eager, "triton") and "moepack.server.http.app" in bound(eager, "h11")
 
 
 @pytest.mark.parametrize("name", STANDARD_ONLY)
@@ -159,7 +214,10 @@ def test_the_rules_can_fail(tmp_path: Path) -> None:
         "runtime/planning/other.py": "from .plan import x\n",
         "quantize/grid.py": "",
         "pack/spec.py": "from moepack import calibrate\nimport torch\n",
-        "calibrate/__init__.py": "",
+        "calibrate/__init__.py": "import triton\n",
+        "calibrate/deep.py": "",
+        "quantize/late.py": "if TYPE_CHECKING:\n    import triton\ndef f():\n    import triton\n",
+        "moepack/pipeline/soon.py": "try:\n    from moepack.calibrate import deep\nexcept ImportError:\n    pass\n",
     }
     for name, text in texts.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -171,6 +229,7 @@ def test_the_rules_can_fail(tmp_path: Path) -> None:
         "runtime.store.a (runtime.store) imports runtime.residency.manager (runtime.residency)",
     ]
     assert set(circle(planted)) == {"runtime.planning.plan", "runtime.planning.other"}
+    assert bound(imports(tmp_path, eager=True), "triton") == {"calibrate", "pack.spec", "moepack.pipeline.soon"}
     assert planted["runtime.residency.manager"] == {"runtime.planning.plan"} and ".torch" in planted["pack.spec"]
 
 

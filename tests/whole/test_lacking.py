@@ -1,0 +1,61 @@
+"""moepack where packages are missing that only some of its users have."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import lacking
+import pytest
+import torch
+from support import HELPERS, ROOT, python, refused
+
+pytest.importorskip("prometheus_client")
+pytest.importorskip("uvicorn")
+
+EXTRAS = {"lm_eval": "eval", "ray": "ray", "replicas": "ray", "gptqmodel": "gptqmodel", "serve": "serve"}
+
+
+def found(where: Path, *given: Path, names: tuple[str, ...]) -> list[dict[str, Any]]:
+    out = python(HELPERS / "lacking.py", where, *given, *names)
+    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+
+
+@pytest.fixture
+def whole_core(short_model: Path, text: Path, bundle: Path, tmp_path: Path) -> dict[str, Any]:
+    """What the commands give with everything installed, on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return lacking.core(tmp_path, str(short_model), str(text), str(bundle))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_without_any(short_model: Path, text: Path, bundle: Path, tmp_path: Path, whole_core: dict[str, Any]) -> None:
+    """Where there is nothing but the runtime and the server, and torch is a wheel for CPUs, which brings no Triton: the
+    commands give the same, and those that need more end in a line that names the extra. No bundle was loaded there,
+    because `attach` imported Triton through the graphs of decode steps."""
+    (said,) = found(tmp_path / "all", short_model, text, bundle, names=("all",))
+    told = said.pop("refusals")
+    assert said == whole_core and said["serve"] in said["generate"] and len(said["made"]) > 3
+    code, out, _ = told.pop("doctor")
+    (problem,) = json.loads(out)["problems"]
+    assert code == 1 and "(ModuleNotFoundError: import of triton" in problem and "pip install 'triton>=" in problem
+    assert "llguidance, which is not installed on this server: pip install 'moepack[serve]'" in told.pop("schema")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for name, result in told.items():
+        extra = EXTRAS.get(name, "build")
+        refused(result, f"pip install 'moepack[{extra}]'")
+        brought = [re.split(r"[>=\[]", one)[0].replace("-", "_") for one in extras[extra]]
+        assert any(library in result[2].replace("-", "_") for library in brought), (name, result[2])
+
+
+def test_without_each(short_model: Path, text: Path, bundle: Path, tmp_path: Path, whole_core: dict[str, Any]) -> None:
+    """What is there may ask for what is not: PEFT for optimum, torchao for Triton."""
+    every = found(tmp_path / "each", short_model, text, bundle, names=lacking.ABSENT)
+    different = [name for name, said in zip(lacking.ABSENT, every, strict=True) if said != whole_core]
+    assert different == []

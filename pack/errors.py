@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 # Kinds of problems of a bundle; docs/reading.md explains each.
 Kind = Literal[
-    "alignment", "bits", "canonical", "codec", "count", "digest", "encoding", "file-type", "format",
+    "alignment", "bits", "canonical", "codec", "config", "count", "digest", "encoding", "file-type", "format",
     "format-version", "header", "json", "keys", "layers", "link", "missing", "number", "offsets", "order", "overflow",
     "padding", "path", "range", "read", "shape", "size", "tables", "text", "trailing", "truncated", "type",
     "unexpected", "value",

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from .encodings.base import BLOCKS, KNOWN, SCALE_BITS, Rotation, Version, encoding_of, lossless, lossy, version_names
 from .encodings.bf16 import EXPERT_DTYPES
-from .sections import BLOCK_ROWS, GROUPS, MAX_EXTENT, PAGE, SECTION, Matrix, Section, align
+from .sections import BLOCK_ROWS, GROUPS, MAX_EXTENT, MEMORY_PAGE, PAGE, SECTION, Matrix, Section, align
 
 __all__ = [
-    "BLOCKS", "BLOCK_ROWS", "EXPERT_DTYPES", "GROUPS", "KNOWN", "MAX_EXTENT", "PAGE", "SCALE_BITS", "SECTION", "Matrix",
-    "Rotation", "Section", "Version", "align", "encoding_of", "lossless", "lossy", "version_names",
+    "BLOCKS", "BLOCK_ROWS", "EXPERT_DTYPES", "GROUPS", "KNOWN", "MAX_EXTENT", "MEMORY_PAGE", "PAGE", "SCALE_BITS",
+    "SECTION", "Matrix", "Rotation", "Section", "Version", "align", "encoding_of", "lossless", "lossy", "version_names",
 ]  # fmt: skip
 
 FORMAT_NAME = "moepack"

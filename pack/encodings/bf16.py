@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import Kind
-from ..sections import PAGE, SECTION, Matrix
+from ..sections import MEMORY_PAGE, SECTION, Matrix
 from .base import Part, Version, codec
 
 if TYPE_CHECKING:
@@ -35,13 +35,13 @@ EXPERT_DTYPES = {
 class LosslessBf16(Version):
     """The checkpoint's weights as BF16 (FORMAT.md, "Lossless extents").
 
-    In memory each matrix begins on a page, so that runtime/paging can bind and free it alone.
+    In memory each matrix begins on a page of the machine's, so that runtime/paging can bind and free it alone.
     """
 
     holds = EXPERT_DTYPES
     entropy_coded = True
     plain = True
-    matrix_boundary = PAGE
+    matrix_boundary = MEMORY_PAGE
     extent_boundary = SECTION
 
     def parts(self, matrix: Matrix) -> Iterator[Part]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moepack.pack.codec.bits import Buffer
 from moepack.pack.errors import BundleError, CodecError
-from moepack.pack.spec import PAGE, ExpertLayer, Version, align
+from moepack.pack.spec import MEMORY_PAGE, ExpertLayer, Version, align
 from moepack.runtime.store.files import Stored
 
 from .contract import Memory
@@ -41,7 +41,7 @@ class CpuMemory(Memory):
     def __init__(self, size: int) -> None:
         # Private: shared anonymous pages keep their memory when they are given back.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._map = mmap.mmap(-1, max(align(size, PAGE), PAGE), flags=flags)
+        self._map = mmap.mmap(-1, align(max(size, 1), MEMORY_PAGE), flags=flags)
         super().__init__(torch.frombuffer(self._map, dtype=torch.uint8))
         self._first = -self.tensor.data_ptr() % HUGE  # where the first huge page begins
         self._taken = np.zeros(max(len(self.tensor) - self._first, 0) // HUGE, np.int64)  # bytes, by huge page
@@ -79,7 +79,9 @@ class CpuMemory(Memory):
                     self._late.discard(i)
 
     def give_back(self, start: int, size: int) -> None:
-        """Give whole pages back to the system."""
+        """Give pages back to the system. Raises ValueError for parts of pages, whose other bytes would be lost."""
+        if start % MEMORY_PAGE or size % MEMORY_PAGE:
+            raise ValueError(f"{size} bytes from {start} on are not whole pages of {MEMORY_PAGE} bytes")
         with self._lock:
             self._advise(getattr(mmap, "MADV_NOHUGEPAGE", None), self._change(start, size, -1))
             if error := madvise(self.tensor.data_ptr() + start, size, mmap.MADV_DONTNEED):

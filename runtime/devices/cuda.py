@@ -23,7 +23,7 @@ from moepack.pack.codec.bits import Buffer
 from moepack.pack.codec.exponent import HEADER, TILE
 from moepack.pack.codec.lossless import directory_size
 from moepack.pack.errors import BundleError, CodecError, InputError
-from moepack.pack.spec import PAGE, ExpertLayer, Version, align
+from moepack.pack.spec import MEMORY_PAGE, ExpertLayer, Version, align
 from moepack.runtime.experts.packed import CodedPart, GpuPackedExtent, parts_of
 from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.store.cudart import Cudart
@@ -96,8 +96,8 @@ class CudaDevice(Migration):
         back block by block. `pins` pins memory of experts that the host runs.
         """
         self.gpu = gpu = gpu or TorchGpu(device)
-        size = align(max(largest, PAGE), PAGE)
-        staging = align(largest if staging is None else staging, PAGE)
+        size = align(max(largest, 1), MEMORY_PAGE)
+        staging = align(largest if staging is None else staging, MEMORY_PAGE)
         self.pinned = host
         self._by_block = by_block
         self._memories: list[BlockMemory | ReadMemory] = []  # until `free`: kernels may read them
@@ -121,7 +121,7 @@ class CudaDevice(Migration):
         if self._by_block:
             self._memories.append(BlockMemory(size, self.gpu))
             return self._memories[-1]
-        return Memory(self.gpu.memory(max(align(size, PAGE), PAGE)))
+        return Memory(self.gpu.memory(align(max(size, 1), MEMORY_PAGE)))
 
     def host_memory(self, size: int) -> Memory:
         """Allocate host memory whose taken ranges are pinned; ordinary memory if `pins` was not given."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moepack.pack.errors import InputError
-from moepack.pack.spec import PAGE, Matrix, Version, align
+from moepack.pack.spec import MEMORY_PAGE, Matrix, Version, align
 from moepack.runtime.planning.paging import page_sizes, page_starts
 
 HUGE = 2 << 20  # bytes that a second-level page-table entry maps: blocks aligned to it move 512 system pages at a time
@@ -46,7 +46,7 @@ def lay_out(layers: Sequence[tuple[Sequence[Matrix], int]], version: Version) ->
     places, first = [], 0
     for matrices, experts in layers:
         size = version.resident_size(matrices)
-        stride = align(size, HUGE if size >= HUGE else PAGE)
+        stride = align(size, HUGE if size >= HUGE else MEMORY_PAGE)
         at, sizes = page_starts(matrices, version), page_sizes(matrices, version)
         places.append(Places(first, stride, at, sizes, size))
         first += stride * experts

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from moepack.pack.reader import Bundle
-from moepack.pack.spec import PAGE, ExpertLayer, Matrix, Version, align
+from moepack.pack.spec import MEMORY_PAGE, PAGE, ExpertLayer, Matrix, Version, align
 from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.policies.contract import Ladder
 from moepack.runtime.policies.placements import PAGED, Where
@@ -61,10 +61,10 @@ class InPlaceSize:
 
 def in_place_size(layers: Sequence[ExpertLayer], version: Version, largest: int) -> InPlaceSize:
     """Return the size for these layers, of which no extent has more than `largest` bytes."""
-    slot = align(max(version.resident_size(x.matrices) for x in layers), PAGE)
+    slot = align(max(version.resident_size(x.matrices) for x in layers), MEMORY_PAGE)
     a_matrix = 8 * 8 + 2 * 256  # numbers of 8 bytes and a table of 256 of 2
     places = sum(x.experts * (len(x.matrices) * a_matrix + 8) for x in layers)
-    return InPlaceSize(max(x.experts for x in layers), slot, align(largest, PAGE), align(places, PAGE))
+    return InPlaceSize(max(x.experts for x in layers), slot, align(largest, MEMORY_PAGE), align(places, MEMORY_PAGE))
 
 
 def by_matrix(version: Version) -> bool:
@@ -79,7 +79,7 @@ def page_starts(matrices: Sequence[Matrix], version: Version) -> tuple[int, ...]
 
 def page_sizes(matrices: Sequence[Matrix], version: Version) -> tuple[int, ...]:
     """Return the bytes of each page of an expert in whole system pages, on a CPU; a matrix counts with its bias."""
-    whole = align(version.resident_size(matrices), PAGE)
+    whole = align(version.resident_size(matrices), MEMORY_PAGE)
     return tuple(b - a for a, b in pairwise([*page_starts(matrices, version), whole]))
 
 
@@ -100,7 +100,7 @@ def window_size(layers: Sequence[ExpertLayer], version: Version, on_gpu: bool = 
     experts = [x.experts for x in layers]
     blocks = max(a + b for a, b in pairwise([experts[-1], *experts])) if len(experts) > 1 else experts[0]
     if on_gpu:
-        return WindowSize(blocks, (align(max(version.resident_size(x.matrices) for x in layers), PAGE),))
+        return WindowSize(blocks, (align(max(version.resident_size(x.matrices) for x in layers), MEMORY_PAGE),))
     rows = [page_sizes(x.matrices, version) for x in layers]
     return WindowSize(blocks, tuple(max(row[d] for row in rows) for d in range(len(rows[0]))))
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
-from moepack.pack.spec import PAGE, Version, align
+from moepack.pack.spec import MEMORY_PAGE, Version, align
 from moepack.runtime.allocation.knapsack import BudgetError, Table
 from moepack.runtime.allocation.ladder import Floats, Ints, Ladder, SharedByLoss
 from moepack.runtime.policies.contract import Interval, LiveOptions, LivePolicy, Setting, Sums, Versions, Wanted
@@ -287,7 +287,7 @@ def block_bytes(bundle: Bundle, position: int, placement: Placement, by_block: b
     if placement.where in CODED:
         size = _largest_extent(bundle, placement.version, position)
     else:
-        size = align(placement.version.resident_size(bundle.layers[position].matrices), PAGE)
+        size = align(placement.version.resident_size(bundle.layers[position].matrices), MEMORY_PAGE)
     return block_on_gpu(size) if by_block else size
 
 
@@ -345,7 +345,7 @@ def staging_bytes(bundle: Bundle, version: Version) -> int:
 
 def _largest_extent(bundle: Bundle, version: Version, position: int) -> int:
     file = bundle.layer_file(version.name, position)
-    return align(max(file.extent_size(e) for e in range(file.layer.extents)), PAGE)
+    return align(max(file.extent_size(e) for e in range(file.layer.extents)), MEMORY_PAGE)
 
 
 def unchanging(bundle: Bundle, policy: Policy, fixed: Fixed, device_memory: int | None) -> tuple[Versions, int]:

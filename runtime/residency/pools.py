@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moepack.pack.spec import PAGE, align
+from moepack.pack.spec import MEMORY_PAGE, align
 from moepack.runtime.devices.contract import Memory
 from moepack.runtime.planning.budget import BudgetTracker
 
@@ -50,7 +50,7 @@ class Pool:
         Raises:
             ValueError: when the memory is too small, or cannot be given back in parts and does not fit the budget.
         """
-        self.name, self.block_bytes, self.blocks = name, align(block_bytes, PAGE), blocks
+        self.name, self.block_bytes, self.blocks = name, align(block_bytes, MEMORY_PAGE), blocks
         self.budget_bytes = 0 if on_host else self.block_bytes  # bytes of the device's budget that a block takes
         self.returnable = memory.returnable  # whether free blocks can be given back
         if len(memory.tensor) < self.block_bytes * blocks:

@@ -63,7 +63,7 @@ def is_cached(file: int, at: int, size: int) -> bool:
     """Return whether the page cache holds all of these bytes; False where the system does not say."""
     asked, found = (ctypes.c_uint64 * 2)(at, size), (ctypes.c_uint64 * 5)()
     failed = _libc.syscall(_CACHESTAT, file, asked, found, 0)
-    return not failed and found[0] * PAGE >= size
+    return not failed and found[0] * mmap.PAGESIZE >= size
 
 
 def direct_rate(file: int, in_flight: int, request: int = 4 << 20) -> float | None:

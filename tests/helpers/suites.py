@@ -31,6 +31,7 @@ FULL: dict[str, str] = {
     "quantize/test_quantize.py::test_importing_gptqmodel_leaves_the_environment": "importing gptqmodel: 8 s",
     "benchmarks/test_gpu.py::test_kernels_compiled_anew": "kernels are compiled; the committed table is read",
     "benchmarks/test_gpu.py::test_the_gpu_half": "interpreted kernels; kernels/test_affine_triton checks the numbers",
+    "whole/test_lacking.py::test_without_each": "fourteen packages one at a time; test_without_any hides all",
     # Processes of our own, killed or measured
     "moepack/pipeline/test_bound.py::test_activations_in_a_file": "measures a process; the other tests",
     "runtime/test_process_limit.py::test_a_process_keeps_its_limit": "a process in a cage",

@@ -63,7 +63,7 @@ class Ledger:
     left_out: dict[str, str] = field(default_factory=dict)  # weight -> the reason
 
     def fates(self, checkpoint: Checkpoint) -> dict[str, Fate]:
-        """The fate of every tensor of the checkpoint's files: those of an encoded weight share its fate."""
+        """The fate of every tensor of the files, scales of activations beside an encoded weight by themselves."""
         by_weight = {key: Fate("stored", target) for target, keys in self.targets.items() for key in keys}
         by_weight |= {key: Fate("tied", target) for key, target in self.ties.items()}
         by_weight |= {key: Fate("left out", why) for key, why in self.left_out.items()}
@@ -71,6 +71,9 @@ class Ledger:
         for weight, fate in by_weight.items():
             encoded = checkpoint.encoded.get(weight)
             out |= dict.fromkeys((weight,) if encoded is None else encoded.names, fate)
+            for name in () if encoded is None else encoded.leftovers:
+                if (why := _rule(name)) is not None:
+                    out[name] = Fate("left out", why)
         return out
 
 
@@ -148,7 +151,8 @@ def _routes(
 
 def _natural(key: str) -> list[tuple[int, int, str]]:
     """The order in which transformers takes weights: numbers by their value."""
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in key.split(".")]
+    parts = ((part.isdecimal(), part) for part in key.split("."))
+    return [(0, len(part.lstrip("0")), part) if number else (1, 0, part) for number, part in parts]
 
 
 def _is_past_the_last(model: Any, target: str, key: str) -> bool:
@@ -227,17 +231,17 @@ class _Shapes:
 
     def _check_numbers(self, target: str, patterns: Mapping[str, Sequence[str]]) -> None:
         """Refuse a gap among weights that differ by one number, as experts do: transformers would close it up."""
-        split = {key: re.split(r"(?<=\.)(\d+)(?=\.)", key) for keys in patterns.values() for key in keys}
+        most = max(len(keys) for keys in patterns.values())
         for keys in patterns.values():
-            rows = [split[key] for key in keys]
+            rows = [re.split(r"(?<=\.)(\d+)(?=\.)", key) for key in keys]
             varying = [i for i, column in enumerate(zip(*rows, strict=False)) if len(set(column)) > 1]
             if len({len(row) for row in rows}) != 1 or len(varying) != 1 or not varying[0] % 2:
                 continue
             (at,) = varying
-            most = max(len(keys) for keys in patterns.values())
-            numbers = {int(row[at]) for row in rows}
-            if lost := sorted(set(range(max(most, 1 + max(numbers)))) - numbers):
-                name = "".join([*rows[0][:at], str(lost[0]), *rows[0][at + 1 :]])
+            numbers = {row[at] for row in rows}
+            lost = next((i for i in range(max(most, len(numbers))) if str(i) not in numbers), None)
+            if lost is not None:
+                name = "".join([*rows[0][:at], str(lost), *rows[0][at + 1 :]])
                 raise InputError(f"{self._checkpoint.name}: {name} is missing, and {keys[-1]} is there, of {target}")
 
 
@@ -284,14 +288,17 @@ def _reasons(
     """The reasons for which a weight without a place may be left out."""
     if key in multi_token:
         yield MTP
-    for why, pattern in RULES:
-        if re.search(pattern, key):
-            yield why
+    if (why := _rule(key)) is not None:
+        yield why
     if any(re.search(pattern, name) for pattern in ignored for name in (key, target)):
         yield IGNORED
     # Packers of GPTQ write one for every matrix.
     if key.endswith(".bias") and f"{key.removesuffix('bias')}weight" in used and checkpoint.is_zero(key):
         yield ZERO
+
+
+def _rule(tensor: str) -> str | None:
+    return next((why for why, pattern in RULES if re.search(pattern, tensor)), None)
 
 
 def _no_place(key: str, decoder_layers: int) -> str:

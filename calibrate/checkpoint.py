@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -112,24 +113,20 @@ class Checkpoint:
         (other,) = others
         if (self.dtype(weight), self.shape(weight)) != (self.dtype(other), self.shape(other)):
             return False
-        first, second = self._stored(weight), self._stored(other)
-        return all(np.array_equal(first[i : i + PIECE], second[i : i + PIECE]) for i in range(0, len(first), PIECE))
+        return _same_bytes(self._stored(weight), self._stored(other))
 
     def is_zero(self, weight: str) -> bool:
         """Whether a weight that is not encoded has no bit set; without the files it is taken to have none."""
-        return not self.here or (weight not in self.encoded and not self._stored(weight).any())
+        return not self.here or (weight not in self.encoded and not self._stored(weight).read().any())
 
     def untied(self) -> Checkpoint:
         """The same tensors under a configuration that ties no embeddings."""
         return replace(self, config=_model_config(type(self.config).from_dict(untied(read_config(self.path)))))
 
-    def _stored(self, tensor: str) -> Buffer:
-        """The bytes of a tensor, mapped."""
-        entry = self._entry(tensor)
-        size = entry.end - entry.begin
-        if not size:  # nothing can be mapped
-            return np.empty(0, np.uint8)
-        return np.memmap(self.path / self.file_of[tensor], np.uint8, "r", entry.begin, (size,))
+    def _stored(self, tensor: str) -> _Stored:
+        path, entry = self.path / self.file_of[tensor], self._entry(tensor)
+        state = path.stat()
+        return _Stored(path, entry.begin, entry.end, state.st_size, state.st_mtime_ns)
 
     def _entry(self, tensor: str) -> TensorEntry:
         return self.headers[self.file_of[tensor]].tensors[tensor]
@@ -138,6 +135,29 @@ class Checkpoint:
     def bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(t.end - t.begin for h in self.headers.values() for t in h.tensors.values())
+
+
+class _Stored(NamedTuple):
+    """The bytes of a tensor in a file of this size and time."""
+
+    path: Path
+    begin: int
+    end: int
+    size: int
+    time: int
+
+    def read(self) -> Buffer:
+        """Map them."""
+        size = self.end - self.begin
+        if not size:  # nothing can be mapped
+            return np.empty(0, np.uint8)
+        return np.memmap(self.path, np.uint8, "r", self.begin, (size,))
+
+
+@functools.lru_cache(maxsize=16)  # a build opens its checkpoint several times
+def _same_bytes(one: _Stored, other: _Stored) -> bool:
+    first, second = one.read(), other.read()
+    return all(np.array_equal(first[i : i + PIECE], second[i : i + PIECE]) for i in range(0, len(first), PIECE))
 
 
 def open_checkpoint(name: str | Path, revision: str | None = None) -> Checkpoint:

@@ -12,7 +12,7 @@ from typing import Any
 
 CHOICES = ("drop", "keep")  # a recipe's `mtp`
 _OWN = r"(?:^|\.)mtp(?:_[a-z0-9_]+)?\."
-_NAME = re.compile(rf"{_OWN}|(?:^|\.)layers\.(\d+)\.")
+_NAME = re.compile(_OWN + r"|(?:^|\.)layers\.(\d{1,9})\.")
 # What an MTP layer has beside a decoder layer: what joins the embedding and the hidden state, and their norms.
 _BESIDE = re.compile(r"\.(eh_proj|e_proj|h_proj|enorm|hnorm|shared_head)\.")
 _ANNOUNCED = re.compile(r"nextn.*layers|mtp.*(layers|modules)|num_mtp")

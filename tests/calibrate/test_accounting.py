@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import moepack
+from moepack.calibrate import checkpoint
 from moepack.calibrate.accounting import IGNORED, MTP, RULES, ZERO, Fate
 from moepack.calibrate.checkpoint import described, make_config, open_checkpoint, read_config
 from moepack.calibrate.stream import StreamedModel
@@ -139,6 +140,15 @@ def test_refused_by_name(case: str, short_model: Path, tmp_path: Path) -> None:
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("digits", [8, 12, 5000])
+def test_numbers_that_no_model_has(digits: int, short_model: Path, tmp_path: Path) -> None:
+    """Nothing is counted up to them."""
+    path = planted(short_model, tmp_path / "planted", lambda t: None)
+    edit_tensors(path, lambda t: t.update({expert(9).replace(".9.", f".{'9' * digits}."): t.pop(expert(9))}))
+    with pytest.raises(InputError, match=r"experts\.9+\."):
+        account(path)
+
+
 def test_a_head_that_is_not_tied_and_not_there(short_model: Path, tmp_path: Path) -> None:
     path = planted(short_model, tmp_path / "planted", lambda t: None, UNTIED)
     with pytest.raises(InputError, match=f"nothing for {HEAD}"):
@@ -232,6 +242,8 @@ def test_tensors_of_released_formats(demo_model: Path, tmp_path: Path) -> None:
     released(tmp_path / "plain", path, "fp8 blocks")
     fates = account(path)
     assert fates[f"{expert(3)}_scale_inv"] == fates[expert(3)] == Fate("stored", f"{EXPERTS}.down_proj")
+    edit_tensors(path, lambda t: t.update({f"{EXPERTS}.3.down_proj.input_scale": torch.ones(1)}))
+    assert account(path)[f"{EXPERTS}.3.down_proj.input_scale"] == Fate("left out", SCALE)
     edit_tensors(path, lambda t: t.pop(f"{expert(3)}_scale_inv"))
     with pytest.raises(InputError, match=rf"experts\.3\.down_proj\.weight has no .*{expert(3)}_scale_inv"):
         account(path)
@@ -331,13 +343,23 @@ def test_exports_have_a_head_of_its_own(demo_model: Path, text: Path, tmp_path: 
     assert torch.equal(torch.from_numpy(made.tensor("output.weight")), head.float())
 
 
-def test_a_copy_of_the_table_in_another_file_is_exported_again(short_model: Path, text: Path, tmp_path: Path) -> None:
-    """An export knows names and shapes alone: it must not look for the checkpoint's files in the bundle."""
+def test_a_copy_of_the_table_in_another_file(
+    short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build reads it once, and the table. An export must not look for the checkpoint's files in the bundle."""
+    read: list[int] = []
+    plain = checkpoint._Stored.read
+
+    def counted(self: checkpoint._Stored) -> object:
+        read.append(self.end - self.begin)
+        return plain(self)
+
+    monkeypatch.setattr(checkpoint._Stored, "read", counted)
     path = Path(shutil.copytree(short_model, tmp_path / "checkpoint"))
     whole = load_file(path / "model.safetensors")
     in_two_files(whole | {HEAD: whole[TABLE].clone()}, path, {HEAD: 1})
     build(path, tmp_path / "bundle", parse_recipe(f"versions: [bf16, w2]\n{RTN}", "test"), [text])
-    assert verify(tmp_path / "bundle", path) == []
+    assert read == [whole[TABLE].nbytes] * 2 and verify(tmp_path / "bundle", path) == []
     export(tmp_path / "bundle", tmp_path / "again")
     assert torch.equal(load_file(tmp_path / "again" / "model-2.safetensors")[HEAD], whole[TABLE])
 

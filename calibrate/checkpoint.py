@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from moepack.pack.codec.bits import Buffer
 from moepack.pack.config_counts import check_counts
 from moepack.pack.errors import BundleError, InputError, in_a_line
 from moepack.pack.hub_name import on_hub
@@ -33,6 +35,7 @@ COMPANIONS = (
 )  # fmt: skip
 _WANTED = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.py", "README.md", *COMPANIONS]
 WITHOUT = "moepack build --dry-run needs config.json alone"
+ADAPTER = "adapter_config.json"
 PIECE = 1 << 26  # bytes of two tensors that are compared at a time
 # Files that may name classes of a model's own code.
 _NAMES_CODE = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
@@ -66,6 +69,7 @@ class Checkpoint:
     headers: Mapping[str, Header]  # file name -> checked safetensors header
     file_of: Mapping[str, str]  # tensor name -> file name
     encoded: Mapping[str, Encoded] = field(default_factory=dict)  # the weights stored as codes and scales, by name
+    here: bool = True  # whether its files can be read; without, only headers are known
 
     @property
     def weights(self) -> list[str]:
@@ -98,15 +102,31 @@ class Checkpoint:
         return 2 * math.prod(self.encoded[weight].shape)
 
     def same(self, weight: str, others: Sequence[str]) -> bool:
-        """Whether a weight has the bits of the only one of `others`; reads both, and never decodes."""
+        """Whether a weight has the bits of the only one of `others`; reads both, and never decodes.
+
+        Without the files, config.json is believed: the two are the same.
+        """
+        if not self.here:
+            return True
         if len(others) != 1 or weight in self.encoded or others[0] in self.encoded:
             return False
         (other,) = others
         if (self.dtype(weight), self.shape(weight)) != (self.dtype(other), self.shape(other)):
             return False
-        at = ((self.path / self.file_of[name], self._entry(name)) for name in (weight, other))
-        first, second = (np.memmap(file, np.uint8, "r", entry.begin, (entry.end - entry.begin,)) for file, entry in at)
-        return all(np.array_equal(first[i : i + PIECE], second[i : i + PIECE]) for i in range(0, len(first), PIECE))
+        return _same_bytes(self._stored(weight), self._stored(other))
+
+    def is_zero(self, weight: str) -> bool:
+        """Whether a weight that is not encoded has no bit set; without the files it is taken to have none."""
+        return not self.here or (weight not in self.encoded and not self._stored(weight).read().any())
+
+    def untied(self) -> Checkpoint:
+        """The same tensors under a configuration that ties no embeddings."""
+        return replace(self, config=_model_config(type(self.config).from_dict(untied(read_config(self.path)))))
+
+    def _stored(self, tensor: str) -> _Stored:
+        path, entry = self.path / self.file_of[tensor], self._entry(tensor)
+        state = path.stat()
+        return _Stored(path, entry.begin, entry.end, state.st_size, state.st_mtime_ns)
 
     def _entry(self, tensor: str) -> TensorEntry:
         return self.headers[self.file_of[tensor]].tensors[tensor]
@@ -115,6 +135,29 @@ class Checkpoint:
     def bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(t.end - t.begin for h in self.headers.values() for t in h.tensors.values())
+
+
+class _Stored(NamedTuple):
+    """The bytes of a tensor in a file of this size and time."""
+
+    path: Path
+    begin: int
+    end: int
+    size: int
+    time: int
+
+    def read(self) -> Buffer:
+        """Map them."""
+        size = self.end - self.begin
+        if not size:  # nothing can be mapped
+            return np.empty(0, np.uint8)
+        return np.memmap(self.path, np.uint8, "r", self.begin, (size,))
+
+
+@functools.lru_cache(maxsize=16)  # a build opens its checkpoint several times
+def _same_bytes(one: _Stored, other: _Stored) -> bool:
+    first, second = one.read(), other.read()
+    return all(np.array_equal(first[i : i + PIECE], second[i : i + PIECE]) for i in range(0, len(first), PIECE))
 
 
 def open_checkpoint(name: str | Path, revision: str | None = None) -> Checkpoint:
@@ -132,7 +175,6 @@ def open_checkpoint(name: str | Path, revision: str | None = None) -> Checkpoint
     config = make_config(path, document)
     files = _files(path)
     headers: dict[str, Header] = {}
-    found: dict[str, str] = {}  # tensor -> file
     for file, expected in files.items():
         try:
             headers[file] = read_header(path / file)
@@ -144,18 +186,25 @@ def open_checkpoint(name: str | Path, revision: str | None = None) -> Checkpoint
         lost = sorted(expected - set(headers[file].tensors))
         if lost:
             raise InputError(f"{path / file}: lacks tensor {lost[0]}, which {DENSE_INDEX} places there")
-        for tensor in headers[file].tensors:
-            if tensor in found:
-                raise InputError(f"{path}: {tensor} is in {found[tensor]} and in {file}: take one of them out")
-            found[tensor] = file
     return described(path, str(name), config, scheme, headers)
 
 
-def described(path: Path, name: str, config: Any, scheme: Scheme | None, headers: Mapping[str, Header]) -> Checkpoint:
-    """The checkpoint with these headers of its files, by file name. Raises InputError as `find_encoded` does."""
-    file_of = {tensor: file for file, header in headers.items() for tensor in header.tensors}
+def described(
+    path: Path, name: str, config: Any, scheme: Scheme | None, headers: Mapping[str, Header], here: bool = True
+) -> Checkpoint:
+    """The checkpoint with these headers of its files, by file name; `here`: the files are in `path`.
+
+    Raises InputError for a tensor in two files, and as `find_encoded` does.
+    """
+    file_of: dict[str, str] = {}
+    for file, header in headers.items():
+        for tensor in header.tensors:
+            if tensor in file_of:
+                raise InputError(f"{path}: {tensor} is in {file_of[tensor]} and in {file}: take one of them out")
+            file_of[tensor] = file
     tensors = {n: t for h in headers.values() for n, t in h.tensors.items()}
-    return Checkpoint(path, name.rstrip("/"), config, headers, file_of, find_encoded(path, scheme, tensors))
+    encoded = find_encoded(path, scheme, tensors)
+    return Checkpoint(path, name.rstrip("/"), config, headers, file_of, encoded, here)
 
 
 def download(name: str, revision: str | None, patterns: Sequence[str] = _WANTED) -> Path:
@@ -204,10 +253,23 @@ def make_config(path: Path, document: Mapping[str, Any]) -> Any:
             message = f"model_type {document['model_type']!r} is unknown to this transformers: upgrade transformers"
             raise InputError(f"{file}: {message}") from None
         raise InputError(f"{file}: {in_a_line(error)}") from None
+    return _model_config(config)
+
+
+def _model_config(config: Any) -> Any:
+    """A transformers configuration without quantisation."""
     for owner in (config, config.get_text_config()):
         if hasattr(owner, "quantization_config"):
             del owner.quantization_config
     return config
+
+
+def untied(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The document of a config.json, changed so that transformers ties no embeddings, of a part either."""
+    out = {name: untied(part) if isinstance(part, dict) else part for name, part in document.items()}
+    if "model_type" in out or "tie_word_embeddings" in out:
+        out["tie_word_embeddings"] = False
+    return out
 
 
 def _files(path: Path) -> dict[str, set[str]]:
@@ -217,6 +279,10 @@ def _files(path: Path) -> dict[str, set[str]]:
         raise InputError(
             f"{path}: has neither {DENSE} nor {DENSE_INDEX}: moepack reads safetensors checkpoints ({WITHOUT})"
         )
+    if (path / DENSE).exists() and files.keys() != {DENSE}:  # of which transformers would load the first alone
+        raise InputError(f"{path}: has {DENSE}, and {DENSE_INDEX} of other files: take out the one that is not meant")
+    if (path / ADAPTER).exists():  # which transformers would load on top
+        raise InputError(f"{path}: has {ADAPTER}: merge the adapter into the weights, or take it out")
     for file in sorted(files):
         if not (path / file).exists():
             again = f"download the checkpoint again ({WITHOUT})"

@@ -49,7 +49,7 @@ def open_outline(name: str | Path, revision: str | None = None) -> Outline | Non
         return _from_config(path, str(name))
     document = read_config(path)
     scheme = read_scheme(path, document)
-    checkpoint = described(path, str(name), make_config(path, document), scheme, headers)
+    checkpoint = described(path, str(name), make_config(path, document), scheme, headers, here=False)
     return Outline(checkpoint, None, checkpoint.bytes, "the headers of its files")
 
 
@@ -99,7 +99,7 @@ def _from_config(path: Path, name: str) -> Outline:
         if key not in tied:
             begin, end = end, end + tensor.nbytes
             tensors[key] = TensorEntry(names[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape), begin, end)
-    checkpoint = described(path, name, config, None, {DENSE: Header(0, tensors, {})})
+    checkpoint = described(path, name, config, None, {DENSE: Header(0, tensors, {})}, here=False)
     size = _total_size(path)
     return Outline(checkpoint, native, size, f"config.json and {DENSE_INDEX}" if size else "config.json alone")
 

@@ -5,7 +5,6 @@ It reads headers and runs transformers' renaming rules. stream.py loads weights.
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -19,14 +18,13 @@ from moepack.families.layouts import conversions_of
 from moepack.pack.errors import CODE_ERRORS, InputError, in_a_line
 from moepack.pack.spec import Version
 
-from .accounting import MTP, left_out, one_source_each
+from .accounting import FLOATS, MTP, account
 from .checkpoint import Checkpoint, native_version, source_dtype
 from .experts import describe, is_experts_module, parameter_names
 
 # Bytes of experts or MTP layers that are read at once; reading takes up to three times these bytes.
 AT_ONCE = 1 << 29
 Parts = dict[str, range | None]  # checkpoint weight -> a range of its first axis; None is the whole weight
-_TORCH_DTYPE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 class Skeleton:
@@ -43,8 +41,10 @@ class Skeleton:
         self._make()
         if self._separate():
             self.untied = True
+            self.checkpoint = checkpoint.untied()
             self._make()
-            self._refuse_separate()
+        if separate := self._separate():
+            raise InputError(f"{checkpoint.name}: {separate[0]} is not the tensor to which its model ties it")
         self._materialise_buffers()
 
     def _make(self) -> None:
@@ -52,10 +52,6 @@ class Skeleton:
         from moepack.families.model_class import model_of
 
         name, config = self.checkpoint.name, self.checkpoint.config
-        if self.untied:
-            config = copy.deepcopy(config)
-            for level in (config, config.get_text_config()):
-                level.tie_word_embeddings = False
         try:
             with torch.device("meta"):
                 self.model = model_of(config, dtype=torch.bfloat16)
@@ -83,13 +79,18 @@ class Skeleton:
     def _plan(self) -> None:
         """Find each checkpoint tensor's target, and give each meta parameter its dtype in the checkpoint."""
         state = self.model.state_dict()
-        tied = set(self.model.all_tied_weights_keys)
         plan = self.model._get_dtype_plan(torch.bfloat16)
         in_float32 = {name for name in state if any(re.search(pattern, name) for pattern in plan)}
         self._compute_dtype = {name: torch.float32 if name in in_float32 else torch.bfloat16 for name in state}
-        self._source_dtype = {name: tensor.dtype for name, tensor in state.items()}
-        self.left_out: dict[str, str] = {}  # tensors of the checkpoint that nothing is made of -> the reason
-        several = self._find_sources(state, tied)
+        self.ledger = account(self.checkpoint, self.model, self._mapping(), len(self.layers))
+        self._targets = self.ledger.targets
+        self._source_dtype = {name: tensor.dtype for name, tensor in state.items()} | self.ledger.dtypes
+        self._sources: dict[int | None, list[str]] = {}  # part -> the checkpoint's weights
+        for target, keys in self._targets.items():
+            self._sources.setdefault(self.layer_of(target), []).extend(keys)
+        # Names of the checkpoint's weights for multi-token prediction, and of others that the model lacks.
+        self.mtp = [key for key, why in self.ledger.left_out.items() if why == MTP]
+        self.unused = sorted(self.ledger.left_out.keys() - set(self.mtp))
         self._merged = {target for target, keys in self._targets.items() if len(keys) > 1}
         expert_sources: list[str] = []
         for name in self._experts.values():
@@ -99,86 +100,18 @@ class Skeleton:
             raise InputError(f"{self.checkpoint.name}: no tensor of the checkpoint belongs to an expert")
         self.expert_dtype = source_dtype(self.checkpoint, expert_sources)  # in the checkpoint, one of EXPERT_DTYPES
         self._native_sources = expert_sources
-        for target, keys in self._targets.items():
-            dtype = _TORCH_DTYPE.get(self.checkpoint.dtype(keys[0]))
-            if dtype is not None and state[target].is_floating_point():
-                self._source_dtype[target] = dtype
-                set_tensor(self.model, target, torch.empty_like(state[target], dtype=dtype))
+        for name, dtype in self.ledger.dtypes.items():
+            set_tensor(self.model, name, torch.empty_like(state[name], dtype=dtype))
         self._bytes: dict[int | None, dict[str, int]] = {}  # by part and name, in the checkpoint's dtypes
         for name, tensor in state.items():
-            if name not in tied:
+            if name not in self.model.all_tied_weights_keys:
                 size = tensor.numel() * self._source_dtype[name].itemsize
                 self._bytes.setdefault(self.layer_of(name), {})[name] = size
-        lost = sorted(set(state) - set(self._targets) - tied)
-        if lost and not several:
-            raise InputError(f"{self.checkpoint.name}: the checkpoint has nothing for {lost[0]}: it is not complete")
-
-    def _find_sources(self, state: dict[str, Any], tied: set[str]) -> bool:
-        """Fill `_sources` (part -> checkpoint weights) and `_targets` (parameter -> checkpoint weights).
-
-        Returns whether one of transformers' conversions makes several parameters from one weight.
-        Raises InputError for a tensor that is not accounted for (accounting.py).
-        """
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-        mapping = self._mapping()
-        renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
-        converters = [m for m in mapping if isinstance(m, WeightConverter)]
-        self._sources: dict[int | None, list[str]] = {}
-        self._targets: dict[str, list[str]] = {}
-        self._ties: dict[str, str] = {}  # tensor of the checkpoint -> the parameter that the model ties to another
-        self._turned: dict[str, str] = {}  # tensor of the checkpoint -> the parameter that it is, by another's name
-        self.converted: set[str] = set()  # parameters whose weights are more than renamed
-        unused: list[str] = []
-        converts: dict[str, bool] = {}
-        for key in self.checkpoint.weights:
-            target, pattern = rename_source_key(key, renamings, converters, self.model.base_model_prefix, state)
-            if target not in state and key in state:
-                target, pattern = rename_source_key(key, [], [], self.model.base_model_prefix, state)
-            if pattern is not None:
-                self.converted.add(target)
-            converts[key] = pattern is not None
-            if target not in state:
-                unused.append(key)
-            elif self._is_past_the_last(target, key):
-                self.left_out[key] = "of an expert that has no weights"
-            elif target in tied:
-                self._ties[key] = target
-            else:
-                self._targets.setdefault(target, []).append(key)
-        for key, target in list(self._ties.items()):
-            source = self.model.all_tied_weights_keys[target]
-            if source not in self._targets:  # transformers then ties the other way round
-                self._targets[source] = [key]
-                self._turned[key] = source
-                del self._ties[key]
-        one_source_each(self.checkpoint.name, self._targets, converts)
-        for target, keys in self._targets.items():
-            self._sources.setdefault(self.layer_of(target), []).extend(keys)
-        ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        used = [key for keys in self._targets.values() for key in keys]
-        self.left_out |= left_out(self.checkpoint.name, unused, used, len(self.layers), ignored)
-        # Names of the checkpoint's tensors for multi-token prediction, and of others that the model lacks.
-        self.mtp: list[str] = [key for key in unused if self.left_out[key] == MTP]
-        self.unused = sorted(set(self.left_out) - set(self.mtp))
-        return any(len(c.target_patterns) > 1 for c in converters)
 
     def _separate(self) -> list[str]:
-        """The tensors that the model ties to others, and the checkpoint has with other bits."""
-        ties = self.model.all_tied_weights_keys
-        return [k for k, target in self._ties.items() if not self.checkpoint.same(k, self._targets[ties[target]])]
-
-    def _refuse_separate(self) -> None:
-        """Raise InputError for a tensor that is tied although config.json would no longer tie the embeddings."""
-        for key in self._separate():
-            source = self.model.all_tied_weights_keys[self._ties[key]]
-            raise InputError(f"{self.checkpoint.name}: {key} is not {source}, to which its model ties it")
-
-    def _is_past_the_last(self, target: str, key: str) -> bool:
-        """Whether a tensor belongs to an expert without weights, for which some checkpoints have tensors."""
-        module = self.model.get_submodule(target.rpartition(".")[0])
-        numbers = re.findall(r"\.experts\.(\d+)\.", key) if getattr(module, "experts_without_weights", 0) else []
-        return bool(numbers) and int(numbers[-1]) >= module.num_experts
+        """The weights that the model ties to others, and the checkpoint has with other bits."""
+        ties, made = self.model.all_tied_weights_keys, self.ledger.targets
+        return [k for k, target in self.ledger.ties.items() if not self.checkpoint.same(k, made.get(ties[target], ()))]
 
     def _mapping(self) -> list[Any]:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -203,7 +136,7 @@ class Skeleton:
     @property
     def loaded_dtype(self) -> torch.dtype:
         """The dtype of experts after loading."""
-        return _TORCH_DTYPE.get(self.expert_dtype, torch.bfloat16)
+        return FLOATS.get(self.expert_dtype, torch.bfloat16)
 
     def experts_module(self, layer: int) -> Any:
         """The experts module of a decoder layer."""

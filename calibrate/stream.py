@@ -61,7 +61,9 @@ class StreamedModel(Skeleton):
         """Load weights of the checkpoint into the model; returns transformers' report."""
         with contextlib.ExitStack() as stack:
             reader = LazyWeights(self, stack)
-            return self._convert({self._turned.get(key, key): reader.weight(key, part) for key, part in parts.items()})
+            return self._convert(
+                {self.ledger.turned.get(key, key): reader.weight(key, part) for key, part in parts.items()}
+            )
 
     def check(self, weight: str, tensor: Tensor) -> None:
         """Raise NotFiniteError for a number of a weight that is NaN, or infinite in the dtype that serves it.

@@ -21,8 +21,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moepack.families.layouts import adapt
 from moepack.families.mtp import mtp_patterns
-from moepack.pack.errors import InputError
-from moepack.pack.manifest import LEFTOVERS
+from moepack.pack.errors import BundleError, InputError
+from moepack.pack.manifest import DENSE, LEFTOVERS
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import HINT, Version
 from moepack.runtime.dense.choice import choose_dense
@@ -131,6 +131,7 @@ class MoepackQuantizer(HfQuantizer):
         adapt(model)
         options = self._options = config.options(bool(bundle.manifest.dense))
         self._dense = choose_dense(options.dense, bundle, options.policy)
+        wanted = own_tensors(model, bundle)
         prepare(model, bundle, self._dense)
         for layer in bundle.layers:
             try:
@@ -147,6 +148,10 @@ class MoepackQuantizer(HfQuantizer):
             above = model.get_submodule(layer.module.rpartition(".")[0])
             for initialised in (module, *([] if above._non_persistent_buffers_set else [above])):
                 initialised._is_hf_initialized = True  # a block may fill its experts' parameters with numbers, too
+        # With a head of a task of its own, transformers fills that head with random numbers, to be trained.
+        lost = sorted(wanted - set(bundle.dense(check_digests=False)))
+        if lost and bundle.manifest.model["architecture"] in (kind.__name__ for kind in type(model).__mro__):
+            raise BundleError.single(str(bundle.path / DENSE), "missing", f"has no tensor {lost[0]} of its model")
         for module in model.modules():
             if hasattr(module, "config"):
                 module.config._experts_implementation_internal = IMPLEMENTATION
@@ -183,6 +188,13 @@ class MoepackQuantizer(HfQuantizer):
         if self._limit is not None:
             log.info("%s", self._limit)
         return model
+
+
+def own_tensors(model: Any, bundle: Bundle) -> set[str]:
+    """The names of a model's tensors, without those of experts, those with versions, and those tied to others."""
+    packed = {f"{layer.module}.{name}" for layer in bundle.layers for name in EXPERT_PARAMETERS}
+    packed |= {f"{matrix.module}.{name}" for matrix in bundle.manifest.dense for name in ("weight", "bias")}
+    return set(model.state_dict()) - set(model.all_tied_weights_keys) - packed
 
 
 def _bundle_of(model: Any, checkpoint_files: Any, options: LoadOptions) -> Bundle:

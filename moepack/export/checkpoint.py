@@ -122,7 +122,7 @@ def _stream(bundle: Bundle) -> tuple[StreamedModel, dict[str, Any]]:
     encoded = find_encoded(bundle.path, read_scheme(bundle.path, config), tensors)
     plain = AutoConfig.from_pretrained(bundle.path)
     del plain.quantization_config
-    stream = StreamedModel(Checkpoint(bundle.path, str(bundle.path), plain, headers, file_of, encoded))
+    stream = StreamedModel(Checkpoint(bundle.path, str(bundle.path), plain, headers, file_of, encoded, here=False))
     if tuple(stream.expert_layers.values()) != bundle.layers or stream.native != exact:
         raise InputError(f"{bundle.path / TENSORS}: does not describe the checkpoint of this bundle: damaged")
     return stream, config

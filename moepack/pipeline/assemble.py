@@ -274,17 +274,13 @@ def _losses(work: WorkDirectory, layer: int, stages: Mapping[Version, str]) -> P
     return path
 
 
-def _config(checkpoint: Path, untied: bool, writer: BundleWriter) -> None:
-    """Write the checkpoint's configuration; `untied`: its output projection is not tied, whatever it says."""
-    from moepack.calibrate.checkpoint import companions
+def _config(checkpoint: Path, separate: bool, writer: BundleWriter) -> None:
+    """Write the checkpoint's configuration; `separate`: its output projection is not tied, whatever it says."""
+    from moepack.calibrate.checkpoint import companions, untied
 
     config = json.loads((checkpoint / "config.json").read_text())
-    if untied:
-        levels = [config, *(level for level in config.values() if isinstance(level, dict))]
-        config["tie_word_embeddings"] = False
-        for level in levels:
-            if "tie_word_embeddings" in level:
-                level["tie_word_embeddings"] = False
+    if separate:
+        config = untied(config)
     config["quantization_config"] = {"quant_method": "moepack"}
     writer.path("config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     writer.add("config.json")

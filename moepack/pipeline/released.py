@@ -78,7 +78,7 @@ def as_it_is(stream: StreamedModel, name: str, bf16: bool = False) -> tuple[str,
     import torch
 
     checkpoint, keys = stream.checkpoint, stream.weights_of(name)
-    if len(keys) != 1 or keys[0] in checkpoint.encoded or name in stream.converted:
+    if len(keys) != 1 or keys[0] in checkpoint.encoded or name in stream.ledger.converted:
         return ()
     model, dtype = stream.model.get_parameter_or_buffer(name), DTYPES[checkpoint.dtype(keys[0])][1]
     wanted = torch.bfloat16 if bf16 else model.dtype
@@ -117,7 +117,7 @@ def announce(stream: StreamedModel, recipe: Recipe, dense: Iterable[DenseMatrix]
     carried = set(found.carried if found else ())
     if stream.unused:
         kept = "are kept for moepack export alone" if found else "are left out"
-        why = "; ".join(sorted({stream.left_out[name] for name in stream.unused}))
+        why = "; ".join(sorted({stream.ledger.left_out[name] for name in stream.unused}))
         reporter.note(f"{len(stream.unused)} tensors of the checkpoint have no place in the model ({why}), and {kept}")
     if stream.untied:
         reporter.note("config.json ties the output projection to the embeddings, and the checkpoint has another: kept")

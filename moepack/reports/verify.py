@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import BundleError, CodecError, InputError, Problem, printable
-from moepack.pack.manifest import LEFTOVERS
+from moepack.pack.manifest import CONFIG, LEFTOVERS
 from moepack.pack.reader import Bundle, open_bundle, unlisted
 from moepack.pack.reader import verify as verify_digests
 from moepack.pack.spec import Version, lossless
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from moepack.calibrate.stream import StreamedModel
     from moepack.pack.dense import DenseTensors
 
-# Entries of a configuration that do not change what its model computes.
-_BOOKKEEPING = {"_name_or_path", "architectures", "dtype", "quantization_config", "torch_dtype", "transformers_version"}
+# Entries of a configuration that do not change what its model computes, or that a build replaces.
+_BOOKKEEPING = {"_name_or_path", "quantization_config", "transformers_version"}
 _AT_ONCE = 1 << 30  # bytes of MTP tensors that are compared at a time
 
 
@@ -95,23 +95,23 @@ def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list
 def _compare_models(bundle: Bundle, stream: StreamedModel) -> list[Problem]:
     """Compare the model that the bundle's config.json makes with the checkpoint's: settings, tensors, ties."""
     import torch
-    from transformers import AutoConfig
 
+    from moepack.calibrate.checkpoint import read_config, untied
+    from moepack.runtime.planning.config import read_config as served_config
     from moepack.runtime.planning.skeleton import on_meta
 
-    where = str(bundle.path / "config.json")
-    config = AutoConfig.from_pretrained(bundle.path)
-    served, made = on_meta(config, torch.bfloat16), stream.model
-    problems = []
-    ours, theirs = (_settings(model.config.to_dict()) for model in (served, made))
-    for name in sorted(ours.keys() | theirs.keys()):
-        if ours.get(name) != theirs.get(name):
-            message = f"{name} is {ours.get(name)!r}, the checkpoint's {theirs.get(name)!r}"
-            problems.append(Problem(where, "config", message))
-    own, other = (set(m.state_dict()) - set(m.all_tied_weights_keys) for m in (served, made))
+    where, document = str(bundle.path / CONFIG), read_config(stream.checkpoint.path)
+    ours, theirs = _settings(read_config(bundle.path)), _settings(untied(document) if stream.untied else document)
+    problems = [
+        Problem(where, "value", f"{name} is {ours.get(name)!r}, the checkpoint's {theirs.get(name)!r}")
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name)
+    ]
+    served = on_meta(served_config(bundle.path, bundle.manifest), torch.bfloat16)
+    own, other = (set(m.state_dict()) - set(m.all_tied_weights_keys) for m in (served, stream.model))
     for name in sorted(own ^ other):
         of = "the checkpoint alone" if name in other else "the bundle alone"
-        problems.append(Problem(where, "config", f"{name} is a tensor of its own in {of}"))
+        problems.append(Problem(where, "unexpected", f"{name} is a tensor of its own in {of}"))
     return problems
 
 

@@ -24,7 +24,7 @@ def dense_read(dense: int, config: Any) -> int:
     """
     text = config.get_text_config()
     table = text.vocab_size * text.hidden_size * (config.dtype.itemsize if config.dtype is not None else 4)
-    return dense if getattr(text, "tie_word_embeddings", False) else max(0, dense - table)
+    return dense if getattr(config, "tie_word_embeddings", False) else max(0, dense - table)
 
 
 def experts_read(bundle: Bundle, version: Version, chosen: int) -> int:

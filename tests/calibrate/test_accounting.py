@@ -1,110 +1,264 @@
 """Every tensor of a checkpoint is served, equal to the one it is tied to, or left out by a rule; others are refused.
 
-The fault is silence: a bundle that lacks, or has twice, what its checkpoint holds.
+The fault is silence: a bundle that lacks, or has twice, what its checkpoint holds. Everything that can be said from
+headers is said before weights are read.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import tiny_models
 import torch
-from safetensors.torch import load_file, save_file
-from support import RTN
+from gguf_reading import Reading
+from hostile_edits import Victim
+from native_checkpoints import released
+from safetensors.torch import load_file, save, save_file
+from support import ROOT, RTN, edit_tensors
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import moepack
-from moepack.calibrate.checkpoint import open_checkpoint
+from moepack.calibrate import checkpoint
+from moepack.calibrate.accounting import IGNORED, MTP, RULES, ZERO, Fate
+from moepack.calibrate.checkpoint import described, make_config, open_checkpoint, read_config
 from moepack.calibrate.stream import StreamedModel
-from moepack.pack.errors import InputError
+from moepack.export.choice import Wanted
+from moepack.export.run import export
+from moepack.pack.errors import BundleError, InputError
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.verify import verify
 
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import families
+
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
-EXPERT = "model.layers.0.mlp.experts.{}.down_proj.weight"
+QUERY, EXPERTS = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.mlp.experts"
+ROTARY, _, SCALE = (why for why, _ in RULES)
 Tensors = dict[str, Tensor]
+Change = Callable[[Tensors], object]
 
 
-def planted(model: Path, path: Path, change: Callable[[Tensors], None], **config: object) -> Path:
+def expert(number: int, matrix: str = "down") -> str:
+    return f"{EXPERTS}.{number}.{matrix}_proj.weight"
+
+
+def planted(model: Path, path: Path, change: Change, config: Mapping[str, object] = {}) -> Path:
     """A copy of a checkpoint with its tensors and its configuration changed."""
     shutil.copytree(model, path)
-    tensors = load_file(path / "model.safetensors")
-    change(tensors)
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    edit_tensors(path, change)
     document = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(document | config))
+    (path / "config.json").write_text(json.dumps({**document, **config}))
     return path
 
 
+def account(path: Path) -> dict[str, Fate]:
+    """The fate of every tensor."""
+    stream = StreamedModel(open_checkpoint(path))
+    fates = stream.ledger.fates(stream.checkpoint)
+    assert fates.keys() == stream.checkpoint.file_of.keys()
+    return fates
+
+
+def more(**tensors: Tensor) -> Change:
+    return lambda t: t.update({name.replace("__", "."): tensor for name, tensor in tensors.items()})
+
+
+def cast(name: str, dtype: torch.dtype) -> Change:
+    return lambda t: t.update({name: t[name].to(dtype)})
+
+
 def stacked(tensors: Tensors) -> None:
-    rows = [tensors[EXPERT.format(e)] for e in range(16)]
-    tensors["model.layers.0.mlp.experts.down_proj"] = torch.stack(rows)
+    tensors[f"{EXPERTS}.down_proj"] = torch.stack([tensors[expert(e)] for e in range(16)])
 
 
-def a_layer_more(tensors: Tensors, *more: str) -> None:
+def an_expert_more(tensors: Tensors) -> None:
+    tensors |= {expert(16, matrix): tensors[expert(0, matrix)].clone() for matrix in ("gate", "up", "down")}
+
+
+def another_number(tensors: Tensors) -> None:
+    """Expert 3 becomes expert 16: there are as many as before."""
+    for matrix in ("gate", "up", "down"):
+        tensors[expert(16, matrix)] = tensors.pop(expert(3, matrix))
+
+
+def a_layer_more(tensors: Tensors, *beside: str) -> None:
     last = {n.replace("layers.1.", "layers.2."): t.clone() for n, t in tensors.items() if "layers.1." in n}
-    tensors |= last | {f"model.layers.2.{name}": torch.ones(1) for name in more}
+    tensors |= last | {f"model.layers.2.{name}": torch.ones(1) for name in beside}
 
 
-REFUSED: dict[str, tuple[Callable[[Tensors], None], str]] = {
-    "a tensor of no rule": (lambda t: t.update(odd=torch.ones(1)), "odd has no place in the model"),
-    "an expert more": (lambda t: t.update({EXPERT.format(16): t[EXPERT.format(0)].clone()}), "down_proj"),
-    "an expert less": (lambda t: t.pop(EXPERT.format(15)), "down_proj"),
-    "fused and separate": (stacked, "are both model.layers.0.mlp.experts.down_proj"),
+def in_two_files(tensors: Tensors, path: Path, places: dict[str, int], also: str = "") -> None:
+    """Write tensors into two files by an index; by default into the first. `also` is in both."""
+    (path / "model.safetensors").unlink()
+    names = [f"model-{i}.safetensors" for i in (1, 2)]
+    for i, name in enumerate(names):
+        some = {n: t for n, t in tensors.items() if places.get(n, 0) == i or n == also}
+        save_file(some or {"model.rotary_emb.inv_freq": torch.ones(1)}, path / name, {"format": "pt"})
+    index = {n: names[places.get(n, 0)] for n in tensors}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+FP8, UNTIED = torch.float8_e4m3fn, {"tie_word_embeddings": False}
+REFUSED: dict[str, tuple[Change, str]] = {
+    "a tensor of no rule": (more(odd=torch.ones(1)), "odd has no place in the model"),
+    "an adapter's": (more(model__layers__0__mlp__gate__lora_A__weight=torch.ones(4, 64)), r"lora_A\.weight has no"),
+    "an optimizer's": (more(exp_avg__model__norm__weight=torch.ones(64)), "exp_avg.* has no place"),
+    "a tower": (more(visual__patch_embed__weight=torch.ones(8, 8)), r"visual\.patch_embed\.weight has no place"),
+    "a scale without codes": (lambda t: t.update({f"{QUERY}_scale_inv": torch.ones(1, 1)}), "q_proj.weight_scale_inv"),
+    "codes without a scale": (cast(QUERY, FP8), "q_proj.weight is F8_E4M3"),
+    "an expert's codes without scales": (cast(expert(2), FP8), r"experts\.2\.down_proj.weight is F8_E4M3"),
+    "wider than is read": (cast(QUERY, torch.float64), "q_proj.weight is F64"),
+    "whole numbers for a weight": (cast(QUERY, torch.int32), "q_proj.weight is I32"),
+    "another shape": (lambda t: t.update({QUERY: t[QUERY][:8].clone()}), r"q_proj.weight has shape \(8, "),
+    "an expert more, in the last layer": (an_expert_more, r"experts\.16\.down_proj.weight and 16 others"),
+    "an expert less": (lambda t: t.pop(expert(15, "up")), r"experts\.15\.up_proj\.weight is missing"),
+    "as many experts, with a gap": (another_number, r"experts\.3\.\w+_proj\.weight is missing"),
+    "fused and separate": (stacked, f"{EXPERTS}.down_proj and .* are both {EXPERTS}.down_proj"),
     "a layer more": (a_layer_more, r"model\.layers\.2\..* beyond the 2 of config.json"),
-    "neither head nor table": (lambda t: t.pop(TABLE), TABLE),
+    "neither head nor table": (lambda t: t.pop(TABLE), f"nothing for {TABLE}"),
+    "a bias of a matrix without one": (
+        more(model__layers__1__self_attn__q_proj__bias=torch.ones(8)),
+        "q_proj.bias has",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_by_name(case: str, short_model: Path, tmp_path: Path) -> None:
+    """From headers alone: no part is loaded."""
     change, words = REFUSED[case]
     path = planted(short_model, tmp_path / "planted", change)
-    with pytest.raises(InputError, match=words):
-        StreamedModel(open_checkpoint(path)).load(0)
+    with pytest.raises(InputError, match=words) as refused:
+        StreamedModel(open_checkpoint(path))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("digits", [8, 12, 5000])
+def test_numbers_that_no_model_has(digits: int, short_model: Path, tmp_path: Path) -> None:
+    """Nothing is counted up to them."""
+    path = planted(short_model, tmp_path / "planted", lambda t: None)
+    edit_tensors(path, lambda t: t.update({expert(9).replace(".9.", f".{'9' * digits}."): t.pop(expert(9))}))
+    with pytest.raises(InputError, match=r"experts\.9+\."):
+        account(path)
 
 
 def test_a_head_that_is_not_tied_and_not_there(short_model: Path, tmp_path: Path) -> None:
-    path = planted(short_model, tmp_path / "planted", lambda t: None, tie_word_embeddings=False)
+    path = planted(short_model, tmp_path / "planted", lambda t: None, UNTIED)
     with pytest.raises(InputError, match=f"nothing for {HEAD}"):
         StreamedModel(open_checkpoint(path))
 
 
-def test_a_tensor_in_two_files(short_model: Path, tmp_path: Path) -> None:
-    path = Path(shutil.copytree(short_model, tmp_path / "planted"))
-    tensors = load_file(path / "model.safetensors")
-    (path / "model.safetensors").unlink()
-    files = {"model-1-of-2.safetensors": dict(tensors), "model-2-of-2.safetensors": {TABLE: tensors[TABLE] + 1}}
-    for name, some in files.items():
-        save_file(some, path / name, {"format": "pt"})
-    places = dict.fromkeys(tensors, "model-1-of-2.safetensors") | {TABLE: "model-2-of-2.safetensors"}
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    with pytest.raises(InputError, match=rf"{TABLE} is in model-\d-of-2\.safetensors and in model-\d-of-2"):
-        open_checkpoint(path)
+def test_a_layer_of_another_kind_is_no_layer_for_multi_token_prediction(demo_model: Path, tmp_path: Path) -> None:
+    """Qwen3-Next's fourth layer has tensors that the first three lack; DeepSeek-V3's config announces an MTP layer."""
+    three = {"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 3}
+    for family, config in (("qwen3_next", three), ("deepseek_v3", {"num_hidden_layers": 2})):
+        whole = tiny_models.save_tiny(family, tmp_path / family, demo_model)
+        path = planted(whole, tmp_path / f"short {family}", lambda t: None, config)
+        with pytest.raises(InputError, match="is of a layer beyond the"):
+            StreamedModel(open_checkpoint(path))
+
+
+def test_what_lies_in_two_places(short_model: Path, tmp_path: Path) -> None:
+    """A tensor in two files, or not where the index says; two checkpoints, or an adapter, in one directory."""
+    whole = load_file(short_model / "model.safetensors")
+    first = Path(shutil.copytree(short_model, tmp_path / "two"))
+    in_two_files(whole, first, {TABLE: 1}, also=TABLE)
+    with pytest.raises(InputError, match=rf"{TABLE} is in model-\d\.safetensors and in model-\d"):
+        open_checkpoint(first)
+    second = Path(shutil.copytree(short_model, tmp_path / "elsewhere"))
+    in_two_files(whole, second, {QUERY: 1})
+    save_file({"model.rotary_emb.inv_freq": torch.ones(1)}, second / "model-2.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=f"model-2.safetensors: lacks tensor {QUERY}"):
+        open_checkpoint(second)
+    in_two_files(whole, third := Path(shutil.copytree(short_model, tmp_path / "third")), {QUERY: 1})
+    assert len(account(third)) == len(whole)
+    save_file(whole, third / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=r"model\.safetensors, and model\.safetensors\.index\.json of other"):
+        open_checkpoint(third)
+    fourth = Path(shutil.copytree(short_model, tmp_path / "fourth"))
+    (fourth / "optimizer.pt").write_bytes(b"no tensors of the model")
+    assert len(account(fourth)) == len(whole)
+    (fourth / "adapter_config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"adapter_config\.json: merge"):
+        open_checkpoint(fourth)
 
 
 LEFT_OUT = {
-    "model.rotary_emb.inv_freq": "rotary",
-    "model.layers.1.self_attn.k_scale": "of a cache",
-    "model.layers.0.self_attn.rotary_emb.cos_cached": "rotary",
+    "model.rotary_emb.inv_freq": ROTARY,
+    "model.layers.0.self_attn.rotary_emb.cos_cached": ROTARY,
+    "model.layers.1.self_attn.k_scale": SCALE,
+    "model.layers.1.self_attn.v_proj.output_scale": SCALE,
+    "model.layers.1.mlp.experts.3.up_proj.input_scale": SCALE,
+    "model.layers.1.self_attn.q_proj.bias": ZERO,
+    "model.layers.2.eh_proj.weight": MTP,
+    "mtp.norm.weight": MTP,
 }
 
 
 def test_left_out_by_a_rule_that_says_why(short_model: Path, tmp_path: Path) -> None:
-    def change(tensors: Tensors) -> None:
-        a_layer_more(tensors, "eh_proj.weight")
-        tensors |= {name: torch.ones(1) for name in LEFT_OUT}
+    """And every other tensor by the parameter that it becomes a part of."""
 
-    stream = StreamedModel(open_checkpoint(planted(short_model, tmp_path / "planted", change)))
-    assert stream.unused == sorted(LEFT_OUT) and len(stream.mtp) > 16 * 3
-    for name, words in LEFT_OUT.items():
-        assert words in stream.left_out[name]
+    def change(tensors: Tensors) -> None:
+        a_layer_more(tensors)
+        tensors |= {name: torch.zeros(1) for name in LEFT_OUT}
+
+    path = planted(short_model, tmp_path / "planted", change)
+    fates = account(path)
+    assert {name: fates[name] for name in LEFT_OUT} == {n: Fate("left out", why) for n, why in LEFT_OUT.items()}
+    assert all((fate.why == MTP) == ("layers.2." in n or "mtp" in n) for n, fate in fates.items())
+    assert fates[expert(3, "up")] == Fate("stored", f"{EXPERTS}.gate_up_proj")
+    assert fates[QUERY] == Fate("stored", QUERY)
+
+
+def test_names_of_other_families(demo_model: Path, tmp_path: Path) -> None:
+    """Renamed, by transformers' conversions; a text model's tower, which its class ignores; another tower."""
+    saved = tiny_models.save_tiny("mixtral", tmp_path / "mixtral", demo_model)
+    first = "model.layers.0.block_sparse_moe"
+    own = {f"{first}.gate.weight": "mlp.gate.weight", f"{first}.experts.3.w3.weight": "mlp.experts.gate_up_proj"}
+    fates = account(saved)
+    assert {n: fates[n] for n in own} == {n: Fate("stored", f"model.layers.0.{p}") for n, p in own.items()}
+    path = tmp_path / "text"
+    families.save(families.small("qwen3_5_moe_text"), path, demo_model)
+    tower = "model.visual.blocks.0.norm.weight"
+    edit_tensors(path, lambda t: t.update({tower: torch.ones(1)}))
+    assert account(path)[tower] == Fate("left out", IGNORED)
+    edit_tensors(path, lambda t: t.update({"model.audio.norm.weight": torch.ones(1)}))
+    with pytest.raises(InputError, match=r"model\.audio\.norm\.weight has no place"):
+        account(path)
+
+
+def test_tensors_of_released_formats(demo_model: Path, tmp_path: Path) -> None:
+    """Codes and scales are stored as their weight; a head in FP8 is not the table to which the model ties it."""
+    small = {"num_experts": 4, "moe_intermediate_size": 64, "tie_word_embeddings": True}
+    tiny_models.save_tiny("qwen3_moe", tmp_path / "plain", demo_model, **small)
+    path = tmp_path / "checkpoint"
+    released(tmp_path / "plain", path, "fp8 blocks")
+    fates = account(path)
+    assert fates[f"{expert(3)}_scale_inv"] == fates[expert(3)] == Fate("stored", f"{EXPERTS}.down_proj")
+    edit_tensors(path, lambda t: t.update({f"{EXPERTS}.3.down_proj.input_scale": torch.ones(1)}))
+    assert account(path)[f"{EXPERTS}.3.down_proj.input_scale"] == Fate("left out", SCALE)
+    edit_tensors(path, lambda t: t.pop(f"{expert(3)}_scale_inv"))
+    with pytest.raises(InputError, match=rf"experts\.3\.down_proj\.weight has no .*{expert(3)}_scale_inv"):
+        account(path)
+
+
+def test_the_wider_dtype_of_what_makes_a_parameter_is_kept(demo_model: Path, tmp_path: Path) -> None:
+    """Kimi-K2.5's tower has one tensor for q, k and v: in FP32, all three are read in FP32, not the first alone."""
+    path = tmp_path / "checkpoint"
+    families.save(families.small("kimi_k25"), path, demo_model)
+    name = next(n for n in load_file(path / "model.safetensors") if n.endswith("wqkv.weight"))
+    exact = torch.linspace(1, 2, load_file(path / "model.safetensors")[name].numel())
+    edit_tensors(path, lambda t: t.update({name: exact.reshape(t[name].shape)}))
+    stream = StreamedModel(open_checkpoint(path))
+    got = {n: t for n, t in stream.load(None).items() if n.endswith("_proj.weight") and t.dtype == torch.float32}
+    assert len(got) == 3 and torch.equal(torch.cat([t.flatten() for t in got.values()]).sort().values, exact)
 
 
 @pytest.mark.parametrize("there", [(HEAD,), (HEAD, TABLE), (TABLE,)], ids=str)
@@ -113,10 +267,40 @@ def test_a_tied_head_is_read_wherever_it_is(there: tuple[str, ...], short_model:
         table = tensors.pop(TABLE)
         tensors |= {name: table.clone() for name in there}
 
-    stream = StreamedModel(open_checkpoint(planted(short_model, tmp_path / "planted", change)))
+    path = planted(short_model, tmp_path / "planted", change)
+    stream, fates = StreamedModel(open_checkpoint(path)), account(path)
     table = load_file(short_model / "model.safetensors")[TABLE]
     assert not stream.untied and torch.equal(stream.load(None)[TABLE], table)
-    assert HEAD not in stream.names(None)
+    assert HEAD not in stream.names(None) and fates.get(TABLE, fates.get(HEAD)) == Fate("stored", TABLE)
+    assert len(there) < 2 or fates[HEAD] == Fate("tied", HEAD)
+
+
+def test_without_the_files_config_json_is_believed(short_model: Path, tmp_path: Path) -> None:
+    """A dry run by headers on the Hub, and an export: there is nothing to compare the head with."""
+    path = planted(short_model, tmp_path / "planted", lambda t: t.update({HEAD: t[TABLE] + 1}))
+    headers = open_checkpoint(path).headers
+    (path / "model.safetensors").unlink()
+    known = described(path, "far", make_config(path, read_config(path)), None, headers, here=False)
+    assert not StreamedModel(known).untied
+
+
+def test_ties_that_a_part_of_a_configuration_says(demo_model: Path, tmp_path: Path) -> None:
+    """The whole model's entry counts, its text's does not; a head of its own unties all levels of the bundle's."""
+    path = tmp_path / "checkpoint"
+    model = families.save(families.small("qwen3_vl_moe"), path, demo_model)
+    document = json.loads((path / "config.json").read_text())
+    table = next(n for n in load_file(path / "model.safetensors") if n.endswith("embed_tokens.weight"))
+    for whole, text in ((True, True), (True, False), (False, True)):
+        document |= {"tie_word_embeddings": whole}
+        document["text_config"]["tie_word_embeddings"] = text
+        (path / "config.json").write_text(json.dumps(document))
+        edit_tensors(path, lambda t: t.update({HEAD: t[table].flip(0).contiguous()}))
+        stream = StreamedModel(open_checkpoint(path))
+        plain = type(model).from_pretrained(path)
+        with torch.no_grad():
+            separate = not torch.equal(plain.get_input_embeddings().weight, plain.get_output_embeddings().weight)
+        assert separate and stream.untied == whole
+        assert HEAD in stream.names(None) and not stream.checkpoint.config.tie_word_embeddings
 
 
 def test_another_head_than_the_tied_one_is_served(short_model: Path, text: Path, tmp_path: Path) -> None:
@@ -137,6 +321,66 @@ def test_another_head_than_the_tied_one_is_served(short_model: Path, text: Path,
     assert verify(tmp_path / "bundle", path) == []
     found = verify(tmp_path / "bundle", short_model)
     assert any(HEAD in problem.message for problem in found), found
+
+
+def test_exports_have_a_head_of_its_own(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """Every target writes the checkpoint's, and a config.json that does not tie it; the released form, every tensor."""
+    wide = {"hidden_size": 128, "moe_intermediate_size": 128, "head_dim": 32, "tie_word_embeddings": True}
+    whole = tiny_models.save_tiny("qwen3_moe", tmp_path / "plain", demo_model, **wide)
+    path = planted(whole, tmp_path / "c", lambda t: t.update({HEAD: t[TABLE].flip(0).contiguous()}))
+    head = load_file(path / "model.safetensors")[HEAD]
+    bundle = tmp_path / "bundle"
+    build(path, bundle, parse_recipe(f"versions: [bf16, w4]\n{RTN}", "test"), [text])
+    wanted = {"released": None, "checkpoint": "bf16", "gptq": "4", "compressed-tensors": "4"}
+    for name, bits in wanted.items():
+        target = "checkpoint" if name == "released" else name
+        export(bundle, tmp_path / name, target, None if bits is None else Wanted(bits=bits))
+        assert torch.equal(load_file(tmp_path / name / "model.safetensors")[HEAD], head)
+        assert json.loads((tmp_path / name / "config.json").read_text())["tie_word_embeddings"] is False
+    assert load_file(tmp_path / "released" / "model.safetensors").keys() == account(path).keys()
+    export(bundle, tmp_path / "gguf", "gguf", Wanted(bits="bf16"))
+    made = Reading(next((tmp_path / "gguf").glob("*.gguf")))
+    assert torch.equal(torch.from_numpy(made.tensor("output.weight")), head.float())
+
+
+def test_a_copy_of_the_table_in_another_file(
+    short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build reads it once, and the table. An export must not look for the checkpoint's files in the bundle."""
+    read: list[int] = []
+    plain = checkpoint._Stored.read
+
+    def counted(self: checkpoint._Stored) -> object:
+        read.append(self.end - self.begin)
+        return plain(self)
+
+    monkeypatch.setattr(checkpoint._Stored, "read", counted)
+    path = Path(shutil.copytree(short_model, tmp_path / "checkpoint"))
+    whole = load_file(path / "model.safetensors")
+    in_two_files(whole | {HEAD: whole[TABLE].clone()}, path, {HEAD: 1})
+    build(path, tmp_path / "bundle", parse_recipe(f"versions: [bf16, w2]\n{RTN}", "test"), [text])
+    assert read == [whole[TABLE].nbytes] * 2 and verify(tmp_path / "bundle", path) == []
+    export(tmp_path / "bundle", tmp_path / "again")
+    assert torch.equal(load_file(tmp_path / "again" / "model-2.safetensors")[HEAD], whole[TABLE])
+
+
+def test_a_bundle_that_lacks_a_tensor_is_not_filled_with_random_numbers(
+    bundle: Path, demo_model: Path, tmp_path: Path
+) -> None:
+    """transformers would only warn: of a tensor that is not there, and of a head that config.json no longer ties."""
+    victim = Victim(bundle, tmp_path)
+    kept = load_file(bundle / "model.safetensors")
+    del kept[QUERY]
+    victim.rewrite("model.safetensors", save(kept, {"format": "pt"}))
+    for name in (QUERY, HEAD):
+        with pytest.raises(BundleError, match=f"has no tensor {name} of its model"):
+            moepack.load(victim.path, policy="static:bf16")
+        victim.restore()
+        document = json.loads((bundle / "config.json").read_text()) | UNTIED | {"rms_norm_eps": 0.5}
+        victim.rewrite("config.json", json.dumps(document).encode())
+    found = " ".join(map(str, verify(victim.path, demo_model)))
+    assert f"{HEAD} is a tensor of its own in the bundle alone" in found
+    assert "rms_norm_eps is 0.5, the checkpoint's 1e-06" in found
 
 
 def test_biases_of_a_router_stay_in_float32(demo_model: Path, text: Path, tmp_path: Path) -> None:

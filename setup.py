@@ -5,6 +5,7 @@ Refuses to install where the links in moepack/ are files: Windows, and archives 
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 from setuptools import setup
@@ -21,6 +22,20 @@ class Libraries(build_ext):
     def get_ext_filename(self, fullname: str) -> str:
         """`moepack.pack.codec._exponent` is `moepack/pack/codec/_exponent.so`."""
         return f"{fullname.replace('.', '/')}.so"
+
+    def build_extensions(self) -> None:
+        """Compile with -O3 for x86-64, where these loops are measured, and with -O2 for other processors.
+
+        The compiler is asked what it compiles for, because it may be a cross-compiler (CC).
+        """
+        command = [*getattr(self.compiler, "compiler_so", ["cc"]), "-dumpmachine"]
+        try:
+            target = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        except (OSError, subprocess.CalledProcessError):
+            target = ""
+        for extension in self.extensions:
+            extension.extra_compile_args.append("-O3" if target.startswith("x86_64") else "-O2")
+        super().build_extensions()
 
 
 class Wheel(bdist_wheel):

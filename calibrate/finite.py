@@ -15,18 +15,19 @@ from torch import Tensor
 BF16_HOLDS = float.fromhex("0x1.fefffep+127")
 
 
-def not_finite(tensor: Tensor, largest: float = math.inf, masks: bool = False) -> tuple[tuple[int, ...], float] | None:
+def not_finite(tensor: Tensor, largest: float = math.inf, bounds: bool = False) -> tuple[tuple[int, ...], float] | None:
     """Return the index and the value of the first number that is NaN or infinite; None if there is none.
 
-    `largest`: a magnitude above this counts as infinite. `masks`: negative infinity is allowed. Integers are finite.
+    `largest`: a magnitude above this counts as infinite. `bounds`: infinity is allowed. Integers are finite.
     """
     if not tensor.is_floating_point() or not tensor.numel():
         return None
     values = tensor if tensor.itemsize > 1 else tensor.float()
     largest = min(largest, torch.finfo(values.dtype).max)
     low, high = (float(bound) for bound in torch.aminmax(values))
-    if high <= largest and (low >= -largest or masks):  # comparisons with NaN are false
+    within = low >= -largest and high <= largest  # comparisons with NaN are false
+    if within or (bounds and not math.isnan(high)):
         return None
-    good = values <= largest if masks else values.abs() <= largest
-    at = tuple(int(axis[0]) for axis in torch.where(~good))
+    good = ~torch.isnan(values) if bounds else values.abs() <= largest
+    at = tuple(int(axis) for axis in torch.nonzero(~good)[0])
     return at, float(values[at])

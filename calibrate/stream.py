@@ -68,11 +68,11 @@ class StreamedModel(Skeleton):
     def check(self, weight: str, tensor: Tensor) -> None:
         """Raise NotFiniteError for a number of a weight that is NaN, or infinite in the dtype that serves it.
 
-        Negative infinity is allowed in buffers alone, which may be masks.
+        Infinity is allowed in buffers alone, which may be masks, or bounds that nothing passes (gemma4's clipped maps).
         """
         target = self._target_of.get(weight)
         largest = BF16_HOLDS if target is not None and self.is_low_precision(target) else math.inf
-        if found := not_finite(tensor, largest, masks=target in self._buffers):
+        if found := not_finite(tensor, largest, bounds=target in self._buffers):
             index, value = found
             raise NotFiniteError(weight, f"is {value:g}: {DAMAGED}", index)
 

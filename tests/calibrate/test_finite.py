@@ -36,8 +36,8 @@ def test_the_first_number_that_is_not_finite_is_found(dtype: torch.dtype) -> Non
             x[at] = value
             found = not_finite(x.to(dtype))
             assert found is not None and found[0] == at and (found[1] == value or math.isnan(value))
-            masks = not_finite(x.to(dtype), masks=True)
-            assert (masks is None) == (value == -INF)
+            assert (not_finite(x.to(dtype), bounds=True) is None) == (not math.isnan(value))
+            assert not_finite(torch.tensor(value, dtype=torch.float64).to(dtype)) is not None  # without an axis
     assert not_finite(torch.empty(0, dtype=dtype)) is None and not_finite(torch.tensor([1 << 40])) is None
 
 
@@ -104,7 +104,7 @@ def test_a_tensor_is_refused_by_name_as_it_is_read(kind: str, tmp_path: Path) ->
 
 
 def test_a_buffer_may_mask_and_float32_may_be_beyond_bf16_where_it_stays(tmp_path: Path) -> None:
-    """Negative infinity in a buffer leaves an expert out. What is served in BF16 must not be rounded to infinity."""
+    """Infinity in a buffer leaves an expert out, or bounds nothing. What is served in BF16 must not be rounded to infinity."""
     bias = "model.layers.2.mlp.gate.e_score_correction_bias"
     assert planted(tmp_path / "a", "deepseek_v3", bias, (4,), -INF).load(2)[bias][4] == -INF
     weight = "model.layers.2.self_attn.o_proj.weight"

@@ -79,17 +79,13 @@ def open_device(
         return CpuDevice(plan.staging, on_event, readers=READERS if waited_for else 1)
     from moepack.runtime.devices.cuda import open_cuda
 
-    staging, last = plan.staging // buffers, len(plan.ladder) - plan.keep
+    staging = plan.staging // buffers
     on_device = [v for v, placement in enumerate(plan.ladder) if placement.where is Where.DEVICE]
     as_in_memory = [v for v in on_device if not by_matrix(version_of(plan, v))]  # those that no GPU kernel decodes
     largest = max([staging, *(row[v] for row in plan.sizes for v in as_in_memory)])
-    served = [version_of(plan, v).name for v in on_device if v < last]
-    if plan.reads_host:  # promotions of these versions are copied from there
-        there = {version_of(plan, v).name for v in (plan.base, *[0] * bool(plan.critical))}
-        served = [name for name in served if name not in there]
     if pinned := plan.on_host(*READ_THERE):
         host = max(0, (host_limits()["pinnable_bytes"] if host is None else host) - pinned)
-    return open_cuda(store, served, device, largest, staging, buffers, on_event, host, bool(plan.window))
+    return open_cuda(store, plan.copied, device, largest, staging, buffers, on_event, host, bool(plan.window))
 
 
 def check_host(bundle: Bundle, plan: Plan, host_memory: int | None, on_gpu: bool) -> None:

@@ -47,7 +47,8 @@ class StandIn:
 
     def leaks(self) -> list[str]:
         """What was not given back."""
-        return [*(f"block at {a:#x}" for a in self.gpu.blocks), *(f"pinned at {a:#x}" for a in self.cudart.registered)]
+        pinned = {**self.cudart.registered, **self.cudart.allocated}
+        return [*(f"block at {a:#x}" for a in self.gpu.blocks), *(f"pinned at {a:#x}" for a in pinned)]
 
 
 def install(

@@ -37,6 +37,7 @@ from .paging import (
     window_size,
 )
 
+STAGE = 256 << 20  # bytes for experts that a prompt brings at a time: w4 of 100 experts of Qwen3-30B-A3B
 ROOMY = 32  # a workspace gets 1/32 of the bytes beyond the least budget
 FEW = 256  # with this many tokens, an expert's own loss counts as much as the mean of its layer
 
@@ -67,6 +68,7 @@ class Plan:
     present: int = 0
     workspace: int = 0  # the part of `fixed` for measurements that the policy needs during a pass
     window: int = 0  # bytes into which paged experts are decoded while their layer runs, with the loaders' buffers
+    stage: int = 0  # bytes of a GPU to which prompts bring experts of pinned memory (experts/staged.py)
     entries: int = 0  # a GPU's page entries for pinned host memory: experts there, and extents that are copied
     # `rates`, `together`: as in `Setting`
     rates: tuple[float, ...] = ()
@@ -87,7 +89,13 @@ class Plan:
     @property
     def parts(self) -> dict[str, int]:
         """The parts of `fixed` that the plan adds, as `Fixed` names them."""
-        return {"staging": self.staging, "window": self.window, "entries": self.entries}
+        return {"staging": self.staging + self.stage, "window": self.window, "entries": self.entries}
+
+    @property
+    def largest_pinned(self) -> int:
+        """Bytes of the largest block of an expert that kernels read in pinned memory; 0 without any."""
+        read = [v for v, p in enumerate(self.ladder) if p.where is Where.PINNED]
+        return max((row[v] for row in self.blocks for v in (*read, *[0] * bool(self.critical))), default=0)
 
     @property
     def copied(self) -> list[str]:
@@ -267,12 +275,14 @@ def make_plan(
             None, window=window, critical=options.critical(len(experts)),
         )  # fmt: skip
         entries = page_entries(pinned_bytes(bundle, plan, host_memory)) if on_gpu else 0
-        fixed = outside + staging + window + entries
+        stage = stage_bytes(max(experts), plan.largest_pinned) if on_gpu else 0
+        fixed = outside + staging + window + stage + entries
         half = base_bytes(sizes, experts, -2) // 2 if ladder[-1] == ABSENT and not options.on_demand else 0
         present = half and half + max(max(row[1:]) for row in sizes)
         needed = fixed + work + base_bytes(sizes, experts) + demand + present
         work = min(most, work + max(0, budget - needed) // ROOMY)
-        plan = replace(plan, fixed=fixed + work, demand=demand, present=present, workspace=work, entries=entries)
+        plan = replace(plan, fixed=fixed + work, demand=demand, present=present, workspace=work)
+        plan = replace(plan, stage=stage, entries=entries)
         if shares and not demand:  # on-demand loading has one cache for all layers
             plan = replace(plan, by_loss=SharedByLoss(plan.ladders(), traffic))
         plans.append((needed, plan))
@@ -302,6 +312,11 @@ def pinned_bytes(bundle: Bundle, plan: Plan, host_memory: int | None) -> int:
             extents += sum(file.extent_size(e) for e in range(experts))
     size = plan.on_host(*ON_HOST) + extents
     return size if host_memory is None else min(size, host_memory)
+
+
+def stage_bytes(experts: int, block: int) -> int:
+    """Return the bytes for as many of a layer's experts as STAGE holds, at least one; 0 for blocks of 0."""
+    return block and block * min(experts, max(1, STAGE // block))
 
 
 def _check_paging(bundle: Bundle, ladder: Placements, on_gpu: bool) -> None:

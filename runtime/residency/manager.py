@@ -204,6 +204,8 @@ class ResidencyManager:
             )  # fmt: skip
             for (p, e), handle in made:
                 self.layers[p].publish(e, handle)
+        if plan.stage:
+            opening.open_stage(plan, self.layers, self.device, self.residency)
         self.transitions.want({} if self._blocking else wanted, self.policy.worth)
         self._moved_before = self.device.moved
         if self.paging is not None:

@@ -35,6 +35,8 @@ from .pools import Pool
 if TYPE_CHECKING:
     from moepack.runtime.paging.in_place import PagesInPlace
 
+    from .residency import Residency
+
 
 def version_of(plan: Plan, placement: int) -> Version:
     """Return the version of the placement at index `placement` of the ladder, which must have one."""
@@ -147,6 +149,19 @@ def make_pools(
         for (key, (name, blocks)), part in zip(whole.items(), parts, strict=True):
             pools[key] = Pool(name, key[1], blocks, tracker, Memory(part))
     return pools
+
+
+def open_stage(plan: Plan, layers: Sequence[LayerExperts], device: Device, residency: Residency) -> None:
+    """Let passes of many tokens bring experts of pinned memory to the device, once all are loaded."""
+    from moepack.runtime.devices.cuda import CudaDevice
+    from moepack.runtime.experts.staged import Stage, StagedLayer
+
+    assert isinstance(device, CudaDevice)
+    stage = Stage(device, device.gpu.memory(plan.stage), plan.largest_pinned)
+    for p, layer in enumerate(layers):
+        base = [residency.entries[p, e].complete[plan.base].handle for e in range(plan.experts[p])]
+        best = () if layer.of.critical is None else (layer.of.critical.best,)
+        layer.of.staged = StagedLayer(stage, layer.of, (base, *best))
 
 
 def open_paging(

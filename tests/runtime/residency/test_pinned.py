@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections import Counter
@@ -24,11 +25,16 @@ from moepack.runtime import attach
 from moepack.runtime.devices.cpu import READERS
 from moepack.runtime.devices.cuda_memory import ReadMemory
 from moepack.runtime.experts import backends
+from moepack.runtime.experts import gpu as gpu_module
+from moepack.runtime.planning import plan as plan_module
 from moepack.runtime.planning.exceeded import TooSmallError
+from moepack.runtime.planning.fixed import page_entries
 from moepack.runtime.planning.options import LoadOptions
+from moepack.runtime.planning.plan import make_plan, pinned_bytes
 from moepack.runtime.policies.contract import Interval, Setting
 from moepack.runtime.policies.lru import NEWCOMERS, Recent, RecentOptions
 from moepack.runtime.policies.placements import Placement, Where
+from moepack.runtime.policies.registry import parse_policy
 from moepack.runtime.residency import kv_reserve
 from moepack.runtime.residency.manager import ResidencyManager
 from moepack.runtime.store import files
@@ -37,6 +43,7 @@ from moepack.runtime.store.files import Stored
 
 HOT = "hotness:hi=w4,lo=w4@pinned,interval=0.02,rate=0,prior=none,margin=0,slack=0"
 RECENT = "lru:hi=w4,lo=w4@pinned"
+CHOSEN = "importance:hi=w4,lo=w2@pinned,r=0.5,by=counts"
 ROOM = 40_000  # for some of the 24 experts at w4
 ALL: dict[str, Any] = {"prefill_tokens": 32}
 
@@ -318,3 +325,56 @@ def test_layers_share_the_cache_evenly(small: Path) -> None:
 
 def test_threads_read_and_promote_at_once(small: Path, want: dict[int, torch.Tensor]) -> None:
     same_at_once(load(small, RECENT, room=ROOM, **ALL), want, tuple(want), threads=3, rounds=12)
+
+
+def test_page_entries_are_in_the_budget(small: Path) -> None:
+    """For what a GPU takes to find 61 GB of pinned memory, 8 bytes for 4 KiB: it was in no budget."""
+    sizes = {0: 0, 1: 4096, 512 * 4096: 4096, 512 * 4096 + 1: 8192, 61 * 10**9: 119_144_448}
+    assert {size: page_entries(size) for size in sizes} == sizes
+    bundle, options = open_bundle(small), parse_policy(HOT).options
+    given = {"outside": 0, "budget": 1 << 40}
+    on_cpu = make_plan(bundle, options, **given)
+    plan = make_plan(bundle, options, **given, on_gpu=True)
+    assert plan.copied == [] and on_cpu.entries == 0
+    assert plan.entries == page_entries(24 * plan.blocks[0][-1]) == plan.fixed - on_cpu.fixed - plan.stage
+    both = make_plan(bundle, parse_policy(HOT.replace("hi=w4", "hi=bf16")).options, **given, on_gpu=True)
+    assert both.copied == ["bf16"]
+    extents = sum(bundle.layer_file("bf16", p).extent_size(e) for p in range(3) for e in range(8))
+    assert pinned_bytes(bundle, both, None) == 24 * both.blocks[0][-1] + extents
+    assert pinned_bytes(bundle, both, 5000) == 5000
+
+
+def best(layer: Any) -> list[Any]:
+    """The handles of a layer's experts at the best version in pinned memory."""
+    return list(layer.of.critical.best) if layer.of.critical is not None else []
+
+
+@pytest.mark.parametrize(("policy", "rows"), [(HOT, 3), (CHOSEN, 8)])
+def test_a_prompt_brings_each_expert_once(
+    small: Path, gpu: StandIn, policy: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For weights that a prompt of 2,048 tokens read 4.5 times over the bus: once for each block of their slots.
+
+    Also where the stage has fewer rows than the layer has experts, and where passes choose among two pinned versions.
+    """
+    tokens, given = ids(7, 56), {**ALL, "prefill_tokens": 64}  # 14 slots an expert, in blocks of 8
+    with monkeypatch.context() as direct:
+        direct.setattr(gpu_module, "_tables", lambda experts, handles, counts: contextlib.nullcontext((handles,)))
+        model = load(small, policy, room=0, **given)
+        want, size = logits(model, tokens), model.moepack.manager.plan.largest_pinned
+        several = gpu.read_there
+        model.moepack.close()
+    monkeypatch.setattr(plan_module, "STAGE", rows * size)
+    model = load(small, policy, room=0, **given)
+    held, counts = model.moepack.manager.plan, model.moepack.routed()
+    assert held.stage == rows * size == model.moepack.fixed.staging - held.staging
+    gpu.read_there = 0
+    assert torch.equal(logits(model, tokens), want) and gpu.read_there == 0
+    used = [h for row, x in zip(counts.counts(), model.moepack.layers, strict=True)
+            for n, h in zip(row, x.current.handles, strict=True) if n]  # fmt: skip
+    assert several > 1.5 * sum(m.weights for h in used for m in model.moepack.layers[0].of.layer.matrices)
+    once = [sum(h.extent.numel() for h in used), sum(h.extent.numel() for x in model.moepack.layers for h in best(x))]
+    assert gpu.brought == once[0] if policy == HOT else once[0] < gpu.brought < once[1]
+    brought = gpu.brought
+    logits(model, ids(1, 1))
+    assert gpu.brought == brought and gpu.read_there > 0, "few tokens read theirs in place"

@@ -83,11 +83,12 @@ def attach(model: Any, bundle: Bundle, options: LoadOptions, dense: Sequence[Ver
     tracker: BudgetTracker | None = None
     if policy.is_live:
         assert device_memory is not None
-        plan = make_plan(bundle, policy.options, fixed.total, device_memory, torch_cuda.is_gpu(devices[0]))
         host = parse_size(options.host_memory), parse_size(options.host_rate), options.host_threads
+        on_gpu = torch_cuda.is_gpu(devices[0])
+        plan = make_plan(bundle, policy.options, fixed.total, device_memory, on_gpu, host[0])
         manager = ResidencyManager(bundle, policy, plan, devices, *host)
         activations = fixed.activations + manager.plan.workspace
-        fixed = replace(fixed, staging=manager.plan.staging, activations=activations, window=manager.plan.window)
+        fixed = replace(fixed, activations=activations, **manager.plan.parts)
         layers, tracker = manager.layers, manager.tracker
     else:
         table, needed = unchanging(bundle, policy, fixed, device_memory)

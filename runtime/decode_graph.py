@@ -4,17 +4,22 @@ A pass is captured when it has come WARM times with one token of each sequence, 
 cache that is static or, as the server's, found by a table. A graph reads addresses that never change: the pass's
 tensors, the handle table and the counters of a step are copied there and back on the step's stream. So policies go on
 changing versions between replays. What is read at other addresses, or decided by the host in a pass, is never
-captured: experts that the host runs or that are in pages, policies that make passes wait, padding. A budget holds back
-what graphs take.
+captured: experts that the host runs or that are in pages, policies that make passes wait, padding.
+
+A budget holds back `graphs.MEMORY` for the graphs of a model. A capture that fails is tried again after AGAIN passes,
+then after twice as many each time, because a lack of memory passes. Graphs that were used least recently make room,
+but none that was replayed since the pass in need of room was last tried: passes in turn would evict each other.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +34,26 @@ from moepack.runtime.step import Step, opened
 
 WARM = 2  # passes before a capture: kernels are compiled, and libraries take their memory
 KEPT = 20  # graphs of one model: the server has one for each number of sequences
+AGAIN, RARELY = 16, 4096  # passes between a failed capture and the next one: at first, and at the most
 log = logging.getLogger("moepack.runtime")
 Forward = Callable[..., Any]
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A kind of pass without a graph."""
+
+    left: int  # passes until a capture is tried
+    since: int  # the number of the pass at which this kind was first seen, or last tried
+    failures: int = 0
+    crowded: bool = False  # whether a capture beside other graphs took more than all may: one alone may fit
+
+
+@dataclass(slots=True, weakref_slot=True)
+class _Pool:
+    """Memory of torch's allocator that the graphs of one stream share; all is given back with the last of them."""
+
+    taken: int = 0  # bytes
 
 
 @dataclass(slots=True)
@@ -44,9 +67,11 @@ class _Captured:
     kind: Any  # the class of the model's output
     out: dict[str, Any]  # its parts, in memory that graphs share, but for the cache: that would never be let go
     shared: list[Tensor]  # that memory
-    taken: int  # bytes of the device that the capture took
+    pool: _Pool
     addresses: tuple[int, ...]  # of the cache or its table, and of handles that never change
     step: Step  # kept: its snapshots' tensors are views of `words`
+    executable: int = 0  # bytes that the driver keeps of the graph
+    used: int = 0  # the number of the pass that it was last replayed for
 
 
 class DecodeGraphs:
@@ -55,9 +80,11 @@ class DecodeGraphs:
     def __init__(self, layers: Sequence[LayerExperts]) -> None:
         """Capture passes of a model with these layers of experts."""
         self._layers, self._lock = tuple(layers), threading.Lock()
-        self._seen: dict[Any, int] = {}
-        self._made: dict[Any, _Captured | None] = {}  # None: it could not be captured
-        # Memory of outputs, as long as a graph has it; a replay's are copied before the next replay
+        self._passes, self.failures = 0, 0  # passes that a graph may hold; captures that failed
+        self._waiting: dict[Any, _Waiting] = {}
+        self._made: dict[Any, _Captured] = {}  # the least recently used first
+        # While a graph has them, by stream: pools, and memory of outputs, which are copied before the next replay
+        self._pools: weakref.WeakValueDictionary[int, _Pool] = weakref.WeakValueDictionary()
         self._outs: weakref.WeakValueDictionary[Any, Tensor] = weakref.WeakValueDictionary()
 
     def run(
@@ -83,7 +110,7 @@ class DecodeGraphs:
         key = _key((args, kwargs), tensors, cache)
         if key is None:
             return None
-        stream = graphs.stream(self._layers[0].of.device)
+        stream = graphs.current_stream(self._layers[0].of.device)
         owner = cache if table is None else table
         key = (
             stream,
@@ -94,29 +121,96 @@ class DecodeGraphs:
             step.counters is None,
         )
         with self._lock:
-            if key not in self._made:
-                if len(self._seen) > 16 * KEPT:  # of passes that never come again
-                    self._seen.clear()
-                self._seen[key] = self._seen.get(key, 0) + 1
-                if self._seen[key] <= WARM:
-                    return None
-                self._keep(key, owner)
-            made = self._made.get(key)
+            self._passes += 1
+            made = self._made.pop(key, None)
             if made is not None and made.addresses != _addresses(owner, step):
-                del self._made[key]  # the cache was made anew, by another order of beams for example
-                return None
-            if made is None and key not in self._made:
-                made = self._capture(forward, (args, kwargs), tensors, step, (cache, owner), (stream, tokens))
-                if made is not None and bounded and made.taken + self._taken() > graphs.MEMORY:
-                    log.warning("a decode step is not captured in a CUDA graph: it takes %d bytes", made.taken)
-                    made = None
-                self._made[key] = made
+                return None  # the cache was made anew, by another order of beams for example
+            if made is not None:
+                self._issue(made, tensors, step)
+            else:
+                waiting = self._waiting_for(key)
+                if waiting.left >= 0 and not waiting.failures:
+                    return None
+                if waiting.left < 0 and self._makes_room(waiting):
+                    at = stream, tokens
+                    capture = partial(self._capture, forward, (args, kwargs), tensors, step, (cache, owner), at)
+                    made = self._first(key, waiting, capture, tensors, step, bounded)
+                    if made is not None:
+                        weakref.finalize(owner, self._made.pop, key, None).atexit = False
             if full is not None:
                 full.refused = 0 if made is not None else full.refused + 1
-            return None if made is None else self._replay(made, tensors, step, cache)
+            if made is None:
+                return None
+            if key not in self._waiting:  # else it took too much memory to be kept
+                self._made[key], made.used = made, self._passes
+            return self._output(made, step, cache)
 
-    def _taken(self) -> int:
-        return sum(m.taken for m in list(self._made.values()) if m is not None)
+    def _waiting_for(self, key: Any) -> _Waiting:
+        """Count a pass without a graph."""
+        if len(self._waiting) > 16 * KEPT:  # of passes that never come again
+            self._waiting.clear()
+        waiting = self._waiting.setdefault(key, _Waiting(WARM, self._passes))
+        waiting.left -= 1
+        return waiting
+
+    def _makes_room(self, waiting: _Waiting) -> bool:
+        """Evict graphs for one more; where those were used since it was last tried, have it wait instead."""
+        if self._evict(len(self._made) if waiting.crowded else len(self._made) - KEPT + 1, waiting.since):
+            return True
+        waiting.left, waiting.since = WARM, self._passes
+        return False
+
+    def _evict(self, count: int, since: int) -> bool:
+        """Evict the `count` graphs that were used least recently; evict none if one was used after pass `since`."""
+        made = list(self._made.items())[: max(0, count)]
+        if any(of.used > since for _, of in made):
+            return False
+        for key, _ in made:
+            self._made.pop(key, None)
+        return True
+
+    def _first(
+        self, key: Any, waiting: _Waiting, capture: Callable[[], _Captured], tensors: list[Tensor], step: Step,
+        bounded: bool,
+    ) -> _Captured | None:  # fmt: skip
+        """Capture a pass, and issue it for the first time; return None after a failure.
+
+        While `key` still waits afterwards, its graph is not to be kept.
+        """
+        device, made = self._layers[0].of.device, None
+        try:
+            with graphs.alone(device):  # captures of other models would be counted here
+                before = graphs.outside(device)
+                made = capture()
+                self._issue(made, tensors, step)  # the driver takes some of its memory only now
+                made.executable = max(0, graphs.outside(device) - before)
+        except Exception as error:  # of any kind, from a family's code
+            made = None  # its memory may be what is lacking
+            if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+                self._evict(1, waiting.since)
+            self._failed(waiting, str(error).split("\n")[0] or type(error).__name__)
+            return None
+        if bounded and (taken := self._taken(made)) > graphs.MEMORY:
+            others = len(self._made)
+            self._made.clear()  # a pool of torch's allocator is given back with its last graph
+            self._failed(waiting, f"{others + 1} graphs take {taken} bytes", never=not others)
+            waiting.crowded = True
+            return made
+        del self._waiting[key]
+        return made
+
+    def _failed(self, waiting: _Waiting, why: str, never: bool = False) -> None:
+        waiting.left = sys.maxsize if never else min(AGAIN << waiting.failures, RARELY)
+        waiting.failures += 1
+        waiting.since = self._passes
+        self.failures += 1
+        again = "" if never else f", until {waiting.left} passes later"
+        log.warning("a decode step is not captured in a CUDA graph%s: %s", again, why)
+
+    def _taken(self, more: _Captured) -> int:
+        """Return the bytes of the device that graphs have, with one more."""
+        made = [*list(self._made.values()), more]
+        return sum(m.executable for m in made) + sum(p.taken for p in {id(m.pool): m.pool for m in made}.values())
 
     def _may(self, step: Step, given: dict[str, Any], cache: Any) -> bool:
         """Whether a graph may hold the pass."""
@@ -140,16 +234,9 @@ class DecodeGraphs:
             for layer, snapshot in zip(self._layers, step.snapshots, strict=True)
         )
 
-    def _keep(self, key: Any, owner: Any) -> None:
-        """Make room for one more graph, which goes with its cache or table."""
-        while len(self._made) >= KEPT:
-            self._made.pop(next(iter(list(self._made))), None)
-        self._seen.pop(key, None)
-        weakref.finalize(owner, self._made.pop, key, None).atexit = False
-
     def _capture(
         self, forward: Forward, of: Any, tensors: list[Tensor], step: Step, into: tuple[Any, Any], at: tuple[int, int]
-    ) -> _Captured | None:
+    ) -> _Captured:
         """Capture a pass `into` its cache and what that belongs to, `at` a stream and of so many tokens."""
         (cache, owner), device, counters, words = into, self._layers[0].of.device, None, None
         if step.packed is not None:
@@ -172,19 +259,17 @@ class DecodeGraphs:
             out.update((k, None if v is cache else self._shared(at, k, v, shared)) for k, v in made.items())
             kind.append(type(made))
 
-        try:
-            # Graphs of one stream run one after another, and their outputs are copied: they may share memory.
-            beside = next((m.graph for k, m in list(self._made.items()) if m is not None and k[0] == at[0]), None)
-            before = graphs.reserved(device, emptied=True)  # as a capture begins by emptying what is kept for later
-            with opened(inner):
-                graph = graphs.capture(run, device, beside)
-        except Exception as error:  # of any kind, from a family's code
-            log.warning("a decode step is not captured in a CUDA graph: %s", str(error).splitlines()[0])
-            return None
+        # Graphs of one stream run one after another, and their outputs are copied: they may share memory.
+        beside = next((m.graph for k, m in list(self._made.items()) if k[0] == at[0]), None)
+        pool = self._pools.get(at[0]) or _Pool()
+        before = graphs.reserved(device, emptied=True)  # as a capture begins by emptying what is kept for later
+        with opened(inner):
+            graph = graphs.capture(run, device, beside)
+        pool.taken += max(0, graphs.reserved(device) - before)
+        self._pools[at[0]] = pool
         inner.packed = inner.outer = None  # which hold sequences and memory of this pass
         log.info("a decode step of %d sequences is now a CUDA graph", at[1])
-        taken = max(0, graphs.reserved(device) - before)
-        return _Captured(graph, own, words, counters, kind[0], out, shared, taken, _addresses(owner, step), inner)
+        return _Captured(graph, own, words, counters, kind[0], out, shared, pool, _addresses(owner, step), inner)
 
     def _shared(self, at: tuple[int, int], name: str, made: Any, shared: list[Tensor]) -> Tensor:
         """Copy a part of a pass's output to memory that graphs of one stream and about as many tokens share.
@@ -201,7 +286,8 @@ class DecodeGraphs:
             shared.append(memory)
             return memory[: made.numel()].view(made.shape).copy_(made)
 
-    def _replay(self, made: _Captured, tensors: list[Tensor], step: Step, cache: Any) -> Any:
+    def _issue(self, made: _Captured, tensors: list[Tensor], step: Step) -> None:
+        """Copy a pass's tensors and handles to where the graph reads them, and replay it."""
         with torch.no_grad():
             if step.packed is not None:
                 step.packed.write_table()
@@ -210,6 +296,10 @@ class DecodeGraphs:
             if made.words is not None:
                 made.words.copy_(step.table.words, non_blocking=True)
             made.graph.replay()
+
+    def _output(self, made: _Captured, step: Step, cache: Any) -> Any:
+        """Return copies of what the replay makes, and add its counts to the step's."""
+        with torch.no_grad():
             if made.counters is not None:
                 made.counters.copy_to(step.counters)
             return made.kind(**{k: cache if v is None else v.clone() for k, v in made.out.items()})

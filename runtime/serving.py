@@ -135,12 +135,14 @@ class Serving:
     def counters(self) -> dict[str, int]:
         """Return counts since loading: transitions, waits, bytes moved, and bytes of weights that the host tier read.
 
-        Under a policy that changes nothing all are zero, except `kv_waits`: the passes that waited for room.
+        Under a policy that changes nothing all are zero, except `kv_waits`, the passes that waited for room, and
+        `graph_failures`, the decode steps that could not be captured in a CUDA graph.
         """
         manager, kv_waits = self.manager, self.caches.waits if self.caches is not None else 0
         counts = {name: 0 if manager is None else count(manager) for name, count in COUNTERS.items()}
         moved = MovedBytes() if manager is None else manager.on_demand.moved
-        return {**counts, "kv_waits": kv_waits, **asdict(moved)}
+        failures = 0 if self._wrapper.graphs is None else self._wrapper.graphs.failures
+        return {**counts, "kv_waits": kv_waits, "graph_failures": failures, **asdict(moved)}
 
     def health(self) -> dict[str, Any]:
         """Describe whether versions still change, for JSON.

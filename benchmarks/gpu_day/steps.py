@@ -123,6 +123,7 @@ def fake_experts(layer: ExpertLayer, version: Version) -> Any:
         layer=layer, device_table=lambda: table, served=[0], forms={version.name: make_forms(layer.matrices, version)},
         device=torch.device("cuda", 0), makes_up_for_absent=False, tier=None, places=frozenset({Where.DEVICE}),
         only=lambda index, here: index, backend="triton", rotation=None, launched=(), in_window=False, in_place=None,
+        staged=None,
     )  # fmt: skip
     of.of = of
     return of

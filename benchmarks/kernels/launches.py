@@ -64,7 +64,7 @@ def experts(name: str, group: int, dtype: torch.dtype, tokens: int, bias: bool) 
         table = torch.zeros(EXPERTS, dtype=torch.int64, device="cuda")
         layer: Any = SimpleNamespace(
             layer=ExpertLayer(0, "experts", EXPERTS, matrices), device_table=lambda: table, served=[0], rotation=None,
-            in_place=None, forms={name: make_forms(matrices, version_of(name, group))},
+            in_place=None, staged=None, forms={name: make_forms(matrices, version_of(name, group))},
         )  # fmt: skip
         layer.of = layer
         gpu.forward(LayerCall(module, layer, torch.zeros(tokens, HIDDEN, dtype=dtype, device="cuda"), index, gates))

@@ -130,6 +130,8 @@ def _devices() -> list[dict[str, Any]]:
 def host_memory() -> dict[str, Any]:
     """Report how the host would keep a GPU's extents: the mode, why each better mode fails, and limits.
 
+    `kernels_read` is the mode of memory that the GPU's kernels read, for experts `@pinned`; null if there is none.
+
     Every way of pinning memory is tried on 64 MiB. Without a GPU, `mode` is "files" and nothing is tried.
     """
     import torch
@@ -147,7 +149,8 @@ def host_memory() -> dict[str, Any]:
         return {"mode": "staged", "reason": str(error), **limits}
     mode = next(way["mode"] for way in ways if way["works"])
     reason = "; ".join(f"not {way['mode']}: {way['reason']}" for way in ways if not way["works"])
-    return {"mode": mode, "reason": reason, **limits, "ways": ways}
+    read = next((way["mode"] for way in ways if way.get("kernels_read")), None)
+    return {"mode": mode, "kernels_read": read, "reason": reason, **limits, "ways": ways}
 
 
 def _codec() -> dict[str, Any]:

@@ -76,6 +76,7 @@ class Evaluation(Scores):
     refusals: int = 0  # promotions put off for want of room
     bytes_moved: int = 0  # stored bytes copied, also at loading
     kv_waits: int = 0  # forward passes that waited until experts made room for the KV cache
+    graph_failures: int = 0  # decode steps that could not be captured in a CUDA graph, and were tried again later
     worker_failures: int = 0  # failed rounds of transitions
     host_bytes: int = 0  # bytes of weights that the host read for the experts it ran
     demand_bytes: int = 0  # stored bytes that passes waited for, under policies that load on demand

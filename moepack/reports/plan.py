@@ -20,6 +20,7 @@ from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.tables import CalibrationTables, shown_loss
 from moepack.runtime.load import check_options
 from moepack.runtime.planning.options import LoadOptions, Workload
+from moepack.runtime.planning.sizes import parse_size
 from moepack.runtime.profile import profiled
 
 if TYPE_CHECKING:
@@ -147,8 +148,9 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
         check_policy(bundle, parsed)
     outside += rounding(1, parsed.is_live) if estimated else 0  # as loading on a GPU holds back
     fixed = Fixed(outside, needs.kv_bytes, needs.activations)
-    least = _decide(bundle, parsed, fixed, 0, where).least
-    decided = _decide(bundle, parsed, fixed, budget, where)
+    host = parse_size(options.host_memory)
+    least = _decide(bundle, parsed, fixed, 0, where, host).least
+    decided = _decide(bundle, parsed, fixed, budget, where, host)
     table, message = decided.table, None
     if table is None:
         message = f"{bundle.path}: {budget} bytes are not enough: the least that would do is {least} bytes"
@@ -164,8 +166,7 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
     used = host = cached = 0
     bandwidth = read_rate(where)
     if table is not None:
-        activations = fixed.activations + decided.workspace
-        fixed = Fixed(outside, fixed.kv, activations, decided.staging, decided.window)
+        fixed = Fixed(outside, fixed.kv, fixed.activations + decided.workspace, **decided.parts)
         tables = bundle.calibration()
         served = [name for name in decided.names if any(name in row for row in table)]
         layers = tuple(_layer(bundle, p, row, served) for p, row in enumerate(table))
@@ -209,17 +210,18 @@ class _Decided(NamedTuple):
 
     table: Versions | None  # None if the budget is too small
     names: tuple[str, ...]  # placements in the map, the best first
-    staging: int
+    parts: dict[str, int]  # of M_fixed: `Plan.parts`
     workspace: int
     floor: int  # the least that the experts take
     used: int  # what the experts take as mapped
     least: int  # the least sufficient budget, if this one is too small
-    window: int = 0
     moving: bool = False  # see `Planned`
     pinned: int = 0  # as `Planned.pinned_bytes`
 
 
-def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int, device: torch.device) -> _Decided:
+def _decide(
+    bundle: Bundle, policy: Policy, fixed: Fixed, budget: int, device: torch.device, host: int | None
+) -> _Decided:
     from moepack.runtime.devices import torch_cuda
     from moepack.runtime.planning.capacity import base_bytes
     from moepack.runtime.planning.exceeded import TooSmallError
@@ -230,10 +232,10 @@ def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int, device: t
     try:
         if not policy.is_live:
             versions, experts = unchanging(bundle, policy, fixed, budget)
-            return _Decided(versions, tuple(v.name for v in bundle.versions), 0, 0, experts, experts, 0)
-        made = make_plan(bundle, policy.options, fixed.total, budget, on_gpu)
+            return _Decided(versions, tuple(v.name for v in bundle.versions), {}, 0, experts, experts, 0)
+        made = make_plan(bundle, policy.options, fixed.total, budget, on_gpu, host)
     except TooSmallError as error:
-        return _Decided(None, (), 0, 0, 0, 0, error.least)
+        return _Decided(None, (), {}, 0, 0, 0, error.least)
     chosen, wanted = made.policy(policy)
     table = tuple(
         tuple(str(made.ladder[wanted.get((p, e), made.base)]) for e in range(n)) for p, n in enumerate(made.experts)
@@ -243,7 +245,7 @@ def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int, device: t
     names, least = tuple(map(str, made.ladder)), base + made.demand + made.present
     moving = chosen.needs.layers or any(p.where is not Where.DEVICE for p in made.ladder)
     pinned = made.on_host(*READ_THERE) if on_gpu else 0
-    return _Decided(table, names, made.staging, made.workspace, least, used, 0, made.window, moving, pinned)
+    return _Decided(table, names, made.parts, made.workspace, least, used, 0, moving, pinned)
 
 
 def _version(placement: str) -> str:
@@ -317,6 +319,7 @@ def render(planned: Planned) -> tuple[Any, str]:
         (f.activations, f"activations{estimated}"),
         (f.staging, "staging"),
         (f.window, "window for paged experts"),
+        (f.entries, "page entries of pinned memory"),
         (planned.used_bytes - f.total, "experts"),
     )
     taken = ", ".join(f"{_size(n)} {name}" for n, name in parts if n)

@@ -29,6 +29,9 @@ class Memory:
     def give_back(self, start: int, size: int) -> None:
         """Give taken bytes back; their contents are lost."""
 
+    def filled(self, start: int, size: int) -> None:
+        """Note that these taken bytes have been written. Memory that is pinned only now may move: call `at` again."""
+
 
 class Completion(Protocol):
     """The end of some work on a stream."""
@@ -60,7 +63,9 @@ class Device(Protocol):
         """Allocate `size` bytes of host memory, for experts that the host runs."""
 
     def pinned_memory(self, block: int, blocks: int) -> Memory:
-        """Allocate `blocks` blocks of host memory that this device's kernels may read, each of `block` bytes.
+        """Allocate `blocks` blocks of host memory that this device's kernels may read once all have been filled.
+
+        Each has `block` bytes.
 
         Raises InputError where the system does not allow it.
         """

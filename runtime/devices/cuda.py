@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -307,8 +308,13 @@ class CudaDevice(Migration):
             self.pinned.start()
 
     def host(self) -> dict[str, Any]:
-        """Return the state of the pinned store (`HostStore.state`), or the mode `staged` without one."""
-        return self.pinned.state() if self.pinned is not None else {"mode": "staged"}
+        """Return the state of the pinned store (`HostStore.state`), or the mode `staged` without one.
+
+        `read_there` are the bytes of experts that kernels read in pinned memory, by the way in which they are pinned.
+        """
+        state = self.pinned.state() if self.pinned is not None else {"mode": "staged"}
+        ways = [memory.ways() for memory in self._memories if isinstance(memory, ReadMemory)]
+        return {**state, "read_there": dict(sum(ways, Counter()))}
 
     def free(self) -> None:
         """Give back and unpin what kernels read, after all issued work has ended. May be called twice."""

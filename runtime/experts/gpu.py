@@ -3,12 +3,14 @@
 The first product computes silu(gate) * up too; another gate activation of a family runs between the two products. Few
 tokens take one launch for routing (two beyond eight slots), one for each matrix whatever its experts' versions, and one
 for the sum: always the same ones, so that a CUDA graph may hold them. More tokens take a sort and two launches
-for each matrix and version. Experts that are paged in place are decoded by two launches before the first product.
+for each matrix and version; experts in pinned host memory are first brought to the device (staged.py). Experts that are
+paged in place are decoded by two launches before the first product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,26 +121,42 @@ def _forward(call: LayerCall) -> Tensor:
     served = experts.served if few is None else experts.of.launched or experts.served
     first_forms, second_forms = zip(*experts.of.forms.values(), strict=True)  # each by the version's number
 
-    def run(matrix: Matrix, forms: Sequence[Form], x: Tensor, out: Tensor, gated: bool = False) -> None:
+    def run(
+        matrix: Matrix, forms: Sequence[Form], handles: Tensor, x: Tensor, out: Tensor, gated: bool = False
+    ) -> None:
         if few is None:
             product(matrix, forms, served, handles, geometry, x, out, tiling, gated)
         else:
             switched(matrix, forms, served, handles, geometry, x, out, gated)
 
-    h = x.new_empty(slots, first.rows // 2 if fused else first.rows)
-    run(first, first_forms, x, h, fused)
-    if not fused:
-        h = (module._apply_gate(h) if module.has_gate else module.act_fn(h)).contiguous()
-    if experts.of.rotation is not None:
-        h = experts.of.rotation.run(h, call.index.long().reshape(-1), handles, served)
-    if pages is not None:
-        pages.ready(1)
+    made = x.new_empty(slots, first.rows // 2 if fused else first.rows)
     normed = getattr(module, "has_post_expert_norm", False)
     y = (x.new_zeros if normed else x.new_empty)(slots, second.rows)
-    run(second, second_forms, h, y)
+    with _tables(experts, handles, None if few is not None else chosen[1]) as tables:
+        for table in tables:  # each has experts of its own; rows of others stay as they are
+            run(first, first_forms, table, x, made, fused)
+            h = made
+            if not fused:
+                h = (module._apply_gate(h) if module.has_gate else module.act_fn(h)).contiguous()
+            if experts.of.rotation is not None:
+                h = experts.of.rotation.run(h, call.index.long().reshape(-1), table, served)
+            if pages is not None:
+                pages.ready(1)
+            run(second, second_forms, table, h, y)
     if normed:
         y = module.post_expert_norm(y)
     return summed(y, call.weights.detach().contiguous(), live, hidden.dtype)
+
+
+def _tables(
+    experts: Snapshot, handles: Tensor, counts: Tensor | None
+) -> contextlib.AbstractContextManager[Iterable[Tensor]]:
+    """Handle tables for a call's launches; of many tokens, given slots by expert, such as have no pinned experts."""
+    staged = experts.of.staged
+    if counts is None or staged is None or (Where.PINNED not in experts.places and experts.of.critical is None):
+        return contextlib.nullcontext((handles,))
+    tables: contextlib.AbstractContextManager[Iterable[Tensor]] = staged.tables(handles, counts)
+    return tables
 
 
 def _fuses(module: Any) -> bool:

@@ -89,6 +89,8 @@ class ServedLayer:
         # Decodes paged experts that have slots to places of their own, between a call's launches on a GPU: some, with
         # the slots of each, or all (paging/in_place.py). None where pages are in a window
         self.in_place: Callable[[Snapshot, Tensor | None, Tensor], None] | None = None
+        # Experts in pinned memory, which passes of many tokens bring to a GPU (`StagedLayer`, staged.py)
+        self.staged: Any = None
         # What a step's kernels find beside the handles of a snapshot, int64 [experts]; None where they need no more
         self.second: Callable[[Snapshot], npt.NDArray[np.int64]] | None = None
         self.critical: Any = None  # the `Critical` (critical.py): which experts of a pass run at their second words

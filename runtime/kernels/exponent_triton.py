@@ -280,6 +280,22 @@ def places_of(header: Buffer, at: int, to: int, bias: tuple[int, int, int]) -> t
     return [at, to, n, words, patches, *bias], _table(bytes(header[16:48])).astype(np.uint16)
 
 
+def bring(experts: Tensor | None, counts: Tensor, sources: Tensor, sizes: Tensor, stage: Tensor, most: int) -> None:
+    """Copy extents of experts that have slots from host memory to a stage, each once, on the current stream.
+
+    Args:
+        experts: and `counts`, as for `decode_chosen`.
+        sources: as its `coded`.
+        sizes: int64 [experts], words of 4 bytes of each extent, a multiple of 4; `most` is the largest.
+        stage: int32 [experts, words].
+    """
+    given, earlier = (counts, 0) if experts is None else (experts, 1 << (len(counts) - 1).bit_length())
+    with current(counts.device):
+        _bring[len(counts), triton.cdiv(most, CHUNK)](
+            given, counts, sources, sizes, stage, stage.shape[1], EARLIER=earlier, CHUNK=CHUNK
+        )
+
+
 def decode_chosen(of: CodedLayer, experts: Tensor | None, counts: Tensor, coded: Tensor) -> None:
     """Decode the experts that have slots, each once, on the current stream, without waiting: two launches.
 
@@ -293,10 +309,8 @@ def decode_chosen(of: CodedLayer, experts: Tensor | None, counts: Tensor, coded:
     tiles, words = of.most
     blocks, matrices, apart = len(counts), of.fields.shape[1], of.stage.shape[1]
     given, earlier = (counts, 0) if experts is None else (experts, 1 << (blocks - 1).bit_length())
+    bring(experts, counts, coded, of.sizes, of.stage, words)
     with current(counts.device):
-        _bring[blocks, triton.cdiv(words, CHUNK)](
-            given, counts, coded, of.sizes, of.stage, apart, EARLIER=earlier, CHUNK=CHUNK
-        )
         _decode_chosen[blocks, triton.cdiv(tiles, TILES), matrices](
             given, counts, coded, of.fields, of.tables, of.stage, apart, of.slots, of.slots.shape[1], of.status,
             EARLIER=earlier, MATRICES=matrices, K=TILES, BIASES=of.biases, num_warps=TILES,

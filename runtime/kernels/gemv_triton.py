@@ -144,12 +144,16 @@ def _plane(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def words(  # type: ignore[no-untyped-def]
-    base, low, high, cols, row, blocks, k, t, BITS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr
+    base, low, high, cols, row, blocks, k, t, BITS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
-    """Load both tensors that `numbers` takes: words of two planes, or of a code's columns, or the same words twice."""
+    """Load both tensors that `numbers` takes: words of two planes, or the same words twice.
+
+    Of eight bits, words of four columns from column k on, and of four columns that begin APART further.
+    """
     if BITS == 8:
         left = _plane(base, low, cols, row, blocks, k, t, 8, COLUMNS, EVEN)
-        return left, _plane(base, low, cols, row, blocks, k + 4, t, 8, COLUMNS, EVEN)
+        return left, _plane(base, low, cols, row, blocks, k + APART, t, 8, COLUMNS, EVEN)
     elif (BITS == 3) | (BITS == 5):
         left = _plane(base, low, cols, row, blocks, k, t, BITS - 1, COLUMNS, EVEN)
         return left, _plane(base, high, cols, row, blocks, k, t, 1, COLUMNS, EVEN)
@@ -204,9 +208,12 @@ def _load(  # type: ignore[no-untyped-def]
         blocks = (rows + 15) // 16
         t = tl.arange(0, 4)[None, None, None, :, None]
         row = first + tl.arange(0, 8)[None, None, :, None, None] * 4 + tl.arange(0, 4)[None, None, None, None, :]
-        k = begin + tl.arange(0, U)[:, None, None, None, None] * (4 * COLUMNS) + t * COLUMNS
+        # Four threads' words of eight bits are neighbours in one load, so that it takes whole lines of 128 bytes: over
+        # the bus, each line that is taken in halves is two requests.
+        own: tl.constexpr = 4 if BITS == 8 else COLUMNS
+        k = begin + tl.arange(0, U)[:, None, None, None, None] * (4 * COLUMNS) + t * own
         k += tl.arange(0, S)[None, :, None, None, None] * STRIDE
-        return words(base, low, high, cols, row, blocks, k, t, BITS, COLUMNS, EVEN)
+        return words(base, low, high, cols, row, blocks, k, t, BITS, COLUMNS, EVEN, 16)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -233,14 +240,17 @@ def _weights(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _activations(  # type: ignore[no-untyped-def]
-    xs, cols, begin, COLUMNS: tl.constexpr, U: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr
+    xs, cols, begin, BITS: tl.constexpr, COLUMNS: tl.constexpr, U: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     """Load activations of eight slots: [U, S, slots, T, COLUMNS]; `xs` are the slots' rows, [slots]."""
-    side: tl.constexpr = min(COLUMNS, 8)
-    k = begin + tl.arange(0, COLUMNS // side)[:, None, None, None, None, None] * side
+    side: tl.constexpr = 4 if BITS == 8 else min(COLUMNS, 8)  # columns that lie side by side
+    apart: tl.constexpr = 16 if BITS == 8 else side  # between a thread's sides, as `_load` takes them
+    own: tl.constexpr = 4 if BITS == 8 else COLUMNS  # between threads
+    k = begin + tl.arange(0, COLUMNS // side)[:, None, None, None, None, None] * apart
     k += tl.arange(0, U)[None, :, None, None, None, None] * (4 * COLUMNS)
     k += tl.arange(0, S)[None, None, :, None, None, None] * STRIDE
-    k += tl.arange(0, 4)[None, None, None, None, :, None] * COLUMNS
+    k += tl.arange(0, 4)[None, None, None, None, :, None] * own
     k += tl.arange(0, side)[None, None, None, None, None, :]
     from_x = xs[None, None, None, :, None, None] + k
     if EVEN:
@@ -335,7 +345,7 @@ def _sums(  # type: ignore[no-untyped-def]
             a, a1 = _load(base, low, high, cols, first, rows, begin, BITS, COLUMNS, U, GROUP, S, EVEN)
             if GATED:
                 b, b1 = _load(base, low, high, cols, first + made, rows, begin, BITS, COLUMNS, U, GROUP, S, EVEN)
-            rest = _activations(xs, cols, begin, COLUMNS, U, GROUP, S, EVEN)
+            rest = _activations(xs, cols, begin, BITS, COLUMNS, U, GROUP, S, EVEN)
             for _term in tl.static_range(TERMS):
                 y = rest.to(tl.bfloat16)
                 if TERMS > 1:

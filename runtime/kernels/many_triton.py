@@ -75,7 +75,7 @@ def _words(  # type: ignore[no-untyped-def]
         of, t = row[None, :, :, :, :], tl.arange(0, 4)[None, None, None, :, None]
         k = begin + tl.arange(0, U)[:, None, None, None, None] * (4 * COLUMNS) + t * COLUMNS
         blocks = (rows + 15) // 16
-        return words(base, low, high, cols, of, blocks, k, t, BITS, COLUMNS, EVEN)
+        return words(base, low, high, cols, of, blocks, k, t, BITS, COLUMNS, EVEN, 4)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -17,7 +17,7 @@ from torch import nn
 
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
-from moepack.pack.spec import ExpertLayer
+from moepack.pack.spec import ExpertLayer, align
 from moepack.runtime.experts import backends
 from moepack.runtime.kernels.forms import slice_bytes
 from moepack.runtime.kv.sizes import KvShape
@@ -39,16 +39,17 @@ class Fixed:
     dense: int  # parameters and buffers outside the experts
     kv: int = 0  # the requested KV cache
     activations: int = 0  # the most that a forward pass takes beside weights and cache
-    staging: int = 0  # the buffer through which lossless extents are decoded
+    staging: int = 0  # buffers through which lossless extents are decoded, and prompts' pinned experts are read
     window: int = 0  # the memory into which paged experts are decoded while their layer runs
+    entries: int = 0  # a GPU's page entries for pinned host memory (`page_entries`)
 
     @property
     def total(self) -> int:
         """M_fixed, the sum of the parts."""
-        return self.dense + self.kv + self.activations + self.staging + self.window
+        return self.dense + self.kv + self.activations + self.staging + self.window + self.entries
 
     def __str__(self) -> str:
-        parts = [f"{n} {size}" for n, size in asdict(self).items() if size or n != "window"]
+        parts = [f"{n} {size}" for n, size in asdict(self).items() if size or n not in ("window", "entries")]
         return f"{self.total} bytes outside the experts: {', '.join(parts)}"
 
 
@@ -243,6 +244,11 @@ def on_cuda(model: Any, layers: Sequence[ExpertLayer], device: torch.device, nee
     taken = torch.cuda.max_memory_reserved(device) - before
     torch.cuda.empty_cache()
     return max(0, taken - needs.kv.bytes(asked.prefill_tokens, asked.batch))
+
+
+def page_entries(size: int) -> int:
+    """Return the bytes of a GPU that find `size` bytes of pinned host memory: 8 for each page of 4 KiB, in pages."""
+    return align(-(-size // 4096) * 8, 4096)
 
 
 def rounding(devices: int, live: bool) -> int:

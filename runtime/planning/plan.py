@@ -19,13 +19,13 @@ from moepack.runtime.allocation.ladder import Floats, Ints, Ladder, SharedByLoss
 from moepack.runtime.policies.contract import Interval, LiveOptions, LivePolicy, Setting, Sums, Versions, Wanted
 from moepack.runtime.policies.contract import Ladder as Placements
 from moepack.runtime.policies.importance import critical
-from moepack.runtime.policies.placements import ABSENT, CODED, READ_THERE, Placement, Where
+from moepack.runtime.policies.placements import ABSENT, CODED, ON_HOST, READ_THERE, Placement, Where
 from moepack.runtime.policies.registry import Policy
 
 from .capacity import base_bytes, even_bytes
 from .choice import ladders_of
 from .exceeded import TooSmallError
-from .fixed import Fixed
+from .fixed import Fixed, page_entries
 from .paging import (
     LOADERS,
     block_on_gpu,
@@ -37,6 +37,7 @@ from .paging import (
     window_size,
 )
 
+STAGE = 256 << 20  # bytes for experts that a prompt brings at a time: w4 of 100 experts of Qwen3-30B-A3B
 ROOMY = 32  # a workspace gets 1/32 of the bytes beyond the least budget
 FEW = 256  # with this many tokens, an expert's own loss counts as much as the mean of its layer
 
@@ -67,6 +68,8 @@ class Plan:
     present: int = 0
     workspace: int = 0  # the part of `fixed` for measurements that the policy needs during a pass
     window: int = 0  # bytes into which paged experts are decoded while their layer runs, with the loaders' buffers
+    stage: int = 0  # bytes of a GPU to which prompts bring experts of pinned memory (experts/staged.py)
+    entries: int = 0  # a GPU's page entries for pinned host memory: experts there, and extents that are copied
     # `rates`, `together`: as in `Setting`
     rates: tuple[float, ...] = ()
     together: bool = False
@@ -82,6 +85,27 @@ class Plan:
     def reads_host(self) -> bool:
         """Whether every expert stays in pinned host memory, at the base, where the device's kernels read it."""
         return self.keep and self.ladder[self.base].where in READ_THERE
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The parts of `fixed` that the plan adds, as `Fixed` names them."""
+        return {"staging": self.staging + self.stage, "window": self.window, "entries": self.entries}
+
+    @property
+    def largest_pinned(self) -> int:
+        """Bytes of the largest block of an expert that kernels read in pinned memory; 0 without any."""
+        read = [v for v, p in enumerate(self.ladder) if p.where is Where.PINNED]
+        return max((row[v] for row in self.blocks for v in (*read, *[0] * bool(self.critical))), default=0)
+
+    @property
+    def copied(self) -> list[str]:
+        """The names of the versions whose extents a GPU copies from the host's store, the most important first."""
+        served = [p for p in self.ladder[: len(self.ladder) - self.keep] if p.where is Where.DEVICE]
+        if not self.reads_host:
+            read = set[Version | None]()
+        else:  # experts of these versions are copied from where kernels read them
+            read = {self.ladder[n].version for n in (self.base, *[0] * bool(self.critical))}
+        return [p.version.name for p in served if p.version is not None and p.version not in read]
 
     @property
     def in_place(self) -> bool:
@@ -209,11 +233,18 @@ class Plan:
         return made, made.decide(Interval(time.monotonic(), self.capacity(), nothing, none)) or {}
 
 
-def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int, on_gpu: bool = False) -> Plan:
+def make_plan(
+    bundle: Bundle,
+    options: LiveOptions,
+    outside: int,
+    budget: int,
+    on_gpu: bool = False,
+    host_memory: int | None = None,
+) -> Plan:
     """Choose the ladder with the least expected loss that fits `budget`, the bytes for everything.
 
     `outside` are bytes outside the experts: dense tensors, KV cache, activations, without the staging buffer. On a GPU
-    `rates` are measured later, on the open device.
+    `rates` are measured later, on the open device; pinned host memory, at most `host_memory` bytes, takes some of it.
 
     Raises:
         InputError: when versions are missing.
@@ -239,16 +270,19 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int, o
         window = window_bytes(bundle, ladder, staging, sizes if on_gpu else ())
         demand = max((row[0] * n for row, n in zip(sizes, experts, strict=True)), default=0) * options.on_demand
         work, most = options.workspace
-        fixed = outside + staging + window
+        plan = Plan(
+            ladder, blocks, sizes, experts, 0, staging, budget, options.keeps_low, options.spare_blocks, traffic, loss,
+            None, window=window, critical=options.critical(len(experts)),
+        )  # fmt: skip
+        entries = page_entries(pinned_bytes(bundle, plan, host_memory)) if on_gpu else 0
+        stage = stage_bytes(max(experts), plan.largest_pinned) if on_gpu else 0
+        fixed = outside + staging + window + stage + entries
         half = base_bytes(sizes, experts, -2) // 2 if ladder[-1] == ABSENT and not options.on_demand else 0
         present = half and half + max(max(row[1:]) for row in sizes)
         needed = fixed + work + base_bytes(sizes, experts) + demand + present
         work = min(most, work + max(0, budget - needed) // ROOMY)
-        plan = Plan(
-            ladder, blocks, sizes, experts, fixed + work, staging, budget, options.keeps_low, options.spare_blocks,
-            traffic, loss, None, demand=demand, present=present, workspace=work, window=window,
-            critical=options.critical(len(experts)),
-        )  # fmt: skip
+        plan = replace(plan, fixed=fixed + work, demand=demand, present=present, workspace=work)
+        plan = replace(plan, stage=stage, entries=entries)
         if shares and not demand:  # on-demand loading has one cache for all layers
             plan = replace(plan, by_loss=SharedByLoss(plan.ladders(), traffic))
         plans.append((needed, plan))
@@ -267,6 +301,22 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int, o
     chosen = min(fitting, key=Plan.expected_loss)
     measured = chosen.window and not on_gpu
     return replace(chosen, rates=measure_rates(bundle, chosen.ladder)) if measured else chosen
+
+
+def pinned_bytes(bundle: Bundle, plan: Plan, host_memory: int | None) -> int:
+    """Return the most bytes of host memory that are pinned beside a GPU, of `host_memory` bytes if it is given."""
+    extents = 0
+    for name in plan.copied:
+        for position, experts in enumerate(plan.experts):
+            file = bundle.layer_file(name, position)
+            extents += sum(file.extent_size(e) for e in range(experts))
+    size = plan.on_host(*ON_HOST) + extents
+    return size if host_memory is None else min(size, host_memory)
+
+
+def stage_bytes(experts: int, block: int) -> int:
+    """Return the bytes for as many of a layer's experts as STAGE holds, at least one; 0 for blocks of 0."""
+    return block and block * min(experts, max(1, STAGE // block))
 
 
 def _check_paging(bundle: Bundle, ladder: Placements, on_gpu: bool) -> None:

@@ -100,7 +100,8 @@ class ResidencyManager:
             self.policy, wanted = plan.policy(policy)
         self.plan, self._named = plan, policy
         self._upset = False  # whether a load was interrupted
-        self.store = BackingStore(bundle, not (self._blocking or plan.window), direct=not self._on_gpu)
+        direct = not self._on_gpu or plan.reads_host  # else the page cache would have all of host memory's experts, too
+        self.store = BackingStore(bundle, not (self._blocking or plan.window), direct=direct)
         self._process, self._one_at_a_time = os.getpid(), threading.RLock()
         self.worker = Worker(self.round, self._shut, self.policy.needs.interval)
         wake = self.worker.wake
@@ -184,15 +185,23 @@ class ResidencyManager:
         count = loading()
         count.expect(sum(sizes.values()) + sum(self._stored_size(key, 0) for key in keys if plan.critical))
         pin_best(plan, self.layers, (self.device, self._host_device or self.device), self.host, self.store)
-        # A GPU copies from one place in order, and a lossless version is decoded from it: others are read in place.
-        ahead = [(version_of(plan, v), key) for key, v in sizes if v or not plan.critical]
-        with self.store.reading_ahead((v.name, *key) for v, key in ahead if self._on_gpu or v.entropy_coded):
+        # A GPU copies from one place in order, and a lossless version is decoded from it. Others are read in place, by
+        # several threads, which digest them: host memory gets each byte once.
+        ahead = [(version_of(plan, v), key, plan.ladder[v].where) for key, v in sizes if v or not plan.critical]
+        copied = [
+            (v.name, *key)
+            for v, key, where in ahead
+            if (self._on_gpu and where not in ON_HOST) or (v.entropy_coded and where is not Where.PACKED_PINNED)
+        ]
+        with self.store.reading_ahead(copied):
             made = self.residency.place(
                 number.items(), 0 if self._on_gpu else AHEAD, lambda key, v: count.add(sizes.get((key, v), 0)),
                 fails if plan.present else self.transitions.note_failure,
             )  # fmt: skip
             for (p, e), handle in made:
                 self.layers[p].publish(e, handle)
+        if plan.stage:
+            opening.open_stage(plan, self.layers, self.device, self.residency)
         self.transitions.want({} if self._blocking else wanted, self.policy.worth)
         self._moved_before = self.device.moved
         if self.paging is not None:

@@ -38,6 +38,8 @@ from .pools import Pool
 if TYPE_CHECKING:
     from moepack.runtime.paging.in_place import PagesInPlace
 
+    from .residency import Residency
+
 LACKING = "it is not installed here (pip install triton)"
 
 
@@ -84,17 +86,13 @@ def open_device(
         return CpuDevice(plan.staging, on_event, readers=READERS if waited_for else 1)
     from moepack.runtime.devices.cuda import open_cuda
 
-    staging, last = plan.staging // buffers, len(plan.ladder) - plan.keep
+    staging = plan.staging // buffers
     on_device = [v for v, placement in enumerate(plan.ladder) if placement.where is Where.DEVICE]
     as_in_memory = [v for v in on_device if not by_matrix(version_of(plan, v))]  # those that no GPU kernel decodes
     largest = max([staging, *(row[v] for row in plan.sizes for v in as_in_memory)])
-    served = [version_of(plan, v).name for v in on_device if v < last]
-    if plan.reads_host:  # promotions of these versions are copied from there
-        there = {version_of(plan, v).name for v in (plan.base, *[0] * bool(plan.critical))}
-        served = [name for name in served if name not in there]
     if pinned := plan.on_host(*READ_THERE):
         host = max(0, (host_limits()["pinnable_bytes"] if host is None else host) - pinned)
-    return open_cuda(store, served, device, largest, staging, buffers, on_event, host, bool(plan.window))
+    return open_cuda(store, plan.copied, device, largest, staging, buffers, on_event, host, bool(plan.window))
 
 
 def check_devices(plan: Plan, policy: object, versions: Sequence[Version], devices: Sequence[torch.device]) -> None:
@@ -175,6 +173,19 @@ def make_pools(
         for (key, (name, blocks)), part in zip(whole.items(), parts, strict=True):
             pools[key] = Pool(name, key[1], blocks, tracker, Memory(part))
     return pools
+
+
+def open_stage(plan: Plan, layers: Sequence[LayerExperts], device: Device, residency: Residency) -> None:
+    """Let passes of many tokens bring experts of pinned memory to the device, once all are loaded."""
+    from moepack.runtime.devices.cuda import CudaDevice
+    from moepack.runtime.experts.staged import Stage, StagedLayer
+
+    assert isinstance(device, CudaDevice)
+    stage = Stage(device, device.gpu.memory(plan.stage), plan.largest_pinned)
+    for p, layer in enumerate(layers):
+        base = [residency.entries[p, e].complete[plan.base].handle for e in range(plan.experts[p])]
+        best = () if layer.of.critical is None else (layer.of.critical.best,)
+        layer.of.staged = StagedLayer(stage, layer.of, (base, *best))
 
 
 def open_paging(

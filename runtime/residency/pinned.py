@@ -56,11 +56,13 @@ def pin_best(
         found = layers[p].of.layer
         return reader.fetch(lambda: store.stored(version.name, p, e), block.tensor, found, version)
 
-    best: list[list[Handle]] = [[] for _ in layers]
     for ((p, e), block), fetch in in_order(taken, start, AHEAD):
         if fetch is not None and fetch.error is not None:
             raise fetch.error
+        block.filled()
         count.add(store.stored(version.name, p, e).size)
+    best: list[list[Handle]] = [[] for _ in layers]
+    for (p, _), block in taken:  # all is pinned by now, where it stays
         of = layers[p].of
         bytes_of: Tensor = block.tensor[: version.resident_size(of.layer.matrices)]
         best[p].append(of.over(version, bytes_of, Where.PINNED))

@@ -28,7 +28,17 @@ class Block:
     pool: Pool
     index: int  # the block's index in the pool
     generation: int  # how often this index was taken before: reveals a block that is used after it was freed
-    tensor: Tensor  # its bytes, uint8 [block_bytes]
+
+    @property
+    def tensor(self) -> Tensor:
+        """Its bytes, uint8 [block_bytes]. `filled` may move those of pinned memory."""
+        pool = self.pool
+        return pool._memory.at(self.index * pool.block_bytes, pool.block_bytes)
+
+    def filled(self) -> None:
+        """Note that its bytes have been written."""
+        pool = self.pool
+        pool._memory.filled(self.index * pool.block_bytes, pool.block_bytes)
 
     def check(self) -> None:
         """Raise StaleBlockError if the block was freed."""
@@ -51,6 +61,7 @@ class Pool:
             ValueError: when the memory is too small, or cannot be given back in parts and does not fit the budget.
         """
         self.name, self.block_bytes, self.blocks = name, align(block_bytes, MEMORY_PAGE), blocks
+        self.on_host = on_host
         self.budget_bytes = 0 if on_host else self.block_bytes  # bytes of the device's budget that a block takes
         self.returnable = memory.returnable  # whether free blocks can be given back
         if len(memory.tensor) < self.block_bytes * blocks:
@@ -76,8 +87,7 @@ class Pool:
             else:
                 return None
             self._taken[index] = True
-            start = index * self.block_bytes
-            return Block(self, index, self._generation[index], self._memory.at(start, self.block_bytes))
+            return Block(self, index, self._generation[index])
 
     def _take(self, index: int) -> bool:
         """Reserve a block's bytes in the budget and take them from the device; return whether both succeeded."""

@@ -22,7 +22,7 @@ from moepack.pack.errors import InputError, MoepackError
 from moepack.runtime.devices.contract import Completion
 from moepack.runtime.policies.contract import Key
 from moepack.runtime.store.files import Cancelled
-from moepack.runtime.store.loading import in_order
+from moepack.runtime.store.loading import AHEAD, in_order
 
 from .entries import Complete, Copying, ExpertState, Outcome, RunningSteps, TransitionCounts
 from .pools import Block, Pool
@@ -82,8 +82,9 @@ class Residency:
     ) -> Iterator[tuple[Key, Any]]:
         """Load experts' first versions, and with `keeps_base` their base; yield the handles. Only before serving.
 
-        All blocks are taken before the first fetch, so that a CPU's huge pages are whole when they are written. Up to
-        `ahead` more fetches are started before one is waited for.
+        All blocks are taken before the first fetch, so that a CPU's huge pages are whole when they are written. Blocks
+        in host memory are filled first, several at a time: they are pinned as they are filled, and others are copied
+        from there. Of the others, up to `ahead` more fetches are started before one is waited for.
 
         Args:
             first: the experts and their versions, in the order in which they are fetched.
@@ -97,30 +98,40 @@ class Residency:
         asked = dict(first)
         rows = {k: tuple(dict.fromkeys((self.base, v) if self.keeps_base else (v,))) for k, v in asked.items()}
         taken = [(key, number, self._take(key, number)) for key, row in rows.items() for number in row]
-        complete: dict[int, Complete] = {}
-        for (key, number, block), fetch in in_order(taken, lambda x: self._start(*x), ahead):
-            if fetch is None or fetch.error is None:
-                complete[number] = Complete(block, self._make(key, number, None if block is None else block.tensor))
+        on_host = [block is not None and block.pool.on_host for *_, block in taken]
+        complete: dict[Key, dict[int, Complete]] = {key: {} for key in rows}
+        for host in (True, False):
+            part = [of for of, there in zip(taken, on_host, strict=True) if there is host]
+            filled = []
+            for (key, number, block), fetch in in_order(part, lambda x: self._start(*x), AHEAD if host else ahead):
+                if fetch is None or fetch.error is None:
+                    if block is not None:
+                        block.filled()
+                    filled.append((key, number, block))
+                    loaded(key, number)
+                elif number == self.base or not isinstance(fetch.error, MoepackError | OSError):
+                    raise fetch.error
+                else:
+                    assert block is not None
+                    block.pool.free(block)
+                    block.pool.trim(block.pool.block_bytes)  # the bytes that the base takes instead
+                    failed(key, number, fetch.error)
+            for key, number, block in filled:  # all host memory is pinned by now, where it stays
+                complete[key][number] = self._complete(key, number, block)
                 if number == self.base:  # a better version with its bytes may be copied from there
-                    self.entries[key] = ExpertState(self.base, self.base, complete)
-                loaded(key, number)
-            elif number == self.base or not isinstance(fetch.error, MoepackError | OSError):
-                raise fetch.error
-            else:
-                assert block is not None
-                block.pool.free(block)
-                block.pool.trim(block.pool.block_bytes)  # the bytes that the base takes instead
-                failed(key, number, fetch.error)
-                if not complete:
-                    complete[self.base] = self._load(key, self.base)
-            if number == rows[key][-1]:
-                best = min(complete)
-                self.entries[key] = ExpertState(self.base, best, complete)
-                self.active[key[0]][key[1]] = best
-                if best != self.base:
-                    self._above.add(key)
-                yield key, complete[best].handle
-                complete = {}
+                    self.entries[key] = ExpertState(self.base, self.base, complete[key])
+        for key, of in complete.items():
+            if not of:
+                of[self.base] = self._load(key, self.base)
+            best = min(of)
+            self.entries[key] = ExpertState(self.base, best, of)
+            self.active[key[0]][key[1]] = best
+            if best != self.base:
+                self._above.add(key)
+            yield key, of[best].handle
+
+    def _complete(self, key: Key, version: int, block: Block | None) -> Complete:
+        return Complete(block, self._make(key, version, None if block is None else block.tensor))
 
     def _take(self, key: Key, version: int) -> Block | None:
         pool = self.pool(key[0], version)
@@ -142,7 +153,8 @@ class Residency:
             if event.error is not None:
                 block.pool.free(block)
                 raise event.error
-        return Complete(block, self._make(key, version, None if block is None else block.tensor))
+            block.filled()
+        return self._complete(key, version, block)
 
     # --- steps
 
@@ -318,8 +330,8 @@ class Residency:
                         self.counts.failures += 1
                         failed.append((key, flying.version, error))
                     continue
-                handle = self._make(key, flying.version, flying.block.tensor)
-                entry.complete[flying.version] = Complete(flying.block, handle)
+                flying.block.filled()
+                entry.complete[flying.version] = self._complete(key, flying.version, flying.block)
                 if coming is not None and wanted(key, coming):
                     self._make_ready(key, coming)
                 else:

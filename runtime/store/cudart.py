@@ -105,7 +105,7 @@ class Cudart:
     def allocate(self, size: int) -> int:
         """Allocate pinned memory of exactly this size; returns its address."""
         address = ctypes.c_void_p()
-        self._call("HostAlloc", ctypes.byref(address), size, PORTABLE)
+        self._call("HostAlloc", ctypes.byref(address), size, PORTABLE | MAPPED)
         return int(address.value or 0)
 
     def free(self, address: int) -> None:

@@ -89,10 +89,10 @@ def pin_mapping(calls: Cudart, file: int, offset: int, size: int) -> Pinned:
     return Pinned(Mode.MAPPED, _at(address, size), let_go)
 
 
-def pin_filled(calls: Cudart, memory: Buffer) -> Pinned:
+def pin_filled(calls: Cudart, memory: Buffer, flags: int = PORTABLE) -> Pinned:
     """Register anonymous memory, filled before (empty pages would be zeroed first). Raises CudaError on failure."""
     address = memory.ctypes.data
-    calls.register(address, len(memory), PORTABLE)
+    calls.register(address, len(memory), flags)
     return Pinned(Mode.REGISTERED, memory, lambda: calls.unregister(address))
 
 
@@ -111,6 +111,7 @@ def probe(calls: Cudart, size: int = 64 << 20) -> list[dict[str, Any]]:
 
     Returns:
         One row for each way: `mode`, `works`, and the failure's `reason` or the `bytes_per_second` of pinning alone.
+        `kernels_read` says whether kernels may read such memory: the device finds it at the host's address.
     """
     chain, rows = Chain(calls), []
     given_up = dict(chain.reasons)
@@ -137,6 +138,9 @@ def probe(calls: Cudart, size: int = 64 << 20) -> list[dict[str, Any]]:
                 row["reason"] = str(error)
                 continue
             row.update(works=True, bytes_per_second=size / (time.perf_counter() - began))
+            if mode is not Mode.MAPPED:
+                address = pinned.bytes.ctypes.data
+                row["kernels_read"] = calls.device_address(address) == address
             pinned.close()
     rows.append({"mode": Mode.STAGED.value, "works": True})
     return rows

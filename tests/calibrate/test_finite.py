@@ -104,7 +104,7 @@ def test_a_tensor_is_refused_by_name_as_it_is_read(kind: str, tmp_path: Path) ->
 
 
 def test_a_buffer_may_mask_and_float32_may_be_beyond_bf16_where_it_stays(tmp_path: Path) -> None:
-    """Infinity in a buffer leaves an expert out, or bounds nothing. What is served in BF16 must not be rounded to infinity."""
+    """Infinity in a buffer masks or bounds. What is served in BF16 must not be rounded to infinity."""
     bias = "model.layers.2.mlp.gate.e_score_correction_bias"
     assert planted(tmp_path / "a", "deepseek_v3", bias, (4,), -INF).load(2)[bias][4] == -INF
     weight = "model.layers.2.self_attn.o_proj.weight"

@@ -305,10 +305,8 @@ def test_replays_of_the_servers_passes(bundles: Any, gpu: StandIn, monkeypatch: 
     torch.testing.assert_close(made_by_graph, want, rtol=1e-4, atol=1e-5)
 
 
-def test_graphs_go_with_their_caches_and_take_what_a_budget_holds_back(
-    bundles: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each cache dies with its last user, so a budget has room for the next; a graph that takes more is not kept."""
+def test_graphs_go_with_their_caches(bundles: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each cache dies with its last user, so a budget has room for the next."""
     monkeypatch.setenv(graphs.VARIABLE, "on")
     monkeypatch.setattr(decode_graph, "WARM", 0)
     monkeypatch.setattr(graphs, "capture", lambda run, device, beside: fake_graph.capture(run, device))
@@ -323,10 +321,6 @@ def test_graphs_go_with_their_caches_and_take_what_a_budget_holds_back(
         del cache
         gc.collect()
     assert [ref() for ref in made] == [None] * 3
-    sizes = iter([0, graphs.MEMORY + 1])
-    monkeypatch.setattr(graphs, "reserved", lambda device, emptied=False: next(sizes))
-    served.run(ids(1, 1), served.cache)
-    assert list(captured.values()) == [None]
 
 
 def test_what_is_not_captured(bundles: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,7 +345,7 @@ def test_what_is_not_captured(bundles: Any, gpu: StandIn, monkeypatch: pytest.Mo
     want = served.run(ids(4, 1), cache)
     assert len(tries) == 1 and want.isfinite().all()
     served.run(ids(4, 1), cache)
-    assert len(tries) == 1, "it is not tried again"
+    assert len(tries) == 1 == model.moepack.counters()["graph_failures"], "it is not tried again at once"
     monkeypatch.setenv(graphs.VARIABLE, "yes")
     with pytest.raises(InputError, match="MOEPACK_CUDA_GRAPH=yes"):
         decode_graphs(model.moepack.layers)

@@ -60,7 +60,7 @@ class FakeCudart:
         self.wrong: list[str] = []
         self.allocated: dict[int, Any] = {}
         self.seen: list[bytes] = []  # what stood in memory when it was registered
-        self.elsewhere = 0  # added to the addresses at which the device finds the host's memory
+        self.elsewhere = 0  # added to the addresses at which the device finds registered memory
         for name in (
             "DeviceGetAttribute", "HostRegister", "HostUnregister", "HostGetDevicePointer", "HostAlloc", "FreeHost",
             "GetLastError",
@@ -96,7 +96,8 @@ class FakeCudart:
         return self._did("unregister")
 
     def _HostGetDevicePointer(self, found: Any, address: int, flags: int) -> int:
-        found._obj.value = address + self.elsewhere
+        registered = any(a <= address < a + n for a, n in self.registered.items())
+        found._obj.value = address + self.elsewhere * registered
         return 0
 
     def _HostAlloc(self, address: Any, size: int, flags: int) -> int:

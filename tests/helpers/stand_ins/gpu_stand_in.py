@@ -40,6 +40,8 @@ class StandIn:
     def __init__(self, patience: int = 3, decodes_by: Any = None) -> None:
         self.cudart = FakeCudart()
         self.gpu = FakeGpu(self.cudart, patience, decodes_by)
+        self.brought = 0  # bytes that launches copied from pinned memory to a stage
+        self.read_there = 0  # bytes of weights that products read in pinned memory, once for each block of slots
 
     def wrong(self) -> list[str]:
         """Every rule that was broken."""
@@ -47,7 +49,8 @@ class StandIn:
 
     def leaks(self) -> list[str]:
         """What was not given back."""
-        return [*(f"block at {a:#x}" for a in self.gpu.blocks), *(f"pinned at {a:#x}" for a in self.cudart.registered)]
+        pinned = {**self.cudart.registered, **self.cudart.allocated}
+        return [*(f"block at {a:#x}" for a in self.gpu.blocks), *(f"pinned at {a:#x}" for a in pinned)]
 
 
 def install(
@@ -99,6 +102,8 @@ def _watched(made: StandIn, real: Any, computes: bool) -> Any:
         ranges: Ranges = [((w & ~63) + forms[w & 63].low, 2 * matrix.weights) for w in plain]
         at = [(w & ~63, 1) for w in words]
         ranges += [r for r in at if made.cudart.is_pinned(*r)]
+        for block in handles[geometry.expert[geometry.count > 0]].tolist():
+            made.read_there += matrix.weights * (block & 63 in served and made.cudart.is_pinned(block & ~63, 1))
         if handles.untyped_storage().nbytes() > handles.nbytes:  # a row of a step's table
             ranges.append((handles.data_ptr(), handles.nbytes))
         with made.gpu.lock:
@@ -158,6 +163,23 @@ def _decodes(made: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.ops.stand_in.decode_chosen(of_whom, counts, coded, of.fields, of.slots, of.status, _served.index(made))
 
     monkeypatch.setattr(exponent_triton, "decode_chosen", decode_chosen)
+    monkeypatch.setattr(exponent_triton, "bring", _bringing(made))
+
+
+def _bringing(made: StandIn) -> Any:
+    """What `exponent_triton.bring` does, of all experts, by the host."""
+
+    def bring(experts: None, counts: Tensor, sources: Tensor, sizes: Tensor, stage: Tensor, most: int) -> None:
+        with made.gpu.lock:
+            made.gpu.carry_out("compute", len(made.gpu._work["compute"]))  # a stream's launches follow each other
+            for e in ((counts > 0) & (sources & 1 > 0)).nonzero().view(-1).tolist():
+                size, address = 4 * int(sizes[e]), int(sources[e]) - 1
+                if not made.cudart.is_pinned(address, size) or size > 4 * most:
+                    made.gpu.wrong.append("brought from where no extent is pinned")
+                ctypes.memmove(stage[e].data_ptr(), address, size)
+                made.brought += size
+
+    return bring
 
 
 def kernels(monkeypatch: pytest.MonkeyPatch, real_products: bool = False) -> None:

@@ -103,7 +103,7 @@ def test_the_experts_products(fake: Fake) -> None:
     table = torch.zeros(8, dtype=torch.int64, device=CUDA1)
     layer: Any = SimpleNamespace(
         layer=ExpertLayer(0, "experts", 8, matrices), device_table=lambda: table, served=[0], rotation=None,
-        in_place=None, forms={"w4": make_forms(matrices, version)},
+        in_place=None, staged=None, forms={"w4": make_forms(matrices, version)},
     )  # fmt: skip
     layer.of, module = layer, SimpleNamespace(has_gate=True, act_fn=None, _apply_gate=lambda h: h[:, :32])
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):

@@ -284,7 +284,7 @@ def test_a_load_that_ends_early_unpins(small: Path, gpu: StandIn, monkeypatch: p
         with pytest.raises(KeyboardInterrupt):
             load(small, PINNED, 1 << 40, **ALL)
     assert not gpu.cudart.registered
-    gpu.cudart.fails = lambda name, size, flags: 2 if name == "register" and len(gpu.cudart.registered) == 30 else 0
+    gpu.cudart.fails = lambda name, size, flags: 2 * (len(gpu.cudart.registered) == 30 or name == "allocate")
     with pytest.raises(InputError, match=r"experts in pinned memory need \d+ bytes of it: .*out of memory"):
         load(small, PINNED, 1 << 40, **ALL)
     gpu.cudart.fails = lambda *of: 0

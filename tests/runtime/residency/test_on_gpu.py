@@ -26,7 +26,7 @@ ALL = {"prefill_tokens": 32}
 
 
 def test_blocks_on_the_host_are_pinned_while_they_are_taken(caplog: pytest.LogCaptureFixture) -> None:
-    """Each as it is taken; past what the system pins the rest is ordinary, and one line says so."""
+    """Each once it is filled, for registering would zero it; past what the system pins the rest is ordinary memory."""
     cuda = FakeCudart(fails=lambda name, size, flags: 2 if name == "register" and len(cuda.registered) == 3 else 0)
     memory, refused = [], threading.Event()
     for _ in range(2):
@@ -35,11 +35,17 @@ def test_blocks_on_the_host_are_pinned_while_they_are_taken(caplog: pytest.LogCa
     pools = [Pool(f"p{i}", PAGE, 4, tracker, m, on_host=True) for i, m in enumerate(memory)]
     with caplog.at_level(logging.INFO, "moepack.runtime"):
         blocks = [pool.allocate() for pool in pools for _ in range(3)]
+        assert not cuda.names()
+        for block in blocks:
+            assert block is not None
+            block.tensor.fill_(3)
+            block.filled()
+            block.filled()
+    assert cuda.seen == [bytes([3]) * PAGE] * 3
     assert [m.pinned for m in memory] == [3 * PAGE, 0] and cuda.names().count("register") == 4 and not cuda.sticky
     assert [r.message for r in caplog.records if "ordinary memory" in r.message] == [caplog.records[0].message]
     for block in blocks:
         assert block is not None
-        block.tensor.fill_(3)
         block.pool.free(block)
     assert pools[0].trim(2 * PAGE) == 2 * PAGE and memory[0].pinned == PAGE and len(cuda.registered) == 1
     for one in memory:

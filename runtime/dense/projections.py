@@ -108,7 +108,7 @@ def serve_projections(model: nn.Module, of: Places | None = None) -> dict[str, i
             continue
         if not NEEDED <= set(code.co_names) <= KNOWN:
             continue
-        key = values.of(module, NUMBER if _only_for_the_cache(code) else "")
+        key = values.of(module, without=NUMBER if _only_for_the_cache(code) else "")
         if key not in tried:
             agree = (_trial(module, place_of(module, shared), shared, cache, rotary) for shared in (False, True))
             tried[key] = next(filter(None, agree), None)

@@ -1,8 +1,8 @@
 """All that a module's own code may read of the module, by value: the key under which a trial's result is remembered.
 
 A class does not tell what its code computes: one layer's attention rotates, and the next layer's does not, because of
-an attribute or of the configuration's entry for the layer. So a key has every attribute of a module and of the modules
-inside, with the shapes of weights but not the weights themselves. A trial takes random weights where these decide.
+an attribute. So a key has every attribute of a module and of the modules inside, with the shapes of weights but not the
+weights themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from .packed import PackedLinear
 
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}  # hooks, parameters, buffers and modules
 _OURS = "_moepack"
-_LABELS = ("id2label", "label2id")  # every configuration has them, and no layer reads them
 log = logging.getLogger("moepack.runtime")
 
 
@@ -28,23 +27,16 @@ class Values:
     def __init__(self) -> None:
         self._configs: dict[int, tuple[Any, Hashable]] = {}  # by address; each is kept, so that no other gets it
 
-    def of(self, module: nn.Module, number: str = "") -> tuple[Hashable, ...]:
-        """Return a module's key.
-
-        `number` is the attribute with the layer's number, where code only looks up what belongs to the layer by it:
-        then the key has the configuration's entries for the layer in place of the number.
-        """
+    def of(self, module: nn.Module, without: str = "") -> tuple[Hashable, ...]:
+        """Return a module's key; `without` is an attribute that does not count."""
         if isinstance(module, PackedLinear):
             return type(module), module.matrix, module.version
-        own = {n: v for n, v in vars(module).items() if n not in _TORCHS and not n.startswith(_OURS)}
-        layer = own.pop(number, None)
-        config = own.get("config")
+        own = {n: v for n, v in vars(module).items() if n not in _TORCHS and not n.startswith(_OURS) and n != without}
         return (
             type(module),
             tuple((n, _described(t)) for n, t in (*module._parameters.items(), *module._buffers.items())),
             tuple((n, None if m is None else self.of(m)) for n, m in module._modules.items()),
             tuple((n, self._value(v)) for n, v in own.items()),
-            () if config is None or not isinstance(layer, int) else _entries(vars(config), layer),
         )
 
     def _value(self, value: Any) -> Hashable:
@@ -60,21 +52,25 @@ class Values:
         try:
             hash(value)
         except TypeError:
-            return type(value), id(value)
+            return type(value), _Itself(value)
         return type(value), value
+
+
+class _Itself:
+    """Stands for an object that has no hash: equal to itself alone."""
+
+    def __init__(self, of: Any) -> None:
+        self._of = of  # kept, so that no other object gets its address
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other._of is self._of
+
+    def __hash__(self) -> int:
+        return id(self._of)
 
 
 def _described(tensor: Tensor | None) -> Hashable:
     return None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.device)
-
-
-def _entries(config: Mapping[str, Any], layer: int) -> tuple[Hashable, ...]:
-    """What a configuration says of one layer: the entries of its lists of all layers, and of its tables by number."""
-    layers = config.get("num_hidden_layers") or 0
-    lists = {n: v for n, v in config.items() if isinstance(v, list | tuple) and len(v) >= layers and len(v) > layer}
-    tables = {n: v for n, v in config.items() if isinstance(v, Mapping) and n not in _LABELS}
-    found = [(n, repr(v[layer])) for n, v in lists.items()]
-    return (*found, *((n, repr(v.get(layer, v.get(str(layer))))) for n, v in tables.items()))
 
 
 class Changed:

@@ -6,12 +6,13 @@ The list is transformers' own: every model that generates text and whose code ha
 made, as small as its configuration allows, with decoder layers of every kind that it has. The model is saved as a
 checkpoint, built (rounding to nearest), loaded and held against the plain model: logits of a prompt, of single tokens
 after it and of three more, and every parameter outside the experts, towers for images and sound among them. In float32,
-in a budget, logits are the same. In BF16 their error against float32 is at most MORE times plain BF16's, where all
-three are given the choices of the first: of experts, and of an indexer's tokens.
+in a budget, logits are the same. In BF16, by the model and by the server's engine, their error against float32 is at
+most MORE times plain BF16's, where all are given the choices made in float32: of experts, and of an indexer's tokens.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -19,7 +20,7 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ TOKENS = (16, 1, 1, 1, 1, 1, 3)  # of a prompt, and of the passes after it
 MORE = 1.2  # the most error in BF16, as a multiple of plain BF16's
 CLOSE = 1e-3  # of the logits' norm; weights are the same, sums are in another order
 _HAS_EXPERTS = re.compile(r"use_experts_implementation|^class \w*(Experts|MoE|Moe|MOE|SparseMoeBlock)\w*\(", re.M)
+_ATTENTION = re.compile(r'"((?:full|\w*sliding|chunked|indexed|linear|window|\w*compressed_sparse)_attention)"')
 # By any of the names that families have for it, what a configuration is made small with.
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -206,7 +208,11 @@ OWN: dict[str, dict[str, Any]] = {
         "share_expert_dim": 48,
         "swiglu_limits": [0.0, 0.0, 0.05],
     },
-    "unlimited_ocr": {"num_hidden_layers": 3, **_DENSE},
+    "unlimited_ocr": {
+        **_DENSE,
+        "num_hidden_layers": 3,
+        "layer_types": ["reference_sliding_attention", "full_attention", "reference_sliding_attention"],
+    },
     "zaya": {
         "num_experts_per_tok": 1,
         "num_hidden_layers": 3,
@@ -226,23 +232,28 @@ class Family:
 
 def walk() -> list[Family]:
     """Every model of transformers whose code has experts."""
-    import transformers
-    from transformers.models.auto import configuration_auto as configurations
     from transformers.models.auto import modeling_auto as models
 
     makes_text: dict[str, str] = {}
     for table in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM"):  # with its tower first
         for model_type, name in getattr(models, f"MODEL_FOR_{table}_MAPPING_NAMES", {}).items():
             makes_text.setdefault(model_type, name if isinstance(name, str) else name[0])
-    root = Path(inspect.getfile(transformers)).parent / "models"
-    found, seen = [], set()
-    for model_type, name in makes_text.items():
-        folder = configurations.model_type_to_module_name(model_type)
-        source = "".join(p.read_text() for p in sorted((root / folder).glob("modeling_*.py")))
-        if _HAS_EXPERTS.search(source):
-            found.append(Family(model_type, name))
-            seen.add(folder)
+    found = [Family(*of) for of in makes_text.items() if _HAS_EXPERTS.search(_source(of[0]))]
     return sorted(found, key=lambda f: f.model_type)
+
+
+def _source(model_type: str) -> str:
+    """The code of a model of transformers."""
+    import transformers
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    folder = Path(inspect.getfile(transformers)).parent / "models" / model_type_to_module_name(model_type)
+    return "".join(path.read_text() for path in sorted(folder.glob("modeling_*.py")))
+
+
+def attentions(model_type: str) -> set[str]:
+    """The kinds of attention that a model's code names, as `kinds` does."""
+    return {found.removesuffix("_attention") for found in _ATTENTION.findall(_source(model_type))}
 
 
 def small(model_type: str) -> Any:
@@ -388,9 +399,15 @@ def _served(checkpoint: Path, bundle: Path, example: Path) -> dict[str, str]:
     for name, parameter in plain.named_parameters():
         if not name.startswith(experts) and not torch.equal(held[name], parameter):
             raise AssertionError(f"{name} differs")
-    rounding, apart = (Passes.of(model, ids, want.choices).error(want) for model in (plain, ours))
-    if not apart <= MORE * rounding:
-        raise AssertionError(f"in BF16, logits differ by {apart:.2g} of their norm, plain BF16's by {rounding:.2g}")
+    rounding = Passes.of(plain, ids, want.choices).error(want)
+    apart = 0.0
+    for way, served in (("", False), (" served", True)):
+        differs = Passes.of(ours, ids, want.choices, served).error(want)
+        if not differs <= MORE * rounding:
+            raise AssertionError(
+                f"in BF16{way}, logits differ by {differs:.2g} of their norm, plain's by {rounding:.2g}"
+            )
+        apart = max(apart, differs)
     return {
         "why": why,
         "experts": layout(stream),
@@ -430,24 +447,54 @@ class Passes:
         self.logits, self.choices = logits, choices
 
     @staticmethod
-    def of(model: Any, ids: Any, given: Sequence[Any] | None = None) -> Passes:
-        """Run a model over `ids`, with the choices `given`, in order, in place of its own."""
+    def of(model: Any, ids: Any, given: Sequence[Any] | None = None, served: bool = False) -> Passes:
+        """Run a model over `ids`, with the choices `given`, in order, in place of its own; `served`: by the engine."""
         import torch
 
-        from moepack.families.arguments import cache_in, with_cache
-
-        cache: dict[str, Any] = {}
-        logits, mode = [], _choices(given)
-        with mode, torch.inference_mode():
+        run, logits = (_by_engine if served else _by_itself)(model), []
+        with _choices(given) as mode, torch.inference_mode():
             for part in ids.split(TOKENS, dim=1):
-                out = model(input_ids=part, use_cache=True, **cache)
-                cache = with_cache(model, cache_in(out))
-                logits.append(out.logits.float())
+                logits.append(run(part).float())
         return Passes(torch.cat(logits, dim=1), mode.made)
 
     def error(self, want: Passes) -> float:
         """The difference of the logits, as a share of the norm of those wanted."""
         return float((self.logits - want.logits).norm() / want.logits.norm())
+
+
+def _by_itself(model: Any) -> Callable[[Any], Any]:
+    """Passes of a model with a cache of its own, from ids to logits."""
+    from moepack.families.arguments import cache_in, with_cache
+
+    cache: dict[str, Any] = {}
+
+    def run(ids: Any) -> Any:
+        nonlocal cache
+        out = model(input_ids=ids, use_cache=True, **cache)
+        cache = with_cache(model, cache_in(out))
+        return out.logits
+
+    return run
+
+
+def _by_engine(model: Any) -> Callable[[Any], Any]:
+    """Passes of the server's engine: packed, or, where the model cannot be packed, of one sequence each."""
+    from moepack.server.batching.engine import Engine, StepInput
+    from moepack.server.batching.packed_cache import NotPackable
+
+    engine = Engine(model, step_tokens=max(TOKENS))
+    first = engine.add(wanted=1)
+    with contextlib.suppress(NotPackable):  # from now on it is not
+        engine.run([StepInput(first, [1])])
+    engine.remove(first)
+    slot = engine.add(wanted=sum(TOKENS))
+
+    def run(ids: Any) -> Any:
+        (logits,) = engine.run([StepInput(slot, ids[0].tolist(), wanted=ids.shape[1])])
+        assert logits is not None
+        return logits[None]
+
+    return run
 
 
 def _in_transformers() -> bool:
@@ -467,7 +514,7 @@ def _choices(given: Sequence[Any] | None) -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     aten = torch.ops.aten
-    axis_at = {aten.topk.default: 2, aten.sort.default: 1, aten.sort.stable: 1, aten.max.dim: 1}  # among the arguments
+    axis_at = {aten.topk.default: 2, aten.sort.default: 1}  # among the arguments
 
     class Choices(TorchDispatchMode):
         def __init__(self) -> None:

@@ -45,6 +45,8 @@ class Values:
             return type(value), tuple(map(self._value, value))
         if isinstance(value, Mapping):
             return type(value), tuple((k, self._value(v)) for k, v in value.items())
+        if isinstance(value, set):
+            return type(value), frozenset(map(self._value, value))
         if hasattr(value, "to_dict"):
             if id(value) not in self._configs:
                 self._configs[id(value)] = value, (type(value), self._value(vars(value)))

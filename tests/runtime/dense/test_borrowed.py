@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import moepack
 from moepack.runtime.experts import backends
@@ -17,7 +18,7 @@ from moepack.runtime.experts import backends
 if backends.backend(torch.device("cpu")) != "native":
     pytest.skip("no compiled kernels", allow_module_level=True)
 
-from moepack.runtime.dense.borrowed import _one_token, serve_attention, serve_routers
+from moepack.runtime.dense.borrowed import _one_token, _Registry, serve_attention, serve_routers
 from moepack.runtime.dense.linears import ServedLinear
 from moepack.runtime.kernels import affine_native as native
 from moepack.runtime.kernels.dense_native import attend
@@ -84,6 +85,15 @@ def test_only_one_new_token_without_a_mask_is_the_kernels() -> None:
     assert attention(SimpleNamespace(num_key_value_groups=4), q, k, k, None) == "plain", "torch repeats keys as it says"
     with torch.no_grad():
         assert attention(module, q.clone().requires_grad_(), k, k, None) != "plain"
+
+
+def test_only_transformers_own_function_is_replaced() -> None:
+    """Somebody may have registered another one as "sdpa": it runs, whatever its arguments are."""
+    registry, table = ALL_ATTENTION_FUNCTIONS, {"sdpa": exact}
+    own = _Registry(registry)
+    assert own.get_interface("sdpa", exact) is _one_token(registry["sdpa"]) is own["sdpa"]
+    assert own.get_interface("none of that name", exact) is exact
+    assert _Registry(table)["sdpa"] is exact
 
 
 class Block(nn.Module):

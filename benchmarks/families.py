@@ -3,20 +3,24 @@
     python -m benchmarks.families [--only NAME ...] [--json FILE]
 
 The list is transformers' own: every model that generates text and whose code has experts. Of each a random model is
-made, as small as its configuration allows, saved as a checkpoint, built (rounding to nearest), loaded and held against
-the plain model: logits in float32, in a budget too, and every parameter outside the experts, towers for images and
-sound among them.
+made, as small as its configuration allows, with decoder layers of every kind that it has. The model is saved as a
+checkpoint, built (rounding to nearest), loaded and held against the plain model: logits of a prompt, of single tokens
+after it and of three more, and every parameter outside the experts, towers for images and sound among them. In float32,
+in a budget, logits are the same. In BF16, by the model and by the server's engine, their error against float32 is at
+most MORE times plain BF16's, where all are given the choices made in float32: of experts, and of an indexer's tokens.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import json
 import re
+import sys
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +34,11 @@ quantize: {method: rtn, group_size: 32, loss_tokens: 32}
 calibration: {samples: 2, length: 32, batch_size: 2}
 """
 QUICK = ("qwen3_moe", "llama4", "qwen3_vl_moe", "dbrx")
+TOKENS = (16, 1, 1, 1, 1, 1, 3)  # of a prompt, and of the passes after it
+MORE = 1.2  # the most error in BF16, as a multiple of plain BF16's
 CLOSE = 1e-3  # of the logits' norm; weights are the same, sums are in another order
 _HAS_EXPERTS = re.compile(r"use_experts_implementation|^class \w*(Experts|MoE|Moe|MOE|SparseMoeBlock)\w*\(", re.M)
+_ATTENTION = re.compile(r'"((?:full|\w*sliding|chunked|indexed|linear|window|\w*compressed_sparse)_attention)"')
 # By any of the names that families have for it, what a configuration is made small with.
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -49,7 +56,8 @@ SMALL: dict[str, Any] = {
     "index_head_dim": 16, "index_n_heads": 2, "index_topk": 8, "mamba_n_heads": 4, "mamba_d_head": 32,
     "mamba_d_state": 16, "mamba_chunk_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16,
     "n_groups": 1, "chunk_size": 16, "linear_head_dim": 16, "linear_num_heads": 4, "router_hidden_size": 32,
-    "o_groups": 2, "o_lora_rank": 32,
+    "o_groups": 2, "o_lora_rank": 32, "use_qk_norm": True, "sliding_window": 8,
+    "attention_chunk_size": 8, "sliding_window_size": 8,
 }  # fmt: skip
 TOWER: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "depth": 1, "num_attention_heads": 2,
@@ -59,6 +67,23 @@ _QWEN4: dict[str, Any] = {
     "num_hidden_layers": 4, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 32,
     "indexer_compress_ratio": 4, "hc_lowrank": 16, "ple_layer_ids": [1], "heads_per_ngram": 2,
     "ngram_vocab_size_base": 100, "split_ngram_parts": 2,
+}  # fmt: skip
+_SLIDES: dict[str, Any] = {
+    "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}  # fmt: skip
+_DENSE: dict[str, Any] = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+_CHUNKED: dict[str, Any] = {
+    "num_experts_per_tok": 1, "intermediate_size_mlp": 96, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1],
+    "moe_layers": [1, 2],
+}  # fmt: skip
+_NOTE: dict[str, Any] = {
+    **_DENSE, "num_hidden_layers": 3, "layer_types": ["indexed_attention", "sliding_attention", "full_attention"],
+}  # fmt: skip
+_M3: dict[str, Any] = {
+    **_DENSE, "num_hidden_layers": 3, "layer_types": ["full_attention", "minimax_m3_sparse", "full_attention"],
+}  # fmt: skip
+_INKLING: dict[str, Any] = {
+    **_DENSE, "num_hidden_layers": 3, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
 }  # fmt: skip
 _FOUR = {"num_hidden_layers": 4, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
 _SHARED = {**_FOUR, "indexer_types": ["full", "shared", "full", "shared"]}  # a choice of tokens serves two layers
@@ -75,8 +100,10 @@ _INKLING2_LOOP = {**_INKLING2, "loop_layer_index_start": 2, "loop_layer_index_en
 # What is small in another way, by model_type; for a model with towers, of its text configuration, of another part under
 # its name, and under "" of the whole.
 OWN: dict[str, dict[str, Any]] = {
+    "afmoe": _SLIDES,
     "bailing_hybrid": {"layer_group_size": 2},
-    "beam": {"mlp_layer_types": ["dense", "sparse"]},
+    "beam": {**_SLIDES, **_DENSE},
+    "cohere2_moe": {**_SLIDES, **_DENSE},
     "dbrx": {
         "d_model": 64,
         "n_heads": 4,
@@ -85,9 +112,16 @@ OWN: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 8, "moe_top_k": 2},
     },
     "deepseek_ocr2": {"mlp_layer_types": ["dense", "sparse"]},
-    "deepseek_v4": {"num_key_value_heads": 1},
+    "deepseek_v4": {
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 3,
+        "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"],
+        "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    },
     "doge": {"is_moe": True, "num_experts": 16},
+    "dots1": _SLIDES,
     "dots3_note": {
+        **_NOTE,
         "vision_config": {
             "mlp_layer_types": ["dense"],
             "per_layer_config": {},
@@ -96,11 +130,13 @@ OWN: dict[str, dict[str, Any]] = {
         },
         "audio_config": {"whisper_adapter_in_dim": 32, "whisper_adapter_out_dim": 64},
     },
+    "dots3_note_text": _NOTE,
     "ernie4_5_vl_moe": {
         "moe_intermediate_size": [48, 32],
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]},
     },
-    "flint": {"mlp_only_layers": []},
+    "exaone_moe": {**_SLIDES, **_DENSE},
+    "flint": {**_SLIDES, "mlp_only_layers": [0]},
     "gemma4": _GEMMA4,
     "gemma4_text": _GEMMA4,
     "glm5_next": {
@@ -114,6 +150,8 @@ OWN: dict[str, dict[str, Any]] = {
     "glm4v_moe": {
         "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
     },
+    "gpt_oss": _SLIDES,
+    "granitemoe_swa": _SLIDES,
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "hy_v4": _SHARED,
     "hy_v4_vl": {
@@ -124,23 +162,38 @@ OWN: dict[str, dict[str, Any]] = {
     "inkling2_loop": _INKLING2_LOOP,
     "inkling2_loop_text": {k: v for k, v in _INKLING2_LOOP.items() if k != "vision_config"},
     "inkling2_text": {k: v for k, v in _INKLING2.items() if k != "vision_config"},
+    "inkling_mm_model": _INKLING,
+    "inkling_text": _INKLING,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
+    "kolibri1": _SLIDES,
+    "laguna": {**_SLIDES, **_DENSE},
+    "lara_mini": {
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "sliding_attention", "full_attention"],
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "llama4": {"num_experts_per_tok": 1, "intermediate_size_mlp": 96},
-    "llama4_text": {"num_experts_per_tok": 1, "intermediate_size_mlp": 96},
+    "llama4": _CHUNKED,
+    "llama4_text": _CHUNKED,
     "longcat_flash": {"zero_expert_num": 4},
+    "mellum": {**_SLIDES, **_DENSE},
+    "minimax_m3_vl": _M3,
+    "minimax_m3_vl_text": _M3,
     "mistral_large4": {
         **_FOUR,
         "indexer_types": ["full", "full", "shared", "full"],
         "kv_source_layers": [0, 0, 0, 3],
         "no_rope_layers": [1, 1, 1, 0],
     },
-    "mimo_v2_flash": {"num_key_value_heads": 2},
+    "mimo_v2_flash": {**_SLIDES, **_DENSE, "num_key_value_heads": 2},
     "muse_spark": {
+        **_SLIDES,
+        **_DENSE,
         "audio_config": {"hidden_sizes": [16] * 4, "depths": [1] * 4, "num_hidden_layers": 4, "out_hidden_size": 64},
         "": {"projector_hidden_size": 64, "out_hidden_size": 64},
     },
+    "qwen2_moe": {**_SLIDES, "use_sliding_window": True, "mlp_only_layers": [0]},
+    "qwen3_moe": {"num_hidden_layers": 3, "mlp_only_layers": [0]},
     "qwen3_5_moe": {"num_hidden_layers": 4},
     "qwen3_5_moe_text": {"num_hidden_layers": 4},
     "qwen3_next": {"num_hidden_layers": 4},
@@ -154,6 +207,11 @@ OWN: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
         "share_expert_dim": 48,
         "swiglu_limits": [0.0, 0.0, 0.05],
+    },
+    "unlimited_ocr": {
+        **_DENSE,
+        "num_hidden_layers": 3,
+        "layer_types": ["reference_sliding_attention", "full_attention", "reference_sliding_attention"],
     },
     "zaya": {
         "num_experts_per_tok": 1,
@@ -174,23 +232,28 @@ class Family:
 
 def walk() -> list[Family]:
     """Every model of transformers whose code has experts."""
-    import transformers
-    from transformers.models.auto import configuration_auto as configurations
     from transformers.models.auto import modeling_auto as models
 
     makes_text: dict[str, str] = {}
     for table in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM"):  # with its tower first
         for model_type, name in getattr(models, f"MODEL_FOR_{table}_MAPPING_NAMES", {}).items():
             makes_text.setdefault(model_type, name if isinstance(name, str) else name[0])
-    root = Path(inspect.getfile(transformers)).parent / "models"
-    found, seen = [], set()
-    for model_type, name in makes_text.items():
-        folder = configurations.model_type_to_module_name(model_type)
-        source = "".join(p.read_text() for p in sorted((root / folder).glob("modeling_*.py")))
-        if _HAS_EXPERTS.search(source):
-            found.append(Family(model_type, name))
-            seen.add(folder)
+    found = [Family(*of) for of in makes_text.items() if _HAS_EXPERTS.search(_source(of[0]))]
     return sorted(found, key=lambda f: f.model_type)
+
+
+def _source(model_type: str) -> str:
+    """The code of a model of transformers."""
+    import transformers
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    folder = Path(inspect.getfile(transformers)).parent / "models" / model_type_to_module_name(model_type)
+    return "".join(path.read_text() for path in sorted(folder.glob("modeling_*.py")))
+
+
+def attentions(model_type: str) -> set[str]:
+    """The kinds of attention that a model's code names, as `kinds` does."""
+    return {found.removesuffix("_attention") for found in _ATTENTION.findall(_source(model_type))}
 
 
 def small(model_type: str) -> Any:
@@ -268,8 +331,7 @@ def attempt(family: Family, folder: Path) -> dict[str, str]:
         except Exception as error:  # whatever a family's own code raises
             return row | {"outcome": "no small model", "why": _line(error, folder)}
         try:
-            why, experts = _served(checkpoint, folder / "bundle", example)
-            return row | {"outcome": "works", "why": why, "experts": experts}
+            return row | {"outcome": "works"} | _served(checkpoint, folder / "bundle", example)
         except MoepackError as error:
             return row | {"outcome": "refused", "why": _line(error, folder)}
         except Exception as error:
@@ -298,8 +360,8 @@ def _line(error: Exception, folder: Path) -> str:
     return text.replace(f"{folder}/checkpoint: ", "").replace(f"{folder}/bundle: ", "")[:200]
 
 
-def _served(checkpoint: Path, bundle: Path, example: Path) -> tuple[str, str]:
-    """Build, load and compare; what is noteworthy, and how the checkpoint has its experts."""
+def _served(checkpoint: Path, bundle: Path, example: Path) -> dict[str, str]:
+    """Build, load and compare; what is noteworthy, how the checkpoint has its experts, and the errors of BF16."""
     import torch
 
     import moepack
@@ -311,56 +373,169 @@ def _served(checkpoint: Path, bundle: Path, example: Path) -> tuple[str, str]:
 
     moepack.build(checkpoint, bundle, parse_recipe(RECIPE, "walk"), [example / "text" / "calibration.jsonl"])
     stream = StreamedModel(open_checkpoint(checkpoint))
-    plain = auto_class(stream.checkpoint.config).from_pretrained(checkpoint, dtype=torch.float32)
-    if not _calibrates(stream, plain):
+    kind = auto_class(stream.checkpoint.config)
+    exact = kind.from_pretrained(checkpoint, dtype=torch.float32)
+    if not _calibrates(stream, exact):
         raise AssertionError("calibration does not see the model's own hidden states")
-    ours = moepack.load(bundle, dtype=torch.float32, policy="static:bf16")
-    ids = torch.randint(1, 4000, (2, 24), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        want, got = plain(input_ids=ids).logits, ours(input_ids=ids).logits
-    if type(ours).__mro__[1].__name__ != type(plain).__name__:
-        raise AssertionError(f"was loaded as {type(ours).__mro__[1].__name__}")
-    apart = float((got - want).norm() / want.norm())
+    ids = torch.randint(1, 4000, (1, sum(TOKENS)), generator=torch.Generator().manual_seed(1))
+    want = Passes.of(exact, ids)
+    why, asked = "", {"policy": "static:bf16", "dtype": torch.float32}
+    try:  # no small model needs more than a GiB
+        given = {"prefill_tokens": TOKENS[0], "kv_tokens": len(ids[0]) + 8, "batch": 1, "all_logits": True}
+        ours = moepack.load(bundle, device_memory=1 << 30, **given, **asked)
+    except InputError as error:
+        why = "not in a budget: " + _line(error, bundle.parent).removesuffix(": serve it without a budget")
+        ours = moepack.load(bundle, **asked)
+    with ours.moepack:
+        apart = Passes.of(ours, ids).error(want)
     if not apart <= CLOSE:
         raise AssertionError(f"logits differ by {apart:.2g} of their norm")
+    plain = kind.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    ours = moepack.load(bundle, policy="static:bf16", dtype=torch.bfloat16)
+    if type(ours).__mro__[1].__name__ != type(plain).__name__:
+        raise AssertionError(f"was loaded as {type(ours).__mro__[1].__name__}")
     experts = tuple(f"{layer.module}." for layer in moepack.open(bundle).layers)
     held = dict(ours.named_parameters())
-    other = 0
     for name, parameter in plain.named_parameters():
-        if not name.startswith(experts):
-            other += 1
-            if not torch.equal(held[name].float(), parameter.float()):
-                raise AssertionError(f"{name} differs")
-    try:
-        apart = _in_a_budget(bundle, plain, ids[:1])
-    except InputError as error:
-        why = _line(error, bundle.parent).removesuffix(": serve it without a budget")
-        return f"not in a budget: {why}", layout(stream)
-    if not apart <= CLOSE:
-        raise AssertionError(f"in a budget, logits differ by {apart:.2g} of their norm")
-    return "", layout(stream)
+        if not name.startswith(experts) and not torch.equal(held[name], parameter):
+            raise AssertionError(f"{name} differs")
+    rounding = Passes.of(plain, ids, want.choices).error(want)
+    apart = 0.0
+    for way, served in (("", False), (" served", True)):
+        differs = Passes.of(ours, ids, want.choices, served).error(want)
+        if not differs <= MORE * rounding:
+            raise AssertionError(
+                f"in BF16{way}, logits differ by {differs:.2g} of their norm, plain's by {rounding:.2g}"
+            )
+        apart = max(apart, differs)
+    return {
+        "why": why,
+        "experts": layout(stream),
+        "layers": ", ".join(kinds(plain, experts)),
+        "plain": f"{rounding:.4f}",
+        "moepack": f"{apart:.4f}",
+        "ratio": f"{apart / rounding:.2f}",
+    }
 
 
-def _in_a_budget(bundle: Path, plain: Any, ids: Any) -> float:
-    """The largest relative difference of logits in a budget, over a prompt and the tokens after it with a cache."""
-    import torch
+def kinds(model: Any, experts: Sequence[str]) -> list[str]:
+    """The kinds of decoder layers that a model has, as its configuration says, and where `experts` are."""
+    config = model.config.get_text_config(decoder=True)
+    names = ("sliding_window", "layer_types", "no_rope_layers", "layers_block_type")
+    said = {name: getattr(config, name, None) for name in names}
+    numbered = re.compile(r"(.*?\.)(\d+)\.")
+    layers = numbered.match(experts[0])
+    assert layers is not None
+    sparse = {int(found[2]) for name in experts if (found := numbered.match(name))}
+    window = "sliding" if said.get("sliding_window") else "full"
+    out = []
+    for i in range(len(model.get_submodule(layers[1].rstrip(".")))):
+        attention = (said.get("layer_types") or {i: window})[i].removesuffix("_attention")
+        rotates = "" if (said.get("no_rope_layers") or {i: 1})[i] else " unrotated"
+        out.append(f"{attention}{rotates} {'sparse' if i in sparse else 'dense'}")
+    return list(dict.fromkeys(out))
 
-    import moepack
+
+class Passes:
+    """What a model makes of TOKENS with a cache: logits, and the choices among floats in its passes.
+
+    Where a router's scores are level, rounding decides, in a model and in the one that it is compared with. So choices
+    may be given: of experts, of groups of them, and of an indexer's tokens.
+    """
+
+    def __init__(self, logits: Any, choices: list[Any]) -> None:
+        self.logits, self.choices = logits, choices
+
+    @staticmethod
+    def of(model: Any, ids: Any, given: Sequence[Any] | None = None, served: bool = False) -> Passes:
+        """Run a model over `ids`, with the choices `given`, in order, in place of its own; `served`: by the engine."""
+        import torch
+
+        run, logits = (_by_engine if served else _by_itself)(model), []
+        with _choices(given) as mode, torch.inference_mode():
+            for part in ids.split(TOKENS, dim=1):
+                logits.append(run(part).float())
+        return Passes(torch.cat(logits, dim=1), mode.made)
+
+    def error(self, want: Passes) -> float:
+        """The difference of the logits, as a share of the norm of those wanted."""
+        return float((self.logits - want.logits).norm() / want.logits.norm())
+
+
+def _by_itself(model: Any) -> Callable[[Any], Any]:
+    """Passes of a model with a cache of its own, from ids to logits."""
     from moepack.families.arguments import cache_in, with_cache
 
-    given: dict[str, Any] = {
-        "policy": "static:bf16", "dtype": "float32", "prefill_tokens": 16, "kv_tokens": 32, "batch": 1,
-        "all_logits": True,
-    }  # fmt: skip
-    ours, apart = moepack.load(bundle, device_memory=1 << 30, **given), []  # no small model needs more
-    caches: list[dict[str, Any]] = [{}, {}]
-    with ours.moepack, torch.inference_mode():
-        for part in (ids[:, :16], *ids[:, 16:].split(1, dim=1)):
-            outs = [m(input_ids=part, use_cache=True, **c) for m, c in zip((plain, ours), caches, strict=True)]
-            caches = [with_cache(m, cache_in(out)) for m, out in zip((plain, ours), outs, strict=True)]
-            want, got = (out.logits for out in outs)
-            apart.append(float((got - want).norm() / want.norm()))
-    return max(apart)
+    cache: dict[str, Any] = {}
+
+    def run(ids: Any) -> Any:
+        nonlocal cache
+        out = model(input_ids=ids, use_cache=True, **cache)
+        cache = with_cache(model, cache_in(out))
+        return out.logits
+
+    return run
+
+
+def _by_engine(model: Any) -> Callable[[Any], Any]:
+    """Passes of the server's engine: packed, or, where the model cannot be packed, of one sequence each."""
+    from moepack.server.batching.engine import Engine, StepInput
+    from moepack.server.batching.packed_cache import NotPackable
+
+    engine = Engine(model, step_tokens=max(TOKENS))
+    first = engine.add(wanted=1)
+    with contextlib.suppress(NotPackable):  # from now on it is not
+        engine.run([StepInput(first, [1])])
+    engine.remove(first)
+    slot = engine.add(wanted=sum(TOKENS))
+
+    def run(ids: Any) -> Any:
+        (logits,) = engine.run([StepInput(slot, ids[0].tolist(), wanted=ids.shape[1])])
+        assert logits is not None
+        return logits[None]
+
+    return run
+
+
+def _in_transformers() -> bool:
+    """Whether the running operation is of a model's code, not of what moepack runs in place of some of it."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package in ("transformers", "moepack"):
+            return package == "transformers"
+        frame = frame.f_back
+    return False
+
+
+def _choices(given: Sequence[Any] | None) -> Any:
+    """A mode of torch that keeps the indices of what is greatest among floats, or gives those that are `given`."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    aten = torch.ops.aten
+    axis_at = {aten.topk.default: 2, aten.sort.default: 1}  # among the arguments
+
+    class Choices(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.made: list[Any] = []
+            self._left = None if given is None else iter(given)
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = function(*args, **(kwargs or {}))
+            if function not in axis_at or not args[0].is_floating_point() or not _in_transformers():
+                return out
+            if self._left is None:
+                self.made.append(out[1])
+                return out
+            at, index = axis_at[function], next(self._left, None)
+            if index is None or index.shape != out[1].shape:
+                raise AssertionError("the model chooses among other numbers than in float32")
+            axis = args[at] if len(args) > at else (kwargs or {}).get("dim", -1)
+            return args[0].gather(axis, index), index
+
+    return Choices()
 
 
 def _calibrates(stream: Any, plain: Any) -> bool:
@@ -403,7 +578,8 @@ def main() -> None:
     for row in all_rows(f for f in walk() if f.model_type in wanted):
         print(json.dumps(row), flush=True)
         rows.append(row)
-    finish("Families", ["model_type", "class", "outcome", "experts", "why"], rows, [], args.json)
+    columns = ["model_type", "class", "outcome", "experts", "layers", "plain", "moepack", "ratio", "why"]
+    finish("Families", columns, [dict.fromkeys(columns, "") | row for row in rows], [], args.json)
 
 
 if __name__ == "__main__":

@@ -264,3 +264,12 @@ def families() -> str:
         ["`model_type`", "class", "", "experts", "why"],
         [[f"`{r['model_type']}`", f"`{r['class']}`", r["outcome"], r.get("experts", ""), r["why"]] for r in rows],
     )
+
+
+def families_rounding() -> str:
+    """The error of the logits in BF16 against float32, plain and served."""
+    rows = [row for row in results("families")["rows"] if row["outcome"] == "works"]
+    return table(
+        ["`model_type`", "kinds of layers tried", "plain BF16", "moepack", "ratio"],
+        [[f"`{row['model_type']}`", row["layers"], row["plain"], row["moepack"], row["ratio"]] for row in rows],
+    )

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from moepack.runtime.kernels.dense_native import PLAIN_FORM, KernelMatrix, MatrixGroup, attend, dense
 
 from .linears import in_place_of, learns, most_tokens
+from .values import Changed
 
-ROWS = 16  # random tokens on which a router is tried
 CLOSE = 2.0**-6  # the greatest difference allowed between two results, as a share of their greatest number
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+SDPA = "transformers.integrations.sdpa_attention"
 
 
 class _Names:
@@ -65,7 +66,7 @@ def serve_routers(model: nn.Module, experts: Sequence[str]) -> dict[str, int]:
 
     The model is on a CPU with loaded weights. `experts` names the modules of experts; routers are their siblings.
     """
-    done: dict[str, int] = {}
+    changed = Changed()
     most = most_tokens()
     for name in experts:
         for last, module in model.get_submodule(name.rpartition(".")[0]).named_children():
@@ -77,10 +78,9 @@ def serve_routers(model: nn.Module, experts: Sequence[str]) -> dict[str, int]:
             shim = _Names(function.__globals__["F"], linear=_router_linear(weight.detach(), most))
             kind: Any = type(module)
             own = _with_name(kind.forward, "F", shim)
-            if _agree(module, own):
+            if changed.count(kind, _agree(module, own, most)):
                 module.__class__ = in_place_of(kind, own)
-                done[kind.__name__] = done.get(kind.__name__, 0) + 1
-    return done
+    return changed.done()
 
 
 def _router_linear(weight: Tensor, most: int) -> Callable[..., Tensor]:
@@ -97,15 +97,22 @@ def _router_linear(weight: Tensor, most: int) -> Callable[..., Tensor]:
     return linear
 
 
-def _agree(module: nn.Module, own: Callable[..., Any]) -> bool:
-    """Whether a router gives the same numbers with the forward `own`, except for rounding; choices follow from them."""
+def _agree(module: nn.Module, own: Callable[..., Any], most: int) -> bool:
+    """Whether a router gives the same numbers with the forward `own`, except for rounding; choices follow from them.
+
+    It is tried on one token, and on the most that the kernels multiply.
+    """
     weight: Any = module.weight
-    x = torch.randn(ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = torch.randn(most, weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
     try:
         with torch.no_grad():
-            wanted, got = module(x), own(module, x)
+            return all(_near(module(part), own(module, part)) for part in (x[:1], x))
     except Exception:  # of any kind, from a family's code
         return False
+
+
+def _near(wanted: Any, got: Any) -> bool:
+    """Whether two results of a router have tensors of the same shapes, and the first floats differ by rounding."""
     wanted, got = (found if isinstance(found, tuple) else (found,) for found in (wanted, got))
     pairs = [(a, b) for a, b in zip(wanted, got, strict=False) if isinstance(a, Tensor)]
     if len(wanted) != len(got) or any(a.shape != b.shape or a.dtype != b.dtype for a, b in pairs):
@@ -115,15 +122,19 @@ def _agree(module: nn.Module, own: Callable[..., Any]) -> bool:
 
 
 class _Registry(_Names):
-    """transformers' table of attention functions, in which "sdpa" uses the kernel for one new token."""
+    """transformers' table of attention functions, in which its own "sdpa" uses the kernel for one new token."""
 
     def get_interface(self, name: str, default: Any) -> Any:
         """Return an attention function by name, as transformers' own table does."""
-        found = self._of.get_interface(name, default)
-        return _one_token(found) if name == "sdpa" else found
+        return _served(self._of.get_interface(name, default))
 
     def __getitem__(self, name: str) -> Any:
-        return _one_token(self._of[name]) if name == "sdpa" else self._of[name]
+        return _served(self._of[name])
+
+
+def _served(found: Any) -> Any:
+    """Return the function in whose place the kernel runs; any other than transformers' own "sdpa" stays as it is."""
+    return _one_token(found) if getattr(found, "__module__", "") == SDPA else found
 
 
 SPECIAL = ("softcap", "s_aux", "position_bias", "cache", "sinks")  # options that the kernel does not support
@@ -147,7 +158,7 @@ def _one_token(plain: Callable[..., Any]) -> Callable[..., Any]:
             and not any(kwargs.get(name) is not None for name in SPECIAL)
             and query.shape[0] == key.shape[0]
             and key.shape[:3] == value.shape[:3]
-            and query.shape[1] % key.shape[1] == 0
+            and query.shape[1] == key.shape[1] * getattr(module, "num_key_value_groups", 1)
             and query.stride(3) == key.stride(3) == value.stride(3) == 1
         ):
             scaling = kwargs.get("scaling")

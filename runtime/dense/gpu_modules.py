@@ -10,7 +10,7 @@ import copy
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,8 @@ from moepack.runtime.kernels.step_triton import FORMS, HeadNorm, norm
 from moepack.runtime.step import step_of
 
 from .linears import in_place_of, learns
-from .norms import _epsilon
+from .norms import replace_norms, trials
+from .values import Changed, Values
 
 ROWS, TRIALS = 16, 4  # random rows on which a form is tried, and how often a router's
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -35,8 +36,8 @@ APART = {
 CLOSE = 2.0**-6  # the greatest difference of two gates, as a share of the greatest; more than BF16's last place
 
 
-_norms: dict[tuple[Any, ...], str | None] = {}  # forms of norms and routers that were tried in this process
-_routers: dict[tuple[Any, ...], _Router | None] = {}
+_norms: dict[Hashable, str | None] = {}  # forms of norms and routers that were tried in this process
+_routers: dict[Hashable, _Router | None] = {}
 
 
 def described(module: nn.Module) -> HeadNorm | None:
@@ -47,24 +48,7 @@ def described(module: nn.Module) -> HeadNorm | None:
 
 def serve_norms(model: nn.Module) -> dict[str, int]:
     """Let the kernel compute the normalisations that it reproduces; return the number of modules changed, by class."""
-    done: dict[str, int] = {}
-    for module in model.modules():
-        weight, epsilon, kind = getattr(module, "weight", None), _epsilon(module), type(module)
-        if epsilon is None or not isinstance(weight, Tensor) or weight.dtype not in FLOATS or weight.dim() != 1:
-            continue
-        if "forward" in module.__dict__ or next(module.children(), None) is not None:
-            continue
-        if [p.kind for p in inspect.signature(kind.forward).parameters.values()] != [
-            inspect.Parameter.POSITIONAL_OR_KEYWORD
-        ] * 2:
-            continue
-        key = kind, len(weight), epsilon, weight.dtype, weight.device
-        if key not in _norms:
-            _norms[key] = next((form for form in FORMS if _norm_agrees(module, form, epsilon)), None)
-        if (form := _norms[key]) is not None:
-            module.__class__ = _served_norm(kind, form, epsilon)
-            done[kind.__name__] = done.get(kind.__name__, 0) + 1
-    return done
+    return replace_norms(model, FLOATS, _norms, _norm_form, _served_norm)
 
 
 def _served_norm(kind: Any, form: str, epsilon: float) -> type[nn.Module]:
@@ -83,23 +67,23 @@ def _served_norm(kind: Any, form: str, epsilon: float) -> type[nn.Module]:
     return made
 
 
-def _norm_agrees(module: Any, form: str, epsilon: float) -> bool:
-    """Whether a form gives a module's numbers, on random weights, up to two units in the last place."""
-    generator = torch.Generator().manual_seed(0)
+def _norm_form(module: Any, epsilon: float) -> str | None:
+    """The kernel's form that agrees with the module on random weights and rows; `None` if no form does."""
     try:
-        probe = copy.deepcopy(module)
-        like = {"dtype": module.weight.dtype, "device": module.weight.device}
-        probe.weight.data = torch.randn(len(module.weight), generator=generator).to(**like)
-        x = torch.randn(ROWS, len(module.weight), generator=generator) * torch.logspace(-4, 4, ROWS)[:, None]
-        with torch.no_grad(), current(module.weight.device):
-            wanted, made = probe(x.to(**like)), norm(x.to(**like), probe.weight, form, epsilon)
+        with current(module.weight.device):
+            found = list(trials(module, ROWS))
+            agree = (f for f in FORMS if all(_same(norm(x, p.weight, f, epsilon), wanted) for p, x, wanted in found))
+            return next(agree, None)
     except Exception:  # of any kind, from a family's code or a compiler
-        return False
-    if not isinstance(wanted, Tensor) or (wanted.dtype, wanted.shape) != (made.dtype, made.shape):
-        return False
+        return None
+
+
+def _same(made: Tensor, wanted: Tensor) -> bool:
+    """Whether a norm's numbers are the wanted ones, up to a few units in the last place."""
     apart, last = (made.double() - wanted.double()).abs(), torch.finfo(made.dtype).eps * wanted.double().abs()
     # torch adds the squares in another order, so a number at the border of two may be rounded to the other one
-    few = float((apart > last / 4).double().mean()) <= 0.02 or made.dtype == torch.float32
+    share = max(0.02, 1 / apart.numel())
+    few = float((apart > last / 4).double().mean()) <= share or made.dtype == torch.float32
     return bool((apart <= APART.get(made.dtype, 2) * last + 1e-30).all()) and few
 
 
@@ -126,7 +110,7 @@ def serve_routers(model: nn.Module, layers: Sequence[ExpertLayer]) -> dict[str, 
 
     Routers are siblings of the modules of experts that `layers` name.
     """
-    done: dict[str, int] = {}
+    values, changed = Values(), Changed()
     for layer in layers:
         parent, experts = model.get_submodule(layer.module.rpartition(".")[0]), model.get_submodule(layer.module)
         for last, module in parent.named_children():
@@ -135,16 +119,15 @@ def serve_routers(model: nn.Module, layers: Sequence[ExpertLayer]) -> dict[str, 
                 continue
             if "forward" in module.__dict__ or weight.dim() != 2 or len(weight) != layer.experts:
                 continue
-            plain = {n: v for n, v in vars(module).items() if isinstance(v, int | float | str)}
-            key = kind, tuple(weight.shape), weight.dtype, weight.device, str(plain)
+            key = values.of(module)
             if key not in _routers:
                 trial = _Trial.of(module)
                 found = (r for r in _candidates(module, layer.experts) if trial is not None and trial.agrees(r))
                 _routers[key] = next(found, None)
-            if (router := _routers[key]) is not None:
-                module.__class__ = _served_router(kind, router, weakref.ref(experts))
-                done[kind.__name__] = done.get(kind.__name__, 0) + 1
-    return done
+            router = _routers[key]
+            if changed.count(kind, router is not None):
+                module.__class__ = _served_router(kind, router, weakref.ref(experts))  # type: ignore[arg-type]
+    return changed.done()
 
 
 def _candidates(module: Any, experts: int) -> Iterator[_Router]:
@@ -200,7 +183,7 @@ class _Trial:
         return _Trial(probe, x, logits, gates, index) if usual else None
 
     def agrees(self, router: _Router) -> bool:
-        """Whether the launch makes the same; some routers do not sort their choice."""
+        """Whether the launch makes the same of one token, of a few and of many."""
         module, device = self.module, self.x.device
         experts = len(module.weight)
         if not fits(ROWS, router.form.top_k, experts) or len(inspect.signature(module.forward).parameters) != 1:
@@ -209,21 +192,25 @@ class _Trial:
             return False
         table = torch.ones(experts, dtype=torch.int64, device=device)
         bias = None if router.correction is None else getattr(module, router.correction)
-        for part in torch.arange(len(self.x), device=device).split(ROWS):
-            with torch.no_grad(), current(device):
-                mine = router.linear(module, self.x[part])
-                if not _near(mine, self.logits[part]):
-                    return False
+        with torch.no_grad(), current(device):
+            mine = router.linear(module, self.x)
+            if not _near(mine, self.logits):
+                return False
+            logits = self.logits.to(mine.dtype)
+            for part in (slice(0, 1), *(slice(i, i + ROWS) for i in range(0, len(self.x), ROWS))):
                 try:
-                    made = route(router.form, table, ROWS, self.logits[part].to(mine.dtype), bias, dtype=router.gates)
+                    made = route(router.form, table, ROWS, logits[part], bias, dtype=router.gates)
                 except Exception:  # of any kind, from a compiler
                     return False
-            order, own = self.index[part].argsort(-1), made.index.argsort(-1)
-            if not torch.equal(self.index[part].gather(1, order), made.index.gather(1, own)):
-                return False
-            if not _near(made.gates.gather(1, own), self.gates[part].gather(1, order)):
-                return False
-        return True
+                if not self._agrees(part, made.index, made.gates):
+                    return False
+            return self._agrees(slice(None), *choose(router.form, logits, bias, router.gates))
+
+    def _agrees(self, part: slice, index: Tensor, gates: Tensor) -> bool:
+        """Whether these are the choices of some tokens, and their gates; some routers do not sort their choices."""
+        order, own = self.index[part].argsort(-1), index.argsort(-1)
+        same = torch.equal(self.index[part].gather(1, order), index.gather(1, own))
+        return same and _near(gates.gather(1, own), self.gates[part].gather(1, order))
 
 
 def _near(a: Tensor, b: Tensor) -> bool:

@@ -32,6 +32,9 @@ from .projections import MAPS, NORMS, serve_projections
 class GpuPlace:
     """What a module's launch reads."""
 
+    angles = 0  # numbers of a token's rotation with which the module was tried
+    writes_static = True  # the launch writes keys and values of one token into a static cache
+
     def __init__(self, module: Any, modules: dict[str, Any], norms: Any, shared: bool, dtype: torch.dtype) -> None:
         """Move the maps' weights into one matrix, of which their modules keep their rows."""
         maps = [modules[name] for name in MAPS]

@@ -3,14 +3,17 @@
 Such a module projects its input by three maps, normalises and rotates queries and keys, appends keys and values to the
 cache, and calls attention. The steps before the cache become one call here. A module is known by the names that its
 code reads: a name beyond KNOWN may be a step that the kernel lacks, and the module stays as it is. So it does if its
-results on random input differ by more than rounding.
+results on random input differ by more than rounding: of a prompt, of one token and of a few after it, without a mask
+and with that of two padded sequences. Modules that differ in nothing but weights share a trial (values.py).
 """
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +28,7 @@ from .borrowed import CLOSE, REGISTRY
 from .linears import FEW, ServedLinear, in_place_of, learns
 from .norms import described
 from .packed import PackedLinear
+from .values import Changed, Values
 
 MAPS, NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
 NEEDED = {*MAPS, "apply_rotary_pos_emb", "get_interface", "head_dim", "o_proj", "scaling", "update"}
@@ -33,10 +37,11 @@ KNOWN = NEEDED | {
     "k_norm", "layer_idx", "q_norm", "reshape", "shape", "sinks", "sliding_window", "training", "transpose",
     "use_qk_norm", "view",
 }  # fmt: skip
-PROMPT = 5  # random tokens of the trial's first pass; its second has one
+NUMBER = "layer_idx"
+TOKENS = (5, 1, 3)  # random tokens of a trial's passes, one after another
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Place:
     """What a module's projection reads."""
 
@@ -45,7 +50,9 @@ class _Place:
     addresses: dict[str, int]  # of the norms' weights
     most: int  # tokens
     device: torch.device
+    angles: int = 0  # numbers of a token's rotation with which the module was tried
     dtype = torch.bfloat16
+    writes_static = False  # a static cache's own code writes it
 
     def holds(self, module: nn.Module) -> bool:
         """Whether the module's maps and norms are as they were: the same, at their addresses, frozen, without hooks."""
@@ -87,28 +94,37 @@ Places = Callable[[Any, bool], Any]  # from a module, and whether angles are sha
 def serve_projections(model: nn.Module, of: Places | None = None) -> dict[str, int]:
     """Let the kernel project what it reproduces; return the number of modules changed, by class.
 
-    The model's linear maps, norms and attention are served already. A class is tried once for each shape of its maps.
-    `of` makes the places of another device's kernel.
+    The model's linear maps, norms and attention are served already. `of` makes the places of another device's kernel.
     """
     place_of = of or _place
-    tried: dict[tuple[Any, ...], bool | None] = {}  # whether angles are shared; None where the kernel does not agree
-    done: dict[str, int] = {}
+    tried: dict[Hashable, tuple[bool, int] | None] = {}  # whether angles are shared, and how many; None: it differs
+    values, changed = Values(), Changed()
     rotary = next((m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)), None)
     for module in model.modules():
         kind: Any = type(module)
-        names = getattr(getattr(inspect.unwrap(kind.forward), "__code__", None), "co_names", ())
+        code = getattr(inspect.unwrap(kind.forward), "__code__", None)
         cache = next((name for name in CACHE_NAMES if name in inspect.signature(kind.forward).parameters), None)
-        if "forward" in module.__dict__ or not NEEDED <= set(names) <= KNOWN or cache is None or rotary is None:
+        if code is None or "forward" in module.__dict__ or cache is None or rotary is None:
             continue
-        key = kind, *(m.out_features for m in map(module._modules.get, MAPS) if m is not None)
+        if not NEEDED <= set(code.co_names) <= KNOWN:
+            continue
+        key = values.of(module, without=NUMBER if _only_for_the_cache(code) else "")
         if key not in tried:
-            agree = (s for s in (False, True) if _agree(module, place_of(module, s), cache, rotary))
-            tried[key] = next(agree, None)
-        if (shared := tried[key]) is not None and (place := place_of(module, shared)) is not None:
-            module._moepack_projection = place  # type: ignore[assignment]
+            agree = (_trial(module, place_of(module, shared), shared, cache, rotary) for shared in (False, True))
+            tried[key] = next(filter(None, agree), None)
+        found = tried[key]
+        place = None if found is None else place_of(module, found[0])
+        if changed.count(kind, place is not None):
+            assert place is not None and found is not None
+            place.angles = found[1]
+            module._moepack_projection = place
             module.__class__ = _served(kind, cache)
-            done[kind.__name__] = done.get(kind.__name__, 0) + 1
-    return done
+    return changed.done()
+
+
+def _only_for_the_cache(code: types.CodeType) -> bool:
+    """Whether code that calls a cache reads the layer's number only once: to give it to the cache."""
+    return sum(step.argval == NUMBER for step in dis.get_instructions(code)) == 1
 
 
 def _place(module: Any, shared: bool) -> _Place | None:
@@ -191,36 +207,74 @@ def _fits(x: Any, turn: Any, place: _Place) -> bool:
         and 0 < tokens <= place.most
         and x.is_contiguous()
         and not learns(x)
-        and all(t.dtype == place.dtype and t.is_contiguous() and t.numel() == tokens * t.shape[-1] for t in turn)
+        and all(t.dtype == place.dtype and t.is_contiguous() and t.shape[-1] == place.angles for t in turn)
+        and all(t.numel() == tokens * place.angles for t in turn)
     )
 
 
-def _agree(module: Any, place: _Place | None, cache_name: str, rotary: Any) -> bool:
-    """Whether a module projects by `place` to the same numbers and the same cache, except for rounding."""
-    from transformers.cache_utils import DynamicCache
+def _trial(module: Any, place: Any, shared: bool, cache_name: str, rotary: Any) -> tuple[bool, int] | None:
+    """Return whether angles are shared, and how many a token has; None if a module's own results differ by `place`."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache
 
     if place is None:
-        return False
+        return None
     kind: Any = type(module)
-    generator = torch.Generator().manual_seed(0)
-    outs: list[list[Tensor]] = [[], []]
-    x = torch.randn(1, PROMPT + 1, module.q_proj.in_features, generator=generator).to(place.device, place.dtype)
     module._moepack_projection = place
+    total, config = sum(TOKENS), module.config
+    cases: list[tuple[Callable[[], Any], int]] = [(lambda: DynamicCache(config=config), n) for n in (1, 2)]
+    if place.writes_static and type(DynamicCache(config=config).layers[module.layer_idx]) is DynamicLayer:
+        cases.append((lambda: StaticCache(config=config, max_cache_len=total), 2))
+    generator = torch.Generator().manual_seed(0)
     try:
-        turn = rotary(x, torch.arange(PROMPT + 1, device=x.device)[None])
-        for made, run in zip(outs, (kind.forward, _served(kind, cache_name).forward), strict=True):
-            cache = DynamicCache(config=module.config)
-            for part in (slice(0, PROMPT), slice(PROMPT, None)):
-                given = {"hidden_states": x[:, part], "attention_mask": None, cache_name: cache}
-                with torch.no_grad():
-                    made.append(
-                        run(module, **given, position_embeddings=tuple(t[:, part].contiguous() for t in turn))[0]
-                    )
-            made += [cache.layers[module.layer_idx].keys, cache.layers[module.layer_idx].values]
+        for make, batch in cases:
+            x = torch.randn(batch, total, module.q_proj.in_features, generator=generator).to(place.device, place.dtype)
+            first = torch.arange(batch, device=x.device)[:, None]  # the second sequence begins with padding
+            turn = rotary(x, (torch.arange(total, device=x.device) - first).clamp(min=0))
+            place.angles = turn[0].shape[-1]
+            wanted, got = (
+                _passes(module, run, x, turn, make(), cache_name, None if batch == 1 else first)
+                for run in (kind.forward, _served(kind, cache_name).forward)
+            )
+            if not all(map(_near, wanted, got)):
+                return None
     except Exception:  # of any kind, from a family's code
-        return False
+        return None
     finally:
         del module._moepack_projection
-    pairs = list(zip(*outs, strict=True))
-    same = all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)
-    return same and all(bool((a - b).abs().max() <= CLOSE * a.abs().max()) for a, b in pairs)
+    return shared, place.angles
+
+
+def _passes(
+    module: Any, run: Any, x: Tensor, turn: Any, cache: Any, cache_name: str, first: Tensor | None
+) -> list[Tensor]:
+    """Return what a module's passes make of `x`, and the keys and values that the cache then holds.
+
+    `first` is the number of each sequence's first token that is no padding, [batch, 1]; None for passes without a mask.
+    """
+    layer, out, start = cache.layers[module.layer_idx], [], 0
+    for tokens in TOKENS:
+        part = slice(start, start + tokens)
+        mask = None if first is None else _mask(layer, part, first)
+        angles = tuple(t[:, part].contiguous() for t in turn)
+        given = {"hidden_states": x[:, part].contiguous(), "attention_mask": mask, cache_name: cache}
+        with torch.no_grad():
+            out.append(run(module, **given, position_embeddings=angles)[0])
+        start += tokens
+    return [*out, layer.keys, layer.values]
+
+
+def _mask(layer: Any, part: slice, first: Tensor) -> Tensor:
+    """Return which of a layer's keys the tokens of a pass see, bool [batch, 1, tokens, keys]."""
+    window = getattr(layer, "sliding_window", None) or sum(TOKENS)
+    seen = range(max(0, part.start - window + 1), part.stop)
+    if hasattr(layer, "max_cache_len"):
+        seen = range(sum(TOKENS))
+    keys, queries = (torch.tensor(list(of), device=first.device) for of in (seen, range(part.start, part.stop)))
+    ago = queries[:, None] - keys
+    mask = (ago >= 0) & (ago < window) & (keys >= first[:, :, None]) | (ago == 0)  # padding sees itself
+    return mask[:, None]
+
+
+def _near(wanted: Tensor, got: Tensor) -> bool:
+    same = wanted.shape == got.shape and wanted.dtype == got.dtype
+    return same and bool((wanted - got).abs().max() <= CLOSE * wanted.abs().max())

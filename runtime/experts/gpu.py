@@ -161,7 +161,7 @@ def _tables(
 
 def _fuses(module: Any) -> bool:
     """Whether the family's gate activation is silu(gate) * up on two halves."""
-    gate, act = getattr(type(module), "_apply_gate", None), getattr(module, "act_fn", None)
+    gate, act = getattr(module, "_apply_gate", None), getattr(module, "act_fn", None)  # some have one of their own
     name = str(getattr(act, "__name__", type(act).__name__)).lower().removesuffix("activation")
     silu = isinstance(act, torch.nn.SiLU) or name == "silu"
     return bool(module.has_gate and silu and getattr(gate, "__name__", "") == "_default_apply_gate")

@@ -37,7 +37,7 @@ class Outputs:
         return cls(
             getattr(head, "out_features", config.vocab_size),
             config.hidden_size,
-            config.num_attention_heads,
+            _heads(config),
             config.num_hidden_layers,
             routed,
             model.dtype.itemsize,
@@ -72,6 +72,12 @@ class Outputs:
         if given.get("labels") is not None:
             size += kept * self.vocab * (4 + 4 * (self.itemsize < 4))
         return size
+
+
+def _heads(config: Any) -> int:
+    """Return the number of attention heads; of layers that differ, the most."""
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    return max(layer.num_attention_heads for layer in layers)
 
 
 def _is_on(config: Any, given: Mapping[str, Any], name: str) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import moepack
 from moepack.runtime.experts import backends
@@ -16,7 +18,7 @@ from moepack.runtime.experts import backends
 if backends.backend(torch.device("cpu")) != "native":
     pytest.skip("no compiled kernels", allow_module_level=True)
 
-from moepack.runtime.dense.borrowed import _one_token, serve_attention, serve_routers
+from moepack.runtime.dense.borrowed import _one_token, _Registry, serve_attention, serve_routers
 from moepack.runtime.dense.linears import ServedLinear
 from moepack.runtime.kernels import affine_native as native
 from moepack.runtime.kernels.dense_native import attend
@@ -70,18 +72,28 @@ def test_only_one_new_token_without_a_mask_is_the_kernels() -> None:
     def plain(*args: Any, **kwargs: Any) -> str:
         return "plain"
 
-    attention = _one_token(plain)
+    attention, module = _one_token(plain), SimpleNamespace(num_key_value_groups=2)
     assert _one_token(plain) is attention
     q, k = torch.randn(1, 4, 1, 16).bfloat16(), torch.randn(1, 2, 9, 16).bfloat16()
-    assert torch.equal(attention(None, q, k, k, None)[0], attend(q, k, k, 0.25))
+    assert torch.equal(attention(module, q, k, k, None)[0], attend(q, k, k, 0.25))
     for changed in (
         {"query": q.repeat(1, 1, 2, 1)}, {"attention_mask": torch.ones(1)}, {"dropout": 0.1}, {"query": q.float()},
         {"softcap": 3.0}, {"s_aux": torch.ones(1)}, {"query": q.clone().requires_grad_()},
     ):  # fmt: skip
         given: dict[str, Any] = {"query": q, "key": k, "value": k, "attention_mask": None} | changed
-        assert attention(None, **given) == "plain", changed
+        assert attention(module, **given) == "plain", changed
+    assert attention(SimpleNamespace(num_key_value_groups=4), q, k, k, None) == "plain", "torch repeats keys as it says"
     with torch.no_grad():
-        assert attention(None, q.clone().requires_grad_(), k, k, None) != "plain"
+        assert attention(module, q.clone().requires_grad_(), k, k, None) != "plain"
+
+
+def test_only_transformers_own_function_is_replaced() -> None:
+    """Somebody may have registered another one as "sdpa": it runs, whatever its arguments are."""
+    registry, table = ALL_ATTENTION_FUNCTIONS, {"sdpa": exact}
+    own = _Registry(registry)
+    assert own.get_interface("sdpa", exact) is _one_token(registry["sdpa"]) is own["sdpa"]
+    assert own.get_interface("none of that name", exact) is exact
+    assert _Registry(table)["sdpa"] is exact
 
 
 class Block(nn.Module):

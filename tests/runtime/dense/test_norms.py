@@ -54,6 +54,39 @@ def test_a_module_that_does_something_else_stays() -> None:
     assert serve_norms(model) == {"Qwen3MoeRMSNorm": 1} and type(model[0]) is OddRMSNorm
 
 
+class OffsetRMSNorm(OddRMSNorm):
+    """Adds to its weight what an attribute says, and a bias."""
+
+    def __init__(self, offset: float, bias: bool = False) -> None:
+        super().__init__()
+        self.offset, self.bias = offset, nn.Parameter(torch.zeros(64)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = F.rms_norm(x.float(), (64,), self.offset + self.weight.float(), self.eps)
+        return (wide if self.bias is None else wide + self.bias.float()).to(x.dtype)
+
+
+def test_modules_of_one_class_that_differ() -> None:
+    """An offset of 1 is a form of the kernel, half is none; a bias counts, though it is still zero."""
+    model = nn.ModuleList([OffsetRMSNorm(1.0), OffsetRMSNorm(0.5), OffsetRMSNorm(1.0, bias=True), OffsetRMSNorm(1.0)])
+    assert serve_norms(model.bfloat16()) == {"OffsetRMSNorm": 2}
+    assert [type(m) is OffsetRMSNorm for m in model] == [False, True, True, False]
+
+
+class FlatRMSNorm(OddRMSNorm):
+    """Normalises all heads of a token together, where rows are given as heads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        dims = (-2, -1) if x.dim() == 4 else (-1,)
+        wide = x.float() * torch.rsqrt(x.float().square().mean(dims, keepdim=True) + self.eps)
+        return (self.weight.float() * wide).to(x.dtype)
+
+
+def test_rows_of_another_shape_than_they_are_served_in() -> None:
+    """[rows, cols] alone does not show what a module does with [batch, tokens, heads, cols]."""
+    assert serve_norms(nn.ModuleList([FlatRMSNorm()]).bfloat16()) == {}
+
+
 class GatedRMSNorm(OddRMSNorm):
     """Without a gate a normalisation like others."""
 

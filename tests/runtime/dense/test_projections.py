@@ -15,10 +15,16 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3_moe import modeling_qwen3_moe
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeAttention,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
 
 import moepack
 from moepack.families.arguments import CACHE_NAMES
-from moepack.runtime.dense import borrowed, linears, norms
+from moepack.runtime.dense import borrowed, linears, norms, projections
 from moepack.runtime.dense.borrowed import serve_attention
 from moepack.runtime.dense.projections import serve_projections
 from moepack.runtime.experts import backends
@@ -30,11 +36,11 @@ if backends.backend(torch.device("cpu")) != "native":
 IDS = torch.randint(1, 60, (1, 9), generator=torch.Generator().manual_seed(0))  # of two, angles would be broadcast
 
 
-def served(family: str, projections: bool) -> Any:
+def served(family: str, projections: bool, **extra: Any) -> Any:
     """A random model whose dense half is the kernels'."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8 if family == "deepseek_v3" else 4}
-    model, _ = random_model(family, torch.bfloat16, hidden_size=256, **heads)
+    model, _ = random_model(family, torch.bfloat16, hidden_size=256, **heads, **extra)
     experts = [SimpleNamespace(module=n) for n, _ in model.named_modules() if n.endswith(".experts")]
     linears.serve(model, SimpleNamespace(layers=experts, manifest=SimpleNamespace(dense=())), (), compiled=True)  # type: ignore[arg-type]
     norms.serve_norms(model)
@@ -68,6 +74,68 @@ def test_logits_keep_their_bits(family: str, monkeypatch: pytest.MonkeyPatch) ->
         assert len(ran) == 6 * layers  # the pass of two sequences adds none
 
 
+SLIDES = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+def test_layers_of_two_kinds() -> None:
+    """Two layers slide and rotate, the one between does neither. After one trial for the class, all would rotate."""
+    of = {"num_hidden_layers": 3, "layer_types": SLIDES, "sliding_window": 4, "mlp_only_layers": []}
+    model, plain = (served("flint", projections, **of) for projections in (True, False))
+    assert model.changed == {"FlintAttention": 2}
+    assert ["_moepack_projection" in vars(layer.self_attn) for layer in model.model.layers] == [True, False, True]
+    for got, wanted in zip(logits(model), logits(plain), strict=True):
+        assert torch.equal(got, wanted)
+
+
+class Numbered(Qwen3MoeAttention):
+    """Rotates in layers of even numbers."""
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any,
+        attention_mask: Any,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        if self.layer_idx % 2 == 0:
+            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        out, weights = attend(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
+
+
+def test_code_that_computes_with_its_layers_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules that differ in nothing else would share the first one's trial."""
+    monkeypatch.setattr(modeling_qwen3_moe, "Qwen3MoeAttention", Numbered)
+    model, plain = (served("qwen3_moe", projections, num_hidden_layers=4) for projections in (True, False))
+    assert model.changed == {"Numbered": 2}
+    for got, wanted in zip(logits(model), logits(plain), strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_layers_that_differ_in_weights_alone_share_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """48 layers of one kind cost one trial: 48 would cost seconds."""
+    tried, trial = [], projections._trial
+    monkeypatch.setattr(projections, "_trial", lambda *given: tried.append(given[0].layer_idx) or trial(*given))
+    assert served("qwen3_moe", projections=True, num_hidden_layers=5).changed == {"Qwen3MoeAttention": 5}
+    assert tried == [0]
+
+
+def test_other_angles_than_those_of_the_trial() -> None:
+    """Half as many: the kernel would read past their end, so the module's own code runs, and it fails as ever."""
+    model = served("qwen3_moe", projections=True)
+    attention, (x, turn) = model.model.layers[0].self_attn, turned(model)
+    place, half = attention._moepack_projection, tuple(t[..., : t.shape[-1] // 2].contiguous() for t in turn)
+    assert projections._fits(x, turn, place) and not projections._fits(x, half, place)
+
+
 def test_whoever_changes_a_map_or_a_norm_gets_the_modules_own_code(bundle: Path) -> None:
     """A hook, another module, another forward, and other weights in place of a map's."""
     model = moepack.load(bundle, policy="static:bf16", dtype=torch.bfloat16)
@@ -93,8 +161,7 @@ def test_whoever_changes_a_map_or_a_norm_gets_the_modules_own_code(bundle: Path)
 
 def test_a_step_that_the_kernel_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code that reads another name, or computes something else by the known ones, stays."""
-    from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling
-
+    modeling = modeling_qwen3_moe
     kind, rotate = modeling.Qwen3MoeAttention, modeling.apply_rotary_pos_emb
     borrowed._attention.cache_clear()  # its classes keep the function
     with monkeypatch.context() as patch:

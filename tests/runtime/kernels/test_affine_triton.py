@@ -251,6 +251,22 @@ def test_geometry_takes_every_slot_once(monkeypatch: pytest.MonkeyPatch) -> None
         assert sorted(seen) == torch.nonzero(there).flatten().tolist()
 
 
+def test_a_gate_of_ones_own_is_not_fused() -> None:
+    """An experts module may have a gate that its class lacks, as behind the interface of other families."""
+    from transformers.integrations.moe import _default_apply_gate
+
+    from moepack.runtime.experts.gpu import _fuses
+
+    class Experts(torch.nn.Module):
+        has_gate, _apply_gate = True, _default_apply_gate
+
+    module = Experts()
+    module.act_fn = torch.nn.SiLU()
+    assert _fuses(module)
+    module._apply_gate = lambda h: h  # type: ignore[method-assign, assignment]
+    assert not _fuses(module)
+
+
 def test_the_forward_is_the_references(bundle: Path) -> None:
     """A layer with experts in five versions, its gate fused, sentinels among its slots; then one expert promoted."""
     import moepack

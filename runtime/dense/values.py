@@ -1,0 +1,94 @@
+"""All that a module's own code may read of the module, by value: the key under which a trial's result is remembered.
+
+A class does not tell what its code computes: one layer's attention rotates, and the next layer's does not, because of
+an attribute. So a key has every attribute of a module and of the modules inside, with the shapes of weights but not the
+weights themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from .packed import PackedLinear
+
+_TORCHS = frozenset(vars(nn.Module())) - {"training"}  # hooks, parameters, buffers and modules
+_OURS = "_moepack"
+log = logging.getLogger("moepack.runtime")
+
+
+class Values:
+    """Makes keys of modules: equal keys for modules that differ in nothing but their weights."""
+
+    def __init__(self) -> None:
+        self._configs: dict[int, tuple[Any, Hashable]] = {}  # by address; each is kept, so that no other gets it
+
+    def of(self, module: nn.Module, without: str = "") -> tuple[Hashable, ...]:
+        """Return a module's key; `without` is an attribute that does not count."""
+        if isinstance(module, PackedLinear):
+            return type(module), module.matrix, module.version
+        own = {n: v for n, v in vars(module).items() if n not in _TORCHS and not n.startswith(_OURS) and n != without}
+        return (
+            type(module),
+            tuple((n, _described(t)) for n, t in (*module._parameters.items(), *module._buffers.items())),
+            tuple((n, None if m is None else self.of(m)) for n, m in module._modules.items()),
+            tuple((n, self._value(v)) for n, v in own.items()),
+        )
+
+    def _value(self, value: Any) -> Hashable:
+        """Return what equals that of an equal value of the type; an object without a value equals itself."""
+        if isinstance(value, list | tuple):
+            return type(value), tuple(map(self._value, value))
+        if isinstance(value, Mapping):
+            return type(value), tuple((k, self._value(v)) for k, v in value.items())
+        if isinstance(value, set):
+            return type(value), frozenset(map(self._value, value))
+        if hasattr(value, "to_dict"):
+            if id(value) not in self._configs:
+                self._configs[id(value)] = value, (type(value), self._value(vars(value)))
+            return self._configs[id(value)][1]
+        try:
+            hash(value)
+        except TypeError:
+            return type(value), _Itself(value)
+        return type(value), value
+
+
+class _Itself:
+    """Stands for an object that has no hash: equal to itself alone."""
+
+    def __init__(self, of: Any) -> None:
+        self._of = of  # kept, so that no other object gets its address
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other._of is self._of
+
+    def __hash__(self) -> int:
+        return id(self._of)
+
+
+def _described(tensor: Tensor | None) -> Hashable:
+    return None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.device)
+
+
+class Changed:
+    """Counts the modules that kernels replace, and logs how many of a class keep their own code after a trial."""
+
+    def __init__(self) -> None:
+        self._agree: Counter[str] = Counter()
+        self._differ: Counter[str] = Counter()
+
+    def count(self, kind: type[nn.Module], agrees: bool) -> bool:
+        """Count a module of a class that was tried; return `agrees`."""
+        (self._agree if agrees else self._differ)[kind.__name__] += 1
+        return agrees
+
+    def done(self) -> dict[str, int]:
+        """Return the number of modules replaced, by class."""
+        for name, count in self._differ.items():
+            log.info("%d %s: the model's own code runs, because the kernel's results differ", count, name)
+        return dict(self._agree)

@@ -20,12 +20,20 @@ LAYOUTS = {
 }
 
 
+# Biases by which a router chooses. Their checkpoints have them in float32; some families' classes do not say so, and
+# transformers would round them to BF16, by which other experts are chosen.
+_IN_FLOAT32 = "e_score_correction_bias"
+
+
 def adapt(model: Any) -> None:
-    """Make a model's experts run through transformers' experts interface. Idempotent.
+    """Make a model's experts run through transformers' experts interface, and its routers' biases load in float32.
+
+    Idempotent.
 
     Raises:
         InputError: for a configuration that is not supported.
     """
+    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), _IN_FLOAT32}
     conversions: list[Any] = []
     for name, module in list(model.named_modules()):
         kind = type(module)

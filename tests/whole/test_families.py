@@ -43,19 +43,14 @@ def test_family(family: str, demo_model: Path, text: Path, evaluation: Path, tmp
     assert verify(tmp_path / "bundle", checkpoint) == []
 
     ids = torch.randint(1, 4000, (2, 40), generator=torch.Generator().manual_seed(1))
-    for dtype, tolerance in ((torch.float32, 1e-3), (torch.bfloat16, 2e-2)):
-        plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
-        ours = moepack.load(tmp_path / "bundle", dtype=dtype, policy="static:bf16")
-        assert not [n for n, p in ours.named_parameters() if p.is_meta]
-        with torch.inference_mode():
-            assert relative(ours(ids).logits, plain(ids).logits) <= tolerance
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
     with torch.inference_mode():
         want = plain(ids).logits
         errors = [
             relative(moepack.load(tmp_path / "bundle", dtype=torch.bfloat16, policy=f"static:{v}")(ids).logits, want)
-            for v in ("w4", "w2", "w1")
+            for v in ("bf16", "w4", "w2", "w1")
         ]
-    assert errors[0] < errors[1] < errors[2], errors
+    assert errors[0] <= 2e-2 and errors == sorted(errors), errors
 
     score = evaluate(tmp_path / "bundle", [str(evaluation)], LoadOptions(policy="static:w4"), length=32, samples=8)
     assert score.tokens == 8 * 31 and score.perplexity > 1 and score.policy == "static:w4"

@@ -128,6 +128,17 @@ def test_layers_that_differ_in_weights_alone_share_a_trial(monkeypatch: pytest.M
     assert tried == [0]
 
 
+def test_weights_of_zeros_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros are the same by whichever angles: a first layer of such weights let the kernel have all the others."""
+    model = served("qwen3_moe", projections=False, num_hidden_layers=3)
+    first, rotate = model.model.layers[0].self_attn, apply_rotary_pos_emb
+    for name in ("q_proj", "k_proj"):
+        getattr(first, name).weight.data.zero_()
+    names = inspect.unwrap(type(first).forward).__globals__
+    monkeypatch.setitem(names, "apply_rotary_pos_emb", lambda q, k, cos, sin: rotate(q, k, sin, cos))
+    assert serve_projections(model) == {}
+
+
 def test_other_angles_than_those_of_the_trial() -> None:
     """Half as many: the kernel would read past their end, so the module's own code runs, and it fails as ever."""
     model = served("qwen3_moe", projections=True)

@@ -79,9 +79,9 @@ def capture(run: Callable[[], None], device: torch.device, beside: Any = None) -
         with torch.cuda.stream(stream):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-            made, pool = torch.cuda.CUDAGraph(), () if beside is None else (beside.pool(),)
+            made, pool = torch.cuda.CUDAGraph(), None if beside is None else beside.pool()
             try:
-                made.capture_begin(*pool, capture_error_mode="thread_local")
+                made.capture_begin(pool, "thread_local")
                 run()
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # the capture's failure would hide its cause

@@ -49,7 +49,7 @@ class Graph:
     def pool(self) -> str:
         return "pool"
 
-    def capture_begin(self, *pool: str, capture_error_mode: str) -> None:
+    def capture_begin(self, pool: str | None, capture_error_mode: str) -> None:
         self.cuda.did.append(("begin", self.cuda.device, self.cuda.stream, pool))
         if self.fails == "begin":
             raise RuntimeError("capture cannot begin")
@@ -80,7 +80,7 @@ def test_each_device_has_a_stream_of_its_own_for_captures(cuda: Cuda) -> None:
         graphs.capture(lambda: cuda.did.append(("on", cuda.stream)), device, first)
     begun = [x for x in cuda.did if x[0] == "begin"]
     assert [(x[1], x[2].device) for x in begun] == [(d, d) for d in (GPUS[0], GPUS[1], GPUS[0])]
-    assert begun[0][2] is begun[2][2] and [x[3] for x in begun] == [(), ("pool",), ("pool",)]
+    assert begun[0][2] is begun[2][2] and [x[3] for x in begun] == [None, "pool", "pool"]
     assert [x[1] for x in cuda.did if x[0] == "on"] == [x[2] for x in begun], "work went to another stream"
     assert [x[1] for x in cuda.did if x[0] == "wait"] == [GPUS[0], GPUS[1], GPUS[0]]
 

@@ -20,6 +20,7 @@ from tiny_models import build_tiny
 import moepack
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
+from moepack.pack.spec import MEMORY_PAGE
 from moepack.reports.plan import plan
 from moepack.runtime import attach
 from moepack.runtime.devices.cpu import READERS
@@ -183,7 +184,7 @@ def test_pieces_are_registered_once_they_are_filled(gpu: StandIn, monkeypatch: p
     monkeypatch.setattr("moepack.runtime.devices.cuda_memory.PIECE", 3 * BLOCK)
     memory, contents = filled(gpu)
     assert contents == [bytes([n + 1]) * BLOCK for n in range(BLOCKS)]
-    assert gpu.cudart.seen == [bytes(BLOCK), *(b"".join(contents[n : n + 3]) for n in (0, 3, 6))], "a page was tried"
+    assert gpu.cudart.seen == [bytes(MEMORY_PAGE), *(b"".join(contents[n : n + 3]) for n in (0, 3, 6))]
     assert {flags for name, _, flags in gpu.cudart.calls if name == "register"} == {PORTABLE | MAPPED}
     assert memory.pinned == BLOCK * BLOCKS and memory.ways() == {"registered": BLOCK * BLOCKS}
     memory.close()

@@ -24,6 +24,7 @@ import torch
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer, Version, encoding_of
+from moepack.pack.trials import best_level
 from moepack.pack.user_files import cache_path, write_whole
 from moepack.runtime.kernels.by_torch import bytes_beside
 from moepack.runtime.kernels.forms import compiled, compiled_names, kernel_of
@@ -59,11 +60,19 @@ def backend(device: torch.device) -> str:
 
 @functools.cache
 def _native() -> Any:
+    """Return the module of the compiled kernels, at the highest level that stands its trial; `None` without one."""
     try:
-        from moepack.runtime.kernels import affine_native
+        from moepack.runtime.kernels import affine_native as native
     except (ImportError, OSError):
         return None
-    return affine_native
+    from moepack.runtime.kernels.trial import trial
+
+    names = dict(enumerate(native.levels()[: native.BEST + 1]))
+    best = best_level(native.PATH, names, native.use_level, trial)
+    if best is None:
+        return None
+    native.BEST = best
+    return native
 
 
 def native_layer(layer: ExpertLayer, versions: Sequence[Version], device: torch.device) -> LayerForms | None:

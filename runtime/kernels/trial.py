@@ -27,7 +27,7 @@ Floats = npt.NDArray[np.float64]
 MATRIX = Matrix("trial", 203, 321, bias=True)
 FEW = (0, *(1,) * 7)  # the expert of each token: one has one token, the other 4 + 2 + 1
 MANY = (0, *(1,) * 33)  # as many as leave a second tile unfilled
-# The greatest error of a number, in root mean squares of all: of float32 sums of some hundred terms; and of BF16 results,
+# The greatest error of a number, in root mean squares of all: of float32 sums of some hundred terms; of BF16 results,
 # which are up to five of these and rounded to 8 bits, of weights that tiles round as well.
 ALLOWED = {torch.float32: 1e-3, torch.bfloat16: 0.04}
 

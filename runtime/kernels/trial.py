@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moepack.pack.codec import rotation
+from moepack.pack.encodings.base import SCALE_BITS
 from moepack.pack.spec import Matrix, Rotation, Version, encoding_of
 
 from . import affine_native as native
@@ -47,11 +48,10 @@ def trial() -> str:
 def _versions() -> Iterator[Version]:
     """One version for each form that the library has a case for."""
     seen = set()
-    for name in compiled_names():
-        entry = encoding_of(name)
+    for entry in sorted(map(encoding_of, compiled_names()), key=lambda e: e.released):  # names that a build gives first
         for group in entry.group_sizes or (0,):
-            for scale_bits in (16,) if entry.holds else (16, 8):
-                version = Version.of(name, group, scale_bits=scale_bits).at(1)
+            for scale_bits in SCALE_BITS[: 1 if entry.holds else 2]:
+                version = Version.of(entry.name, group, scale_bits=scale_bits).at(1)
                 form = make_forms((MATRIX,), version)[0]
                 if (key := (form.bits, form.group, form.stored)) not in seen:
                     seen.add(key)

@@ -20,7 +20,7 @@ from .errors import BundleError, Kind
 from .files import open_file
 from .manifest import ExpertFileEntry
 from .safetensors_file import Header, make_header, parse_header
-from .spec import MAX_EXTENT, PAGE, DenseLayer, ExpertLayer, Version, align
+from .spec import MAX_EXTENT, MEMORY_PAGE, PAGE, DenseLayer, ExpertLayer, Version, align
 
 Layer = ExpertLayer | DenseLayer
 _DIGITS = 15  # most decimal digits of a byte offset: a header's size is fixed before the offsets are known
@@ -154,6 +154,7 @@ class LayerFile:
     def ahead(self, number: int) -> None:
         """Have the system begin to read an extent."""
         begin, end = self._spans[number]
+        begin -= begin % MEMORY_PAGE  # the system takes advice from a page of its own on
         self._map.madvise(mmap.MADV_WILLNEED, begin, end - begin)
 
     def place(self, number: int) -> str:

@@ -29,6 +29,7 @@ def doctor(directory: Path | None = None) -> dict[str, Any]:
     """
     import psutil
 
+    from moepack.pack import trials
     from moepack.runtime.experts import backends
 
     problems: list[str] = []
@@ -44,13 +45,17 @@ def doctor(directory: Path | None = None) -> dict[str, Any]:
     if devices and (why := triton_fails()) is not None:
         remedy = f"pip install 'triton>={_LIBRARIES['triton']}', and install gcc"
         problems.append(f"Triton, which runs experts on a GPU, does not run here ({why}): {remedy}")
+    cpu = _cpu()
+    for library, wrong in trials.faults.items():
+        remedy = "it is not used: install moepack again with another C compiler, for example CC=clang"
+        problems.append(f"{library} computes wrong numbers on this processor ({wrong}): {remedy}")
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "libraries": libraries,
         "methods": builds,
         "can_build": builds[methods.DEFAULT] == READY,
-        "cpu": _cpu(),
+        "cpu": cpu,
         "kernel_limits": backends.source(),
         "memory_bytes": psutil.virtual_memory().total,
         "memory_free_bytes": psutil.virtual_memory().available,
@@ -95,11 +100,17 @@ def _parts(version: str) -> tuple[int, ...]:
 
 
 def _cpu() -> dict[str, Any]:
-    """Return the cores, the kernels' instruction set and the best set here; both sets are None without kernels."""
+    """Return the cores, the kernels' instruction set and the best set here; both sets are None without kernels.
+
+    Both compiled libraries are tried first, unless it is remembered what their trials found (pack/trials.py).
+    """
+    from moepack.pack.codec import exponent_fast
+    from moepack.runtime.experts import backends
+
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    try:
-        from moepack.runtime.kernels import affine_native as native
-    except OSError:
+    exponent_fast.engine()
+    native = backends.library()
+    if native is None:
         return {"cores": cores, "isa": None, "isa_best": None}
     return {"cores": cores, "isa": native.LEVELS[native.level], "isa_best": native.levels()[-1]}
 

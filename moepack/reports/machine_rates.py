@@ -12,6 +12,8 @@ import torch
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.devices.cpu import READERS, CpuMemory
+from moepack.runtime.experts import backends
+from moepack.runtime.kernels.forms import handle
 from moepack.runtime.store.files import BackingStore, Stored
 
 from .speed import Rates, TokenBytes
@@ -39,11 +41,10 @@ def rates(bundle: Bundle, token: TokenBytes, memory: float) -> Rates:
 
 def kernel_rate(bundle: Bundle, version: Version) -> float | None:
     """Return the bytes a second that the kernels multiply by, one token and many experts; `None` without kernels."""
-    try:
-        from moepack.runtime.kernels.affine_native import DTYPES, LayerForms, product
-        from moepack.runtime.kernels.forms import handle
-    except (ImportError, OSError):
+    if backends.library() is None:
         return None
+    from moepack.runtime.kernels.affine_native import DTYPES, LayerForms, product
+
     matrices = tuple(Matrix(m.name, m.rows, m.cols) for m in bundle.layers[0].matrices)
     size = version.resident_size(matrices)
     count = max(1, READ // size)

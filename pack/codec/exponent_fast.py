@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CodecError
+from ..trials import best_level
 from . import exponent
 from .bits import Bf16Bits, Buffer, Codes, Words
 from .exponent import ESCAPE, LANES, SAMPLED, SYMBOLS, TILE, Code, CodedMatrix, header, make_code, parse
@@ -31,12 +32,16 @@ _SHARE = 64  # tiles a thread takes at least: 1 MiB of weights, some 200 microse
 
 @functools.cache
 def engine() -> ModuleType | None:
-    """The module with the compiled loops; None where they were not compiled."""
+    """The module with the compiled loops; None where they were not compiled, or do not stand their trial here."""
     try:
-        from . import exponent_native
+        from . import exponent_native as loops
     except OSError:
         return None
-    return exponent_native
+    from .exponent_trial import trial
+
+    names = dict(enumerate(loops.LEVELS[: loops.BEST + 1]))
+    best = best_level(loops.PATH, names, loops.use_level, trial)
+    return None if best is None else loops
 
 
 def engine_name() -> str:
@@ -59,8 +64,12 @@ def _shares(tiles: int, threads: int | None) -> list[tuple[int, int]]:
 
 def encode(bits: Bf16Bits, threads: int | None = None) -> Buffer:
     """Code BF16 bits, uint16 [n]; the same bytes as `exponent.encode`, with any `threads` (default: all cores)."""
+    return encode_by(engine(), bits, threads)
+
+
+def encode_by(loops: ModuleType | None, bits: Bf16Bits, threads: int | None) -> Buffer:
+    """Code as `encode` does, by these compiled loops, or without any."""
     bits = np.ascontiguousarray(bits).reshape(-1)
-    loops = engine()
     if loops is None:
         return exponent.encode(bits)
     counts = np.zeros(256, np.int64)

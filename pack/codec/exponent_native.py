@@ -18,7 +18,8 @@ from .bits import Bf16Bits, Buffer, Codes
 from .exponent import TILE as TILE
 
 # Installing builds it where there is a compiler (setup.py). OSError if there was none.
-_library = ctypes.CDLL(str(Path(__file__).with_name("_exponent.so")))
+PATH = Path(__file__).with_name("_exponent.so")
+_library = ctypes.CDLL(str(PATH))
 _pointer, _number = ctypes.c_void_p, ctypes.c_int64
 _library.moepack_exponent_sample.argtypes = [_pointer, _number, _number, _pointer]
 _library.moepack_exponent_encode.argtypes = [_pointer, _number, _number, _pointer, ctypes.c_uint16, *[_pointer] * 5]
@@ -34,11 +35,14 @@ BEST = min(isa.bound(_library.moepack_isa_level()), isa.LEVELS.index("avx512"))
 
 
 def use_level(limit: int = BEST) -> int:
-    """Let the library use levels up to `limit`, and return the level taken. For tests and comparisons."""
-    return int(_library.moepack_exponent_level(min(limit, BEST)))
+    """Let the library use levels up to `limit`, and return the level taken. For trials, tests and comparisons."""
+    global level
+    level = int(_library.moepack_exponent_level(min(limit, BEST)))
+    return level
 
 
-level = use_level()
+level = 0  # set by `use_level`
+use_level()
 
 
 def _at(array: np.ndarray[Any, Any]) -> int:

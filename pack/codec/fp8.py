@@ -8,6 +8,8 @@ What the codes mean, and whether NaNs are allowed among them, is the caller's.
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import numpy as np
 import numpy.typing as npt
 
@@ -33,10 +35,14 @@ def encode(codes: Codes, threads: int | None = None) -> Codes | None:
 
     The bytes are the same with any `threads` (default: all cores) and without the compiled loops.
     """
+    return encode_by(exponent_fast.engine(), codes, threads)
+
+
+def encode_by(loops: ModuleType | None, codes: Codes, threads: int | None) -> Codes | None:
+    """Code as `encode` does, by these compiled loops, or without any."""
     codes = np.ascontiguousarray(codes, np.uint8).reshape(-1)
     if not codes.size:
         return None
-    loops = exponent_fast.engine()
     counts = np.zeros(256, np.int64)
     if loops is None:
         counts += np.bincount(sample(codes) >> 3 & 15, minlength=256)

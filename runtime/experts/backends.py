@@ -24,6 +24,7 @@ import torch
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer, Version, encoding_of
+from moepack.pack.trials import best_level
 from moepack.pack.user_files import cache_path, write_whole
 from moepack.runtime.kernels.by_torch import bytes_beside
 from moepack.runtime.kernels.forms import compiled, compiled_names, kernel_of
@@ -47,7 +48,7 @@ CANDIDATES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, UNLIMITED)
 
 def backend(device: torch.device) -> str:
     """The kind of kernel for experts on a device: "native" (product.c), "triton", or "reference" (plain torch)."""
-    if device.type == "cpu" and _native() is not None:
+    if device.type == "cpu" and library() is not None:
         return "native"
     if device.type == "cuda":
         with contextlib.suppress(ImportError):
@@ -58,29 +59,37 @@ def backend(device: torch.device) -> str:
 
 
 @functools.cache
-def _native() -> Any:
+def library() -> Any:
+    """Return the module of the compiled kernels, at the highest level that stands its trial; `None` without one."""
     try:
-        from moepack.runtime.kernels import affine_native
+        from moepack.runtime.kernels import affine_native as native
     except (ImportError, OSError):
         return None
-    return affine_native
+    from moepack.runtime.kernels.trial import trial
+
+    names = dict(enumerate(native.levels()[: native.BEST + 1]))
+    best = best_level(native.PATH, names, native.use_level, trial)
+    if best is None:
+        return None
+    native.BEST = best
+    return native
 
 
 def native_layer(layer: ExpertLayer, versions: Sequence[Version], device: torch.device) -> LayerForms | None:
     """A layer's forms (byte offsets for the compiled CPU kernels), or `None` if these cannot run every version."""
-    native = _native() if device.type == "cpu" and compiled(versions) else None
+    native = library() if device.type == "cpu" and compiled(versions) else None
     return None if native is None else native.LayerForms(layer.matrices, versions)
 
 
 def prepare(dtype: torch.dtype, versions: tuple[Version, ...], device: torch.device) -> None:
     """Measure the limits that are unknown, in under a second, before the first pass needs them."""
-    if device.type == "cpu" and _native() is not None and compiled(versions):
+    if device.type == "cpu" and library() is not None and compiled(versions):
         direct_limits(dtype if dtype == torch.bfloat16 else torch.float32, versions)
 
 
 def kept_bytes(layer: ExpertLayer, tokens: int, top_k: int) -> int:
     """The most bytes that the compiled CPU kernels keep between passes of `tokens` tokens; 0 without these kernels."""
-    native, slots, threads = _native(), tokens * top_k, torch.get_num_threads()
+    native, slots, threads = library(), tokens * top_k, torch.get_num_threads()
     if native is None:
         return 0
     pairs = zip(layer.matrices, (tokens, slots), strict=True)  # each matrix with its number of activations
@@ -89,7 +98,7 @@ def kept_bytes(layer: ExpertLayer, tokens: int, top_k: int) -> int:
 
 def dense_kept_bytes(shapes: Sequence[tuple[int, int]], tokens: int) -> int:
     """The bytes of `kept_bytes`, but for dense matrices of `shapes` [rows, cols] that share an input."""
-    if _native() is None:
+    if library() is None:
         return 0
     from moepack.runtime.kernels import dense_native
 
@@ -98,7 +107,7 @@ def dense_kept_bytes(shapes: Sequence[tuple[int, int]], tokens: int) -> int:
 
 def unpacked_bytes(tokens: int, cols: int) -> int:
     """The most bytes that torch's products of `tokens` tokens take beside inputs and results; 0 without kernels."""
-    return 0 if _native() is None else bytes_beside(tokens, cols)
+    return 0 if library() is None else bytes_beside(tokens, cols)
 
 
 def direct_limits(
@@ -129,7 +138,7 @@ forget = _direct_limits.cache_clear  # after this call, limits are read from the
 
 def defaults() -> dict[str, int]:
     """The limits that are used without measurements."""
-    native = _native()
+    native = library()
     here = {"amx": BESIDE_AMX, "avx2": WITH_AVX2}
     return DEFAULTS | ({} if native is None else here.get(native.LEVELS[native.level], {}))
 
@@ -139,7 +148,7 @@ def _limits(names: Sequence[str], threads: int, again: bool = False) -> list[int
 
     If nothing can be kept, they are the defaults: separate measurements would give processes different bits.
     """
-    if _native() is None or _fixed():
+    if library() is None or _fixed():
         return [defaults()[name] for name in names]
     machine = _machine(threads)
     known = {} if again else _read().get(machine, {})
@@ -170,7 +179,7 @@ def _measure(names: Sequence[str], threads: int) -> dict[str, int]:
     for name in names:
         dtype, encoding = name.split()
         out[name] = measure_limit(getattr(torch, dtype), encoding, CANDIDATES, threads)
-    _native().release()  # measuring keeps more memory than a small model's plan counts
+    library().release()  # measuring keeps more memory than a small model's plan counts
     return out
 
 
@@ -218,7 +227,7 @@ def _processor() -> str:
 
 def _machine(threads: int) -> str:
     """The key of a measurement: machine, instruction set, build of the library, version of torch, threads."""
-    native = _native()
+    native = library()
     level, build = ("none", "") if native is None else (native.LEVELS[native.level], native.build())
     here = f"{platform.node()} {_processor()} {level} {build}"
     return f"{here} torch {torch.__version__} {threads} threads, against {AGAINST}"
@@ -237,7 +246,7 @@ def autotune() -> dict[str, int]:
 def source() -> str:
     """A sentence for reports that says where the limits come from."""
     threads = torch.get_num_threads()
-    if _native() is None:
+    if library() is None:
         return "none: the kernels are not compiled"
     if _fixed():
         return f"defaults: {VARIABLE}=fixed"
@@ -254,7 +263,7 @@ def source() -> str:
 
 def table() -> list[dict[str, str]]:
     """The backend table: a row for each device, version and range of tokens, with the kernel that runs it."""
-    native, rows = _native(), []
+    native, rows = library(), []
     if native is None:
         rows.append({"device": "cpu", "version": "all", "tokens": "any", "kernel": "dequantise, torch (not compiled)"})
     else:

@@ -25,12 +25,12 @@ from moepack.pack.spec import Matrix, Version
 from .forms import make_forms
 
 # Installing builds it where there is a compiler (setup.py); OSError if the file is missing.
-_path = Path(__file__).with_name("_affine.so")
-library = ctypes.CDLL(str(_path))  # dense_native.py calls it too
+PATH = Path(__file__).with_name("_affine.so")
+library = ctypes.CDLL(str(PATH))  # dense_native.py calls it too
 WORD, POINTER = ctypes.c_int64, ctypes.c_void_p
 LEVELS = isa.LEVELS
 HERE = int(library.moepack_affine_level(len(LEVELS) - 1))  # the best level of this machine
-BEST = isa.bound(HERE)
+BEST = isa.bound(HERE)  # the level to use; backends.py lowers it where the kernels do not stand their trial
 DTYPES = (torch.float32, torch.bfloat16)
 level = 0  # set by `use_level`
 
@@ -81,7 +81,7 @@ def use_level(limit: int = BEST) -> int:
 
 def build() -> str:
     """Identity of this build of the library: the time and size of its file."""
-    facts = _path.stat()
+    facts = PATH.stat()
     return f"{facts.st_mtime_ns:x}-{facts.st_size:x}"
 
 

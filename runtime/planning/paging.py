@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from moepack.pack.reader import Bundle
-from moepack.pack.spec import MEMORY_PAGE, PAGE, ExpertLayer, Matrix, Version, align
+from moepack.pack.spec import MEMORY_PAGE, ExpertLayer, Matrix, Version, align
 from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.policies.contract import Ladder
 from moepack.runtime.policies.placements import PAGED, Where
@@ -92,7 +92,7 @@ def segment(size: int) -> int:
 
 def block_on_gpu(size: int) -> int:
     """Return what a block of `size` bytes takes of a GPU where torch's allocator gives it: its share of a segment."""
-    return segment(size) // (segment(size) // size) // PAGE * PAGE
+    return segment(size) // (segment(size) // size) // MEMORY_PAGE * MEMORY_PAGE
 
 
 def window_size(layers: Sequence[ExpertLayer], version: Version, on_gpu: bool = False) -> WindowSize:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from moepack.pack.spec import PAGE
+from moepack.pack.spec import MEMORY_PAGE, PAGE
 
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)  # errors of file systems and devices without O_DIRECT
 _CACHESTAT = 451  # the number of this system call, Linux 6.5
@@ -63,7 +63,8 @@ def is_cached(file: int, at: int, size: int) -> bool:
     """Return whether the page cache holds all of these bytes; False where the system does not say."""
     asked, found = (ctypes.c_uint64 * 2)(at, size), (ctypes.c_uint64 * 5)()
     failed = _libc.syscall(_CACHESTAT, file, asked, found, 0)
-    return not failed and found[0] * mmap.PAGESIZE >= size
+    touched = (at + size - 1) // MEMORY_PAGE - at // MEMORY_PAGE + 1
+    return not failed and found[0] >= touched
 
 
 def direct_rate(file: int, in_flight: int, request: int = 4 << 20) -> float | None:

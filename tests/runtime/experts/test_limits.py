@@ -69,7 +69,7 @@ def test_another_machines_table_is_not_used(
     backends.direct_limits(BF16, VERSIONS, 1)
     for what in ("_processor", "build"):
         backends.forget()
-        where = backends if what == "_processor" else backends._native()
+        where = backends if what == "_processor" else backends.library()
         monkeypatch.setattr(where, what, lambda: "another")
         before = len(asked)
         backends.direct_limits(BF16, VERSIONS, 1)
@@ -160,7 +160,7 @@ def test_any_number_of_tokens(fused: float, limit: int, monkeypatch: pytest.Monk
 
 def test_without_measurements_integers_have_no_limit_with_avx2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(backends.VARIABLE, "fixed")
-    native = backends._native()
+    native = backends.library()
     for level in native.LEVELS[: native.BEST + 1]:
         native.use_level(native.LEVELS.index(level))
         rows = {(row["device"], row["version"]): row["tokens"] for row in backends.table()}

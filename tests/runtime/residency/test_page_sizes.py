@@ -11,7 +11,7 @@ import errno
 import mmap
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,6 +21,8 @@ from moepack.pack.encodings.bf16 import LosslessBf16
 from moepack.pack.reader import open_bundle
 from moepack.pack.sections import MEMORY_PAGE
 from moepack.runtime.devices import cpu
+from moepack.runtime.planning.paging import block_on_gpu
+from moepack.runtime.store import page_file
 
 
 class Pages(NamedTuple):
@@ -95,3 +97,45 @@ def test_parts_of_pages_are_not_given_back(pages: Pages) -> None:
     for start, size in ((page, 4096), (4096, page)):
         with pytest.raises(ValueError, match="not whole pages"):
             memory.give_back(start, size)
+
+
+def test_a_gpus_block_is_whole_pages(pages: Pages) -> None:
+    """The fault: a share of a segment that its pool rounds up, so that the segment's last block has no room."""
+    for size in range(pages.size, 4 << 20, pages.size):
+        assert block_on_gpu(size) % pages.size == 0 <= block_on_gpu(size) - size
+
+
+def test_extents_are_read_ahead_from_whole_pages(pages: Pages, bundle: Path) -> None:
+    """The fault: advice for a range that begins inside a page, which the system refuses."""
+    file = open_bundle(bundle).layer_file("w2", 0)
+    asked: list[tuple[int, int]] = []
+
+    class Asked:
+        def madvise(self, advice: int, start: int, length: int) -> None:
+            assert advice == mmap.MADV_WILLNEED
+            asked.append((start, start + length))
+
+    real, file._map = file._map, Asked()  # type: ignore[assignment]
+    for expert in range(8):
+        file.ahead(expert)
+        begin = file.offset(expert)
+        assert asked[-1] == (begin - begin % pages.size, begin + file.extent_size(expert))
+    file._map = real
+    assert any(file.offset(e) % pages.size for e in range(8)), "else nothing was tried"
+
+
+@pytest.mark.parametrize(
+    ("at", "size", "found", "is_cached"),
+    [(0, 2, 1, True), (-1, 2, 1, False), (-1, 2, 2, True), (0, 1, 0, False)],  # 4 KiB from a page's begin; its pages
+)
+def test_pages_that_a_range_touches_are_counted(
+    pages: Pages, at: int, size: int, found: int, is_cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault: a range on two large pages, of which the page cache has one, taken for cached."""
+
+    def cachestat(number: int, file: int, asked: Any, answer: Any, flags: int) -> int:
+        answer[0] = found
+        return 0
+
+    monkeypatch.setattr(page_file._libc, "syscall", cachestat, raising=False)
+    assert page_file.is_cached(0, pages.size + 4096 * at, 4096 * size) is is_cached

@@ -1,0 +1,106 @@
+"""Trials of compiled libraries against their plain references, made once for each processor and remembered.
+
+A compiler can be wrong about a loop for one kind of processor, and a processor about an instruction. So nothing that a
+library computes is used before a trial of all its forms, at the level of instructions (isa.py) that will be used. What
+a trial compares is its library's to decide. What it found is kept in the user's cache, by the digests of the library
+and of the trial, the processor, the level, and moepack's version.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import platform
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from .user_files import cache_path, read_own, write_whole
+
+Trial = Callable[[], str]  # returns what differs from the reference, in words; "" if nothing does
+LARGEST = 1 << 20  # bytes of the file
+KEPT = 64  # findings in the file, of all processors, levels and libraries
+LONGEST = 300  # characters of a finding
+# Lines of /proc/cpuinfo that tell processors apart, and none that differs between starts of one machine.
+_FACTS = (
+    "vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags", "Features", "CPU implementer",
+    "CPU architecture", "CPU variant", "CPU part", "CPU revision", "isa", "uarch", "cpu", "revision",
+)  # fmt: skip
+log = logging.getLogger("moepack")
+faults: dict[str, str] = {}  # what is not used in this process, by library and level, and why
+_best: dict[Path, int | None] = {}  # what `best_level` returned, by library
+_locks: collections.defaultdict[Path, threading.Lock] = collections.defaultdict(threading.Lock)
+
+
+def best_level(library: Path, names: dict[int, str], use: Callable[[int], int], trial: Trial) -> int | None:
+    """Return the highest level at which a library agrees with its reference, now in use; `None` if none does.
+
+    `names` are those of the levels that may be used; `use` makes the library use a level. Each level that fails is
+    logged, and stands in `faults`. A process tries a library once.
+    """
+    with _locks[library]:
+        if library not in _best:
+            _best[library] = _highest(library, names, use, trial)
+        return _best[library]
+
+
+def _highest(library: Path, names: dict[int, str], use: Callable[[int], int], trial: Trial) -> int | None:
+    for level in sorted(names, reverse=True):
+        use(level)
+        if not (wrong := _finding(library, names[level], trial)):
+            return level
+        what = f"{library.name} ({names[level]})"
+        faults[what] = wrong
+        log.warning("%s computes wrong numbers on this processor, so it is not used: %s", what, wrong)
+    return None
+
+
+def _finding(library: Path, level: str, trial: Trial) -> str:
+    """Return what is remembered of a library at a level; else what the trial finds now, which is then remembered."""
+    key, known = _key(library, level, trial), _read()
+    if key in known:
+        return known[key]
+    with ThreadPoolExecutor(1, "moepack-trial") as pool:  # the caller's thread may be in one of torch's modes
+        found = pool.submit(trial).result()[:LONGEST]
+    kept = dict(list((_read() | {key: found}).items())[-KEPT:])
+    with contextlib.suppress(OSError):  # a read-only or full disk: the next process tries again
+        if (file := cache_path("trials.json")) is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, json.dumps(kept, indent=1) + "\n")
+    return found
+
+
+def _read() -> dict[str, str]:
+    """The findings by key, the latest last; empty where the file is malformed, or not this user's own."""
+    file = cache_path("trials.json")
+    try:
+        found = {} if file is None else json.loads(read_own(file, LARGEST))
+        entries = found.items() if isinstance(found, dict) else ()
+        return {k: v for k, v in entries if isinstance(v, str) and len(v) <= LONGEST}
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def _key(library: Path, level: str, trial: Trial) -> str:
+    source = Path(trial.__code__.co_filename)
+    parts = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (library, source)]
+    version = sys.modules[__name__.partition(".")[0]].__version__  # the package's, which has imported this module
+    return hashlib.sha256(json.dumps([*parts, processor(), level, version]).encode()).hexdigest()
+
+
+@functools.cache
+def processor() -> str:
+    """The model and the features of this machine's processors."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    pairs = (line.partition(":") for line in lines)
+    facts = sorted({f"{name.strip()}:{value}" for name, _, value in pairs if name.strip() in _FACTS})
+    return "\n".join([platform.machine(), platform.processor(), *facts])

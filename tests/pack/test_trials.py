@@ -1,0 +1,170 @@
+"""Trials of compiled libraries: which level is used, what is remembered, and what is not taken from memory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support import at_once
+
+import moepack
+from moepack.pack import trials
+
+NAMES = {0: "plain", 1: "avx2", 2: "avx512"}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(trials, "_best", {})
+    monkeypatch.setattr(trials, "faults", {})
+    yield tmp_path / "cache" / "moepack" / "trials.json"
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> SimpleNamespace:
+    """A library of three levels; those in `wrong` differ from the reference. `tried` are the levels of its trials."""
+    path = tmp_path / "_stand_in.so"
+    path.write_bytes(b"code")
+    of = SimpleNamespace(path=path, level=-1, wrong=set(), tried=[])
+
+    def use(level: int) -> int:
+        of.level = level
+        return level
+
+    def trial() -> str:
+        of.tried.append(of.level)
+        return "w4: products" if of.level in of.wrong else ""
+
+    of.use, of.trial = use, trial
+    return of
+
+
+def asked(of: SimpleNamespace) -> int | None:
+    """As the next process asks."""
+    trials._best.clear()
+    return trials.best_level(of.path, NAMES, of.use, of.trial)
+
+
+def test_the_highest_level_that_agrees_is_used(library: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+    """The fault: wrong numbers of one level, which were believed. Others are used, and the log says it once."""
+    library.wrong = {1, 2}
+    with caplog.at_level(logging.WARNING, "moepack"):
+        for _ in range(2):
+            assert trials.best_level(library.path, NAMES, library.use, library.trial) == 0 == library.level
+    assert [r.getMessage() for r in caplog.records] == [
+        f"_stand_in.so ({name}) computes wrong numbers on this processor, so it is not used: w4: products"
+        for name in ("avx512", "avx2")
+    ]
+    assert trials.faults == {"_stand_in.so (avx512)": "w4: products", "_stand_in.so (avx2)": "w4: products"}
+    library.wrong = {0, 1, 2}
+    library.path.write_bytes(b"all are wrong")
+    assert asked(library) is None
+
+
+def test_what_was_found_is_remembered(library: SimpleNamespace, cache: Path) -> None:
+    """The fault: a trial at each start, or a failure that the next start forgets."""
+    library.wrong = {2}
+    assert [asked(library) for _ in range(3)] == [1, 1, 1]
+    assert library.tried == [2, 1]
+    assert cache.stat().st_mode & 0o777 == 0o600
+
+
+CHANGES: dict[str, Callable[[SimpleNamespace, pytest.MonkeyPatch], None]] = {
+    "library": lambda of, patch: of.path.write_bytes(b"another") and None,
+    "processor": lambda of, patch: patch.setattr(trials, "processor", lambda: "another"),
+    "version": lambda of, patch: patch.setattr(moepack, "__version__", "another"),
+    "level": lambda of, patch: patch.setitem(NAMES, 2, "amx"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_memory_of_another_is_not_used(change: str, library: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault: a cache on a shared home, or a wheel built anew, whose finding is of other code or another machine."""
+    assert asked(library) == 2
+    CHANGES[change](library, monkeypatch)
+    library.wrong = {2}
+    assert asked(library) == 1
+    assert library.tried == [2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[1, 2]", b"\xff\xfe", b'{"a": 1, "b": [2]}', b"[" * 100_000, b'{"k": "' + b"x" * (2 << 20) + b'"}'],
+)
+def test_a_hostile_file_is_replaced(content: bytes, library: SimpleNamespace, cache: Path) -> None:
+    """The fault: a start that fails, or believes what it reads, because of what the cache holds."""
+    cache.parent.mkdir(parents=True)
+    cache.write_bytes(content)
+    library.wrong = {2}
+    assert [asked(library), asked(library)] == [1, 1] and library.tried == [2, 1]
+    assert sorted(json.loads(cache.read_text()).values()) == ["", "w4: products"]
+
+
+def test_what_others_may_write_is_not_believed(library: SimpleNamespace, cache: Path) -> None:
+    """The fault: another user's word that a library is good. The same for a link."""
+    assert asked(library) == 2
+    cache.chmod(0o666)
+    library.wrong = {2}
+    assert asked(library) == 1 and library.tried == [2, 2, 1]
+    kept = cache.with_name("elsewhere")
+    cache.rename(kept)
+    cache.symlink_to(kept)
+    assert asked(library) == 1 and library.tried == [2, 2, 1, 2, 1]
+
+
+def test_without_a_place_to_remember_each_process_tries(
+    library: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault: a read-only home, a full disk, or none, that ends the start."""
+    (tmp_path / "file").write_text("")
+    for home in (str(tmp_path / "file"), os.devnull):
+        monkeypatch.setenv("XDG_CACHE_HOME", home)
+        assert asked(library) == 2
+    monkeypatch.setattr(trials, "cache_path", lambda name: None)
+    assert asked(library) == 2 and library.tried == [2, 2, 2]
+
+
+def test_the_file_keeps_the_latest(library: SimpleNamespace, cache: Path) -> None:
+    """The fault: a file that grows with every build of a developer."""
+    for n in range(trials.KEPT + 3):
+        library.path.write_bytes(str(n).encode())
+        assert asked(library) == 2
+    assert len(json.loads(cache.read_text())) == trials.KEPT
+    tried = len(library.tried)
+    assert asked(library) == 2 and len(library.tried) == tried
+    library.path.write_bytes(b"0")
+    assert asked(library) == 2 and len(library.tried) == tried + 1
+
+
+def test_threads_wait_for_one_trial(library: SimpleNamespace) -> None:
+    """The fault: a level that one thread tries while another lowers it, so that the finding is of the wrong one."""
+    library.wrong, inner, alone = {2}, library.trial, threading.Lock()
+
+    def trial() -> str:
+        assert alone.acquire(blocking=False), "two at once"
+        try:
+            return str(inner())
+        finally:
+            alone.release()
+
+    got: list[int | None] = []
+    at_once(lambda n: got.append(trials.best_level(library.path, NAMES, library.use, trial)), 6)
+    assert got == [1] * 6 and library.tried == [2, 1] and library.level == 1
+
+
+def test_an_interrupted_trial_finds_nothing(library: SimpleNamespace, cache: Path) -> None:
+    """The fault: want of memory, or Ctrl-C, taken for a wrong library and remembered."""
+
+    def interrupted() -> str:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        trials.best_level(library.path, NAMES, library.use, interrupted)
+    assert not cache.exists() and not trials.faults and asked(library) == 2

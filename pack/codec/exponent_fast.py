@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -37,7 +38,7 @@ def engine() -> ModuleType | None:
         from . import exponent_native as loops
     except OSError:
         return None
-    from .exponent_trial import trial
+    trial = import_module(".exponent_trial", __package__).trial  # by name, because it runs this module's functions
 
     names = dict(enumerate(loops.LEVELS[: loops.BEST + 1]))
     best = best_level(loops.PATH, names, loops.use_level, trial)

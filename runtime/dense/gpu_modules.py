@@ -26,7 +26,7 @@ from moepack.runtime.step import step_of
 
 from .linears import in_place_of, learns
 from .norms import replace_norms, trials
-from .values import Changed, Values
+from .values import Changed, ReadValues
 
 ROWS, TRIALS = 16, 4  # random rows on which a form is tried, and how often a router's
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -110,7 +110,7 @@ def serve_routers(model: nn.Module, layers: Sequence[ExpertLayer]) -> dict[str, 
 
     Routers are siblings of the modules of experts that `layers` name.
     """
-    values, changed = Values(), Changed()
+    values, changed = ReadValues(), Changed()
     for layer in layers:
         parent, experts = model.get_submodule(layer.module.rpartition(".")[0]), model.get_submodule(layer.module)
         for last, module in parent.named_children():

@@ -20,7 +20,7 @@ from moepack.runtime.kernels.dense_native import norm
 from moepack.runtime.kernels.token_native import Norm
 
 from .linears import in_place_of, learns
-from .values import Changed, Values
+from .values import Changed, ReadValues
 
 Form = TypeVar("Form", int, str)
 FORMS = (0, 1, 2)  # small.c
@@ -78,7 +78,7 @@ def replace_norms(
         tried: the form of each kind of module that was tried, by its values; results are added.
         form_of: tries a module; None where no form gives its numbers.
     """
-    values, changed = Values(), Changed()
+    values, changed = ReadValues(), Changed()
     for module in model.modules():
         weight, epsilon = getattr(module, "weight", None), _epsilon(module)
         kind: Any = type(module)

@@ -28,7 +28,7 @@ from .borrowed import CLOSE, REGISTRY
 from .linears import FEW, ServedLinear, in_place_of, learns
 from .norms import described
 from .packed import PackedLinear
-from .values import Changed, Values
+from .values import Changed, ReadValues
 
 MAPS, NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
 NEEDED = {*MAPS, "apply_rotary_pos_emb", "get_interface", "head_dim", "o_proj", "scaling", "update"}
@@ -98,7 +98,7 @@ def serve_projections(model: nn.Module, of: Places | None = None) -> dict[str, i
     """
     place_of = of or _place
     tried: dict[Hashable, tuple[bool, int] | None] = {}  # whether angles are shared, and how many; None: it differs
-    values, changed = Values(), Changed()
+    values, changed = ReadValues(), Changed()
     rotary = next((m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)), None)
     for module in model.modules():
         kind: Any = type(module)

@@ -21,7 +21,7 @@ _OURS = "_moepack"
 log = logging.getLogger("moepack.runtime")
 
 
-class Values:
+class ReadValues:
     """Makes keys of modules: equal keys for modules that differ in nothing but their weights."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,21 +18,32 @@ from torch import Tensor
 from moepack.runtime.kernels.forms import VERSION_BITS, handle
 
 if TYPE_CHECKING:
-    from moepack.runtime.devices.cuda import CudaDevice
-
     from .handles import Handle, ServedLayer
 
 NONE = (1 << VERSION_BITS) - 1  # a word of no version: kernels pass over its expert
 
 
+class Gpu(Protocol):
+    """What a stage asks of a GPU: its computing stream, and events on it."""
+
+    def computing(self) -> contextlib.AbstractContextManager[Any]:
+        """Issue work on the stream that computes."""
+
+    def wait(self, event: Any) -> None:
+        """Let that stream wait for an event; the host does not."""
+
+    def mark(self) -> Any:
+        """Return an event that comes when the work issued so far has ended."""
+
+
 class Stage:
     """Memory on the device for experts of one layer. Layers, and steps of several threads, take turns in it."""
 
-    def __init__(self, device: CudaDevice, memory: Tensor, block: int) -> None:
+    def __init__(self, gpu: Gpu, memory: Tensor, block: int) -> None:
         """Use uint8 `memory` on the device, of whole blocks of `block` bytes, each for any expert in pinned memory."""
-        self._device, self._rows = device, memory.view(torch.int32).view(-1, block // 4)
+        self._gpu, self._rows = gpu, memory.view(torch.int32).view(-1, block // 4)
         self._lock = threading.Lock()
-        self._last: torch.cuda.Event | None = None  # the end of the work on it
+        self._last: Any = None  # the end of the work on it
         with torch.inference_mode(False):
             words = [row.data_ptr() for row in self._rows]
             self._words = torch.tensor(words, dtype=torch.int64, device=memory.device)
@@ -43,7 +54,7 @@ class Stage:
 
         The host does not wait.
         """
-        gpu = self._device.gpu
+        gpu = self._gpu
         with self._lock, gpu.computing():
             if self._last is not None:
                 gpu.wait(self._last)

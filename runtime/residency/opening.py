@@ -181,7 +181,7 @@ def open_stage(plan: Plan, layers: Sequence[LayerExperts], device: Device, resid
     from moepack.runtime.experts.staged import Stage, StagedLayer
 
     assert isinstance(device, CudaDevice)
-    stage = Stage(device, device.gpu.memory(plan.stage), plan.largest_pinned)
+    stage = Stage(device.gpu, device.gpu.memory(plan.stage), plan.largest_pinned)
     for p, layer in enumerate(layers):
         base = [residency.entries[p, e].complete[plan.base].handle for e in range(plan.experts[p])]
         best = () if layer.of.critical is None else (layer.of.critical.best,)

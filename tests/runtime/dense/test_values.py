@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.dense.packed import PackedLinear
-from moepack.runtime.dense.values import Values
+from moepack.runtime.dense.values import ReadValues
 
 
 class Layer(nn.Module):
@@ -28,12 +28,12 @@ class Layer(nn.Module):
 
 def test_what_differs_in_weights_alone() -> None:
     """Another module, another configuration object and another number of the layer, if that does not count."""
-    one, other, values = Layer(), Layer(number=1), Values()
+    one, other, values = Layer(), Layer(number=1), ReadValues()
     other.norm.weight.data.fill_(2.0)
     other.gate.fill_(5.0)
     assert values.of(one, without="number") == values.of(other, without="number")
     assert values.of(one) != values.of(other)
-    assert len({values.of(one), values.of(copy.deepcopy(one)), Values().of(one)}) == 1
+    assert len({values.of(one), values.of(copy.deepcopy(one)), ReadValues().of(one)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_what_differs_otherwise(name: str, value: Any) -> None:
     """Each may change what the module's code computes, so none shares the trial of the first."""
     other = Layer()
     setattr(other, name, value)
-    values = Values()
+    values = ReadValues()
     assert values.of(other) != values.of(Layer())
     assert values.of(other) == values.of(other)
 
@@ -71,12 +71,12 @@ def test_zero_is_not_none_nor_false() -> None:
     for window in (0, False, None, 0.0):
         layer = Layer()
         layer.window = window  # type: ignore[assignment]
-        found.add(Values().of(layer))
+        found.add(ReadValues().of(layer))
     assert len(found) == 4
 
 
 def test_packed_maps_are_told_apart_by_shape_and_version() -> None:
     """Not by the number under which the compiler knows them, which every map has for itself."""
     maps = [(16, "w4"), (16, "w4"), (16, "w8"), (32, "w4")]
-    keys = [Values().of(PackedLinear(Matrix("m", rows, 64), Version.of(name, 32))) for rows, name in maps]
+    keys = [ReadValues().of(PackedLinear(Matrix("m", rows, 64), Version.of(name, 32))) for rows, name in maps]
     assert keys[0] == keys[1] and len(set(keys)) == 3

@@ -33,7 +33,8 @@ def adapt(model: Any) -> None:
     Raises:
         InputError: for a configuration that is not supported.
     """
-    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), _IN_FLOAT32}
+    kept = getattr(model, "_keep_in_fp32_modules_strict", None)  # what only a whole model has
+    model._keep_in_fp32_modules_strict = {*(kept or ()), _IN_FLOAT32}
     conversions: list[Any] = []
     for name, module in list(model.named_modules()):
         kind = type(module)

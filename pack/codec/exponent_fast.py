@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +21,21 @@ from ..errors import CodecError
 from ..trials import best_level
 from . import exponent
 from .bits import Bf16Bits, Buffer, Codes, Words
-from .exponent import ESCAPE, LANES, SAMPLED, SYMBOLS, TILE, Code, CodedMatrix, header, make_code, parse
+from .exponent import (
+    ESCAPE,
+    LANES,
+    SAMPLED,
+    SYMBOLS,
+    TILE,
+    Code,
+    CodedMatrix,
+    assemble,
+    code_lengths,
+    header,
+    make_code,
+    pack_nibbles,
+    parse,
+)
 
 # Messages for the error numbers that the loops add to 8 * tile.
 _REASONS = ("", "mode or size", "lane lengths", "patches", "code words")
@@ -38,8 +51,6 @@ def engine() -> ModuleType | None:
         from . import exponent_native as loops
     except OSError:
         return None
-    trial = import_module(".exponent_trial", __package__).trial  # by name, because it runs this module's functions
-
     names = dict(enumerate(loops.LEVELS[: loops.BEST + 1]))
     best = best_level(loops.PATH, names, loops.use_level, trial)
     return None if best is None else loops
@@ -176,3 +187,52 @@ def decode(data: Buffer, weights: int) -> Bf16Bits:
     out = np.empty(weights, np.uint16)
     decode_into(data, out)
     return out
+
+
+def trial() -> str:
+    """Return what the compiled loops code or decode differently from exponent.py, at the level in use; "" if nothing.
+
+    They are tried on weights, on weights of which some have exponents without code words, on bits that no code makes
+    smaller, and on FP8 codes: a whole tile, and one that is neither whole nor whole words.
+    """
+    from . import exponent_native as loops
+
+    random, size = np.random.default_rng(0), TILE + 1003
+    uniform = random.integers(0, 1 << 16, size).astype(np.uint16)
+    weights = (random.normal(0, 0.02, size).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    patched = weights.copy()
+    patched[::97] = uniform[::97]
+    wrong = []
+    for name, bits in (("weights", weights), ("weights with patches", patched), ("raw tiles", uniform)):
+        coded, whole, parts = exponent.encode(bits), np.zeros_like(bits), np.zeros_like(bits)
+        if not np.array_equal(encode_by(loops, bits, 1), coded):
+            wrong.append(f"{name}: coding")
+        if _fails(loops, coded, whole) or not np.array_equal(whole, bits):
+            wrong.append(f"{name}: decoding")
+        opened = loops.open_coded(coded, size, parts.ctypes.data)
+        if opened is None or opened.decode() or not np.array_equal(parts, bits):
+            wrong.append(f"{name}: decoding in parts")
+    codes = (uniform & 0xBF).astype(np.uint8)  # half of the exponents, so that coding gains
+    exponents, counts = codes >> 3 & 15, np.zeros(256, np.int64)
+    loops.count(codes, counts)
+    if not np.array_equal(counts, np.bincount(exponent.sample(codes) >> 3 & 15, minlength=256)):
+        wrong.append("FP8 codes: counting")
+    lengths = np.array(code_lengths([1 + 8 * (e < 8) for e in range(SYMBOLS)]), np.uint8)
+    code, entry = Code(np.arange(SYMBOLS, dtype=np.uint8), lengths), np.zeros(256, np.uint16)
+    entry[:SYMBOLS] = code.codewords().astype(np.uint16) << 4 | code.length
+    small = assemble(exponents, code.exponent, code, pack_nibbles(codes >> 4 & 8 | codes & 7), fp8=True)
+    if not np.array_equal(encode_with(loops, codes, code, entry, 1), small):
+        wrong.append("FP8 codes: coding")
+    again = np.zeros_like(codes)
+    if _fails(loops, small, again) or not np.array_equal(again, codes):
+        wrong.append("FP8 codes: decoding")
+    return "; ".join(wrong)
+
+
+def _fails(loops: ModuleType, coded: Buffer, out: Bf16Bits | Codes) -> bool:
+    """Decode into `out`; whether the loops call well-formed tiles bad."""
+    try:
+        decode_parsed(loops, parse(coded, out.size, fp8=out.dtype == np.uint8), out, 1)
+    except CodecError:
+        return True
+    return False

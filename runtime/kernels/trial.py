@@ -84,8 +84,7 @@ def _wrong_form(version: Version, extent: Tensor, random: np.random.Generator) -
     weights = plain[0].float() if plain else dequantise(extent, sections, MATRIX, version, torch.float32)
     bias = sections["bias"]
     biases = extent[bias.offset : bias.end].view(torch.bfloat16).double().numpy()
-    held = torch.zeros(len(extent) + 64, dtype=torch.uint8)  # on a multiple of 64
-    held = held[-held.data_ptr() % 64 :][: len(extent)].copy_(extent)
+    held = torch.empty(len(extent), dtype=torch.uint8).copy_(extent)  # torch's memory begins on a multiple of 64
     forms = native.LayerForms((MATRIX,), (version,))
     handles = np.array([handle(held.data_ptr(), 0)] * 2, np.uint64)
     for dtype, allowed in ALLOWED.items():

@@ -16,7 +16,7 @@ from live_models import ids, logits
 
 import moepack
 from moepack.pack import trials
-from moepack.pack.codec import exponent_fast, exponent_native, exponent_trial
+from moepack.pack.codec import exponent_fast, exponent_native
 from moepack.pack.encodings.base import SCALE_BITS
 from moepack.pack.spec import Version, encoding_of
 from moepack.reports import doctor as reports
@@ -160,7 +160,7 @@ def test_wrong_loops_of_the_codec_are_not_used(monkeypatch: pytest.MonkeyPatch) 
         return failed
 
     monkeypatch.setattr(exponent_native._library, "moepack_exponent_decode", wrong)
-    assert exponent_trial.trial() == "; ".join(
+    assert exponent_fast.trial() == "; ".join(
         [*(f"{kind}: decoding" for kind in ("weights", "weights with patches", "raw tiles")), "FP8 codes: decoding"]
     )
     assert exponent_fast.engine() is None and len(trials.faults) == exponent_native.BEST + 1
@@ -172,4 +172,4 @@ def test_the_codecs_loops_stand_it() -> None:
     """The fault: a trial that refuses good loops, so that NumPy codes at a hundredth of the rate."""
     for level in range(exponent_native.BEST + 1):
         exponent_native.use_level(level)
-        assert exponent_trial.trial() == "", level
+        assert exponent_fast.trial() == "", level

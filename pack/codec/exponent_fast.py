@@ -213,14 +213,15 @@ def trial() -> str:
         if opened is None or opened.decode() or not np.array_equal(parts, bits):
             wrong.append(f"{name}: decoding in parts")
     codes = (uniform & 0xBF).astype(np.uint8)  # half of the exponents, so that coding gains
-    exponents, counts = codes >> 3 & 15, np.zeros(256, np.int64)
+    exponents, counts = (codes >> 3 & 15).astype(np.uint8), np.zeros(256, np.int64)
     loops.count(codes, counts)
     if not np.array_equal(counts, np.bincount(exponent.sample(codes) >> 3 & 15, minlength=256)):
         wrong.append("FP8 codes: counting")
     lengths = np.array(code_lengths([1 + 8 * (e < 8) for e in range(SYMBOLS)]), np.uint8)
     code, entry = Code(np.arange(SYMBOLS, dtype=np.uint8), lengths), np.zeros(256, np.uint16)
     entry[:SYMBOLS] = code.codewords().astype(np.uint16) << 4 | code.length
-    small = assemble(exponents, code.exponent, code, pack_nibbles(codes >> 4 & 8 | codes & 7), fp8=True)
+    nibbles = pack_nibbles((codes >> 4 & 8 | codes & 7).astype(np.uint8))
+    small = assemble(exponents, code.exponent, code, nibbles, fp8=True)
     if not np.array_equal(encode_with(loops, codes, code, entry, 1), small):
         wrong.append("FP8 codes: coding")
     again = np.zeros_like(codes)

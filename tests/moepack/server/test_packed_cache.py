@@ -89,6 +89,7 @@ def test_answers_are_those_of_plain_transformers(family: str, tmp_path: Path) ->
     ("family", "extra", "why"),
     (
         ("qwen3_next", {}, "linear_attention"),
+        ("minimax", {"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),  # has its own cache
         ("phimoe", {"rope_parameters": LONGROPE}, "longrope"),
     ),
 )

@@ -379,9 +379,10 @@ def _served(checkpoint: Path, bundle: Path, example: Path) -> dict[str, str]:
         raise AssertionError("calibration does not see the model's own hidden states")
     ids = torch.randint(1, 4000, (1, sum(TOKENS)), generator=torch.Generator().manual_seed(1))
     want = Passes.of(exact, ids)
-    why, asked = "", {"policy": "static:bf16", "dtype": torch.float32}
+    why = ""
+    asked: dict[str, Any] = {"policy": "static:bf16", "dtype": torch.float32}
+    given: dict[str, Any] = {"prefill_tokens": TOKENS[0], "kv_tokens": len(ids[0]) + 8, "batch": 1, "all_logits": True}
     try:  # no small model needs more than a GiB
-        given = {"prefill_tokens": TOKENS[0], "kv_tokens": len(ids[0]) + 8, "batch": 1, "all_logits": True}
         ours = moepack.load(bundle, device_memory=1 << 30, **given, **asked)
     except InputError as error:
         why = "not in a budget: " + _line(error, bundle.parent).removesuffix(": serve it without a budget")
@@ -501,7 +502,7 @@ def _in_transformers() -> bool:
     """Whether the running operation is of a model's code, not of what moepack runs in place of some of it."""
     frame = sys._getframe(2)
     while frame.f_back is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
         if package in ("transformers", "moepack"):
             return package == "transformers"
         frame = frame.f_back
@@ -518,7 +519,7 @@ def _choices(given: Sequence[Any] | None) -> Any:
 
     class Choices(TorchDispatchMode):
         def __init__(self) -> None:
-            super().__init__()
+            super().__init__()  # type: ignore[no-untyped-call]
             self.made: list[Any] = []
             self._left = None if given is None else iter(given)
 
@@ -579,7 +580,7 @@ def main() -> None:
         print(json.dumps(row), flush=True)
         rows.append(row)
     columns = ["model_type", "class", "outcome", "experts", "layers", "plain", "moepack", "ratio", "why"]
-    finish("Families", columns, [dict.fromkeys(columns, "") | row for row in rows], [], args.json)
+    finish("Families", columns, rows, [], args.json)
 
 
 if __name__ == "__main__":

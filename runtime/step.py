@@ -63,6 +63,7 @@ class PackedCache:
     about the pass that is about to begin; attention calls `attend`. A pass of few tokens on a GPU has a `table`.
     """
 
+    windows: Sequence[int | None] = ()  # of each layer's keys and values, in tokens; None for all
     table: Any = None  # where the running pass's launches find the sequences' memory (`RowTable`); else None
 
     def sequences(self) -> Sequence[tuple[Any, int, bool]]:

@@ -117,14 +117,14 @@ def serve_projections(model: nn.Module, of: Places | None = None) -> dict[str, i
         if changed.count(kind, place is not None):
             assert place is not None and found is not None
             place.angles = found[1]
-            module._moepack_projection = place
+            module._moepack_projection = place  # type: ignore[assignment]
             module.__class__ = _served(kind, cache)
     return changed.done()
 
 
 def _only_for_the_cache(code: types.CodeType) -> bool:
     """Whether code that calls a cache reads the layer's number only once: to give it to the cache."""
-    return sum(step.argval == NUMBER for step in dis.get_instructions(code)) == 1
+    return [step.argval for step in dis.get_instructions(code)].count(NUMBER) == 1
 
 
 def _place(module: Any, shared: bool) -> _Place | None:

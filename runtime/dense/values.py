@@ -27,7 +27,7 @@ class ReadValues:
     def __init__(self) -> None:
         self._configs: dict[int, tuple[Any, Hashable]] = {}  # by address; each is kept, so that no other gets it
 
-    def of(self, module: nn.Module, without: str = "") -> tuple[Hashable, ...]:
+    def of(self, module: nn.Module, without: str = "") -> Hashable:
         """Return a module's key; `without` is an attribute that does not count."""
         if isinstance(module, PackedLinear):
             return type(module), module.matrix, module.version

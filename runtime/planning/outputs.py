@@ -77,7 +77,7 @@ class Outputs:
 def _heads(config: Any) -> int:
     """Return the number of attention heads; of layers that differ, the most."""
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
-    return max(layer.num_attention_heads for layer in layers)
+    return max(int(layer.num_attention_heads) for layer in layers)
 
 
 def _is_on(config: Any, given: Mapping[str, Any], name: str) -> bool:

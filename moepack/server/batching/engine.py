@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
 
-from moepack.families.arguments import with_cache
+from moepack.families.arguments import cache_in, with_cache
+from moepack.pack.errors import InputError
 from moepack.runtime.devices import glibc
 from moepack.runtime.residency.kv_reserve import KvBudget
 
@@ -277,7 +277,7 @@ class Engine:
         kept = [at for item, end in zip(items, ends, strict=True) for at in range(end - item.wanted, end)]
         try:
             with rows.passing(_row_inputs(items)):
-                logits = self._pass(tokens, positions, rows, kept or [len(tokens) - 1])
+                logits, _ = self._pass(tokens, positions, rows, kept or [len(tokens) - 1])
         except BaseException:
             if rows.began:
                 for item in items:
@@ -290,21 +290,24 @@ class Engine:
 
     def _alone_pass(self, item: StepInput) -> Tensor | None:
         slot, count = item.slot, len(item.tokens)
-        cache = DynamicCache(config=self._model.config) if slot.cache is None else slot.cache
         positions = list(range(slot.length, slot.length + count))
         kept = list(range(count - max(1, item.wanted), count))
-        logits = self._pass(list(item.tokens), positions, cache, kept)
-        slot.cache = cache
+        logits, slot.cache = self._pass(list(item.tokens), positions, slot.cache, kept)
         slot.length += count
         return logits if item.wanted else None
 
-    def _pass(self, tokens: list[int], positions: list[int], cache: Any, kept: list[int]) -> Tensor:
+    def _pass(self, tokens: list[int], positions: list[int], cache: Any, kept: list[int]) -> tuple[Tensor, Any]:
+        """Return the logits of the tokens `kept`, and the cache: the one given, or one of the model's own kind."""
         ids = torch.tensor([tokens], device=self.device)
         at = torch.tensor([positions], device=self.device)
         wanted = {"logits_to_keep": torch.tensor(kept, device=self.device)} if self._only_last else {}
-        out = self._model(input_ids=ids, position_ids=at, use_cache=True, **with_cache(self._model, cache), **wanted)
+        held = {} if cache is None else with_cache(self._model, cache)
+        out = self._model(input_ids=ids, position_ids=at, use_cache=True, **held, **wanted)
+        made = cache_in(out) if cache is None else cache
+        if made is None:
+            raise InputError(f"{type(self._model).__name__} keeps no cache between passes: it cannot be served")
         logits: Tensor = out.logits[0]
-        return logits if self._only_last else logits[kept]
+        return (logits if self._only_last else logits[kept]), made
 
 
 def _row_inputs(items: Sequence[StepInput]) -> list[RowInput]:

@@ -406,6 +406,8 @@ def _attention(
     if step is None or step.packed is None:  # set by PackedKvCache.passing
         raise NotPackable("a pass that is not packed reached packed attention")
     scaling, sinks = given.pop("scaling", None), given.pop("s_aux", None)
+    if given.get("sliding_window", 0) is None and step.packed.windows[module.layer_idx] is not None:
+        raise NotPackable(f"{type(module).__name__} sees all keys, and its cache keeps those of a window")
     unknown = [n for n, value in given.items() if n not in IGNORED and value is not None and value is not False]
     if unknown:
         raise NotPackable(f"{type(module).__name__} gives its attention {', '.join(unknown)}")

@@ -89,6 +89,7 @@ def test_answers_are_those_of_plain_transformers(family: str, tmp_path: Path) ->
     ("family", "extra", "why"),
     (
         ("qwen3_next", {}, "linear_attention"),
+        ("minimax", {"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),  # has its own cache
         ("phimoe", {"rope_parameters": LONGROPE}, "longrope"),
     ),
 )
@@ -121,6 +122,18 @@ def test_a_model_that_changes_its_cache_is_found_out(tmp_path: Path, monkeypatch
     with pytest.raises(NotPackable, match="changes what its cache returns"):
         answers(engine, prompts_of())
     assert not engine.is_packed
+    assert [tokens for tokens, _ in answers(engine, prompts_of())] == [tokens for tokens, _ in wanted]
+
+
+def test_attention_that_sees_more_than_its_cache_keeps_is_found_out(tmp_path: Path) -> None:
+    """As in qwen3_omni_moe_thinker: the configuration has a window, so caches have, and no layer's attention does."""
+    model = model_of("qwen3_moe", tmp_path, sliding_window=16, use_sliding_window=True)
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None
+    engine = Engine(model, STEP)
+    with pytest.raises(NotPackable, match="sees all keys"):
+        answers(engine, prompts_of())
+    wanted = plain_answers(model, prompts_of())
     assert [tokens for tokens, _ in answers(engine, prompts_of())] == [tokens for tokens, _ in wanted]
 
 

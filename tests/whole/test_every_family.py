@@ -14,7 +14,7 @@ from support import ROOT
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import families
-from moepack.runtime.dense.values import Values
+from moepack.runtime.dense.values import ReadValues
 
 FOUND = {f.model_type: f for f in families.walk()}
 SAID = json.loads(families.RESULT.read_text())
@@ -61,7 +61,7 @@ def test_errors_in_bf16_are_those_of_rounding() -> None:
 
 def test_a_layer_served_as_another_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: one trial for a class, so that flint's full layer, which does not rotate, is served as its first one."""
-    monkeypatch.setattr(Values, "of", lambda self, module, without="": (type(module),))
+    monkeypatch.setattr(ReadValues, "of", lambda self, module, without="": (type(module),))
     got = families.attempt(FOUND["flint"], tmp_path)
     assert got["outcome"] == "broken" and "in BF16, logits differ" in got["why"]
 

@@ -29,6 +29,7 @@ FULL: dict[str, str] = {
     "moepack/export/test_greedy": "readers in processes of their own; export/test_values compares the numbers",
     "moepack/export/test_gptq.py::test_gptqmodel_reads_our_values": "importing gptqmodel: 40 s; test_values",
     "quantize/test_quantize.py::test_importing_gptqmodel_leaves_the_environment": "importing gptqmodel: 8 s",
+    "runtime/kernels/test_sanitised": "the libraries are compiled again under sanitisers",
     "benchmarks/test_gpu.py::test_kernels_compiled_anew": "kernels are compiled; the committed table is read",
     "benchmarks/test_gpu.py::test_the_gpu_half": "interpreted kernels; kernels/test_affine_triton checks the numbers",
     "whole/test_lacking.py::test_without_each": "fourteen packages one at a time; test_without_any hides all",

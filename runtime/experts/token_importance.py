@@ -226,6 +226,7 @@ def _attention_of(model: Any, experts: str) -> Any:
 def _watched(run: Callable[..., Any]) -> Callable[..., Any]:
     """Return an attention function that calls `run`, and lets the running step's `TokenImportance` see the call."""
 
+    @functools.wraps(run)  # who asks whose function it is, as for kernels that stand in for transformers' own, is told
     def forward(*args: Any, **given: Any) -> Any:
         out = run(*args, **given)
         step = current()

@@ -50,6 +50,7 @@ FULL: dict[str, str] = {
     "benchmarks/test_limited.py::test_a_refusal_is_a_row": "a process in a cage",
     # Interpreted kernels of GPUs, 2 to 20 s each
     "runtime/kernels/test_affine_triton.py::test_the_forward": "interpreted; test_a_layer_in_released",
+    "runtime/test_decode_graph.py::test_what_is_not_captured": "interpreted; test_graphs_kept",
     "runtime/test_decode_graph.py::test_graphs_go_with": "interpreted; test_replays_are_the_steps",
     "runtime/test_compile.py::test_what_is_refused": "torch.compile traces a model for each refusal",
     "runtime/test_decode_graph.py::test_a_layer_is_few_operations": "counts launches; test_replays_are_the_steps",
@@ -65,6 +66,8 @@ FULL: dict[str, str] = {
     "pack/test_hostile.py::test_some_cases": "a sample of `benchmarks.hostile`, whose quick form `.ci/run` runs",
     "runtime/policies/test_importance.py::test_what_is_here_already": "the same session again for each policy",
     "whole/test_quality.py::test_perplexity[shared]": "the larger model; the example's",
+    "whole/test_quality.py::test_losses[shared]": "the larger model, which is built; the example's",
+    "whole/test_quality.py::test_better_than_rounding": "a build more; quantize/test_quantize",
     "whole/test_encodings.py::test_down_has": "a whole build; pack/test_format_document decodes the same versions",
     "whole/test_rotated.py::test_a_changed_seed": "a build more; pack/test_rules changes manifests",
     "whole/test_rotated.py::test_added_versions": "a build more; pipeline/test_add",

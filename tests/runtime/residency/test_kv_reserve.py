@@ -143,7 +143,7 @@ def test_what_fits_passes_one_that_cannot_run_now(watch: KvBudget, somebody: Non
 
 def test_a_large_pass_does_not_starve_behind_small_ones(watch: KvBudget, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads whose passes overlap all the time: each ends once the next has begun, or cannot begin."""
-    monkeypatch.setattr(kv_reserve, "PATIENCE", 60.0)
+    monkeypatch.setattr(kv_reserve, "PATIENCE", 8.0)  # half of it passes before the large one goes first
     stop, begun, passes = threading.Event(), threading.Condition(), [0]
 
     def until_the_next_began() -> None:

@@ -9,8 +9,8 @@ fitted to all tokens, and h that of weights fitted to the other folds, both summ
 
 where r is the shipped weights' evidence over that of the refitted ones. With evidence m in tokens, the loss is to
 first order L (1 + c/m) on new tokens and L (1 - c/m) on those learnt from (Akaike's argument), so h = L (1 + r c/m),
-s = L (1 - c/m), and the wanted t = L (1 + c/m): t - s = (h - s) * 2 / (1 + r). `python -m benchmarks.losses` measures
-how near t is to the truth, by tokens and bits.
+s = L (1 - c/m), and the wanted t = L (1 + c/m): t - s = (h - s) * 2 / (1 + r). tests/quantize/test_losses.py
+holds how near t is to the truth.
 
 Each of an expert's two matrices has its own rho. Their errors x and y, as shares of the output's square, combine to a
 loss of x + y - x y (measured: at one bit, where it matters, the last term is 1.2 x y on both kinds of tokens). The

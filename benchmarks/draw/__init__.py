@@ -10,11 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.formats.measure import at_bits
 from benchmarks.tables.common import ROOT, TEXTS, mean_rise, results
 
 from .limited import limited
-from .style import FOURTH, GREY, INK, OURS, PAPER, THEIRS, THIRD, label_points, plain_axes
+from .style import GREY, INK, OURS, PAPER, THEIRS, THIRD, label_points, plain_axes
 
 IMAGES = ROOT / "docs" / "images"
 VERSIONS = {"bf16": "#0b4f8a", "w4": "#1f7fc4", "w3": "#5fb0de", "w2": "#f2a65a", "w1": "#d9730d"}
@@ -241,71 +240,7 @@ def policies() -> Any:
     return figure
 
 
-def released() -> Any:
-    """Bundles of released models that hold one version of every expert: GB on a logarithmic axis."""
-    import matplotlib.pyplot as plt
-
-    rows = results("sizes")["rows"]
-    figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")
-    plain_axes(axis)
-    axis.grid(axis="y", visible=False)
-    axis.grid(axis="x", color="#e4e1da")
-    axis.set_xscale("log")
-    marks = {"bf16": "o", "native": "D", "w4": "o", "w3": "o", "w2": "o"}
-    for name, mark in marks.items():
-        colour, face = (THIRD, THIRD) if name == "native" else (VERSIONS[name], PAPER if name == "bf16" else None)
-        label = {"bf16": "lossless BF16", "native": "as released"}.get(name, name)
-        whole = [r["beside, GB"] + r[f"experts {name}, GB"] for r in rows]
-        axis.plot(whole, range(len(rows)), mark, color=colour, markerfacecolor=face or colour, markeredgewidth=2,
-                  markersize=9, label=label)  # fmt: skip
-    axis.set_yticks(range(len(rows)), [f"{r['model']}\n{r['native'].upper()}" for r in rows], fontsize=11)
-    axis.set_xticks([10, 30, 100, 300, 1000], ["10", "30", "100", "300", "1,000"])
-    axis.set(xlim=(7, 2200), ylim=(-0.6, len(rows) - 0.4))
-    axis.set_title("Bundle with one version of every expert, GB", fontsize=15, color=INK, loc="left", weight="bold")
-    axis.legend(fontsize=12, frameon=False, labelcolor=INK, loc="lower right")
-    return figure
-
-
-def divergence() -> Any:
-    """What a bit costs in divergence: moepack's default and `quality`, and others.
-
-    Each run measured on windows of its own. So others are placed by their ratio to the default in their own run.
-    """
-    import matplotlib.pyplot as plt
-
-    rows = results("refined-tiny-qwen3-moe")["rows"]
-    figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")
-    plain_axes(axis)
-    ours = {(r["version"], r["scale bits"], r["way"]): (r["bits/weight"], r["KL, mnat"]) for r in rows}
-    default = sorted(v for (name, bits, way), v in ours.items() if "d" not in name and bits == 16 and "built" in way)
-    anchors = [(bits, [value]) for bits, value in default]
-    formats = [r for r in results("formats")["rows"] if r["model"] == "tiny-qwen3-moe" and "KL, mnat" in r]
-    others = [(r["who"], r["bits/weight"], r["of today's at these bits"]) for r in formats]
-    learned = results("autoround-tiny-qwen3-moe")["rows"]
-    others += [(r["way"], r["bits/weight"], r["over today's at these bits"]) for r in learned]
-    for who, colour, mark, label in (
-        ("hqq", FOURTH, "^", "HQQ"), ("gptqmodel", THIRD, "D", "gptqmodel"),
-        ("llama.cpp", GREY, "P", "llama.cpp, IQ4_NL"), ("AutoRound", THEIRS, "s", "AutoRound"),
-    ):  # fmt: skip
-        places = [(bits, ratio * at_bits(anchors, bits)[0]) for name, bits, ratio in sorted(others) if name == who]
-        axis.plot(*zip(*places, strict=True), mark, color=colour, markersize=9, label=label)
-    axis.plot(*zip(*default, strict=True), "o-", color=OURS, linewidth=2, markersize=8, markerfacecolor=PAPER,
-              label="moepack, default")  # fmt: skip
-    best = sorted(v for (name, bits, way), v in ours.items() if "d" in name and bits == 8 and way.startswith("down"))
-    axis.plot(*zip(*best, strict=True), "o-", color=OURS, linewidth=2.5, markersize=9, label="moepack, quality")
-    axis.set_yscale("log")
-    axis.set_yticks([1, 3, 10, 30, 100], ["1", "3", "10", "30", "100"])
-    axis.set_xlabel("bits a weight, tables included", fontsize=15, color=INK)
-    axis.set_title(
-        "Divergence of tiny-qwen3-moe, thousandths of a nat", fontsize=15, color=INK, loc="left", weight="bold"
-    )
-    axis.legend(fontsize=13, frameon=False, labelcolor=INK)
-    return figure
-
-
-PICTURES: dict[str, Callable[[], Any]] = {
-    f.__name__: f for f in (bundle, process, divergence, budgets, peers, policies, released, limited)
-}
+PICTURES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (bundle, process, budgets, peers, policies, limited)}
 
 
 def draw(out: Path, png: bool = False) -> list[Path]:

@@ -23,7 +23,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 
-from benchmarks.released.checkpoint import mxfp4
+from benchmarks.limited.released import mxfp4
 from moepack.calibrate.forward import Observation
 from moepack.calibrate.statistics import routing_statistics
 from moepack.pack.codec.affine import put_rows

@@ -10,47 +10,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .building import (
-    allocation,
-    autoround,
-    bounded,
-    build,
-    clusters,
-    estimates,
     families,
     families_rounding,
-    layer_time,
-    learned,
-    losses,
-    pieces,
     quality,
     quantisers,
-    reach,
-    refined,
-    scale,
     summary,
-    tried,
-    weighting,
 )
 from .common import RESULTS, ROOT, machine, results, table
 from .formats import (
-    encodings,
     formats,
-    generated_matrices,
-    grids,
-    released,
-    released_others,
-    rotations,
-    sizes,
-    small_generated,
 )
 from .gpu import gpu_assumed, gpu_counted, gpu_kernels, gpu_steps, gpu_steps_fused
 from .gpu_day import gpu_layers, gpu_measured, gpu_token
 from .kernels import codec, kernels, released_kernels, rotated_kernels, shapes, small_kernels, whole_model
-from .ladders import ladders, shifted
 from .peers import limited, limited_released, peer_layers, peer_models, peer_mxfp4, peer_quality, peer_versions
 from .serving import (
     alpha,
-    exported,
     hostile,
     hostile_formats,
     kept_prompts,
@@ -59,7 +34,6 @@ from .serving import (
     limited_soak,
     on_demand,
     overlap,
-    paged,
     pinned,
     policies,
     prediction,
@@ -89,20 +63,58 @@ def missed() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
-        summary, quality, allocation, weighting, reach, refined, tried, learned, autoround, losses, quantisers, build,
-        bounded, layer_time,
-        estimates, scale, pieces, clusters, codec, kernels, whole_model, shapes, released_kernels, residency, tpot,
-        overlap, missed, pinned, policies, similarity, selector, retention, on_demand, prediction, alpha, paged,
-        exported,
-        hostile, hostile_formats, soak, serving, kept_prompts, start, families, families_rounding, peer_layers,
-        peer_mxfp4, peer_models,
-        peer_quality, peer_versions,
-        gpu_assumed, gpu_counted, gpu_kernels, gpu_layers, gpu_measured, gpu_steps, gpu_steps_fused, gpu_token,
-        encodings, generated_matrices, grids, rotations, small_generated, formats, released, released_others, sizes,
-        limited, limited_clients, limited_released, limited_soak, limited_export, start_cold, rotated_kernels,
-        small_kernels, ladders, shifted,
+        summary,
+        quality,
+        quantisers,
+        codec,
+        kernels,
+        whole_model,
+        shapes,
+        released_kernels,
+        residency,
+        tpot,
+        overlap,
+        missed,
+        pinned,
+        policies,
+        similarity,
+        selector,
+        retention,
+        on_demand,
+        prediction,
+        alpha,
+        hostile,
+        hostile_formats,
+        soak,
+        serving,
+        kept_prompts,
+        start,
+        families,
+        families_rounding,
+        peer_layers,
+        peer_mxfp4,
+        peer_models,
+        peer_quality,
+        peer_versions,
+        gpu_assumed,
+        gpu_counted,
+        gpu_kernels,
+        gpu_layers,
+        gpu_measured,
+        gpu_steps,
+        gpu_steps_fused,
+        gpu_token,
+        formats,
+        limited,
+        limited_clients,
+        limited_released,
+        limited_soak,
+        limited_export,
+        start_cold,
+        rotated_kernels,
+        small_kernels,
     )
-}  # fmt: skip
+}
 _TABLE = re.compile(r"<!-- table: ([a-z0-9_]+) -->\n.*?<!-- end of table -->", re.S)
 _MACHINE = re.compile(r"<!-- machine: ([a-z0-9- ]+) -->\n.*?<!-- end of machine -->", re.S)
 

@@ -138,11 +138,6 @@ def alpha() -> str:
     return table(["alpha", "TPOT, ms", "device memory, MB"], [list(row) for row in shown])
 
 
-def paged() -> str:
-    """Paged experts at a large layer's shape."""
-    return as_is("paged")
-
-
 def serving() -> str:
     """Servers by clients."""
     return as_is("serve")
@@ -184,19 +179,6 @@ def start_cold() -> str:
 def limited_export() -> str:
     """Exports of four layers of true size, beside the disk's time for as many bytes."""
     return as_is("limited-export")
-
-
-def exported() -> str:
-    """What other libraries say of exports of both models."""
-    out = []
-    for model in ("mini-qwen3-moe", "tiny-qwen3-moe"):
-        for row in results(f"exported-{model}")["rows"]:
-            values = (f"{row[name]:.3g}" for name in ("widest gap", "level"))
-            read = f"{row['perplexity']:.2f} ± {row['+-']:.2f}", f"{row['theirs']:.2f}"
-            said = [row[name] for name in ("target", "read by", "same texts", "same tokens")]
-            out.append([model, *said, *values, *read])
-    columns = ["model", "target", "read by", "same texts", "same tokens", "widest gap", "level", "perplexity", "theirs"]
-    return table(columns, out)
 
 
 def start() -> str:

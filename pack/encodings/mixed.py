@@ -17,7 +17,7 @@ class MixedAffine(affine.Affine):
 
     The inputs of `down` are gated activations, nearly uncorrelated, so that one column's error mends less of another's
     than in the first matrix. Of the divergence of a trained model at two bits, `down` makes two thirds, with a third of
-    the bytes (`python -m benchmarks.formats`).
+    the bytes (docs/design/studies.md).
     """
 
     by_matrix: ClassVar[bool] = True
@@ -37,5 +37,5 @@ def mixed(bits: int) -> MixedAffine:
 
 
 # With zero points: without them a matrix takes as many bits for its error on trained models, but 2.4 times the error
-# where some inputs are much larger than others: `benchmarks.formats --quick --part generated --part ideas --bits 2`.
+# where some inputs are much larger than others (docs/design/studies.md).
 ENCODINGS = (mixed(4), mixed(3), mixed(2), mixed(1))

@@ -26,7 +26,6 @@ FULL: dict[str, str] = {
     "runtime/downstream/test_training": "rows of docs/in-other-programs.md; downstream/test_object",
     "runtime/downstream/test_object.py::test_compile": "torch.compile; runtime/test_compile",
     "runtime/test_compile.py::test_by_the_compiler_that_is_used": "compiles for seconds; the other cases trace",
-    "moepack/export/test_greedy": "readers in processes of their own; export/test_values compares the numbers",
     "moepack/export/test_gptq.py::test_gptqmodel_reads_our_values": "importing gptqmodel: 40 s; test_values",
     "quantize/test_quantize.py::test_importing_gptqmodel_leaves_the_environment": "importing gptqmodel: 8 s",
     "runtime/kernels/test_sanitised": "the libraries are compiled again under sanitisers",

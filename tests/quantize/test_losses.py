@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from true_losses import Case, generated, inside, table_and_truth
 
-from benchmarks.losses import Case, generated, inside, table_and_truth
 from moepack.calibrate.forward import Observation
 from moepack.pack.spec import Version
 from moepack.quantize import crossfit, expert_batch

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from support import ROOT, RTN
+from support import RTN
+from true_losses import Case, generated
 
 from moepack.calibrate.experts import finish, hidden
 from moepack.calibrate.gather import gather_batch
@@ -20,10 +20,6 @@ from moepack.quantize.expert_batch import RIDGE, SPARSE, ExpertBatch, Settings, 
 from moepack.quantize.grid import Quantised, dequantise
 from moepack.quantize.methods import quantise
 from moepack.quantize.pooling import MEASURED, measured_row, pooled
-
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.losses import Case, generated
 
 VERSIONS = tuple(Version.of(name, 32) for name in ("w4", "w2", "w1"))
 PLAIN = Settings("gptq", VERSIONS)

@@ -1,6 +1,6 @@
 """Refuse schemas whose grammar could take long, by their size alone and before any grammar is made.
 
-Limits are far above what functions need, and below what takes 50 ms to refuse: measured with `benchmarks.refusals`.
+Limits are far above what functions need, and below what took 50 ms to refuse when it was measured.
 """
 
 from __future__ import annotations

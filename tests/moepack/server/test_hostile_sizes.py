@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from server_fixtures import NAME, Running
 
-from benchmarks.refusals import nested, schema
 from moepack.server.batching import grammar, schema_limits
 from moepack.server.batching.grammar import Grammars
 from moepack.server.batching.schema_limits import check_schemas
@@ -19,6 +18,17 @@ from moepack.server.http.parse import chat
 
 openai = pytest.importorskip("openai")
 SAID = [{"role": "user", "content": "?"}]
+
+
+def schema(**fields: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+
+
+def nested(levels: int) -> dict[str, Any]:
+    made: dict[str, Any] = {"type": "integer"}
+    for _ in range(levels):
+        made = schema(a=made)
+    return made
 
 
 def refused(raw: bytes) -> bool:

@@ -1,1 +1,0 @@
-"""How much divergence an encoding costs at its bytes: moepack's, those of others, and ideas that no bundle holds."""

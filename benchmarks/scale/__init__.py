@@ -1,1 +1,0 @@
-"""Builds on a cluster: measured pieces, and a simulation."""

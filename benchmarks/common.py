@@ -93,7 +93,7 @@ def built(args: argparse.Namespace, bundle: Path, versions: str, **own: Any) -> 
     """A bundle of the model at these versions. `own` stands in place of arguments; `more` is more of the recipe."""
     from moepack.pipeline.build import build
     from moepack.pipeline.recipe import parse_recipe
-    from moepack.progress import progress
+    from moepack.shared.progress import progress
 
     asked = {"length": 256, "more": "", **vars(args), **own}
     shown = f"calibration: {{samples: {asked['samples']}, length: {asked['length']}, batch_size: 16}}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .pack.errors import BundleError, InputError, MoepackError
 from .runtime.patches import install
-from .version import __version__
+from .shared.version import __version__
 
 __all__ = ["BudgetExceeded", "BundleError", "InputError", "MoepackError", "__version__", "build", "load", "open"]
 

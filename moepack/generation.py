@@ -11,11 +11,11 @@ from moepack.families.arguments import cache_in, with_cache
 from moepack.pack.errors import InputError, NotFiniteError
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 
-from .opening import check, load_model, locate
-from .progress import Reporter, loading_bar
 from .server.batching.text import Stops
 from .server.batching.tokens import end_tokens
 from .server.options import Sampling
+from .shared.opening import check, load_model, locate
+from .shared.progress import Reporter, loading_bar
 
 PROMPT = 512  # by default, the most prompt tokens that one pass reads in a budget
 NEW_TOKENS = 64  # the most tokens of a continuation

@@ -30,7 +30,7 @@ from moepack.runtime.devices import graphs
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.gpu import takes
 from moepack.runtime.experts.handles import RUN_THERE, LayerExperts
-from moepack.runtime.step import Step, opened
+from moepack.runtime.step.context import Step, opened
 
 WARM = 2  # passes before a capture: kernels are compiled, and libraries take their memory
 KEPT = 20  # graphs of one model: the server has one for each number of sequences

@@ -33,7 +33,7 @@ from moepack.runtime.experts.prediction import Prediction
 from moepack.runtime.residency.kv_reserve import KvBudget
 from moepack.runtime.residency.manager import ResidencyManager
 from moepack.runtime.residency.transitions import Queues
-from moepack.runtime.step import RoutingCounter, Step, end_compiled, open_compiled, opened, step_of
+from moepack.runtime.step.context import RoutingCounter, Step, end_compiled, open_compiled, opened, step_of
 
 from .model_methods import model_methods
 from .trace import Record, TraceWriter

@@ -19,7 +19,7 @@ from moepack.runtime.residency.kv_reserve import KvBudget
 from moepack.runtime.residency.manager import ResidencyManager
 from moepack.runtime.residency.on_demand import MovedBytes
 from moepack.runtime.residency.reserves import EvictionReserve, FreeReserve
-from moepack.runtime.step import RoutingCounter
+from moepack.runtime.step.context import RoutingCounter
 
 from .forward_wrapper import ForwardWrapper
 from .process_limit import ProcessLimit

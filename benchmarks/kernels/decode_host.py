@@ -30,7 +30,7 @@ from moepack.runtime.experts.handles import LayerExperts
 from moepack.runtime.kernels import affine_triton, routing_triton, switch_triton
 from moepack.runtime.policies.contract import Needs
 from moepack.runtime.residency.routing_statistics import RoutingStatistics
-from moepack.runtime.step import NO_PROMPT, Step, opened
+from moepack.runtime.step.context import NO_PROMPT, Step, opened
 from moepack.server.batching.packed_cache import PackedKvCache, RowInput
 from moepack.server.batching.row_table import RowTable
 

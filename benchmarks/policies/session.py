@@ -18,7 +18,7 @@ from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import PAGE, align
 from moepack.runtime.policies.placements import Where
-from moepack.runtime.step import current
+from moepack.runtime.step.context import current
 
 PLENTY = 1 << 40  # bytes: a budget that nothing comes near
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from moepack.pack.errors import InputError
-from moepack.progress import progress
+from moepack.shared.progress import progress
 
 from . import options as flag
 from .output import console, show

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moepack.pack.errors import InputError
-from moepack.progress import progress
 from moepack.runtime.planning.options import LoadOptions
+from moepack.shared.progress import progress
 
 from .options import Bundle, Dense, Fitted, Json, Names, Output, Quiet, loading, names_of
 from .output import print_json, show

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from moepack.progress import progress
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.policies.registry import usages
+from moepack.shared.progress import progress
 
 from .options import Bundle, Json, Quiet, loading
 from .output import console, fail, print_json, show

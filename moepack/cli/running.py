@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from moepack.memory import peaks
-from moepack.progress import loading_line, progress
 from moepack.runtime.planning.options import LoadOptions
 from moepack.server.options import Sampling
+from moepack.shared.memory import peaks
+from moepack.shared.progress import loading_line, progress
 
 from .options import Json, Model, Quiet, StopTexts, System, Template, loading, names_of, sampling
 from .output import console, print_json
@@ -100,7 +100,7 @@ def generate(
 ) -> None:
     """Continue a prompt, or answer a message."""
     from moepack.generation import generate as run
-    from moepack.opening import read_template
+    from moepack.shared.opening import read_template
 
     messages, began = None, False
     if chat or system:
@@ -159,7 +159,7 @@ def chat(
     """Chat, a line at a time."""
     from moepack.chat import local_model, server, talk
     from moepack.generation import CHAT_TOKENS, PROMPT, Session
-    from moepack.opening import read_template
+    from moepack.shared.opening import read_template
 
     if path.startswith(("http://", "https://")):
         talk(server(path, api_key, max_new_tokens, sampling, stop or ()), system)

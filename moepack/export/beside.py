@@ -16,7 +16,7 @@ from moepack.pack.manifest import DENSE_INDEX, LEFTOVERS, MANIFEST
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.writer import check_target
 from moepack.pipeline.released import TENSORS
-from moepack.version import __version__
+from moepack.shared.version import __version__
 
 from .files import ExportDirectory
 

@@ -20,7 +20,7 @@ from moepack.pack.reader import Bundle
 from moepack.pack.safetensors_file import DTYPES, Header, TensorEntry, read_header
 from moepack.pack.spec import lossless
 from moepack.pipeline.released import TENSORS, Holding, as_it_is, of_experts
-from moepack.progress import Reporter
+from moepack.shared.progress import Reporter
 
 from .beside import copy_others, identity, libraries, open_for
 from .files import TensorFiles, working

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import DenseMatrix, Version
-from moepack.progress import Reporter
+from moepack.shared.progress import Reporter
 
 from .beside import copy_others, own_config
 from .files import Entries, ExportDirectory, TensorFiles, Workers, sharded, tensor_bytes, tensor_file_bytes

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moepack.pack.errors import InputError
-from moepack.progress import Reporter
+from moepack.shared.progress import Reporter
 
 from .beside import identity, libraries, open_for
 from .checkpoint import export_checkpoint

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import DenseMatrix, Version
-from moepack.progress import Reporter
 from moepack.runtime.policies.contract import Versions
+from moepack.shared.progress import Reporter
 
 if TYPE_CHECKING:
     from moepack.pack.reader import Bundle

@@ -19,9 +19,9 @@ from moepack.pack.manifest import CARD, LEFTOVERS, MANIFEST
 from moepack.pack.reader import Bundle, verify
 from moepack.pack.spec import version_names
 from moepack.pack.tables import TABLES
-from moepack.progress import Reporter
 from moepack.reports.fitting import Described, fitting
 from moepack.runtime.planning.options import LoadOptions
+from moepack.shared.progress import Reporter
 
 from .errors import HubError, hub_errors
 from .remote import PUSHING, Remote, read_remote

@@ -22,7 +22,7 @@ from moepack.pack.spec import Version, expert_file, lossless
 from moepack.pack.tables import TABLES
 from moepack.pack.writer import check_target
 from moepack.pipeline.released import TENSORS as DESCRIPTION
-from moepack.progress import Reporter
+from moepack.shared.progress import Reporter
 
 from .download import Chooser, Fetch, pull
 from .remote import Remote

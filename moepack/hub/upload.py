@@ -20,9 +20,9 @@ from moepack.pack.manifest.parser import parse_manifest
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import expert_file
 from moepack.pipeline.model_card import MeasuredKl, model_card
-from moepack.progress import Reporter
 from moepack.reports.inspect import plot
 from moepack.reports.verify import verify
+from moepack.shared.progress import Reporter
 
 from .errors import HubError, hub_errors
 from .measured import read_divergences

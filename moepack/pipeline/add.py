@@ -27,8 +27,8 @@ from moepack.pack.spec import (
     version_names,
 )
 from moepack.pack.writer import check_replaceable, check_target
-from moepack.progress import Reporter
 from moepack.runtime.load import check_device
+from moepack.shared.progress import Reporter
 
 from .artifacts import check_watched, natives_of, quantised_recipe, run_record
 from .assemble import BuildReport, Chosen, assemble, expert_layers, made_by, quantised_settings, report

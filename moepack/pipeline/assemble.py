@@ -29,8 +29,8 @@ from moepack.pack.spec import (
 from moepack.pack.tables import FEW_TOKENS, TABLES, CalibrationTables, read_tables, write_tables
 from moepack.pack.tables import metadata as metadata_of
 from moepack.pack.writer import BundleWriter
-from moepack.progress import Reporter
 from moepack.quantize import methods
+from moepack.shared.progress import Reporter
 
 from .allocate import DenseCosts, LayerCosts, allocate
 from .artifacts import SHARD, finished, quantised_recipe, run_record, save

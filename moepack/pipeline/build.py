@@ -10,8 +10,8 @@ from pathlib import Path
 
 from moepack.pack.errors import InputError, TargetError
 from moepack.pack.writer import LOCK, check_target, remove_empty, remove_left
-from moepack.progress import Reporter
 from moepack.runtime.load import check_device
+from moepack.shared.progress import Reporter
 
 from .assemble import BuildReport, assemble
 from .executors.engine import check_engine, open_executor

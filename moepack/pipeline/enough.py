@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from moepack.pack.tables import FEW_TOKENS
 from moepack.pack.writer import replace_file
-from moepack.progress import Reporter
 from moepack.runtime.devices.glibc import reusing, trim
+from moepack.shared.progress import Reporter
 
 from .work import WorkDirectory
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moepack.families.passed import between_layers
-from moepack.memory import resident_memory
+from moepack.shared.memory import resident_memory
 
 from .bound import LATER, BuildNeeds, workers
 from .recipe import Recipe

@@ -18,7 +18,7 @@ from moepack.pack.manifest import LEFTOVERS
 from moepack.pack.safetensors_file import DTYPES, merge
 from moepack.pack.spec import DenseMatrix, Version, lossless
 from moepack.pack.writer import BundleWriter
-from moepack.progress import Reporter
+from moepack.shared.progress import Reporter
 
 from .recipe import Recipe
 

@@ -17,11 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moepack.memory import bound_kernel_caches
 from moepack.pack.errors import InputError
 from moepack.pack.spec import DenseLayer, DenseMatrix
-from moepack.progress import Reporter
 from moepack.runtime.devices.glibc import trim
+from moepack.shared.memory import bound_kernel_caches
+from moepack.shared.progress import Reporter
 
 from .artifacts import (
     DIGESTS,

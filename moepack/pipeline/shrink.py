@@ -16,9 +16,9 @@ from moepack.pack.manifest import LEFTOVERS, MANIFEST, Allocation
 from moepack.pack.reader import Bundle, open_bundle, verify
 from moepack.pack.spec import expert_file, lossless
 from moepack.pack.writer import BundleWriter, check_target
-from moepack.progress import Reporter
 from moepack.reports.fitting import fitting
 from moepack.runtime.planning.options import LoadOptions
+from moepack.shared.progress import Reporter
 
 from .model_card import model_card
 from .released import TENSORS

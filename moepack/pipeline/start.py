@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from moepack.pack.errors import InputError
 from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS, Version, lossless, lossy
 from moepack.pack.writer import replace_file
-from moepack.progress import Reporter
 from moepack.quantize import methods
-from moepack.version import __version__
+from moepack.shared.progress import Reporter
+from moepack.shared.version import __version__
 
 from .allocate import check_allocation
 from .artifacts import DIGESTS, PROBE, RECIPE, run_record, save, watched

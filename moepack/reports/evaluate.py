@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from moepack.memory import peaks
-from moepack.opening import Source, check, load_model, locate
 from moepack.pack.errors import InputError, NotFiniteError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import lossless
-from moepack.progress import Reporter
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
+from moepack.shared.memory import peaks
+from moepack.shared.opening import Source, check, load_model, locate
+from moepack.shared.progress import Reporter
 
 from .intervals import FEW, clustered
 from .scoring import TokenScores, products, token_scores

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moepack.opening import check, load_model, locate
 from moepack.pack.errors import InputError, TargetError
-from moepack.progress import Reporter, loading_bar
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 from moepack.runtime.profile import check_writable, write_profile
+from moepack.shared.opening import check, load_model, locate
+from moepack.shared.progress import Reporter, loading_bar
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moepack.opening import check, load_model, locate
 from moepack.pack.errors import InputError, MissingExtraError, NotFiniteError
-from moepack.progress import Reporter
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
+from moepack.shared.opening import check, load_model, locate
+from moepack.shared.progress import Reporter
 
 from .scoring import products
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.families.arguments import with_cache
-from moepack.opening import check, load_model, locate
 from moepack.pack.errors import InputError
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
+from moepack.shared.opening import check, load_model, locate
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -10,7 +10,7 @@ from moepack.pack.manifest import CONFIG, LEFTOVERS
 from moepack.pack.reader import Bundle, open_bundle, unlisted
 from moepack.pack.reader import verify as verify_digests
 from moepack.pack.spec import Version, lossless
-from moepack.progress import Reporter
+from moepack.shared.progress import Reporter
 
 if TYPE_CHECKING:
     from moepack.calibrate.experts import ExpertWeights

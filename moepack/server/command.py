@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moepack.opening import read_template
 from moepack.pack.errors import InputError, in_a_line
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 from moepack.runtime.planning.sizes import parse_size
+from moepack.shared.opening import read_template
 
 from .options import UNLIMITED, Limits, Options
 

@@ -20,9 +20,9 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from moepack.cluster import connect
 from moepack.pack.errors import InputError, MissingExtraError
 from moepack.runtime.planning.options import AUTO
+from moepack.shared.cluster import connect
 
 from .command import COMPILED, SIGNALS, Serve, listening, opened, options_of, prepare, run, shown
 

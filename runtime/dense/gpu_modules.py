@@ -22,7 +22,7 @@ from moepack.runtime.experts.gpu import launch, takes
 from moepack.runtime.kernels.current import current
 from moepack.runtime.kernels.routing_triton import Routing, choose, fits, route
 from moepack.runtime.kernels.step_triton import FORMS, HeadNorm, norm
-from moepack.runtime.step import step_of
+from moepack.runtime.step.context import step_of
 
 from .linears import in_place_of, learns
 from .norms import replace_norms, trials

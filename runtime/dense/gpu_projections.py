@@ -20,7 +20,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from moepack.runtime.kernels.attend_triton import attend, takes
 from moepack.runtime.kernels.current import current
 from moepack.runtime.kernels.step_triton import rotate
-from moepack.runtime.step import PackedCache
+from moepack.runtime.step.context import PackedCache
 
 from .borrowed import SPECIAL
 from .gpu_modules import FLOATS, described

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moepack.runtime.kernels.forms import handle
 from moepack.runtime.policies.importance import critical, most_important
-from moepack.runtime.step import Step
+from moepack.runtime.step.context import Step
 
 from .handles import Handle, Snapshot
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moepack.pack.errors import InputError
 from moepack.runtime.policies.placements import Where
-from moepack.runtime.step import Step, step_of
+from moepack.runtime.step.context import Step, step_of
 
 from . import op  # noqa: F401  # registers the operator
 from .handles import EVERYWHERE, RUN_THERE, LayerCall, LayerExperts, Snapshot

@@ -24,7 +24,7 @@ from moepack.runtime.kernels.routing_triton import Routed, Routing, Tally, fits,
 from moepack.runtime.kernels.routing_triton import route as route_few
 from moepack.runtime.kernels.switch_triton import summed, switched
 from moepack.runtime.policies.placements import Where
-from moepack.runtime.step import Step
+from moepack.runtime.step.context import Step
 
 if TYPE_CHECKING:
     from .handles import LayerCall, LayerExperts, Snapshot

@@ -22,7 +22,7 @@ from moepack.runtime.kernels.forms import compiled, handle, make_forms
 from moepack.runtime.kernels.reference import dequantise, plain_weights, section, sections_of
 from moepack.runtime.kernels.rotation import SlotRotation
 from moepack.runtime.policies.placements import PAGED, Placement, Where
-from moepack.runtime.step import StepOpener
+from moepack.runtime.step.context import StepOpener
 
 from . import backends
 from .host_tier import HostTier
@@ -247,7 +247,7 @@ class LayerCall:
 class LayerExperts:
     """The handles of one layer's experts, attached to the experts' module as `_moepack`."""
 
-    model: object = None  # the key of the model, by which the running step is found (runtime/step.py)
+    model: object = None  # the key of the model, by which the running step is found (runtime/step/context.py)
     position = 0  # the layer's position among the model's layers of experts
     # The model's forward wrapper, which opens a step for a call outside any step; `None` once the model is freed
     steps: StepOpener | None = None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moepack.pack.errors import InputError
-from moepack.runtime.step import StepOpener
+from moepack.runtime.step.context import StepOpener
 
 _numbers = itertools.count()
 _modules: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()

@@ -25,7 +25,7 @@ from transformers import AttentionInterface
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer
-from moepack.runtime.step import current
+from moepack.runtime.step.context import current
 
 WATCHED = ("eager", "sdpa")  # names of attention functions
 ELEMENT = 12  # bytes of memory to compute one attention weight: the product, in float32, and its softmax

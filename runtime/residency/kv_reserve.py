@@ -25,7 +25,7 @@ from moepack.runtime.kv.static import cached_tokens
 from moepack.runtime.planning.exceeded import BudgetExceeded
 from moepack.runtime.planning.fixed import MeasuredNeeds
 from moepack.runtime.planning.outputs import Outputs
-from moepack.runtime.step import PackedCache
+from moepack.runtime.step.context import PackedCache
 
 from .kv_queue import PassClaim, PassQueue
 from .reserves import Reserve

@@ -36,7 +36,7 @@ from moepack.runtime.planning.plan import Plan
 from moepack.runtime.policies.contract import Event, Key, LayerReached, Wanted
 from moepack.runtime.policies.placements import CODED, ON_HOST, PAGED, Where
 from moepack.runtime.policies.registry import Policy
-from moepack.runtime.step import NO_PROMPT, Prompt, Step, opened, step_of
+from moepack.runtime.step.context import NO_PROMPT, Prompt, Step, opened, step_of
 from moepack.runtime.store.files import BackingStore
 from moepack.runtime.store.loading import AHEAD, loading
 

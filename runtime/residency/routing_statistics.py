@@ -26,7 +26,7 @@ from moepack.runtime.policies.contract import (
     SequenceBegan,
     SequenceEnded,
 )
-from moepack.runtime.step import Prompt, Step
+from moepack.runtime.step.context import Prompt, Step
 
 from .sequences import Sequences
 

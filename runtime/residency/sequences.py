@@ -23,7 +23,7 @@ from typing import Any
 
 from moepack.families.arguments import cache_of, caches_in, inputs
 from moepack.runtime.kv.static import cached_tokens, emptied
-from moepack.runtime.step import NO_PROMPT, PackedCache, Prompt, joined
+from moepack.runtime.step.context import NO_PROMPT, PackedCache, Prompt, joined
 
 GUESSES = 64  # tokens: more than any number of guesses, fewer than a prompt's chunk has when all are scored
 

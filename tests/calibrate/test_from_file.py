@@ -16,8 +16,8 @@ from moepack.calibrate.experts import parameter_names
 from moepack.calibrate.forward import CalibrationPass, Observation
 from moepack.calibrate.held import empty, is_mapped
 from moepack.calibrate.stream import StreamedModel
-from moepack.memory import peak_memory, resident_memory
 from moepack.pack.errors import InputError
+from moepack.shared.memory import peak_memory, resident_memory
 
 
 def walked(

@@ -20,7 +20,7 @@ from support import forked
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a forked child has none of its parent's threads
 import torch
 
-from moepack.memory import peak_memory, resident_memory
+from moepack.shared.memory import peak_memory, resident_memory
 
 RECIPE = "{quantize: {method: rtn, loss_tokens: 64}, calibration: {samples: 4, length: 64, batch_size: 2}}"
 MORE = 16  # MiB that the process takes since it was refused

@@ -22,7 +22,7 @@ import pytest
 from moepack.pack.codec.affine import AffineMatrix
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import Matrix, Version, expert_file
-from moepack.progress import Reporter
+from moepack.shared.progress import Reporter
 
 HELPERS = Path(__file__).resolve().parent
 ROOT = HELPERS.parent.parent

@@ -23,7 +23,7 @@ from lacking import ABSENT
 from support import ROOT, cli, ok, python
 
 from moepack.pack.spec import READABLE
-from moepack.version import __version__
+from moepack.shared.version import __version__
 
 pytest.importorskip("setuptools", minversion="77", reason="a wheel is built with it, here without fetching it")
 

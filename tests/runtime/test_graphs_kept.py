@@ -15,7 +15,7 @@ import torch
 from moepack.runtime import decode_graph
 from moepack.runtime.decode_graph import AGAIN, RARELY, DecodeGraphs
 from moepack.runtime.devices import graphs
-from moepack.runtime.step import Step
+from moepack.runtime.step.context import Step
 
 MIB = 1 << 20
 

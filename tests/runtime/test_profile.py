@@ -164,8 +164,8 @@ def test_ones_own_traffic_is_right_at_token_zero(workload: str, bundle: Path, tm
 
 def test_counting_shows_how_far_it_is(bundle: Path, tmp_path: Path, evaluation: Path) -> None:
     """The Hub's bars stand in the place of these while texts and bundles may be fetched, and no longer."""
-    from moepack.progress import Reporter
     from moepack.reports.profile import make_profile
+    from moepack.shared.progress import Reporter
 
     class Bars(Reporter):
         hidden, shown = False, 0

@@ -22,7 +22,7 @@ FLOORS = (
     "moepack.pipeline",
     "moepack.reports",
     "moepack.server",
-    "moepack.shared",  # the files of moepack/ that its other rooms use
+    "moepack.shared",  # what the rooms of moepack/ share
     "calibrate",
     "quantize",
     "recipes",
@@ -42,7 +42,6 @@ FLOORS = (
     "moepack.families",  # what a model family needs beyond transformers
     "pack",
 )
-SHARED = ("progress", "memory", "version", "opening", "cluster")
 # Below, and yet not to be imported: a server needs neither quantisers nor data sets.
 NEVER = {room: {"calibrate", "quantize", "recipes"} for room in FLOORS if room.startswith("runtime")}
 NEVER |= {"quantize": {r for r in FLOORS if r.startswith(("runtime", "recipes"))}}
@@ -120,8 +119,6 @@ def _statements(nodes: Iterator[ast.AST], package: str) -> Iterator[tuple[str, l
 
 def room(module: str) -> str:
     parts = module.split(".")
-    if parts[0] == "moepack" and len(parts) == 2 and parts[1] in SHARED:
-        return "moepack.shared"
     return next((r for r in (".".join(parts[:2]), parts[0]) if r in FLOORS), parts[0])
 
 

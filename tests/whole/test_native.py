@@ -38,11 +38,11 @@ from moepack.pipeline.build import build
 from moepack.pipeline.dryrun.estimate import estimate
 from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.shrink import shrink
-from moepack.progress import Reporter
 from moepack.reports.evaluate import evaluate
 from moepack.reports.verify import verify
 from moepack.runtime.dense.packed import PackedLinear
 from moepack.runtime.planning.options import LoadOptions
+from moepack.shared.progress import Reporter
 
 RECIPE = """
 versions: [native, w2]

@@ -21,7 +21,7 @@ from moepack.pack.errors import BundleError, InputError, TargetError
 from moepack.pack.files import digest_of, size_of
 from moepack.pack.manifest.parser import safe_path
 from moepack.pack.writer import LOCK, hold, replace_file, sync
-from moepack.progress import Reporter
+from moepack.shared.progress import Reporter
 
 _RECORD = "record.json"
 

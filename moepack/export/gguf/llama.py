@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moepack.pack.errors import InputError
-from moepack.progress import Reporter
+from moepack.shared.progress import Reporter
 
 MIXES = {
     "Q2_K": 10, "Q3_K_S": 11, "Q3_K_M": 12, "Q3_K_L": 13, "Q4_K_S": 14, "Q4_K_M": 15, "Q5_K_S": 16, "Q5_K_M": 17,

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import Version
-from moepack.progress import Reporter
+from moepack.shared.progress import Reporter
 
 from ..files import ExportDirectory
 from ..report import Lost

@@ -10,7 +10,7 @@ import numpy as np
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import Version
-from moepack.progress import Reporter
+from moepack.shared.progress import Reporter
 
 from ..beside import own_config
 from ..files import ExportDirectory, Files, each

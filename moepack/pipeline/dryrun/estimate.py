@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moepack.memory import bound_kernel_caches
 from moepack.pack.writer import check_target, existing
-from moepack.progress import Reporter
 from moepack.reports.doctor import disk_rates
 from moepack.runtime.devices.glibc import trim
 from moepack.runtime.load import check_device
+from moepack.shared.memory import bound_kernel_caches
+from moepack.shared.progress import Reporter
 
 from ..bound import place
 from ..executors.engine import check_engine

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from moepack.pack.layer_file import header_size
 from moepack.pack.spec import DenseMatrix, Version, dense_layers, lossy
-from moepack.progress import Reporter
 from moepack.runtime.devices.glibc import reusing
+from moepack.shared.progress import Reporter
 
 from ..bound import BuildNeeds, MemoryPlan, peak, workers
 from ..needs import Dense

@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
-from moepack.cluster import asked, reach
 from moepack.pack.errors import InputError, MissingExtraError
+from moepack.shared.cluster import asked, reach
 
 from .local import Local
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moepack.cluster import connect
 from moepack.pack.errors import InputError
 from moepack.pack.writer import sync
+from moepack.shared.cluster import connect
 
 from ..tasks.experts import ExpertBatchTask
 from ..tasks.layer import Advance, LayerInputs, LayerWork, Note, write_layer

@@ -165,7 +165,7 @@ def _stream(path: str) -> StreamedModel:
     """Open the checkpoint's skeleton, and keep it for the worker's next task."""
     from moepack.calibrate.checkpoint import open_checkpoint
     from moepack.calibrate.stream import StreamedModel
-    from moepack.memory import bound_kernel_caches
+    from moepack.shared.memory import bound_kernel_caches
 
     bound_kernel_caches()
     if not Path(path).is_dir():

@@ -16,7 +16,7 @@ from moepack.pack.codec.bits import Buffer
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Version, lossy
 from moepack.quantize import methods
-from moepack.version import __version__
+from moepack.shared.version import __version__
 
 from .result import THREADS, TaskResult, check_numbers, fixed_threads, threads_on
 

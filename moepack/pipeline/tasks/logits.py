@@ -11,7 +11,7 @@ from moepack.pack.layer_file import LayerFile
 from moepack.pack.manifest import ExpertFileEntry
 from moepack.pack.spec import ExpertLayer, Version, lossy
 from moepack.pack.values import Expert
-from moepack.progress import Reporter
+from moepack.shared.progress import Reporter
 
 from ..artifacts import PROBE, finished, save
 from ..work import WorkDirectory

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from moepack.server.batching.scheduler import Scheduler
 from moepack.server.errors import ApiError
 from moepack.server.options import UNLIMITED
-from moepack.version import __version__
+from moepack.shared.version import __version__
 
 from .live_view import LiveView
 from .metrics import Metrics

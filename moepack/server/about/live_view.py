@@ -8,9 +8,9 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from moepack.memory import peaks
 from moepack.server.batching.engine import Engine
 from moepack.server.batching.scheduler import Scheduler
+from moepack.shared.memory import peaks
 
 
 class LiveView:

@@ -10,10 +10,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moepack.memory import peaks
 from moepack.server.batching.engine import Engine
 from moepack.server.batching.jobs import Job, JobEvent
 from moepack.server.batching.scheduler import Scheduler
+from moepack.shared.memory import peaks
 
 from .vllm_metrics import VllmNames
 

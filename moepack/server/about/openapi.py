@@ -17,7 +17,7 @@ from moepack.server.http.tokenizing import DetokenizeRequest, TokenizeRequest
 from moepack.server.http.toolbox import MOST_TOOLS
 from moepack.server.translated.messages import counted, messages
 from moepack.server.translated.responses import responses
-from moepack.version import __version__
+from moepack.shared.version import __version__
 
 Schema = dict[str, Any]
 VOCABULARY = 1 << 20  # stands for a model's own, whose size no schema says

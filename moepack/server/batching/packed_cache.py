@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import AttentionMaskInterface
 
-from moepack.runtime.step import PackedCache, Step, current, opened
+from moepack.runtime.step.context import PackedCache, Step, current, opened
 
 from .prefixes import CHUNK, Chunk, Prefixes
 from .row_table import END, ROOM, RowTable, Where, where

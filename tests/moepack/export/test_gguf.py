@@ -307,7 +307,7 @@ def test_llama_cpp_ends_with_its_export(tmp_path: Path) -> None:
     fake(tmp_path / "lib", "b''", "open(target, 'w').write(str(os.getpid())); time.sleep(60)")
     code = (
         "import sys; from pathlib import Path; from moepack.export.gguf.llama import Llama; "
-        "from moepack.progress import Reporter; sys.path.insert(0, sys.argv[1]); p = Path(sys.argv[2]); "
+        "from moepack.shared.progress import Reporter; sys.path.insert(0, sys.argv[1]); p = Path(sys.argv[2]); "
         "Llama().quantise(p, p, 'Q4_K_M', False, Reporter())"
     )
     pid = tmp_path / "pid"

@@ -25,16 +25,16 @@ from moepack.pipeline.build import build, calibrate, pack, quantize
 from moepack.pipeline.executors import local as local_executor
 from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.tasks.row_shards import RowShardTask
-from moepack.progress import Reporter
 from moepack.quantize import dense_matrix
 from moepack.reports.verify import verify
+from moepack.shared.progress import Reporter
 
 ray = pytest.importorskip("ray")
 
-from moepack.cluster import connect  # noqa: E402
 from moepack.pipeline.executors import on_ray  # noqa: E402
 from moepack.pipeline.executors.on_ray import OnRay, slots  # noqa: E402
 from moepack.pipeline.executors.worker import DirectoryProbe  # noqa: E402
+from moepack.shared.cluster import connect  # noqa: E402
 
 RECIPE = """
 versions: [bf16, w4, w2]

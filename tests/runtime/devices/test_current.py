@@ -30,7 +30,7 @@ from moepack.runtime.kernels import affine_triton, exponent_triton, routing_trit
 from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.policies.contract import Needs
 from moepack.runtime.residency.routing_statistics import RoutingStatistics
-from moepack.runtime.step import NO_PROMPT, Step
+from moepack.runtime.step.context import NO_PROMPT, Step
 
 CUDA1 = torch.device("cuda:1")
 

@@ -18,7 +18,7 @@ from moepack.runtime.experts.forward import experts_forward, reference_forward
 from moepack.runtime.experts.handles import NOTHING, REACHES, ROWS, LayerCall, LayerExperts, Snapshot
 from moepack.runtime.experts.token_importance import TokenImportance, _Pass, attention_received, heavy_hitters
 from moepack.runtime.policies.placements import Where
-from moepack.runtime.step import Prompt, Step, opened
+from moepack.runtime.step.context import Prompt, Step, opened
 
 META = torch.device("meta")
 MATRICES = (Matrix("gate_up", 64, 32), Matrix("down", 32, 32))

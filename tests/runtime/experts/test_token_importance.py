@@ -23,7 +23,7 @@ from moepack.runtime.experts.token_importance import (
     attention_received,
     heavy_hitters,
 )
-from moepack.runtime.step import Step, opened
+from moepack.runtime.step.context import Step, opened
 
 
 def model_of(family: str, attention: str = "sdpa", **extra: Any) -> Any:

@@ -1,0 +1,1 @@
+"""What the rooms of `moepack` share: opening models, progress, memory figures, clusters and the version."""

@@ -1,0 +1,1 @@
+"""The step context, which every room of the runtime may import."""

@@ -38,7 +38,8 @@ class Reply:
 
 async def stream(port: int, path: str, body: dict[str, Any]) -> Reply:
     """Ask once, and read the stream to its end."""
-    reply, began = Reply(), time.perf_counter()
+    reply = Reply()
+    began = time.perf_counter()
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         raw = json.dumps({**body, "stream": True}).encode()

@@ -71,7 +71,10 @@ class Codec:
     def __init__(
         self, name: str, encode: Callable[[], Any], decode: Callable[[Any], Any], size: Callable[[Any], int]
     ) -> None:
-        self.name, self.encode, self.decode, self.size = name, encode, decode, size
+        self.name = name
+        self.encode = encode
+        self.decode = decode
+        self.size = size
 
 
 def codecs(bits: np.ndarray[Any, Any], threads: int) -> list[Codec]:
@@ -151,7 +154,9 @@ def encode_dfloat11(module: types.ModuleType, bits: np.ndarray[Any, Any]) -> tup
 def speed(name: str, bits: np.ndarray[Any, Any], threads: int, runs: int) -> list[dict[str, Any]]:
     """A row a codec, and one for a memory copy."""
     rows: list[dict[str, Any]] = []
-    amount, out, floor = bits.nbytes / 1e9, np.empty_like(bits), 8 + entropy(bits)
+    amount = bits.nbytes / 1e9
+    out = np.empty_like(bits)
+    floor = 8 + entropy(bits)
     work: list[Callable[[], object]] = []
     for codec in codecs(bits, threads):
         coded = codec.encode()
@@ -212,13 +217,15 @@ def sizes(name: str, matrices: list[np.ndarray[Any, Any]], utils: types.ModuleTy
         "overhead": ours / floor,
     }
     if utils is not None:
-        few, n = [], 0
+        few = []
+        n = 0
         for m in matrices:
             few.append(m)
             n += m.size
             if n >= DF11_WEIGHTS:
                 break
-        theirs, began = 0, time.process_time()
+        theirs = 0
+        began = time.process_time()
         for m in few:
             encoded, other, positions, gaps, _ = encode_dfloat11(utils, m)
             theirs += encoded.numel() + other.numel() + 4 * positions.numel() + gaps.numel()
@@ -250,7 +257,8 @@ def fp8_sizes(name: str, matrices: list[np.ndarray[Any, Any]]) -> dict[str, Any]
 
 def fp8_speed(name: str, codes: np.ndarray[Any, Any], runs: int) -> list[dict[str, Any]]:
     """Coding and decoding FP8 codes: a row for every level of the compiled loops."""
-    native, out = exponent_fast.engine(), np.empty_like(codes)
+    native = exponent_fast.engine()
+    out = np.empty_like(codes)
     rows: list[dict[str, Any]] = []
     for level in range(native.BEST + 1) if native else [None]:
         if native:
@@ -277,7 +285,8 @@ def fp8_speed(name: str, codes: np.ndarray[Any, Any], runs: int) -> list[dict[st
 
 def fp8_report(checkpoint: Path, runs: int) -> tuple[list[dict[str, Any]], list[Target]]:
     """Sizes and speeds of FP8; wanted: at most 6.9 bits a code, and 2 GB/s a thread with AVX2."""
-    name, bits = "Qwen3-30B-A3B down", gaussian(SHAPES["Qwen3-30B-A3B down"], 1)
+    name = "Qwen3-30B-A3B down"
+    bits = gaussian(SHAPES["Qwen3-30B-A3B down"], 1)
     totals = [fp8_sizes(name, [fp8_codes(bits)])]
     totals.append(fp8_sizes(f"experts of {checkpoint.name}", [fp8_codes(m) for m in trained(checkpoint)]))
     rows = fp8_speed(name, fp8_codes(bits), 10 * runs)
@@ -300,7 +309,8 @@ def gpu(runs: int, utils: types.ModuleType | None) -> tuple[list[dict[str, Any]]
         times: list[float] = []
         for _ in range(runs + 1):
             torch.cuda._sleep(20_000_000)  # cycles: about 10 ms
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
             begin.record()
             work()
             end.record()
@@ -321,7 +331,8 @@ def gpu(runs: int, utils: types.ModuleType | None) -> tuple[list[dict[str, Any]]
     right = all(np.array_equal(j.out.view(torch.int16).cpu().numpy().view(np.uint16), b) for j, b in jobs)
     if not right or status.any():
         raise SystemExit("the GPU decoder did not give back the weights")
-    read, written = sum(j.coded.numel() for j, _ in jobs), sum(b.nbytes for _, b in jobs)
+    read = sum(j.coded.numel() for j, _ in jobs)
+    written = sum(b.nbytes for _, b in jobs)
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     copy = 2 * source.numel() / timed(lambda: target.copy_(source))
@@ -410,7 +421,8 @@ def main() -> None:
     if utils is None:
         print("DFloat11 is not installed (pip install 'moepack[bench]'): left out", file=sys.stderr)
     for t in totals if utils is not None else []:
-        theirs, rate = t.pop("dfloat11 bits/weight"), t.pop("dfloat11 GB/s")
+        theirs = t.pop("dfloat11 bits/weight")
+        rate = t.pop("dfloat11 GB/s")
         rows.append({"matrix": t["matrix"], "codec": "DFloat11", "bits/weight": theirs, "encode GB/s": rate})
         targets.append(Target(f"size, {t['matrix']}: ours over DFloat11", t.pop("ours there") / theirs, 1.0, "lower"))
         ours = min(r["encode GB/s"] for r in one if r["codec"].startswith("moepack"))

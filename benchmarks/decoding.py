@@ -88,7 +88,8 @@ def decode(model: Any, texts: Sequence[Text], prompt: int, reference: Decoded | 
         prompt: tokens of a window that are read at once.
         reference: a run over the same windows that kept its log-probabilities; without it, this run keeps them.
     """
-    out, windows = Decoded(), 0
+    out = Decoded()
+    windows = 0
     with torch.inference_mode():
         for text in texts:
             out.nll[text.name], out.kl[text.name] = [], []

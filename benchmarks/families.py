@@ -41,61 +41,147 @@ _HAS_EXPERTS = re.compile(r"use_experts_implementation|^class \w*(Experts|MoE|Mo
 _ATTENTION = re.compile(r'"((?:full|\w*sliding|chunked|indexed|linear|window|\w*compressed_sparse)_attention)"')
 # By any of the names that families have for it, what a configuration is made small with.
 SMALL: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 4096, "max_position_embeddings": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 4096,
+    "max_position_embeddings": 512,
     "unpadded_vocab_size": 4096,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_experts": 8, "num_local_experts": 8,
-    "n_routed_experts": 8, "moe_num_experts": 8, "num_shared_experts": 1, "n_shared_experts": 1,
-    "shared_expert_intermediate_size": 48, "moe_shared_expert_intermediate_size": 48,
-    "shared_intermediate_size": 48, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16, "v_head_dim": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "router_aux_loss_coef": 0.0,
-    "moe_topk": 2, "moe_k": 2, "moe_top_k": 2, "moe_num_shared_experts": 1, "num_dense_layers": 1,
-    "n_layers": 2, "num_layers": 2, "n_heads": 4, "kv_n_heads": 2, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 48,
-    "index_head_dim": 16, "index_n_heads": 2, "index_topk": 8, "mamba_n_heads": 4, "mamba_d_head": 32,
-    "mamba_d_state": 16, "mamba_chunk_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16,
-    "n_groups": 1, "chunk_size": 16, "linear_head_dim": 16, "linear_num_heads": 4, "router_hidden_size": 32,
-    "o_groups": 2, "o_lora_rank": 32, "use_qk_norm": True, "sliding_window": 8,
-    "attention_chunk_size": 8, "sliding_window_size": 8,
-}  # fmt: skip
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "moe_num_experts": 8,
+    "num_shared_experts": 1,
+    "n_shared_experts": 1,
+    "shared_expert_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 48,
+    "shared_intermediate_size": 48,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "router_aux_loss_coef": 0.0,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "moe_top_k": 2,
+    "moe_num_shared_experts": 1,
+    "num_dense_layers": 1,
+    "n_layers": 2,
+    "num_layers": 2,
+    "n_heads": 4,
+    "kv_n_heads": 2,
+    "ffn_hidden_size": 96,
+    "expert_ffn_hidden_size": 48,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "index_topk": 8,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 1,
+    "chunk_size": 16,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "router_hidden_size": 32,
+    "o_groups": 2,
+    "o_lora_rank": 32,
+    "use_qk_norm": True,
+    "sliding_window": 8,
+    "attention_chunk_size": 8,
+    "sliding_window_size": 8,
+}
 TOWER: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "depth": 1, "num_attention_heads": 2,
-    "num_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "out_hidden_size": 64, "image_size": 32, "patch_size": 16,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "out_hidden_size": 64,
+    "image_size": 32,
+    "patch_size": 16,
+}
 _QWEN4: dict[str, Any] = {
-    "num_hidden_layers": 4, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 32,
-    "indexer_compress_ratio": 4, "hc_lowrank": 16, "ple_layer_ids": [1], "heads_per_ngram": 2,
-    "ngram_vocab_size_base": 100, "split_ngram_parts": 2,
-}  # fmt: skip
+    "num_hidden_layers": 4,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 32,
+    "indexer_compress_ratio": 4,
+    "hc_lowrank": 16,
+    "ple_layer_ids": [1],
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 100,
+    "split_ngram_parts": 2,
+}
 _SLIDES: dict[str, Any] = {
-    "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-}  # fmt: skip
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 _DENSE: dict[str, Any] = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
 _CHUNKED: dict[str, Any] = {
-    "num_experts_per_tok": 1, "intermediate_size_mlp": 96, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1],
+    "num_experts_per_tok": 1,
+    "intermediate_size_mlp": 96,
+    "num_hidden_layers": 3,
+    "no_rope_layers": [1, 0, 1],
     "moe_layers": [1, 2],
-}  # fmt: skip
+}
 _NOTE: dict[str, Any] = {
-    **_DENSE, "num_hidden_layers": 3, "layer_types": ["indexed_attention", "sliding_attention", "full_attention"],
-}  # fmt: skip
+    **_DENSE,
+    "num_hidden_layers": 3,
+    "layer_types": ["indexed_attention", "sliding_attention", "full_attention"],
+}
 _M3: dict[str, Any] = {
-    **_DENSE, "num_hidden_layers": 3, "layer_types": ["full_attention", "minimax_m3_sparse", "full_attention"],
-}  # fmt: skip
+    **_DENSE,
+    "num_hidden_layers": 3,
+    "layer_types": ["full_attention", "minimax_m3_sparse", "full_attention"],
+}
 _INKLING: dict[str, Any] = {
-    **_DENSE, "num_hidden_layers": 3, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
-}  # fmt: skip
+    **_DENSE,
+    "num_hidden_layers": 3,
+    "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+}
 _FOUR = {"num_hidden_layers": 4, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
 _SHARED = {**_FOUR, "indexer_types": ["full", "shared", "full", "shared"]}  # a choice of tokens serves two layers
 _GEMMA4: dict[str, Any] = {
-    "enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 4096,
-    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+    "enable_moe_block": True,
+    "top_k_experts": 2,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 4096,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
     "sliding_window": 16,
-}  # fmt: skip
+}
 _INKLING2: dict[str, Any] = {
-    "num_hidden_layers": 4, "n_layers_per_attn_res_block": 2, "layer_types": ["hybrid_sliding", "hybrid"] * 2,
-    "sliding_window_size": 16, "vision_config": {"text_hidden_size": 64},
-}  # fmt: skip
+    "num_hidden_layers": 4,
+    "n_layers_per_attn_res_block": 2,
+    "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+    "sliding_window_size": 16,
+    "vision_config": {"text_hidden_size": 64},
+}
 _INKLING2_LOOP = {**_INKLING2, "loop_layer_index_start": 2, "loop_layer_index_end": 4, "loop_num_passes": 2}
 # What is small in another way, by model_type; for a model with towers, of its text configuration, of another part under
 # its name, and under "" of the whole.
@@ -317,7 +403,8 @@ def attempt(family: Family, folder: Path) -> dict[str, str]:
     from moepack.pack.errors import MoepackError
 
     row = {"model_type": family.model_type, "class": family.architecture}
-    checkpoint, example = folder / "checkpoint", ROOT / "examples"
+    checkpoint = folder / "checkpoint"
+    example = ROOT / "examples"
     with warnings.catch_warnings(), quiet_transformers():
         warnings.simplefilter("ignore")
         try:
@@ -445,14 +532,16 @@ class Passes:
     """
 
     def __init__(self, logits: Any, choices: list[Any]) -> None:
-        self.logits, self.choices = logits, choices
+        self.logits = logits
+        self.choices = choices
 
     @staticmethod
     def of(model: Any, ids: Any, given: Sequence[Any] | None = None, served: bool = False) -> Passes:
         """Run a model over `ids`, with the choices `given`, in order, in place of its own; `served`: by the engine."""
         import torch
 
-        run, logits = (_by_engine if served else _by_itself)(model), []
+        run = (_by_engine if served else _by_itself)(model)
+        logits = []
         with _choices(given) as mode, torch.inference_mode():
             for part in ids.split(TOKENS, dim=1):
                 logits.append(run(part).float())
@@ -530,7 +619,8 @@ def _choices(given: Sequence[Any] | None) -> Any:
             if self._left is None:
                 self.made.append(out[1])
                 return out
-            at, index = axis_at[function], next(self._left, None)
+            at = axis_at[function]
+            index = next(self._left, None)
             if index is None or index.shape != out[1].shape:
                 raise AssertionError("the model chooses among other numbers than in float32")
             axis = args[at] if len(args) > at else (kwargs or {}).get("dim", -1)
@@ -545,7 +635,8 @@ def _calibrates(stream: Any, plain: Any) -> bool:
 
     from moepack.calibrate.forward import CalibrationPass
 
-    ids, want = torch.randint(1, 4000, (2, 24), generator=torch.Generator().manual_seed(2)), []
+    ids = torch.randint(1, 4000, (2, 24), generator=torch.Generator().manual_seed(2))
+    want = []
     walk = CalibrationPass(stream, ids, 1, torch.float32)
     stream.load(None)
     stream.to_compute(None, torch.float32)

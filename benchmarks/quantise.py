@@ -70,7 +70,8 @@ def of_checkpoint(path: Path, calibration: list[str], data: list[str], windows: 
     from moepack.calibrate.stream import StreamedModel
     from moepack.calibrate.text.windows import calibration_windows, load_tokenizer
 
-    tokenizer, length = load_tokenizer(path), 256
+    tokenizer = load_tokenizer(path)
+    length = 256
     learn = calibration_windows(calibration, tokenizer, windows, length, 0).ids
     held = calibration_windows(data, tokenizer, windows, length, 0).ids
     stream = StreamedModel(open_checkpoint(path))
@@ -91,7 +92,8 @@ def of_checkpoint(path: Path, calibration: list[str], data: list[str], windows: 
             weight = [experts.matrix(e, m).float() for m in range(2)]
             bias = experts.bias(e, 0)
             token = torch.where(seen.experts == e)[0]
-            own, others = token[token < cut], token[token >= cut]
+            own = token[token < cut]
+            others = token[token >= cut]
             if len(others) < ENOUGH:
                 continue
             layer = torch.linspace(0, cut - 1, min(cut, 4096)).long()
@@ -170,7 +172,8 @@ def summarise(name: str, errors: Errors, seconds: dict[str, float], floor: float
 
 def targets(name: str, errors: Errors, seconds: dict[str, float], is_generated: bool) -> list[Target]:
     """What one set is held to."""
-    ours, theirs = errors["gptq"], errors["gptqmodel"]
+    ours = errors["gptq"]
+    theirs = errors["gptqmodel"]
     out = []
     for v in WIDTHS[:3]:
         ratio = statistics.geometric_mean(a / b for a, b in zip(ours[v], theirs[v], strict=True))

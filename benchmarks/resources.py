@@ -51,7 +51,9 @@ from moepack.runtime.kernels import (
 TABLE = Path(__file__).parent / "results" / "gpu-resources.csv"
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB that a program may have, by compute capability
 ROCM = {"gfx942": 64, "gfx1100": 32}  # threads of a wavefront
-ROCMS_TABLE, ROCMS_SHARED = TABLE.with_name("gpu-resources-rocm.csv"), 64  # and its KiB
+# and its KiB
+ROCMS_TABLE = TABLE.with_name("gpu-resources-rocm.csv")
+ROCMS_SHARED = 64
 STACK = 16  # bytes of a thread that a variant may keep on its stack: 63 of 2,520 keep 8 or 16
 FORMS = (  # what shipped recipes make or keep, and what the kernels read in a way of its own
     ("bf16", 0), ("w8", 128), ("w4", 128), ("w4", 64), ("w3", 128), ("w3", 64), ("w2", 64), ("w1", 64), ("mxfp4", 32),
@@ -225,14 +227,16 @@ def taken(kernel: Any) -> Taken:
 
 def _least_load(ptx: str) -> int:
     """The bytes of the least load at the lines that load weights; 0 if there is none."""
-    weights, ours = set(), Path(affine_triton.__file__).parent
+    weights = set()
+    ours = Path(affine_triton.__file__).parent
     for number, path in re.findall(r'\.file\s+(\d+) "(.*)"', ptx):
         # Triton's cache may hold what another checkout compiled: the same source, under that checkout's path.
         source = ours / Path(path).name if Path(path).parts[-3:-1] == ours.parts[-2:] else None
         lines = source.read_text().split("\n") if source and source.exists() else []
         named = (i for i, line in enumerate(lines, 1) if "tl.load(plane +" in line or "tl.load(weights +" in line)
         weights |= {(int(number), i + n) for i in named for n in range(5)}  # PTX counts the lines of Triton's assembly
-    here, sizes = False, []
+    here = False
+    sizes = []
     for line in ptx.split("\n"):
         if place := re.match(r"\s*\.loc\s+(\d+) (\d+)", line):
             here = (int(place[1]), int(place[2])) in weights
@@ -246,9 +250,14 @@ def _least_load(ptx: str) -> int:
 def digest() -> str:
     """Of what the kernels do, without docstrings and comments, so that a table of other kernels is known."""
     modules = (
-        gemv_triton, many_triton, exponent_triton, switch_triton, routing_triton, attend_triton,
+        gemv_triton,
+        many_triton,
+        exponent_triton,
+        switch_triton,
+        routing_triton,
+        attend_triton,
         step_triton,
-    )  # fmt: skip
+    )
     found = [v.src for m in modules for v in vars(m).values() if isinstance(v, JITFunction)]
     trees = [ast.parse(source) for source in found]
     for function in (f for tree in trees for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)):
@@ -333,11 +342,13 @@ def show_rocm(written: bool, json: Path | None) -> None:
         cells = [[int(n) for n in row[at].split("/")] for row in now if not row[at].startswith("not")]
         rows.append(
             {
-                "architecture": of, "variants": len(now), "not compiled": len(now) - len(cells),
+                "architecture": of,
+                "variants": len(now),
+                "not compiled": len(now) - len(cells),
                 "with registers in memory": sum(spilled > 0 for _, spilled, _ in cells),
                 "past its shared memory": sum(shared > ROCMS_SHARED << 10 for *_, shared in cells),
             }
-        )  # fmt: skip
+        )
     other = next(csv.reader(ROCMS_TABLE.read_text().splitlines()))[1] != digest()
     targets = [Target("tables of other kernels: --write", int(other), 0, "lower")]
     finish("kernels on AMD's GPUs", list(rows[0]), rows, targets, json)

@@ -44,7 +44,10 @@ POLICIES = ("hotness", "uniform", "lru")
 CLIENTS = (1, 4, 16, 32)
 TIMED = ["TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"]
 PATIENCE = 120  # seconds that a client of a soak waits for the end of an answer
-SHARING, SYSTEM, OWN = 16, 400, 20  # with --shared: clients, tokens of their system prompt, tokens of each's own
+# with --shared: clients, tokens of their system prompt, tokens of each's own
+SHARING = 16
+SYSTEM = 400
+OWN = 20
 
 
 @contextlib.contextmanager
@@ -153,8 +156,11 @@ def soak(
     """One server under a load that shifts, for so long: memory, promotions and errors, ten times."""
     budget = ("--memory", "auto") if cage is not None else ("--device-memory", memory)
     with moepack_serve(bundle, *serving, *budget, cage=cage) as (port, pid):
-        began, rows = time.monotonic(), list[dict[str, Any]]()
-        errors, gone = 0, [0, 0]  # clients that left half-way as they meant to, or because no end came
+        began = time.monotonic()
+        rows = list[dict[str, Any]]()
+        # clients that left half-way as they meant to, or because no end came
+        errors = 0
+        gone = [0, 0]
 
         async def ask(number: int, turn: int) -> Reply:
             pool = prompts[int(time.monotonic() - began) // 30 % len(prompts)]
@@ -208,7 +214,8 @@ def in_cage(
         for count in CLIENTS[:3]:
             before = live(port)
             row = {"server": " ".join(serving), **measured(ask, count, options.seconds)}
-            now, tokens = live(port), row.get("tokens/s", 0.0) * options.seconds
+            now = live(port)
+            tokens = row.get("tokens/s", 0.0) * options.seconds
             for name, key, unit in (("waits a token", "forward_waits", 1.0), ("MB a token", "bytes_moved", 1e6)):
                 row[name] = (now["counters"][key] - before["counters"][key]) / unit / max(tokens, 1.0)
             rows.append(row)
@@ -242,7 +249,8 @@ def compare(
                 rows.append({"server": f"moepack, {policy}", **measured(ask, count, seconds)})
             if policy == POLICIES[0]:
                 now = live(port)
-                waits, peak = now["counters"]["forward_waits"], now["budget"]["peak"] / now["budget"]["total"]
+                waits = now["counters"]["forward_waits"]
+                peak = now["budget"]["peak"] / now["budget"]["total"]
     if checkpoint is not None and not options.quick:
         try:
             with transformers_serve(checkpoint) as (port, _):

@@ -39,15 +39,18 @@ BOUND = 5.0  # seconds to the first token
 COLD = 1.3  # times the bare read
 NEAR = 0.25  # how far a prediction may be from what is measured
 REQUEST = 8 << 20
-BARE, KEPT = "a bare read, into four buffers", "a bare read, into memory of its own"
+BARE = "a bare read, into four buffers"
+KEPT = "a bare read, into memory of its own"
 
 
 def timed(command: list[str]) -> tuple[float, float]:
     """Seconds by the clock, and of processors, that a command takes."""
-    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    began = time.perf_counter()
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
-    seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = time.perf_counter() - began
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
@@ -145,7 +148,8 @@ def read(bundle: str, size: int, kept: str) -> None:
 
     rooms = CpuMemory(size + REQUEST if kept else READERS * REQUEST)
     rooms.take(0, len(rooms.tensor))
-    data, free = rooms.tensor.numpy().data, list(range(0, READERS * REQUEST, REQUEST))
+    data = rooms.tensor.numpy().data
+    free = list(range(0, READERS * REQUEST, REQUEST))
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(READERS) as pool:
 
         def one(request: tuple[PageFile, int, int, int]) -> None:
@@ -155,7 +159,8 @@ def read(bundle: str, size: int, kept: str) -> None:
             if not kept:
                 free.append(where)
 
-        requests, done = [], 0
+        requests = []
+        done = 0
         for path in sorted(Path(bundle).rglob("*.safetensors"), key=lambda p: ("experts" in p.parts, str(p))):
             fd = stack.enter_context(path.open("rb")).fileno()
             file = stack.enter_context(contextlib.closing(PageFile(fd)))
@@ -181,7 +186,9 @@ def predicted(bundle: str, args: Any) -> tuple[list[dict[str, Any]], list[Target
     own: dict[str, Any] = {"kv_tokens": args.tokens + 64, "prefill_tokens": 16, "all_logits": False}
     found = plan(bundle, LoadOptions(memory=args.memory, policy=args.policy, **own))
     model = moepack.load(bundle, memory=args.memory, policy=args.policy, **own)
-    first, out, began = min(32, args.tokens // 4), None, (0.0, 0.0, 0.0, 0.0)
+    first = min(32, args.tokens // 4)
+    out = None
+    began = (0.0, 0.0, 0.0, 0.0)
     with model.moepack as serving, torch.inference_mode():
 
         def now() -> tuple[float, float, float, float]:
@@ -193,15 +200,25 @@ def predicted(bundle: str, args: Any) -> tuple[list[dict[str, Any]], list[Target
             kept: dict[str, Any] = {} if out is None else with_cache(model, cache_in(out))
             out = model(torch.tensor([[token]]), use_cache=True, **kept)
         took, busy, waited, fetched = ((b - a) / (args.tokens - first) for a, b in zip(began, now(), strict=True))
-    rate, parts = 1 / took, found.seconds_per_token
+    rate = 1 / took
+    parts = found.seconds_per_token
     assert parts is not None and found.expected_tokens_per_second is not None
     ms = {"ms memory": 1e3 * parts.memory, "ms processor": 1e3 * parts.processor, "ms disk": 1e3 * parts.disk}
     rows = [
-        {"what": "predicted", "tokens/s": found.expected_tokens_per_second, **ms,
-         "MB fetched": (found.fetched_bytes_per_token or 0) / 1e6},
-        {"what": "measured", "tokens/s": rate, "ms disk": 1e3 * waited, "MB fetched": fetched / 1e6,
-         "ms of this thread": 1e3 * busy},
-    ]  # fmt: skip
+        {
+            "what": "predicted",
+            "tokens/s": found.expected_tokens_per_second,
+            **ms,
+            "MB fetched": (found.fetched_bytes_per_token or 0) / 1e6,
+        },
+        {
+            "what": "measured",
+            "tokens/s": rate,
+            "ms disk": 1e3 * waited,
+            "MB fetched": fetched / 1e6,
+            "ms of this thread": 1e3 * busy,
+        },
+    ]
     off = abs(found.expected_tokens_per_second / rate - 1)
     return rows, [Target("the prediction is off by", off, NEAR, "lower")]
 

@@ -89,7 +89,8 @@ def account(checkpoint: Checkpoint, model: Any, mapping: Sequence[Any], decoder_
             another shape or dtype than its place, another tensor has the same place, or one beside it is missing; and
             for a parameter that nothing is made of.
     """
-    state, ledger = model.state_dict(), Ledger()
+    state = model.state_dict()
+    ledger = Ledger()
     routes, unplaced = _routes(checkpoint, model, state, mapping, ledger)
     _tie(checkpoint, model.all_tied_weights_keys, routes, ledger)
     shapes = _Shapes(checkpoint, model, mapping)
@@ -187,7 +188,8 @@ class _Shapes:
     def __init__(self, checkpoint: Checkpoint, model: Any, mapping: Sequence[Any]) -> None:
         from transformers.core_model_loading import WeightConverter
 
-        self._checkpoint, self._model = checkpoint, model
+        self._checkpoint = checkpoint
+        self._model = model
         converters = [m for m in mapping if isinstance(m, WeightConverter)]
         self._of_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
         self._known: dict[Any, dict[str, tuple[int, ...]]] = {}

@@ -27,12 +27,31 @@ from .released.find import Scheme
 # Patterns of the files besides config.json that a bundle copies: those that transformers reads for tokenizers,
 # processors and generation, and licences.
 COMPANIONS = (
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "tekken.json", "*.model", "*.tiktoken", "sentencepiece.*",
-    "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
-    "preprocessor_config.json", "processor_config.json", "*_preprocessor_config.json", "*_processor_config.json",
-    "audio_tokenizer_config.json", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*",
-)  # fmt: skip
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tekken.json",
+    "*.model",
+    "*.tiktoken",
+    "sentencepiece.*",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "*_preprocessor_config.json",
+    "*_processor_config.json",
+    "audio_tokenizer_config.json",
+    "LICENSE*",
+    "LICENCE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
 _WANTED = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.py", "README.md", *COMPANIONS]
 WITHOUT = "moepack build --dry-run needs config.json alone"
 ADAPTER = "adapter_config.json"
@@ -124,7 +143,8 @@ class Checkpoint:
         return replace(self, config=_model_config(type(self.config).from_dict(untied(read_config(self.path)))))
 
     def _stored(self, tensor: str) -> _Stored:
-        path, entry = self.path / self.file_of[tensor], self._entry(tensor)
+        path = self.path / self.file_of[tensor]
+        entry = self._entry(tensor)
         state = path.stat()
         return _Stored(path, entry.begin, entry.end, state.st_size, state.st_mtime_ns)
 
@@ -156,7 +176,8 @@ class _Stored(NamedTuple):
 
 @functools.lru_cache(maxsize=16)  # a build opens its checkpoint several times
 def _same_bytes(one: _Stored, other: _Stored) -> bool:
-    first, second = one.read(), other.read()
+    first = one.read()
+    second = other.read()
     return all(np.array_equal(first[i : i + PIECE], second[i : i + PIECE]) for i in range(0, len(first), PIECE))
 
 

@@ -39,7 +39,8 @@ def dense_matrices(stream: StreamedModel) -> tuple[DenseMatrix, ...]:
 
     Small Linears and those kept in float32 are left out."""
     model = stream.model
-    tied, head = set(model.all_tied_weights_keys), model.get_output_embeddings()
+    tied = set(model.all_tied_weights_keys)
+    head = model.get_output_embeddings()
     inside = tuple(f"{layer.module}." for layer in stream.expert_layers.values())
     out: list[DenseMatrix] = []
     for name, module in model.named_modules():
@@ -47,7 +48,8 @@ def dense_matrices(stream: StreamedModel) -> tuple[DenseMatrix, ...]:
         if type(module) is not torch.nn.Linear or (layer is None and module is not head) or name.startswith(inside):
             continue
         rows, cols = module.weight.shape
-        matrix, weight = Matrix("weight", rows, cols, module.bias is not None), f"{name}.weight"
+        matrix = Matrix("weight", rows, cols, module.bias is not None)
+        weight = f"{name}.weight"
         fits = is_dense(name, rows, cols) and matrix.weights * 2 + 64 * PAGE <= MAX_EXTENT
         owned = weight not in tied and stream.is_low_precision(weight)
         if fits and owned:
@@ -60,7 +62,8 @@ def native_dense(stream: StreamedModel) -> Version:
 
     A version that experts have in other groups is none: a recipe has one group size for both.
     """
-    own, weights = stream.native, Counter[Version]()
+    own = stream.native
+    weights = Counter[Version]()
     for matrix in dense_matrices(stream):
         version = stream.dense_versions.get(matrix.module)
         if version is not None and (version == own or version.name != own.name):
@@ -97,7 +100,10 @@ class DenseWatch:
         """`modules`: the matrices' Linears by name; `blocks`: by the same names, the block (attention, MLP) of each.
 
         Without `sums` it only sees which modules are called; all share one moment of zero, float32 [1, 1]."""
-        self._modules, self._blocks, self._windows, self._length = modules, blocks, windows, length
+        self._modules = modules
+        self._blocks = blocks
+        self._windows = windows
+        self._length = length
         # For each group (same input): sums of x x^T over tokens to learn from and held-out ones, and their numbers.
         self._sums: list[tuple[Tensor, Tensor]] = []
         self._counts: list[list[int]] = []
@@ -110,7 +116,8 @@ class DenseWatch:
         self._first = 0  # windows of the finished batches
         self._makes_sums = sums
         if not sums:
-            self._sums, self._counts = [(torch.zeros(1, 1), torch.zeros(1, 1))], [[0, 0]]
+            self._sums = [(torch.zeros(1, 1), torch.zeros(1, 1))]
+            self._counts = [[0, 0]]
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -74,8 +74,11 @@ class CalibrationPass:
         experts; None keeps them in memory. `reusing` is a context for all batches of a layer after the first, which may
         reuse freed memory.
         """
-        self._stream, self._dtype, self._reusing = stream, dtype, reusing
-        self._hidden_in, self._seen_in = hidden_in, seen_in
+        self._stream = stream
+        self._dtype = dtype
+        self._reusing = reusing
+        self._hidden_in = hidden_in
+        self._seen_in = seen_in
         self.length = ids.shape[1]
         self._batches = list(ids.split(batch_size))
         # The next layer's inputs on the CPU, [batch, length, hidden_size] for each batch: views of one tensor, which
@@ -88,7 +91,8 @@ class CalibrationPass:
 
     def start(self) -> None:
         """Embed every batch and record each layer's arguments. The part outside the layers must be loaded."""
-        self.hidden, self._program = [], None
+        self.hidden = []
+        self._program = None
         self._passed = [Passed() for _ in self._batches]
         with torch.inference_mode(), self._own_code():
             for i in range(len(self._batches)):
@@ -281,7 +285,8 @@ class CalibrationPass:
 
     def _after_layers(self, batch: int) -> Callable[[int], Callable[..., Any]]:
         """What to call in place of layers, so that the model goes on from what the last layer made of a batch."""
-        program, device = self._recorded, self._stream.device
+        program = self._recorded
+        device = self._stream.device
         values = {n: x.to(device) for n, x in self._passed[batch].values.items()}
         hidden = self.hidden[batch].to(device)
         recording = Recording(program.outputs, values | {program.steps[program.at[-1]].made[0]: hidden})
@@ -322,7 +327,9 @@ class CalibrationPass:
 
     def _through(self, index: int, batch: int) -> None:
         """Run a batch through a layer and the operations behind it; keep what goes into the next layer."""
-        program, passed, device = self._recorded, self._passed[batch], self._stream.device
+        program = self._recorded
+        passed = self._passed[batch]
+        device = self._stream.device
         at = program.at[index]
         given, stores = passed.resolve(self._given(at, batch) | {0: None}, passed.values, device)
         args, kwargs = split(given | {0: self.hidden[batch].to(device)})
@@ -359,7 +366,9 @@ class _Buffer:
     """Collect the inputs, experts and gates of a layer over its batches."""
 
     def __init__(self, tokens: int, folder: Path | None) -> None:
-        self._tokens, self._folder, self._filled = tokens, folder, 0
+        self._tokens = tokens
+        self._folder = folder
+        self._filled = 0
         self._parts: tuple[Tensor, ...] = ()
 
     def take(self, inputs: Tensor, experts: Tensor, gates: Tensor) -> None:

@@ -99,7 +99,8 @@ def expert_tokens(
     token, slot = torch.where(observation.experts == expert)
     gates = observation.gates[token, slot]
     starved = len(token) < enough
-    held, aside = _is_held_out(token, layer.block), token // layer.block % ASIDE == ASIDE - 1
+    held = _is_held_out(token, layer.block)
+    aside = token // layer.block % ASIDE == ASIDE - 1
     rich = not starved and len(token) >= plenty and bool(aside.any())
     unlearnt = held if starved else aside if rich else torch.zeros_like(held)
     candidates = torch.where(unlearnt)[0] if rich else torch.arange(len(token))

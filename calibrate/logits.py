@@ -18,7 +18,9 @@ from .experts import replaced
 from .forward import CalibrationPass
 from .stream import StreamedModel
 
-WINDOWS, LENGTH = 16, 128  # of text: 768 tokens did as well as 6,144
+# of text: 768 tokens did as well as 6,144
+WINDOWS = 16
+LENGTH = 128
 _TOKENS = 256  # tokens whose logits are in memory at once
 
 Values = Callable[[int, int], Sequence[Tensor]]  # (layer, version's index) -> matrices [experts, rows, cols], float32
@@ -81,7 +83,8 @@ def _at_head(stream: StreamedModel, walk: CalibrationPass, variants: int) -> lis
 
 def _head(stream: StreamedModel) -> Callable[[Tensor], Tensor]:
     """The output projection, whose weight may be the embeddings': then only these are loaded."""
-    model, head = stream.model, stream.model.get_output_embeddings()
+    model = stream.model
+    head = stream.model.get_output_embeddings()
     name = next(name for name, module in model.named_modules() if module is head)
     tied = {
         key.removeprefix(f"{name}."): model.get_parameter(source)

@@ -57,7 +57,8 @@ class RowPlaces:
     def select(self, some: range, parts: Parts) -> RowPlaces:
         """The places in a matrix of some experts alone; `parts` has their sources, or the ranges of them."""
         each = math.prod(self.lead[1:])
-        kept, places = [], []
+        kept = []
+        places = []
         for source, own in zip(self.sources, self.places, strict=True):
             if source[0] in parts:
                 part = parts[source[0]]
@@ -70,7 +71,8 @@ class RowPlaces:
 
     def native(self, arrays: Iterator[dict[str, Tensor | None]]) -> NativeWeight:
         """Put the sources' arrays, in the order of `sources`, in the matrix's layout."""
-        first, out = self.sources[0][1], dict[str, Tensor]()
+        first = self.sources[0][1]
+        out = dict[str, Tensor]()
         total = math.prod(self.lead)
         for places, own in zip(self.places, arrays, strict=True):
             for name, array in own.items():
@@ -129,7 +131,8 @@ def place(
     it does not. Raises InputError if one of the weights is not encoded, if their encodings differ, or if the parameter
     is more or less than their rows in another order.
     """
-    name, known = stream.checkpoint.name, stream.checkpoint.encoded
+    name = stream.checkpoint.name
+    known = stream.checkpoint.encoded
     plain = [key for key in weights if key not in known]
     if plain or not weights:
         raise InputError(f"{name}: {plain[0] if plain else parameter} is not stored as codes and scales")
@@ -158,7 +161,8 @@ def row_places(
     """
     tags: dict[str, Tensor] = {}
     begins: dict[str, int] = {}
-    name, total = stream.checkpoint.name, 0
+    name = stream.checkpoint.name
+    total = 0
     for key, (*lead, _) in shapes.items():
         tag = torch.arange(total, total + math.prod(lead)).reshape(*lead, 1)
         begins[key], total = total, total + tag.numel()
@@ -196,7 +200,8 @@ def write_plain(
         turned, (_, split) = False, row_places(*where, stored, (), transposed, len(values))
     except InputError:  # the checkpoint has them [.., cols, rows]
         turned, (_, split) = True, row_places(*where, swapped, tuple(parts), transposed, len(values))
-    flat, out = values.reshape(-1, values.shape[-1]), dict[str, Tensor]()
+    flat = values.reshape(-1, values.shape[-1])
+    out = dict[str, Tensor]()
     for key, places in zip(parts, split, strict=True):
         own = flat[places].reshape(swapped[key] if turned else stored[key])
         out[key] = (own.mT if turned else own).contiguous()
@@ -223,7 +228,9 @@ def read(name: str, reader: Callable[[range | None], Get], placement: RowPlaces,
 def as_released(weight: NativeWeight, expert: int | None, bias: Tensor | None) -> AffineMatrix | ReleasedMatrix:
     """A matrix and its bias, BF16 [rows], as `Version.encode` takes them; `expert` is None for a dense matrix."""
     arrays = {k: (t if expert is None else t[expert]).numpy() for k, t in weight.arrays().items()}
-    codes, scale, raw = arrays["codes"], arrays["scale"], None if bias is None else bits_of(bias)
+    codes = arrays["codes"]
+    scale = arrays["scale"]
+    raw = None if bias is None else bits_of(bias)
     if "zeros" in arrays:
         return AffineMatrix(codes, scale, arrays["zeros"], raw)
     return ReleasedMatrix(codes, scale, arrays["outer"][:, 0] if "outer" in arrays else None, raw)

@@ -87,17 +87,21 @@ def _from_config(path: Path, name: str) -> Outline:
     from moepack.families.model_class import model_of
 
     document = read_config(path)
-    native, config = announced_version(path, document), make_config(path, document)
+    native = announced_version(path, document)
+    config = make_config(path, document)
     try:
         with torch.device("meta"):
             model = model_of(config, dtype=torch.bfloat16)
     except CODE_ERRORS as error:
         raise InputError(f"{name}: transformers does not make its model: {in_a_line(error)}") from error
-    tied, names = set(model.all_tied_weights_keys), {torch_name: n for n, (_, torch_name, _) in DTYPES.items()}
-    tensors, end = {}, 0
+    tied = set(model.all_tied_weights_keys)
+    names = {torch_name: n for n, (_, torch_name, _) in DTYPES.items()}
+    tensors = {}
+    end = 0
     for key, tensor in model.state_dict().items():
         if key not in tied:
-            begin, end = end, end + tensor.nbytes
+            begin = end
+            end = end + tensor.nbytes
             tensors[key] = TensorEntry(names[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape), begin, end)
     checkpoint = described(path, name, config, None, {DENSE: Header(0, tensors, {})}, here=False)
     size = _total_size(path)

@@ -47,7 +47,8 @@ class CalibrationProducts(TorchFunctionMode):
 
     def __init__(self, wide: bool, mapped: bool) -> None:
         super().__init__()
-        self._wide, self._mapped = wide, mapped
+        self._wide = wide
+        self._mapped = mapped
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -78,10 +79,12 @@ def _are_alike(x: Tensor, y: Tensor) -> bool:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`linear` of BF16 tensors: x [..., columns], weight [rows, columns] and bias [rows] to [..., rows]."""
-    columns, rows = x.shape[-1], len(weight)
+    columns = x.shape[-1]
+    rows = len(weight)
     tokens = x.reshape(-1, columns)
     out = torch.empty(len(tokens), rows, dtype=x.dtype)
-    some, wide = max(FEWEST, MOST // max(columns, 1)), max(1, MOST // max(columns, FEWEST))
+    some = max(FEWEST, MOST // max(columns, 1))
+    wide = max(1, MOST // max(columns, FEWEST))
     some = min(some, max(FEWEST, MOST // max(1, min(wide, rows))))
     for a in range(0, len(tokens), some):
         part = tokens[a : a + some].float()

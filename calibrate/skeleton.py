@@ -34,7 +34,8 @@ class Skeleton:
     """
 
     def __init__(self, checkpoint: Checkpoint, device: str | torch.device = "cpu") -> None:
-        self.checkpoint, self.device = checkpoint, torch.device(device)
+        self.checkpoint = checkpoint
+        self.device = torch.device(device)
         # Whether the checkpoint has an output projection of its own although config.json ties it to the embeddings: the
         # checkpoint's is served, as by transformers, and the bundle's config.json says so.
         self.untied = False
@@ -51,7 +52,8 @@ class Skeleton:
         """Make the model without weights, and find the place of every tensor."""
         from moepack.families.model_class import model_of
 
-        name, config = self.checkpoint.name, self.checkpoint.config
+        name = self.checkpoint.name
+        config = self.checkpoint.config
         try:
             with torch.device("meta"):
                 self.model = model_of(config, dtype=torch.bfloat16)
@@ -110,7 +112,8 @@ class Skeleton:
 
     def _separate(self) -> list[str]:
         """The weights that the model ties to others, and the checkpoint has with other bits."""
-        ties, made = self.model.all_tied_weights_keys, self.ledger.targets
+        ties = self.model.all_tied_weights_keys
+        made = self.ledger.targets
         return [k for k, target in self.ledger.ties.items() if not self.checkpoint.same(k, made.get(ties[target], ()))]
 
     def _mapping(self) -> list[Any]:
@@ -182,12 +185,15 @@ class Skeleton:
 
         `on_disk` says whether `experts_in` will be set.
         """
-        sizes, ranges = dict(self._bytes.get(part, {})), self.expert_ranges(part)
+        sizes = dict(self._bytes.get(part, {}))
+        ranges = self.expert_ranges(part)
         if part is None or not ranges:
             return self._read_bytes(sizes)
-        few, all_of_them = len(ranges[0]), self.expert_layers[part].experts
+        few = len(ranges[0])
+        all_of_them = self.expert_layers[part].experts
         experts = {name: sizes.pop(name) for name in self._expert_parameters(part)}
-        kept, read = sum(experts.values()), self._read_bytes(experts) * few // all_of_them
+        kept = sum(experts.values())
+        read = self._read_bytes(experts) * few // all_of_them
         if on_disk:  # only the range written last is in memory
             kept -= self.file_bytes(part) * (all_of_them - few) // all_of_them
         return kept + max(read, self._read_bytes(sizes))
@@ -201,7 +207,8 @@ class Skeleton:
         """Split a layer's experts into ranges of about AT_ONCE bytes, read together; empty if all are read at once."""
         if part is None or part not in self._experts:
             return []
-        experts, sizes = self.expert_layers[part].experts, self._bytes[part]
+        experts = self.expert_layers[part].experts
+        sizes = self._bytes[part]
         each = sum(sizes[name] for name in self._expert_parameters(part)) // experts
         step = max(1, AT_ONCE // max(1, each))
         if step >= experts or self._expert_parts(part, range(1)) is None:
@@ -233,7 +240,8 @@ class Skeleton:
         return keys if all(tuple(self.checkpoint.shape(k)) == s for k, s in zip(keys, shapes, strict=True)) else None
 
     def _expert_parameters(self, layer: int) -> list[str]:
-        prefix, module = self._experts[layer], self.experts_module(layer)
+        prefix = self._experts[layer]
+        module = self.experts_module(layer)
         return [f"{prefix}.{p}" for pair in parameter_names(module).values() for p in pair if p is not None]
 
     def _expert_parts(self, layer: int, some: range) -> Parts | None:

@@ -24,8 +24,10 @@ def routing_statistics(observation: Observation, experts: int) -> dict[str, Tens
         coactivation: int64 [experts, experts], tokens that went to both; the diagonal is `tokens`.
         reuse: float32 [], the share of a token's experts that the token before it used too.
     """
-    top_k, length = observation.experts.shape[1], observation.length
-    windows, half = len(observation.experts) // length, length // 2
+    top_k = observation.experts.shape[1]
+    length = observation.length
+    windows = len(observation.experts) // length
+    half = length // 2
     out = {
         "tokens": torch.zeros(experts, dtype=torch.int64),
         "gate_sum": torch.zeros(experts),
@@ -34,14 +36,17 @@ def routing_statistics(observation: Observation, experts: int) -> dict[str, Tens
         "prefill_gates": torch.zeros(windows, experts),
     }
     pairs = torch.zeros(experts, experts, dtype=torch.float64)  # float32 stops counting at 2**24
-    shared, step = 0, max(1, _AT_ONCE // length)
+    shared = 0
+    step = max(1, _AT_ONCE // length)
     for first in range(0, windows, step):
         here = slice(first, min(first + step, windows))
         rows = slice(here.start * length, here.stop * length)
-        chosen, gate = observation.experts[rows].long(), observation.gates[rows]
+        chosen = observation.experts[rows].long()
+        gate = observation.gates[rows]
         hot = torch.zeros(len(chosen), experts + 1).scatter_(1, chosen, 1.0)[:, :experts]
         gate = gate.masked_fill(chosen == experts, 0)
-        by_window, gates = chosen.clamp(max=experts - 1).view(-1, length, top_k), gate.view(-1, length, top_k)
+        by_window = chosen.clamp(max=experts - 1).view(-1, length, top_k)
+        gates = gate.view(-1, length, top_k)
         onehot = hot.reshape(-1, length, experts)
         out["tokens"] += torch.bincount(chosen.flatten(), minlength=experts)[:experts]
         out["gate_sum"].scatter_add_(0, by_window.flatten(), gate.flatten())

@@ -364,7 +364,8 @@ class StreamedModel(Skeleton):
 
         Further tensors of an experts module (a norm after each expert) stay on the device for quantising.
         """
-        state, dense = self.model.state_dict(), set(self.dense_names(part))
+        state = self.model.state_dict()
+        dense = set(self.dense_names(part))
         prefix = f"{self._experts[part]}." if part in self._experts else None
         for name in self.names(part):
             if prefix and name.startswith(prefix) and name in dense:
@@ -379,7 +380,8 @@ def quiet_transformers() -> Iterator[None]:
     """Silence transformers' progress bar and load reports: a build loads dozens of parts."""
     from transformers.utils import logging as hf_logging
 
-    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    level = hf_logging.get_verbosity()
+    bars = hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity(logging.ERROR)
     hf_logging.disable_progress_bar()
     try:
@@ -394,7 +396,8 @@ class LazyWeights:
     """Lazy slices of a checkpoint's weights. The files stay open until `stack` closes."""
 
     def __init__(self, model: StreamedModel, stack: contextlib.ExitStack) -> None:
-        self.model, self._stack = model, stack
+        self.model = model
+        self._stack = stack
         self._handles: dict[str, Any] = {}
 
     def weight(self, name: str, part: range | None = None) -> _LazyWeight:
@@ -419,10 +422,14 @@ class _LazyWeight:
     """A weight, an encoded weight or a range of one, read and checked when indexed."""
 
     def __init__(self, weights: LazyWeights, name: str, part: range | None) -> None:
-        self._weights, self._name, self._part = weights, name, part
+        self._weights = weights
+        self._name = name
+        self._part = part
 
     def __getitem__(self, index: Any) -> Tensor:
-        model, name, get = self._weights.model, self._name, self._weights.reader(self._part)
+        model = self._weights.model
+        name = self._name
+        get = self._weights.reader(self._part)
         encoded = model.checkpoint.encoded.get(name)
         try:
             values = get(name) if encoded is None else encoded.decode(get)

@@ -92,7 +92,8 @@ class Recording:
         """`outputs`: values that a layer returns. `values`: nodes whose values are known and need no recorder."""
         self.steps: list[TraceStep] = []
         self.arguments: list[Arguments] = []
-        self._outputs, self._values = outputs, values or {}
+        self._outputs = outputs
+        self._values = values or {}
         self._nodes = self._layers = 0
         self._stores: list[Any] = []
 
@@ -136,7 +137,9 @@ class Recording:
         if node in self._values:
             return self._values[node]
         out = like.as_subclass(_Value)
-        out.recording, out.node, out.is_output = self, node, is_output
+        out.recording = self
+        out.node = node
+        out.is_output = is_output
         return out
 
     def _recorded(self, argument: Any) -> Any:
@@ -187,7 +190,8 @@ class Passed:
     def copy(self) -> Passed:
         """A copy for another batch; no tensor is written to once it is here."""
         out = Passed()
-        out.values, out.stores = dict(self.values), dict(self.stores)
+        out.values = dict(self.values)
+        out.stores = dict(self.stores)
         return out
 
     def resolve(self, recorded: Any, values: Mapping[int, Any], device: torch.device) -> tuple[Any, dict[int, Any]]:
@@ -225,7 +229,8 @@ class Passed:
         if not rest:
             self.values[int(number)] = tensor
             return
-        key, store = rest.partition(".")[2], self.stores.setdefault(int(number), {})
+        key = rest.partition(".")[2]
+        store = self.stores.setdefault(int(number), {})
         store[key] = (*store.get(key, ()), tensor)
 
 

@@ -22,7 +22,8 @@ from moepack.runtime.patches import quiet_libraries
 from moepack.runtime.planning.options import LoadOptions
 
 HERE = Path(__file__).resolve().parent
-MODEL, TEXT = HERE / "mini-qwen3-moe", HERE / "text"
+MODEL = HERE / "mini-qwen3-moe"
+TEXT = HERE / "text"
 OUT = HERE.parent / "demo-output"
 PROMPT = "The history of"
 LARGER = 1_000_000  # bytes that the budget has beyond all experts at w2: about a third of what bf16 takes more
@@ -59,7 +60,8 @@ def main() -> None:
     console.print(table)
     for name, text in texts.items():
         console.print(f"[bold]{name:>5}[/bold]  {PROMPT}[dim] {' '.join(text.split())}[/dim]", highlight=False)
-    mixed, length = "hotness:hi=bf16,lo=w2", 256
+    mixed = "hotness:hi=bf16,lo=w2"
+    length = 256
     least = plan(
         bundle, LoadOptions(device_memory=0, policy=mixed, batch=4, prefill_tokens=length, all_logits=False)
     ).least_bytes

@@ -29,15 +29,19 @@ def server(url: str, key: str | None, new_tokens: int, sampling: Sampling, stop:
     """
     from huggingface_hub import InferenceClient, get_session
 
-    base, key = url.rstrip("/").removesuffix("/v1") + "/v1", key or "none"
+    base = url.rstrip("/").removesuffix("/v1") + "/v1"
+    key = key or "none"
     client = InferenceClient(base_url=base, api_key=key)
     # OpenAI's interface lacks these, but many servers know them: they are sent only if set.
     extra = {"top_k": sampling.top_k, "min_p": sampling.min_p, "repetition_penalty": sampling.repetition}
     asked: dict[str, Any] = {
-        "temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed,
-        "max_tokens": new_tokens, "stop": list(stop) or None,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": sampling.seed,
+        "max_tokens": new_tokens,
+        "stop": list(stop) or None,
         "extra_body": {n: v for n, v in extra.items() if v != (1.0 if n.startswith("rep") else 0)} or None,
-    }  # fmt: skip
+    }
 
     def answer(messages: list[dict[str, str]], tell: Tell) -> str:
         text = ""

@@ -31,7 +31,8 @@ class Session:
 
     def __init__(self, path: str | Path, options: LoadOptions = DEFAULTS, chat_template: str | None = None) -> None:
         """Find the model and read its tokenizer. Raises InputError for a missing model or options that do not fit."""
-        self._path, self._options = path, options
+        self._path = path
+        self._options = options
         with Reporter().hub_bars():
             self._source = locate(path)
             check(self._source, options)
@@ -48,7 +49,8 @@ class Session:
     def load(self, kv_tokens: int, prefill_tokens: int) -> None:
         """Load the model. The arguments apply where the options leave `kv_tokens` or `prefill_tokens` unset."""
         options = self._options.filled(kv_tokens=kv_tokens, prefill_tokens=prefill_tokens, all_logits=False)
-        self._chunk, self._room = options.workload.prefill_tokens or PROMPT, options.workload.kv_tokens
+        self._chunk = options.workload.prefill_tokens or PROMPT
+        self._room = options.workload.kv_tokens
         with Reporter().hub_bars(), loading_bar(str(self._path)) as report:
             self.model = load_model(self._source, options, report)
         self._ends = {*end_tokens(self.model.generation_config)}
@@ -84,9 +86,13 @@ class Session:
         return self.text(str(text))
 
     def go_on(
-        self, ids: list[int], new_tokens: int, sampling: Sampling = GREEDY, stop: Sequence[str] = (),
+        self,
+        ids: list[int],
+        new_tokens: int,
+        sampling: Sampling = GREEDY,
+        stop: Sequence[str] = (),
         tell: Tell = lambda text: None,
-    ) -> str:  # fmt: skip
+    ) -> str:
         """Continue a prompt by at most `new_tokens` tokens. A prefix shared with the last text comes from its KV cache.
 
         Args:
@@ -104,7 +110,9 @@ class Session:
 
         from .server.batching.sampling import Sampler
 
-        stops, told, ended = Stops([s for s in stop if s]), list[str](), False
+        stops = Stops([s for s in stop if s])
+        told = list[str]()
+        ended = False
         sampler = Sampler(sampling, ids, self.model.device)
 
         class Streamer(TextStreamer):
@@ -135,7 +143,8 @@ class Session:
                 seen.append(token)
                 logits, cache = self._read(seen, cache, 0 if cache is None else len(seen) - 1)
         streamer.end()
-        self._cache, self._cached = cache, [] if cache is None else seen
+        self._cache = cache
+        self._cached = [] if cache is None else seen
         return "".join(told)
 
     def _static(self, tokens: int) -> Any:
@@ -162,7 +171,9 @@ class Session:
 
         from moepack.runtime.kv.growing import GrowingLayer
 
-        cache, self._cache = self._cache, None  # not kept: an interrupted pass leaves it half updated
+        # not kept: an interrupted pass leaves it half updated
+        cache = self._cache
+        self._cache = None
         done = next((n for n, (a, b) in enumerate(zip(ids, self._cached, strict=False)) if a != b), len(self._cached))
         done = min(done, len(ids) - 1)
         if cache is None or not done:

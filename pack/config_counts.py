@@ -33,7 +33,8 @@ def check_counts(where: str, document: Any) -> None:
     A wrong window would otherwise fail in the first pass. Raises InputError, which names the key.
     """
     if isinstance(document, dict) and "sliding_window" in document:
-        window, kinds = document["sliding_window"], document.get("layer_types")
+        window = document["sliding_window"]
+        kinds = document.get("layer_types")
         slides = isinstance(kinds, list) and "sliding_attention" in kinds
         if slides and not (type(window) is int and window > 0):
             raise InputError(f"{where} has sliding_window {str(window)[:40]}, and layers whose attention slides")

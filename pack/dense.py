@@ -31,7 +31,9 @@ class DenseTensors(Mapping[str, tuple[int, ...]]):
 
     def __init__(self, root: Path, manifest: Manifest, check_digests: bool = True) -> None:
         """Read the headers. Raises BundleError when a file is incomplete, or the index and the files disagree."""
-        self._root, self._manifest, self._checks = root, manifest, check_digests
+        self._root = root
+        self._manifest = manifest
+        self._checks = check_digests
         self._places: dict[str, tuple[str, TensorEntry]] = {}  # name -> file, and place in it
         self._checked: set[str] = set()
         tripwire = f"{manifest.layers[0].module}.down_proj"
@@ -84,7 +86,8 @@ class DenseTensors(Mapping[str, tuple[int, ...]]):
         """
         import torch
 
-        entry, data = self._places[name][1], self._mapped(name) if mapped else self._bytes(name)
+        entry = self._places[name][1]
+        data = self._mapped(name) if mapped else self._bytes(name)
         dtype = getattr(torch, DTYPES[entry.dtype][1])
         flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
         return flat.reshape(entry.shape)

@@ -8,19 +8,56 @@ from typing import Literal, get_args
 
 # Kinds of problems of a bundle; docs/reading.md explains each.
 Kind = Literal[
-    "alignment", "bits", "canonical", "codec", "config", "count", "digest", "encoding", "file-type", "format",
-    "format-version", "header", "json", "keys", "layers", "link", "missing", "number", "offsets", "order", "overflow",
-    "padding", "path", "range", "read", "shape", "size", "tables", "text", "trailing", "truncated", "type",
-    "unexpected", "value",
-]  # fmt: skip
+    "alignment",
+    "bits",
+    "canonical",
+    "codec",
+    "config",
+    "count",
+    "digest",
+    "encoding",
+    "file-type",
+    "format",
+    "format-version",
+    "header",
+    "json",
+    "keys",
+    "layers",
+    "link",
+    "missing",
+    "number",
+    "offsets",
+    "order",
+    "overflow",
+    "padding",
+    "path",
+    "range",
+    "read",
+    "shape",
+    "size",
+    "tables",
+    "text",
+    "trailing",
+    "truncated",
+    "type",
+    "unexpected",
+    "value",
+]
 KINDS: tuple[str, ...] = get_args(Kind)
 LONGEST = 1000  # characters of a message that are shown; a message may quote a long file
 
 # Errors from a model's code or transformers on unexpected input: no weights, layers that do nothing, an impossible
 # config. torch.OutOfMemoryError is a RuntimeError too: callers re-raise it before they catch these.
 CODE_ERRORS = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError
-)  # fmt: skip
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -30,7 +67,8 @@ def printable(text: str, keep: str = "") -> str:
 
 def in_a_line(error: BaseException, most: int = 300) -> str:
     """Another library's error as one `printable` line; a message of at most one word follows its class's name."""
-    words, name = printable(" ".join(str(error).split())[:most]), type(error).__name__
+    words = printable(" ".join(str(error).split())[:most])
+    name = type(error).__name__
     return words if " " in words else f"{name} {words}".rstrip()
 
 
@@ -64,7 +102,9 @@ class NotFiniteError(InputError):
 
     def __init__(self, location: str, message: str, index: Sequence[int] = ()) -> None:
         """`location`: a tensor, layer or expert. `message`: from a verb on. `index`: of the number in the tensor."""
-        self.location, self.message, self.index = location, message, tuple(index)
+        self.location = location
+        self.message = message
+        self.index = tuple(index)
         super().__init__(f"{location}{list(index) if index else ''} {message}")
 
     def __reduce__(self) -> tuple[type, tuple[str, str, tuple[int, ...]]]:  # for errors of other processes

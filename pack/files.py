@@ -55,7 +55,8 @@ def _open_blob(root: Path, name: str) -> int:
 
     All links on the way are resolved before the target is compared, so a `blobs` that is itself a link is refused.
     """
-    location, home = f"{root}/{name}", Path(os.path.realpath(root))
+    location = f"{root}/{name}"
+    home = Path(os.path.realpath(root))
     target = Path(os.path.realpath(home / name))
     if home.parent.name != "snapshots" or target.parent != home.parent.parent / "blobs":
         raise BundleError.single(location, "link", "is a symbolic link, which a bundle does not hold: copy the file")

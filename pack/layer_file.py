@@ -42,7 +42,9 @@ class LayerFileWriter:
     """Writer of one layer file. A context manager: after an error the file is removed."""
 
     def __init__(self, path: Path, version: str, layer: Layer) -> None:
-        self._path, self._version, self._layer = path, version, layer
+        self._path = path
+        self._version = version
+        self._layer = layer
         self._temporary = path.with_name(path.name + ".partial")
         self._sizes: list[int] = []
         self._digests: list[str] = []
@@ -97,7 +99,9 @@ class LayerFile:
     """
 
     def __init__(self, root: Path, name: str, entry: ExpertFileEntry, version: Version, layer: Layer) -> None:
-        self.location, self.version, self.layer = f"{root}/{name}", version, layer
+        self.location = f"{root}/{name}"
+        self.version = version
+        self.layer = layer
         file = open_file(root, name)
         try:
             if (size := os.fstat(file).st_size) != entry.size:
@@ -120,14 +124,17 @@ class LayerFile:
         return BundleError.single(self.location, kind, message)
 
     def _check(self, header: Header) -> None:
-        layer, version, meta = self.layer, self.version, header.metadata
+        layer = self.layer
+        version = self.version
+        meta = header.metadata
         digests = meta.get("sha256", "").split(",")
         if len(digests) != layer.extents or dict(meta) != _metadata(version.name, layer, digests):
             raise self._bad("header", "its metadata do not belong to this layer and version")
         self.digests = digests
         spans: list[tuple[int, int]] = []
         for e in range(layer.extents):
-            t, where = header.tensors.get(layer.extent_name(e)), layer.place(e)
+            t = header.tensors.get(layer.extent_name(e))
+            where = layer.place(e)
             if t is None or t.dtype != "U8" or len(t.shape) != 1 or len(header.tensors) != layer.extents:
                 raise self._bad("header", f"{where} is missing or not a byte string, or others are there")
             if t.begin % PAGE or t.end % PAGE or (spans and t.begin != spans[-1][1]):

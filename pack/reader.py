@@ -37,11 +37,13 @@ class Bundle:
         versions: tuple[Version, ...],
         dense_versions: tuple[Version, ...] | None = None,
     ) -> None:
-        self.path, self.manifest = path, manifest
+        self.path = path
+        self.manifest = manifest
         # The versions that are here, from most to least precise: a version may be absent, but only as a whole.
         self.versions = versions
         self.dense_versions = manifest.dense_versions if dense_versions is None else dense_versions
-        self.layers, self.dense_layers = manifest.layers, manifest.dense_layers
+        self.layers = manifest.layers
+        self.dense_layers = manifest.dense_layers
         self.routed: tuple[Array, ...] | None = None  # counts in the place of calibration's; see `variant`
         self._open: dict[tuple[str, str, int | None], LayerFile] = {}
 
@@ -66,7 +68,8 @@ class Bundle:
     def _file(self, version: str, layer: Layer) -> LayerFile:
         key = version, layer.kind, layer.index  # a tuple: every fetch comes here, and a path takes 2 microseconds
         if key not in self._open:
-            name, manifest = layer.file(version), self.manifest
+            name = layer.file(version)
+            manifest = self.manifest
             described = manifest.version(version) if layer.kind == "experts" else manifest.dense_version(version)
             self._open[key] = LayerFile(self.path, name, manifest.expert_files[name], described, layer)
         return self._open[key]
@@ -292,7 +295,8 @@ def _verify_layer(bundle: Bundle, version: Version, layer: Layer) -> list[Proble
         return list(error.problems)
     payload = 0
     for number in range(layer.extents):
-        where, matrices = file.place(number), layer.extent_matrices(number)
+        where = file.place(number)
+        matrices = layer.extent_matrices(number)
         try:
             extent = file.extent(number)
             problems.extend(Problem(where, kind, message) for kind, message in version.check(matrices, extent))

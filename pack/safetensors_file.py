@@ -102,7 +102,9 @@ def parse_header(head: bytes, file_size: int, location: str) -> Header:
 def _entry(location: str, name: str, value: Any, base: int) -> TensorEntry:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise _bad(location, "header", f"tensor {name} has not exactly dtype, shape and data_offsets")
-    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    dtype = value["dtype"]
+    shape = value["shape"]
+    offsets = value["data_offsets"]
     if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
         raise _bad(location, "header", f"tensor {name} has a shape or data_offsets that are not lists of numbers")
     begin, end = offsets

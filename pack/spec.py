@@ -14,9 +14,26 @@ from .encodings.bf16 import EXPERT_DTYPES
 from .sections import BLOCK_ROWS, GROUPS, MAX_EXTENT, MEMORY_PAGE, PAGE, SECTION, Matrix, Section, align
 
 __all__ = [
-    "BLOCKS", "BLOCK_ROWS", "EXPERT_DTYPES", "GROUPS", "KNOWN", "MAX_EXTENT", "MEMORY_PAGE", "PAGE", "SCALE_BITS",
-    "SECTION", "Matrix", "Rotation", "Section", "Version", "align", "encoding_of", "lossless", "lossy", "version_names",
-]  # fmt: skip
+    "BLOCKS",
+    "BLOCK_ROWS",
+    "EXPERT_DTYPES",
+    "GROUPS",
+    "KNOWN",
+    "MAX_EXTENT",
+    "MEMORY_PAGE",
+    "PAGE",
+    "SCALE_BITS",
+    "SECTION",
+    "Matrix",
+    "Rotation",
+    "Section",
+    "Version",
+    "align",
+    "encoding_of",
+    "lossless",
+    "lossy",
+    "version_names",
+]
 
 FORMAT_NAME = "moepack"
 FORMAT_VERSION = 3  # the version that is written, but for bundles with what only a later one has (`needed_format`)

@@ -130,7 +130,8 @@ class CalibrationTables:
 
         The experts' errors are taken as independent, although errors within a layer correlate a little.
         """
-        column, experts = self.versions.index(version), sum(len(layer.tokens) for layer in self.layers)
+        column = self.versions.index(version)
+        experts = sum(len(layer.tokens) for layer in self.layers)
         mean = float(sum(layer.relative[:, column].sum() for layer in self.layers) / experts)
         errors = [layer.relative_error for layer in self.layers if layer.relative_error is not None]
         if len(errors) < len(self.layers):
@@ -162,7 +163,8 @@ class _File:
     """An open file of tables."""
 
     def __init__(self, path: Path, file: BufferedReader, sha256: str | None = None) -> None:
-        self._path, self._file = path, file
+        self._path = path
+        self._file = file
         if sha256 is not None and hashlib.file_digest(file, "sha256").hexdigest() != sha256:
             raise self.bad("digest", "its bytes do not match their digest")
         self.header = read_open_header(file, str(path))
@@ -227,7 +229,8 @@ def read_tables(
     """
     with opened(path.parent, path.name) as f:
         file = _File(path, f, sha256)
-        versions, methods = file.versions("versions"), file.methods()
+        versions = file.versions("versions")
+        methods = file.methods()
         some = [
             kind
             for kind in (_ERRORS, _LOGITS)

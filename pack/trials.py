@@ -29,9 +29,24 @@ KEPT = 64  # findings in the file, of all processors, levels and libraries
 LONGEST = 300  # characters of a finding
 # Lines of /proc/cpuinfo that tell processors apart, and none that differs between starts of one machine.
 _FACTS = (
-    "vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags", "Features", "CPU implementer",
-    "CPU architecture", "CPU variant", "CPU part", "CPU revision", "isa", "uarch", "cpu", "revision",
-)  # fmt: skip
+    "vendor_id",
+    "cpu family",
+    "model",
+    "model name",
+    "stepping",
+    "microcode",
+    "flags",
+    "Features",
+    "CPU implementer",
+    "CPU architecture",
+    "CPU variant",
+    "CPU part",
+    "CPU revision",
+    "isa",
+    "uarch",
+    "cpu",
+    "revision",
+)
 log = logging.getLogger("moepack")
 faults: dict[str, str] = {}  # what is not used in this process, by library and level, and why
 _best: dict[Path, int | None] = {}  # what `best_level` returned, by library
@@ -63,7 +78,8 @@ def _highest(library: Path, names: dict[int, str], use: Callable[[int], int], tr
 
 def _finding(library: Path, level: str, trial: Trial) -> str:
     """Return what is remembered of a library at a level; else what the trial finds now, which is then remembered."""
-    key, known = _key(library, level, trial), _read()
+    key = _key(library, level, trial)
+    known = _read()
     if key in known:
         return known[key]
     with ThreadPoolExecutor(1, "moepack-trial") as pool:  # the caller's thread may be in one of torch's modes

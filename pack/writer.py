@@ -26,7 +26,9 @@ from .manifest import MANIFEST, ExpertFileEntry, FileEntry, Manifest
 from .spec import needed_format
 
 LOCK = "lock"  # the file in a folder by which it is held
-_HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE (renameat2(2))
+# AT_FDCWD and RENAME_EXCHANGE (renameat2(2))
+_HERE = -100
+_EXCHANGE = 2
 
 
 def existing(path: Path) -> Path:
@@ -161,7 +163,9 @@ class BundleWriter:
     """
 
     def __init__(self, target: Path, keep: Sequence[str] | None = None) -> None:
-        self._target, self._keep, self._lock = target.absolute(), keep, -1
+        self._target = target.absolute()
+        self._keep = keep
+        self._lock = -1
         partial = f".{self._target.name}.partial-"
         self.root = self._target.with_name(f"{partial}{secrets.token_hex(4)}")
         if keep is None:
@@ -208,7 +212,9 @@ class BundleWriter:
         self._files[name] = entry
 
     def _place(self, name: str, source: Path, link: bool = True) -> None:
-        path, source = self.path(name), source.resolve()  # a cache has symbolic links; a hard link to one is one too
+        # a cache has symbolic links; a hard link to one is one too
+        path = self.path(name)
+        source = source.resolve()
         try:
             if not link:
                 raise OSError

@@ -43,7 +43,8 @@ def dense_memory(rows: Matrix, versions: Sequence[Version], method: str) -> int:
 
 
 def _largest_step(layer: ExpertLayer, settings: Settings, experts: int) -> int:
-    first, second = layer.matrices[0], layer.matrices[-1]
+    first = layer.matrices[0]
+    second = layer.matrices[-1]
     versions = settings.versions
     fitted = any(method_for(settings.method, v).needs_moments for v in versions)
     weights = experts * sum(4 * m.weights for m in layer.matrices)

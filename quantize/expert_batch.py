@@ -30,7 +30,8 @@ Refitted = tuple[tuple[Tensor, Tensor], tuple[float, float]]
 PART = 4096  # tokens whose inputs and activations are in memory at once, in float32
 # Damping of the prediction of inputs in `refit_down`, as a share of their mean second moment: always, and times columns
 # over tokens. Without the latter an expert of two tokens a column gained nothing; its table said a fifth too little.
-RIDGE, SPARSE = 0.05, 4.0
+RIDGE = 0.05
+SPARSE = 4.0
 MOST = 16  # experts of a batch: the work that a killed build loses, and the unit of work of a cluster
 
 
@@ -169,9 +170,11 @@ def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[Expe
     )
     some = [i for i, t in enumerate(batch.tokens) if reading and _crossfits(t)]
     gains = [[_gain(m[i]) for m in moments] for i in some]
-    fitted, made = {}, {}
+    fitted = {}
+    made = {}
     for m in (1, 0):  # down first, as its moments are larger; a matrix's moments are freed before it is quantised
-        weight, each = batch.weights[m], moments[m]
+        weight = batch.weights[m]
+        each = moments[m]
         if some:
             fitted[m] = refit(settings.method, weight[some], [each[i] for i in some], reading, settings.zeros, m)
         means = [x.mean() for x in each]
@@ -226,7 +229,8 @@ def batch_moments(batch: ExpertBatch, kind: str) -> tuple[list[ExpertMoments], l
         around = [layers[n], common]
         own = around if every else _sums(batch, i, tokens.learn, gates, n, first=True)
         for m in range(2):
-            mine, layer = own[m], around[m]
+            mine = own[m]
+            layer = around[m]
             assert mine is not None
             parts[m].append(ExpertMoments(mine, None if every or not near[m] else layer, priors[m]))
     return parts
@@ -268,8 +272,10 @@ def refit_down(batch: ExpertBatch, settings: Settings, version: Version, first: 
     linear guess of a is (1 + M) q with M = E[(a - q) q^T] E[q q^T]^-1, so down's codes are fitted to W (1 + M), by the
     moments of q. What the first matrix's errors do to the output is so undone as far as q tells.
     """
-    down, values = batch.weights[1], dequantise(first, version.at(0))
-    wanted, moments = torch.empty_like(down), []
+    down = batch.weights[1]
+    values = dequantise(first, version.at(0))
+    wanted = torch.empty_like(down)
+    moments = []
     for i in range(len(batch.experts)):
         product, missing = _moments_of(batch, settings.moments, i, values[i])
         damping = RIDGE + SPARSE * len(product) / max(1, len(batch.tokens[i].learn))
@@ -282,11 +288,13 @@ def refit_down(batch: ExpertBatch, settings: Settings, version: Version, first: 
 
 def _moments_of(batch: ExpertBatch, kind: str, expert: int, first: Tensor) -> Tensor:
     """E[q q^T] and E[q (a - q)^T] of `refit_down`, [2, cols, cols], over the tokens of `batch_moments`."""
-    tokens, bias = batch.tokens[expert], batch.biases[expert][0]
+    tokens = batch.tokens[expert]
+    bias = batch.biases[expert][0]
     cols = batch.weights[1].shape[-1]
 
     def means(at: Tensor, gates: Tensor | None) -> Tensor:
-        sums, total = torch.zeros(2, cols, cols, device=batch.device), 0.0
+        sums = torch.zeros(2, cols, cols, device=batch.device)
+        total = 0.0
         for start in range(0, len(at), PART):
             x = batch.gather(at[start : start + PART])
             q = batch.forward.act(x, first, bias)
@@ -299,7 +307,8 @@ def _moments_of(batch: ExpertBatch, kind: str, expert: int, first: Tensor) -> Te
 
     if kind == "all":
         return means(batch.common, None)
-    own, prior = means(tokens.learn, tokens.learn_gates if kind == "gated" else None), PRIOR * cols
+    own = means(tokens.learn, tokens.learn_gates if kind == "gated" else None)
+    prior = PRIOR * cols
     if len(tokens.learn) >= NEGLIGIBLE * prior:
         return own
     return shrink(own, len(tokens.learn), means(batch.common, None), prior)
@@ -316,24 +325,29 @@ def _measure(
 
     `fit` has down as it was fitted to the same moments as cross-fitting's rows (it may have been fitted again since).
     """
-    tokens, n = batch.tokens[expert], len(batch.tokens[expert].measure)
+    tokens = batch.tokens[expert]
+    n = len(batch.tokens[expert].measure)
     clusters, around = (cluster_of(t, batch.block, batch.spare) for t in (tokens.measure, tokens.others))
     groups = clusters % GROUPS
     x = batch.gather(torch.cat([tokens.measure, tokens.others]))
-    act, original, bias = batch.act(expert, x), batch.own(expert), batch.biases[expert]
+    act = batch.act(expert, x)
+    original = batch.own(expert)
+    bias = batch.biases[expert]
     exact = batch.forward.out(act, original[1], bias[1])
     reads = fold = group = None
     if any(refitted.values()):
         at = torch.where(tokens.learnt)[0].to(x.device)
         reads = x[at], act[at]
-        fold, group = clusters[tokens.learnt] % FOLDS, groups[tokens.learnt]
+        fold = clusters[tokens.learnt] % FOLDS
+        group = groups[tokens.learnt]
     rest = torch.full((len(tokens.others),), tokens.gate_square**0.5)
     unlearnt = torch.zeros(len(tokens.others), dtype=torch.bool)
     out = {}
     for version, pair in made.items():
         shipped = tuple(dequantise(q.one(expert), version.at(m))[0] for m, q in enumerate(pair))
         got = batch.forward.out(batch.forward.act(x, shipped[0], bias[0]), shipped[1], bias[1])
-        correction, again = None, refitted.get(version)
+        correction = None
+        again = refitted.get(version)
         if again is not None:
             assert reads is not None and fold is not None and group is not None
             errors, gain = again

@@ -43,7 +43,8 @@ def factor(moments: Tensor, group_size: int) -> Factored:
     order = _order(moments.diagonal(dim1=-2, dim2=-1), group_size)
     damped = torch.stack([m[o[:, None], o] for m, o in zip(moments, order, strict=True)])
     diagonal = damped.diagonal(dim1=-2, dim2=-1)
-    undamped, amount = diagonal.clone(), torch.full_like(damped[:, 0, 0], DAMP)
+    undamped = diagonal.clone()
+    amount = torch.full_like(damped[:, 0, 0], DAMP)
     diagonal += amount[:, None]
     lower, failed = _cholesky(damped.flip(-1, -2))
     while bool(failed.any()):  # not positive definite: ten times the damping

@@ -47,10 +47,14 @@ def _one(weight: Tensor, moments: Tensor, version: Version) -> Quantised:
     with _quiet():
         task = gptq_class(linear, config)
         task.quantizer.configure(perchannel=True)
-        task.H, task.nsamples = 2 * moments, 1  # the library overwrites H, which is twice the mean of x x^T
+        # the library overwrites H, which is twice the mean of x x^T
+        task.H = 2 * moments
+        task.nsamples = 1
         values, scale, zero, group, *_ = task.quantize()
     first = group.long()[:: version.group_size]  # from the library's order of columns to the matrix's
-    scale, zero, values = scale[:, first].float(), zero[:, first].float(), values.float()
+    scale = scale[:, first].float()
+    zero = zero[:, first].float()
+    values = values.float()
     spread = torch.arange(weight.shape[1], device=weight.device) // version.group_size
     codes = (values / scale[:, spread]).round() + zero[:, spread]
     codes = codes.clamp(0, (1 << version.bits) - 1).to(torch.uint8)

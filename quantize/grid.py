@@ -115,7 +115,8 @@ def raised(weight: Tensor, q: Quantised, version: Version) -> Quantised:
 
 def round_to_grid(weight: Tensor, scale: Tensor, zero: Tensor | None, version: Version) -> Quantised:
     """The nearest codes for weights float32 [experts, rows, cols], given stored scales and zero points."""
-    codes, top = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device), (1 << version.bits) - 1
+    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    top = (1 << version.bits) - 1
     for at in _parts(weight):
         part = grouped(weight[at], version.group_size) / scale[at].float()[..., None]
         part.add_(zero_values(scale[at], None if zero is None else zero[at], version.bits)[..., None])
@@ -131,10 +132,12 @@ def with_zeros(weight: Tensor, q: Quantised, version: Version, symmetric: bool) 
     """
     if q.zero is None:
         return q
-    top, middle = (1 << version.bits) - 1, 1 << (version.bits - 1)
+    top = (1 << version.bits) - 1
+    middle = 1 << (version.bits - 1)
     if symmetric:
         parts = grouped(weight, version.group_size)
-        low, high = parts.amin(-1).clamp_(max=0), parts.amax(-1).clamp_(min=0)
+        low = parts.amin(-1).clamp_(max=0)
+        high = parts.amax(-1).clamp_(min=0)
         scale = fix_scale(torch.maximum(high / (top - middle), -low / middle), version.scale_bits)
         return round_to_grid(weight, scale, fix_zero(torch.full_like(scale.float(), middle), version.bits), version)
     zero = fix_zero(zero_values(q.scale, q.zero, version.bits).round().clamp(0, top), version.bits)

@@ -50,7 +50,8 @@ class Lanes:
             return torch.tensor(values, dtype=torch.float32, device=device).repeat_interleave(rows)
 
         bits = spread([v.bits for v in versions])
-        top, unit = 2.0**bits - 1, 2.0 ** (8 - bits)
+        top = 2.0**bits - 1
+        unit = 2.0 ** (8 - bits)
         middle = spread([2.0 ** (v.bits - 1) if v.stores_zeros else (2.0**v.bits - 1) / 2 for v in versions])
         fixed = [symmetric or not v.stores_zeros for v in versions]
         midpoint = torch.tensor(fixed, device=device).repeat_interleave(rows) if any(fixed) else None
@@ -105,9 +106,11 @@ class _Search:
     """The search over some lanes of a group."""
 
     def __init__(self, block: Tensor, weight: Tensor, lanes: Lanes) -> None:
-        self._block, self._lanes = block, lanes
+        self._block = block
+        self._lanes = lanes
         self._share = weight[:, None, :]
-        self._low, self._high = block.amin(1).clamp_(max=0), block.amax(1).clamp_(min=0)
+        self._low = block.amin(1).clamp_(max=0)
+        self._high = block.amax(1).clamp_(min=0)
         self._range = (self._high - self._low) / lanes.top
         self._weighted = block * weight[..., None]
         self._mean = column_sums(self._weighted)
@@ -125,7 +128,8 @@ class _Search:
 
     def _start(self, share: Tensor) -> tuple[Tensor, Tensor]:
         """The grid over a share [lanes] of the group's range; at one bit, from the mean magnitude instead."""
-        lanes, scale = self._lanes, self._range * share
+        lanes = self._lanes
+        scale = self._range * share
         zero = torch.nan_to_num(self._low * share / -scale)
         if lanes.midpoint is not None:
             wide = torch.maximum(self._high / (lanes.top - lanes.middle), -self._low / lanes.middle) * share

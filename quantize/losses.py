@@ -89,7 +89,8 @@ def measure(
     The correction, if any, applies to the tokens in `learnt`, bool [tokens].
     """
     hidden = exact.shape[1]
-    error, output = (exact - got).square().sum(1).cpu(), exact.square().sum(1).cpu()
+    error = (exact - got).square().sum(1).cpu()
+    output = exact.square().sum(1).cpu()
     weight = gates.square().cpu()
     inside = learnt.to(error.dtype)
     parts = [torch.ones_like(error), error * inside, error * (1 - inside)]
@@ -104,7 +105,8 @@ def measure(
         return Measured(Loss(0, 0, 0), Loss(0, 0, 0), 0, 0)
     # Columns: the whole, then all but one group. [7, 1 + groups] and [2, 1 + groups].
     tokens, fitted, rest, fitted_gated, rest_gated, outputs, fitted_outputs = _and_without_each(sums[:, used])
-    own, other = _and_without_each(own[:, used]), _and_without_each(other[:, used])
+    own = _and_without_each(own[:, used])
+    other = _and_without_each(other[:, used])
     rho, shares = _factors(fitted, fitted_outputs, own, other, correction)
     errors = rest + rho * fitted
     found = torch.stack(
@@ -158,7 +160,8 @@ def _factors(
 def _ratio_variance(rows: Tensor) -> float:
     """The sampling variance of sum(other) / sum(own); `rows` holds own and other, [2, rows]."""
     own, other = rows
-    count, total = len(own), float(own.sum())
+    count = len(own)
+    total = float(own.sum())
     if count < 2 or total <= 0:
         return 0.0
     residual = other - float(other.sum()) / total * own

@@ -27,7 +27,8 @@ from torch import Tensor
 PRIOR = 0.5  # K over the columns of the matrix
 # A product is made in strips of STRIP rows or more, each from the diagonal on, at most STRIPS of them: 4,096 tokens of
 # 2,048 columns take 0.61 of the whole product's time on one core, in two strips 0.69.
-STRIP, STRIPS = 256, 16
+STRIP = 256
+STRIPS = 16
 NEGLIGIBLE = 8  # from this times K tokens on, the layer's part changes errors by less than 1 %: not computed
 
 
@@ -57,7 +58,8 @@ class FoldSums:
     @staticmethod
     def empty(cols: int, folds: int, device: torch.device) -> FoldSums:
         """Sums over no tokens: zeros."""
-        weights, counts = torch.zeros(folds, dtype=torch.float64), torch.zeros(folds, dtype=torch.int64)
+        weights = torch.zeros(folds, dtype=torch.float64)
+        counts = torch.zeros(folds, dtype=torch.int64)
         return FoldSums(torch.zeros(folds, cols, cols, device=device), weights, counts)
 
     def add(self, inputs: Tensor, fold: Tensor, gates: Tensor | None = None) -> None:

@@ -58,11 +58,17 @@ def pooled(raw: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def pool(
-    own: Tensor, own_variance: Tensor, own_groups: Tensor, doubt: Tensor,
-    others: Tensor, others_variance: Tensor, others_groups: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    own: Tensor,
+    own_variance: Tensor,
+    own_groups: Tensor,
+    doubt: Tensor,
+    others: Tensor,
+    others_variance: Tensor,
+    others_groups: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Pool one version's losses: returns estimates and standard errors. All tensors are float64 [experts]."""
-    has, around = (own_groups > 0) & (own > 0), (others_groups > 0) & (others > 0)
+    has = (own_groups > 0) & (own > 0)
+    around = (others_groups > 0) & (others > 0)
     spread = _spread(own, own_variance, own_groups, has)
     mine = torch.where(has, spread / own_groups.clamp(min=1) + doubt, torch.inf)  # variance over squared loss
     theirs = torch.where(around, _spread(others, others_variance, others_groups, around) / others_groups, torch.inf)
@@ -73,7 +79,9 @@ def pool(
         logs = (own[both].log() + mine[both] / 2) - (others[both].log() + theirs[both] / 2)
         mean, scatter, mean_variance = _random_effects(logs, mine[both] + theirs[both])
     else:
-        mean, scatter, mean_variance = 0.0, UNKNOWN_SCATTER, UNKNOWN_SCATTER
+        mean = 0.0
+        scatter = UNKNOWN_SCATTER
+        mean_variance = UNKNOWN_SCATTER
     typical = float(own[has].mean()) if bool(has.any()) else 0.0  # for an expert without measurements
     leaning = torch.where(around, others * torch.tensor(mean).exp(), torch.full_like(own, typical))
     leaning_variance = torch.where(around, scatter + theirs + mean_variance, 1.0)

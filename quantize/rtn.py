@@ -28,7 +28,8 @@ def quantise(weight: Tensor, version: Version) -> Quantised:
         scale = fix_scale(2 * grouped(weight.abs(), version.group_size).sum(-1) / used, version.scale_bits)
         return round_to_grid(weight, scale, None, version)
     parts = grouped(weight, version.group_size)
-    low, high = parts.amin(-1).clamp_(max=0), parts.amax(-1).clamp_(min=0)
+    low = parts.amin(-1).clamp_(max=0)
+    high = parts.amax(-1).clamp_(min=0)
     top = (1 << version.bits) - 1
     scale = fix_scale((high - low) / top, version.scale_bits)
     zero = (-low / scale.float()).round().clamp(0, top)

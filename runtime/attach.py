@@ -51,7 +51,8 @@ def attach(model: Any, bundle: Bundle, options: LoadOptions, dense: Sequence[Ver
         InputError: when the policy does not fit the bundle, or its versions do not fit the device memory.
         BundleError: when an extent is damaged.
     """
-    device_memory, workload = options.budget, options.workload
+    device_memory = options.budget
+    workload = options.workload
     devices = [
         next(model.get_submodule(layer.module.rpartition(".")[0]).parameters()).device for layer in bundle.layers
     ]
@@ -76,7 +77,8 @@ def attach(model: Any, bundle: Bundle, options: LoadOptions, dense: Sequence[Ver
     replaced = _replaced(model, bundle) if kernels else {}
     if all(torch_cuda.is_gpu(d) and backends.backend(d) == "triton" for d in devices) and serves_dense():
         replaced = _replaced_on_gpu(model, bundle)
-    fixed, needs = Fixed(dense_bytes(model)), None
+    fixed = Fixed(dense_bytes(model))
+    needs = None
     if device_memory is not None:
         fixed, needs = _held_back(model, bundle, devices, workload, fixed, policy.is_live)
     manager: ResidencyManager | None = None
@@ -89,7 +91,8 @@ def attach(model: Any, bundle: Bundle, options: LoadOptions, dense: Sequence[Ver
         manager = ResidencyManager(bundle, policy, plan, devices, *host)
         activations = fixed.activations + manager.plan.workspace
         fixed = replace(fixed, activations=activations, **manager.plan.parts)
-        layers, tracker = manager.layers, manager.tracker
+        layers = manager.layers
+        tracker = manager.tracker
     else:
         table, needed = unchanging(bundle, policy, fixed, device_memory)
         if device_memory is not None:
@@ -150,7 +153,8 @@ def _held_back(
     model: Any, bundle: Bundle, devices: Sequence[torch.device], workload: Workload, fixed: Fixed, live: bool
 ) -> tuple[Fixed, MeasuredNeeds]:
     """Measure what passes need; return the bytes beside experts (M_fixed without a staging buffer), and the needs."""
-    device, taken = devices[0], 0
+    device = devices[0]
+    taken = 0
     needs, _ = measure(bundle, model.config, model.dtype, device, workload)
     activations = needs.activations
     if device.type == "cuda":
@@ -172,7 +176,9 @@ def load_map(
     Raises:
         BundleError: when an extent is damaged.
     """
-    store, versions, count = BackingStore(bundle, direct=direct), bundle.manifest.versions, loading()
+    store = BackingStore(bundle, direct=direct)
+    versions = bundle.manifest.versions
+    count = loading()
     served = [v for v in versions if any(v.name in row for row in table)]
     coded = {v.name for v in served if v.entropy_coded}
     host = CpuDevice(max(staging_bytes(bundle, v) for v in served), threads=None)

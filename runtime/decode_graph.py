@@ -34,7 +34,9 @@ from moepack.runtime.step.context import Step, opened
 
 WARM = 2  # passes before a capture: kernels are compiled, and libraries take their memory
 KEPT = 20  # graphs of one model: the server has one for each number of sequences
-AGAIN, RARELY = 16, 4096  # passes between a failed capture and the next one: at first, and at the most
+# passes between a failed capture and the next one: at first, and at the most
+AGAIN = 16
+RARELY = 4096
 log = logging.getLogger("moepack.runtime")
 Forward = Callable[..., Any]
 
@@ -79,8 +81,11 @@ class DecodeGraphs:
 
     def __init__(self, layers: Sequence[LayerExperts]) -> None:
         """Capture passes of a model with these layers of experts."""
-        self._layers, self._lock = tuple(layers), threading.Lock()
-        self._passes, self.failures = 0, 0  # passes that a graph may hold; captures that failed
+        self._layers = tuple(layers)
+        self._lock = threading.Lock()
+        # passes that a graph may hold; captures that failed
+        self._passes = 0
+        self.failures = 0
         self._waiting: dict[Any, _Waiting] = {}
         self._made: dict[Any, _Captured] = {}  # the least recently used first
         # While a graph has them, by stream: pools, and memory of outputs, which are copied before the next replay
@@ -99,7 +104,9 @@ class DecodeGraphs:
             given: the pass's arguments by name.
             bounded: whether the model has a budget, which holds back `graphs.MEMORY` for all graphs.
         """
-        cache, ids, table = cache_of(given), inputs(given), None if step.packed is None else step.packed.table
+        cache = cache_of(given)
+        ids = inputs(given)
+        table = None if step.packed is None else step.packed.table
         tokens = 0 if ids is None else ids.shape[0] * ids.shape[1]
         full = table if table is not None and tokens == table.sequences else None
         if not self._may(step, given, cache):
@@ -157,7 +164,8 @@ class DecodeGraphs:
         """Evict graphs for one more; where those were used since it was last tried, have it wait instead."""
         if self._evict(len(self._made) if waiting.crowded else len(self._made) - KEPT + 1, waiting.since):
             return True
-        waiting.left, waiting.since = WARM, self._passes
+        waiting.left = WARM
+        waiting.since = self._passes
         return False
 
     def _evict(self, count: int, since: int) -> bool:
@@ -170,14 +178,20 @@ class DecodeGraphs:
         return True
 
     def _first(
-        self, key: Any, waiting: _Waiting, capture: Callable[[], _Captured], tensors: list[Tensor], step: Step,
+        self,
+        key: Any,
+        waiting: _Waiting,
+        capture: Callable[[], _Captured],
+        tensors: list[Tensor],
+        step: Step,
         bounded: bool,
-    ) -> _Captured | None:  # fmt: skip
+    ) -> _Captured | None:
         """Capture a pass, and issue it for the first time; return None after a failure.
 
         While `key` still waits afterwards, its graph is not to be kept.
         """
-        device, made = self._layers[0].of.device, None
+        device = self._layers[0].of.device
+        made = None
         try:
             with graphs.alone(device):  # captures of other models would be counted here
                 before = graphs.outside(device)
@@ -214,7 +228,9 @@ class DecodeGraphs:
 
     def _may(self, step: Step, given: dict[str, Any], cache: Any) -> bool:
         """Whether a graph may hold the pass."""
-        ids, counters, packed = inputs(given), step.counters, step.packed
+        ids = inputs(given)
+        counters = step.counters
+        packed = step.packed
         if ids is None or torch.is_grad_enabled():
             return False
         tokens = ids.shape[0] * ids.shape[1]
@@ -250,7 +266,9 @@ class DecodeGraphs:
         seen = step.snapshots if words is None else [s.over(w) for s, w in zip(step.snapshots, words, strict=True)]
         inner = replace(step, snapshots=tuple(seen), counters=counters, table=None, routed=None)
         args, kwargs = _with(of, iter(own))
-        out, kind, shared = dict[str, Any](), list[Any](), list[Tensor]()
+        out = dict[str, Any]()
+        kind = list[Any]()
+        shared = list[Tensor]()
 
         def run() -> None:
             if counters is not None:

@@ -97,16 +97,20 @@ class ForwardWrapper:
         self.caches: KvBudget | None = None  # keeps KV caches inside the budget; None without one
         self.watchers: tuple[RoutingCounter, ...] = ()  # other counters of routing, beside the residency manager's
         self.graphs = decode_graphs(layers)
-        self._closed, self._process = False, os.getpid()
-        self._layers, self._manager = tuple(layers), manager
+        self._closed = False
+        self._process = os.getpid()
+        self._layers = tuple(layers)
+        self._manager = manager
         self._key = object() if manager is None else manager.key
         self._trace: TraceWriter | None = None
         self._resident: Callable[[], int] = lambda: 0
-        self._written, self._began = 0, time.monotonic()
+        self._written = 0
+        self._began = time.monotonic()
         self._lock = threading.Lock()
         self._importance: TokenImportance | None = None
         if manager is not None:
-            needs, described = manager.policy.needs, [layer.of.layer for layer in self._layers]
+            needs = manager.policy.needs
+            described = [layer.of.layer for layer in self._layers]
             if needs.importance:
                 from moepack.runtime.experts.token_importance import TokenImportance
 
@@ -114,7 +118,9 @@ class ForwardWrapper:
             if needs.prediction:
                 manager.prediction = Prediction(model, described)
         for position, layer in enumerate(self._layers):
-            layer.model, layer.position, layer.steps = self._key, position, self
+            layer.model = self._key
+            layer.position = position
+            layer.steps = self
         decoder = getattr(model, model.base_model_prefix, model)
         for module in (model,) if decoder is model else (model, decoder):
             module._moepack_wrapper = self
@@ -144,7 +150,9 @@ class ForwardWrapper:
             yield lambda out: None
             return
         self._check()
-        traced, manager, text = self._trace is not None, self._manager, _text(given)
+        traced = self._trace is not None
+        manager = self._manager
+        text = _text(given)
         counts: list[list[int]] = []
         told: list[Callable[[Any], None]] = []
         with contextlib.ExitStack() as stack:
@@ -159,7 +167,8 @@ class ForwardWrapper:
             if manager is None:
                 step = stack.enter_context(opened(self._unchanging()))
                 if traced:
-                    experts, device = [x.of.layer.experts for x in self._layers], self._layers[0].of.device
+                    experts = [x.of.layer.experts for x in self._layers]
+                    device = self._layers[0].of.device
                     step.counters = Counters(experts, False, device)
                     step.counters.mask = text
             else:
@@ -289,7 +298,8 @@ class ForwardWrapper:
         self._trace = TraceWriter(Path(path), policy, layers, [v.name for v in bundle.manifest.versions])
 
     def _write(self, counts: list[list[int]], seen: Sequence[Snapshot]) -> None:
-        manager, now = self._manager, time.monotonic()
+        manager = self._manager
+        now = time.monotonic()
         queues = manager.transitions.queues() if manager is not None else Queues(0, 0, 0)
         with self._lock:
             if self._trace is None:
@@ -320,7 +330,8 @@ class ForwardWrapper:
     def end_trace(self) -> None:
         """Close the trace's file."""
         with self._lock:
-            trace, self._trace = self._trace, None
+            trace = self._trace
+            self._trace = None
             if trace is not None:
                 self._unless_broken(trace.close)
 
@@ -329,7 +340,8 @@ class ForwardWrapper:
         try:
             write()
         except OSError as error:
-            trace, self._trace = self._trace, None
+            trace = self._trace
+            self._trace = None
             log.warning("the trace ends early, it cannot be written: %s", error.strerror or error)
             if trace is not None:
                 with contextlib.suppress(OSError):  # unwritten lines fail again; the file is closed all the same
@@ -338,7 +350,8 @@ class ForwardWrapper:
 
 def _text(given: dict[str, Any]) -> Tensor | None:
     """Return int64 [tokens], 1 for text and 0 for padding; None without an attention mask [batch, tokens]."""
-    ids, mask = inputs(given), given.get("attention_mask")
+    ids = inputs(given)
+    mask = given.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.ndim != 2 or ids is None or mask.shape[1] < ids.shape[1]:
         return None
     return (mask[:, mask.shape[1] - ids.shape[1] :] != 0).reshape(-1).long()

@@ -57,11 +57,26 @@ def load(
             torch's OutOfMemoryError.
     """
     options = LoadOptions(
-        device=device, device_memory=device_memory, policy=policy, dtype=dtype, kv_tokens=kv_tokens, batch=batch,
-        prefill_tokens=prefill_tokens, all_logits=all_logits, host_memory=host_memory, host_rate=host_rate,
-        host_threads=host_threads, revision=revision, token=token, attn_implementation=attn_implementation,
-        dense=dense, max_tpot=max_tpot, memory=memory, profile=profile, checked=checked,
-    )  # fmt: skip
+        device=device,
+        device_memory=device_memory,
+        policy=policy,
+        dtype=dtype,
+        kv_tokens=kv_tokens,
+        batch=batch,
+        prefill_tokens=prefill_tokens,
+        all_logits=all_logits,
+        host_memory=host_memory,
+        host_rate=host_rate,
+        host_threads=host_threads,
+        revision=revision,
+        token=token,
+        attn_implementation=attn_implementation,
+        dense=dense,
+        max_tpot=max_tpot,
+        memory=memory,
+        profile=profile,
+        checked=checked,
+    )
     return load_bundle(bundle, options, progress)
 
 
@@ -83,7 +98,8 @@ def load_bundle(bundle: str | Path, options: LoadOptions, progress: Callable[[in
     if options.attn_implementation is not None:
         named["attn_implementation"] = options.attn_implementation
     with _loading, loading_report(progress):
-        dtype, device = options.torch_dtype, options.device
+        dtype = options.torch_dtype
+        device = options.device
         return from_pretrained(kind, bundle, config=config, dtype=dtype, device_map=device, **named)
 
 

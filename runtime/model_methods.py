@@ -92,8 +92,17 @@ def model_methods(kind: Any) -> dict[str, Callable[..., Any]]:
         checked.check()
         return made
 
-    made = (get_memory_footprint, num_parameters, save_pretrained, push_to_hub, _apply, set_experts_implementation,
-            resize_token_embeddings, init_continuous_batching, generate)  # fmt: skip
+    made = (
+        get_memory_footprint,
+        num_parameters,
+        save_pretrained,
+        push_to_hub,
+        _apply,
+        set_experts_implementation,
+        resize_token_embeddings,
+        init_continuous_batching,
+        generate,
+    )
     return {"__reduce_ex__": refuse_copies, **{m.__name__: m for m in made if hasattr(kind, m.__name__)}}
 
 

@@ -76,7 +76,8 @@ def extend_from_pretrained() -> None:
     from moepack.runtime.planning.options import DEVICE_MEMORY, MEMORY, SERVED, WORKLOAD
 
     kind: Any = PreTrainedModel
-    original, keywords = kind.from_pretrained.__func__, set(SERVED) - set(WORKLOAD)
+    original = kind.from_pretrained.__func__
+    keywords = set(SERVED) - set(WORKLOAD)
 
     @functools.wraps(original)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +113,8 @@ class _Loader(Loader):
     """Runs another loader, then calls a function."""
 
     def __init__(self, inner: Loader, after: Callable[[], object]) -> None:
-        self._inner, self._after = inner, after
+        self._inner = inner
+        self._after = after
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._inner.create_module(spec)

@@ -124,7 +124,8 @@ class MoepackQuantizer(HfQuantizer):
         where = kwargs.get("device_map") or "cpu"
         devices = {str(place) for place in (where.values() if isinstance(where, Mapping) else [where])}
         # On a CPU in a budget, files of tensors are checked as they are read (dense/mapped.py)
-        later, self._model = config.options().in_budget and devices == {"cpu"}, weakref.ref(model)
+        later = config.options().in_budget and devices == {"cpu"}
+        self._model = weakref.ref(model)
         bundle.check(*(() if later else (name for name in bundle.files if name != LEFTOVERS)))
         if later:
             bundle.dense(check_digests=False)  # a damaged header, before safetensors reads it

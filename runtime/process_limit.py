@@ -116,7 +116,8 @@ def limit_of(options: LoadOptions, beside: Beside) -> ProcessLimit:
     """
     limit = most_memory() if options.memory == AUTO else parse_size(options.memory)
     assert limit is not None
-    most, given = beside.budget(limit), options.budget
+    most = beside.budget(limit)
+    given = options.budget
     if given is not None and given > most:
         raise InputError(
             f"a device memory of {given} bytes does not fit a memory limit of {limit} bytes: at most {most} bytes "
@@ -166,7 +167,8 @@ def _in_file(needs: MeasuredNeeds, model: Any, bundle: Bundle) -> int:
     """Return the bytes of an embedding that stays in its file: none where transformers converts it to another dtype."""
     if not needs.embedding or (lone := lone_embedding(model)) is None:  # its weights are not tied yet
         return 0
-    name, stored = f"{lone[0]}.weight", bundle.dense(check_digests=False)
+    name = f"{lone[0]}.weight"
+    stored = bundle.dense(check_digests=False)
     own = str(lone[1].weight.dtype).removeprefix("torch.")
     return needs.embedding if name not in stored or DTYPES[stored.dtype(name)][1] == own else 0
 

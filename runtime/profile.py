@@ -98,7 +98,8 @@ def kept(path: str | Path, bundle: Bundle, serving: Any) -> Iterator[None]:
     """
     before: Counts = [np.array(row, np.int64) for row in serving.routed().counts()]
     old = read_profile(path, bundle) if Path(path).exists() else [0 * row for row in before]
-    ended, written = threading.Event(), sum(int(row.sum()) for row in before)
+    ended = threading.Event()
+    written = sum(int(row.sum()) for row in before)
 
     def save() -> None:
         nonlocal written

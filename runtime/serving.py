@@ -60,8 +60,13 @@ class Serving:
             tracker: the budget, if there is one.
             replaced: how many modules of each class the kernels replace, without linear maps.
         """
-        self.bundle, self.policy, self.layers, self.manager = bundle, policy, layers, manager
-        self.fixed, self.tracker, self.replaced = fixed, tracker, replaced
+        self.bundle = bundle
+        self.policy = policy
+        self.layers = layers
+        self.manager = manager
+        self.fixed = fixed
+        self.tracker = tracker
+        self.replaced = replaced
         self.budget_bytes = None if tracker is None else tracker.budget
         self.limit: ProcessLimit | None = None  # the process's memory limit, where one was given
         self.caches: KvBudget | None = None  # keeps the KV caches inside the budget
@@ -138,7 +143,8 @@ class Serving:
         Under a policy that changes nothing all are zero, except `kv_waits`, the passes that waited for room, and
         `graph_failures`, the decode steps that could not be captured in a CUDA graph.
         """
-        manager, kv_waits = self.manager, self.caches.waits if self.caches is not None else 0
+        manager = self.manager
+        kv_waits = self.caches.waits if self.caches is not None else 0
         counts = {name: 0 if manager is None else count(manager) for name, count in COUNTERS.items()}
         moved = MovedBytes() if manager is None else manager.on_demand.moved
         failures = 0 if self._wrapper.graphs is None else self._wrapper.graphs.failures

@@ -46,7 +46,8 @@ def fetch(name: str, commit: str, asked: LoadOptions, options: Mapping[str, Any]
         raise InputError(f"{name}: not a bundle: it has no {MANIFEST}; a push to it may not have ended") from None
     if file.stat().st_size > MAX_BYTES:
         raise BundleError.single(f"{name}/{MANIFEST}", "size", f"more than {MAX_BYTES} bytes")
-    manifest, root = parse_manifest(file.read_bytes()), file.parent
+    manifest = parse_manifest(file.read_bytes())
+    root = file.parent
     if options.get("local_files_only") or constants.HF_HUB_OFFLINE:
         return open_bundle(root, skip_partial=True)
     first = {expert_file(v.name, manifest.layers[0].index) for v in manifest.versions}

@@ -18,7 +18,8 @@ from .style import GREY, INK, OURS, PAPER, THEIRS, THIRD, label_points, plain_ax
 IMAGES = ROOT / "docs" / "images"
 VERSIONS = {"bf16": "#0b4f8a", "w4": "#1f7fc4", "w3": "#5fb0de", "w2": "#f2a65a", "w1": "#d9730d"}
 FLOOR = 0.01  # thousandths of a nat: drawn for a policy that serves bf16 itself
-LIBRARIES, KEPT = "#cfd8e3", "#e9e6df"
+LIBRARIES = "#cfd8e3"
+KEPT = "#e9e6df"
 
 
 def _canvas(width: float, height: float) -> Any:
@@ -79,7 +80,8 @@ def bundle() -> Any:
     for y, label, height in ((344, "dense tensors", 28), (312, "KV cache", 28), (280, "activations", 28)):
         axis.add_patch(Rectangle((548, y - height / 2), 180, height, facecolor="#e9e6df"))
         text(638, y, label, 14, ha="center")
-    high, low = VERSIONS["bf16"], VERSIONS["w2"]
+    high = VERSIONS["bf16"]
+    low = VERSIONS["w2"]
     squares(584, 236, [high if i in (1, 6, 7, 12) else low for i in range(16)], 4)
     text(638, 132, "busy experts high", 13, ha="center", color=high, weight="bold")
     text(638, 110, "the rest low", 13, ha="center", color="#b3620a", weight="bold")
@@ -111,7 +113,8 @@ def process() -> Any:
     row(210, "control group", 18, [(554, "white", "the process"), (64, KEPT, "kernel"), (106, "white", "page cache")])
     later = "read ahead,\nthreads, holes"
     row(114, "--memory", 18, [(136, LIBRARIES, "Python, libraries"), (104, KEPT, later), (314, "white", "the budget")])
-    high, low = VERSIONS["w3"], VERSIONS["w2"]
+    high = VERSIONS["w3"]
+    low = VERSIONS["w2"]
     parts = [(60, KEPT, "dense"), (40, KEPT, "KV"), (70, KEPT, "activa-\ntions"), (72, high, "busy\nexperts")]
     row(18, "--device-memory", 258, [*parts, (72, low, "other\nexperts")])
     said = "The system takes cached\npages back when it needs\nthem; the rest it cannot."
@@ -129,9 +132,11 @@ def budgets() -> Any:
     figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")
     plain_axes(axis)
     for policy, colour, mark in (
-        ("static, first file, most used", THEIRS, "s--"), ("static, first file, by loss", THIRD, "D--"),
-        ("hotness, the two", "#5fb0de", "o-"), ("hotness", OURS, "o-"),
-    ):  # fmt: skip
+        ("static, first file, most used", THEIRS, "s--"),
+        ("static, first file, by loss", THIRD, "D--"),
+        ("hotness, the two", "#5fb0de", "o-"),
+        ("hotness", OURS, "o-"),
+    ):
         mine = (
             [low, *(r for r in rows if r["policy"] == policy)]
             if policy != "hotness"
@@ -178,8 +183,16 @@ def peers() -> Any:
         label = f"{who}, BF16 beside experts" if rest == "BF16" else f"{who}, all quantised"
         face = colour if filled else PAPER
         if mine:
-            axis.plot([m[0] for m in mine], [m[1] for m in mine], mark, color=colour, markerfacecolor=face,
-                      markeredgewidth=2, markersize=10, label=label)  # fmt: skip
+            axis.plot(
+                [m[0] for m in mine],
+                [m[1] for m in mine],
+                mark,
+                color=colour,
+                markerfacecolor=face,
+                markeredgewidth=2,
+                markersize=10,
+                label=label,
+            )
         points += [(*point, colour) for point in mine]
     axis.set_xlabel("divergence (KL) that its bits cost, thousandths of a nat", fontsize=15, color=INK)
     title = f"Decoding, tokens a second, {threads} thread{'s' * (threads > 1)}"
@@ -205,7 +218,8 @@ def _speeds() -> tuple[dict[str, float], dict[tuple[str, str, str], float], int]
     best: dict[tuple[str, str, str], float] = {}
     for row in models:
         who, _, what = row["side"].partition(" ")
-        encoding, served = what if who == "moepack" else what.split()[0], row["rest"] != "BF16"
+        encoding = what if who == "moepack" else what.split()[0]
+        served = row["rest"] != "BF16"
         if served and who != "moepack" and f"{encoding} mix" in divergence:
             encoding += " mix"
         plain = served and who == "moepack" and "," not in encoding
@@ -230,8 +244,15 @@ def policies() -> Any:
         plain_axes(axis)
         for row in (r for r in rows if r["budget"] == share):
             kl = max(row["KL, mnat"], FLOOR)
-            axis.errorbar(row["TPOT p50 ms"], kl, yerr=min(row["+-"], 0.9 * kl), fmt="o", label=row["policy"],
-                          color=colours(names.index(row["policy"])), markersize=8)  # fmt: skip
+            axis.errorbar(
+                row["TPOT p50 ms"],
+                kl,
+                yerr=min(row["+-"], 0.9 * kl),
+                fmt="o",
+                label=row["policy"],
+                color=colours(names.index(row["policy"])),
+                markersize=8,
+            )
         axis.set(xlabel="TPOT, median, ms", yscale="log")
         axis.set_title(f"budget: {share}", fontsize=14, color=INK, loc="left", weight="bold")
     axes[0].set_ylabel("KL from all bf16, mnat a token", fontsize=13)

@@ -63,7 +63,8 @@ def drawn(rows: Sequence[Mapping[str, Any]], known: Mapping[str, float]) -> Any:
             mine = sorted((r for r in rows if r["side"] == side), key=lambda r: r["cage GB"])
             alive = [r for r in mine if "decode tokens/s" in r]
             dead = [] if "static" in side else [r["cage GB"] for r in mine if "decode tokens/s" not in r]
-            x, y = [r["cage GB"] for r in alive], [r["decode tokens/s"] for r in alive]
+            x = [r["cage GB"] for r in alive]
+            y = [r["decode tokens/s"] for r in alive]
             name = side.replace(":", " ", 1).replace("llama", "llama.cpp").split(":dense=")[0].split(":read-ahead")[0]
             style = "D" if len(alive) < 2 else f"{mark}--" if beaten(alive[0], rows) else f"{mark}-"
             axis.plot(x, y, style, color=colour, linewidth=2, markersize=9, label=name)
@@ -74,8 +75,9 @@ def drawn(rows: Sequence[Mapping[str, Any]], known: Mapping[str, float]) -> Any:
                 if (cost := divergence(row, known)) is not None and who not in near:  # the table has all of them
                     labelled.append((who, *at))
                     away = (36, 4) if near else (0, -20 if beaten(row, rows) else up)
-                    axis.annotate(f"KL {cost:.2g}", at, away,
-                                  textcoords="offset points", ha="center", fontsize=12, color=colour)  # fmt: skip
+                    axis.annotate(
+                        f"KL {cost:.2g}", at, away, textcoords="offset points", ha="center", fontsize=12, color=colour
+                    )
     figure.legend(frameon=False, fontsize=12, loc="outside lower center", ncols=2)
     if not all("decode tokens/s" in r or "static" in r["side"] for r in rows):
         axis.text(
@@ -83,6 +85,7 @@ def drawn(rows: Sequence[Mapping[str, Any]], known: Mapping[str, float]) -> Any:
         )
     axis.margins(x=0.2, y=0.15)
     axis.set_xlabel("memory, page cache included, GB", fontsize=15, color=INK)
-    axis.set_title("Tokens a second of a model larger than memory; KL in mnat", fontsize=14, color=INK, loc="left",
-                   weight="bold")  # fmt: skip
+    axis.set_title(
+        "Tokens a second of a model larger than memory; KL in mnat", fontsize=14, color=INK, loc="left", weight="bold"
+    )
     return figure

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-PAPER, INK, GREY = "#fcfbf8", "#1d1d1f", "#6d6d72"
-OURS, THEIRS, THIRD, FOURTH = "#0b6bcb", "#c25700", "#3a8a3e", "#8a4fb0"
+PAPER = "#fcfbf8"
+INK = "#1d1d1f"
+GREY = "#6d6d72"
+OURS = "#0b6bcb"
+THEIRS = "#c25700"
+THIRD = "#3a8a3e"
+FOURTH = "#8a4fb0"
 
 
 def plain_axes(axis: Any) -> None:
@@ -25,10 +30,17 @@ def label_points(figure: Any, axis: Any, points: list[tuple[float, float, str, s
     legend = axis.get_legend()
     taken: list[Any] = [] if legend is None else [legend.get_window_extent()]
     for x, y, name, colour in points:
-        for dx, dy, side in ((0, 12, "center"), (0, -24, "center"), (12, -4, "left"), (-12, -4, "right"),
-                             (0, 28, "center"), (0, -40, "center")):  # fmt: skip
-            text = axis.annotate(name, (x, y), (dx, dy), textcoords="offset points", ha=side, fontsize=12,
-                                 color=colour, weight="bold")  # fmt: skip
+        for dx, dy, side in (
+            (0, 12, "center"),
+            (0, -24, "center"),
+            (12, -4, "left"),
+            (-12, -4, "right"),
+            (0, 28, "center"),
+            (0, -40, "center"),
+        ):
+            text = axis.annotate(
+                name, (x, y), (dx, dy), textcoords="offset points", ha=side, fontsize=12, color=colour, weight="bold"
+            )
             box = text.get_window_extent()
             inside = axis.bbox.x0 <= box.x0 and box.x1 <= axis.bbox.x1
             if inside and not any(box.overlaps(t) for t in taken) and not any(box.contains(*m) for m in marks):

@@ -116,7 +116,8 @@ def measure(
         out: a JSON file, or None.
         document: what `begun` has found there.
     """
-    ends, found = time.monotonic() + 60 * minutes, list[dict[str, Any]]()
+    ends = time.monotonic() + 60 * minutes
+    found = list[dict[str, Any]]()
     for stage, names in rows.items():
         _, _, share, interpreted = STAGES[stage]
 
@@ -141,11 +142,16 @@ def _put(document: dict[str, Any], row: dict[str, Any]) -> None:
     elif row["value"] is not None or kept[same[0]]["value"] is None:
         kept[same[0]] = row
     document["targets"] = [
-        {"name": f"{r['stage']}: {r['row']}", "value": r["value"], "target": r["prediction"], "better": "lower",
-         "met": r["verdict"] == "holds"}
+        {
+            "name": f"{r['stage']}: {r['row']}",
+            "value": r["value"],
+            "target": r["prediction"],
+            "better": "lower",
+            "met": r["verdict"] == "holds",
+        }
         for r in kept
         if r["verdict"] in ("holds", "FAILS")
-    ]  # fmt: skip
+    ]
 
 
 def probed() -> dict[str, Any]:

@@ -45,7 +45,8 @@ class Tile:
         gated = bool(named["GATED"])
         if "S" in named:
             return Tile(8, 32, 32 * named["GROUP"] * named["S"] * (1 + gated), gated)
-        rows, columns = 8 * named["W"] * named["E"], max(named["GROUP"], 4 * named["U"] * named["COLUMNS"])
+        rows = 8 * named["W"] * named["E"]
+        columns = max(named["GROUP"], 4 * named["U"] * named["COLUMNS"])
         return Tile(named["TOKENS"], rows, rows * columns * (1 + gated), gated)
 
 
@@ -61,7 +62,8 @@ def loop(kernel: Any) -> int:
 def longest(sass: str) -> int:
     """The same, of machine code as cuobjdump shows it."""
     lines = [(int(m[1], 16), m[2]) for m in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
-    number, found = {address: i for i, (address, _) in enumerate(lines)}, []
+    number = {address: i for i, (address, _) in enumerate(lines)}
+    found = []
     for i, (address, text) in enumerate(lines):
         target = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
         if target is not None and int(target[1], 16) < address:
@@ -93,8 +95,15 @@ def _compiled(make: Any, tile: Tile) -> dict[str, dict[str, Any]]:
         warps = made.metadata.num_warps
         out[str(capability)] = asdict(
             Kernel(
-                tile.tokens, tile.rows, tile.weights, tile.gated, warps, made.metadata.num_stages, takes.registers,
-                takes.shared, loop(made) * 32 * warps / tile.weights,
+                tile.tokens,
+                tile.rows,
+                tile.weights,
+                tile.gated,
+                warps,
+                made.metadata.num_stages,
+                takes.registers,
+                takes.shared,
+                loop(made) * 32 * warps / tile.weights,
             )
-        )  # fmt: skip
+        )
     return out

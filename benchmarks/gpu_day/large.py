@@ -26,8 +26,14 @@ from .whole import calls_of
 
 WHOLE = SHAPES["qwen3-moe"]
 QUARTER = SHAPES["quarter"]
-PROMPT, WARM, STEPS, ROOM = 512, 16, 48, 1024  # tokens: of a prompt, before the clock, on the clock, of the cache
-SEQUENCES, READ = (1, 4, 16), 64  # that the server decodes together, and tokens of each one's prompt
+# tokens: of a prompt, before the clock, on the clock, of the cache
+PROMPT = 512
+WARM = 16
+STEPS = 48
+ROOM = 1024
+# that the server decodes together, and tokens of each one's prompt
+SEQUENCES = (1, 4, 16)
+READ = 64
 HOTNESS = "hotness:hi=w4,lo=w2"
 PINNED = "hotness:hi=w4,lo=w4@pinned"
 PAGED = "paged:lo=pinned"
@@ -69,9 +75,15 @@ def written(setting: Setting) -> Measured:
 
 def _load(setting: Setting, shape: Shape, policy: str, budget: float | None) -> Any:
     load = partial(
-        moepack.load, made_bundle(setting, shape), device=setting.device, policy=policy, dense="w8", kv_tokens=ROOM,
-        prefill_tokens=PROMPT, all_logits=False,
-    )  # fmt: skip
+        moepack.load,
+        made_bundle(setting, shape),
+        device=setting.device,
+        policy=policy,
+        dense="w8",
+        kv_tokens=ROOM,
+        prefill_tokens=PROMPT,
+        all_logits=False,
+    )
     if budget is not None and setting.small:
         try:
             load(device_memory=1000)
@@ -172,7 +184,8 @@ def server(setting: Setting, sequences: int) -> Measured:
     from moepack.server.batching.engine import Engine, StepInput
 
     model = _whole(setting)[0]
-    engine, wrapper = Engine(model, PROMPT, 0), model._moepack_wrapper
+    engine = Engine(model, PROMPT, 0)
+    wrapper = model._moepack_wrapper
     try:
         slots = [engine.add(ROOM) for _ in range(sequences)]
         ids = _ids(setting)[0]
@@ -189,7 +202,8 @@ def server(setting: Setting, sequences: int) -> Measured:
         with captures() as said:
             times = [step(n) for n in range(WARM * (not setting.small) + count)][-count:]
             kernels = _kernels(lambda: step(0)) if setting.on_gpu else {}
-        captured, wrapper.graphs = wrapper.graphs, None
+        captured = wrapper.graphs
+        wrapper.graphs = None
         try:
             eager = [step(n) for n in range(count // 4 + 1)]
         finally:
@@ -197,8 +211,12 @@ def server(setting: Setting, sequences: int) -> Measured:
     finally:
         model.config._attn_implementation = engine._native
     took = statistics.median(times)
-    more = {"tokens/s": sequences / took, "launched one by one ms": 1e3 * statistics.median(eager), "log": said,
-            "kernels us": kernels}  # fmt: skip
+    more = {
+        "tokens/s": sequences / took,
+        "launched one by one ms": 1e3 * statistics.median(eager),
+        "log": said,
+        "kernels us": kernels,
+    }
     return Measured(1e3 * took, "ms", more=more)
 
 
@@ -214,12 +232,16 @@ def limited(setting: Setting, shape: Shape, policy: str, budget: float) -> Measu
         read, times = _times(model, _cache(model, setting.on_gpu and not live.policy.needs.layers), setting)
         facts = model.moepack.counters()
         more = {
-            "tokens/s": len(times) / sum(times), "median ms": 1e3 * statistics.median(times), "prompt s": read,
-            "load s": loading, "waits": live.waits, "peak MB": model.moepack.resident_bytes_peak / 1e6,
+            "tokens/s": len(times) / sum(times),
+            "median ms": 1e3 * statistics.median(times),
+            "prompt s": read,
+            "load s": loading,
+            "waits": live.waits,
+            "peak MB": model.moepack.resident_bytes_peak / 1e6,
             "layers": sized(setting, shape).layers,
             "host": live.device.host()["mode"] if hasattr(live.device, "host") else "",
             "counters": {k: v for k, v in facts.items() if isinstance(v, int | float)},
-        }  # fmt: skip
+        }
     finally:
         model.moepack.close()
     return Measured(1e3 * statistics.fmean(times), "ms", more=more)

@@ -88,7 +88,8 @@ def reads(setting: Setting, way: str, version: str, programs: int) -> Measured:
             for extent in host.split(each):
                 affine_triton.dense(matrix, form, extent, x, out)
 
-        took, copied = seconds(replayed(multiply), 5), seconds(lambda: there.copy_(host, non_blocking=True), 5)
+        took = seconds(replayed(multiply), 5)
+        copied = seconds(lambda: there.copy_(host, non_blocking=True), 5)
     finally:
         pinned.close()
     more = {"us a launch": took / count * 1e6, "copy GB/s": len(host) / copied / 1e9, "of the copy": copied / took}

@@ -136,14 +136,18 @@ def products(
     gpu: Gpu, a: Assumed, kernels: dict[str, Any], shape: Shape, version: Version, tokens: int
 ) -> Products | None:
     """What a layer's products take for a batch, or `None` where its kernels were not counted."""
-    slots, of = tokens * shape.top_k, str(gpu.capability)
+    slots = tokens * shape.top_k
+    of = str(gpu.capability)
     fused = f"{version.name} plain bias" if shape.bias else f"{version.name} gated"
     plain = f"{version.name} plain{' bias' * shape.bias}"
     if f"{plain} decode" not in kernels or f"{fused} decode" not in kernels:
         return None
     phase = "decode" if slots <= 2 * kernels[f"{plain} decode"][of]["tokens"] * shape.experts else "prefill"
-    used, size = distinct(shape.experts, shape.top_k, tokens), version.resident_size(shape.matrices)
-    every, found, read = sum(m.weights for m in shape.matrices), [], used * size
+    used = distinct(shape.experts, shape.top_k, tokens)
+    size = version.resident_size(shape.matrices)
+    every = sum(m.weights for m in shape.matrices)
+    found = []
+    read = used * size
     for name, matrix in zip((fused, plain), shape.matrices, strict=True):
         kernel = Kernel(**kernels[f"{name} {phase}"][of])
         made = matrix.rows // (1 + kernel.gated)

@@ -22,8 +22,11 @@ FILE = Path(__file__).resolve().parent.parent / "results" / "gpu-predictions.jso
 GROUPS = {"bf16": 0, "w8": 128, "w4": 128, "w3": 128, "w2": 64, "w1": 64, "nvfp4": 16, "mxfp4": 32}  # as recipes have
 VERSIONS = {name: Version.of(name, group) for name, group in GROUPS.items()}
 BATCHES = (1, 4, 16, 512, 2048)
-SERVED = {"Qwen3-30B-A3B": ("bf16", "w8", "w4", "w3", "w2", "w1"), "gpt-oss-120b": ("mxfp4", "w2", "w1"),
-          "Qwen3.8-Flash-Next": ("nvfp4", "w4", "w3", "w2", "w1")}  # fmt: skip
+SERVED = {
+    "Qwen3-30B-A3B": ("bf16", "w8", "w4", "w3", "w2", "w1"),
+    "gpt-oss-120b": ("mxfp4", "w2", "w1"),
+    "Qwen3.8-Flash-Next": ("nvfp4", "w4", "w3", "w2", "w1"),
+}
 FUSED = 15  # nodes of a decoder layer that 200 tokens a second allow, and what a fused pass would have
 SLOTS = (1, 2, 8)  # copies under way
 CODED = 10.7  # bits of a weight in BF16, coded
@@ -36,23 +39,35 @@ WAYS = {"today": (16.0, None), "matrices in 8 bits, 15 nodes a layer": (8.19, FU
 
 def predicted(inputs: dict[str, Any]) -> dict[str, Any]:
     """By GPU: times of layers by version and batch, of the decoder, of steps by model, and of transfers."""
-    a, kernels = Assumed(**inputs["assumed"]), inputs["kernels"]
+    a = Assumed(**inputs["assumed"])
+    kernels = inputs["kernels"]
     nodes = inputs["steps"]["Qwen3-30B-A3B"]["operations of experts, a layer"]
     out: dict[str, Any] = {}
     for gpu in GPUS.values():
         seconds, bound = model.decoder(gpu, a, kernels, DECODED, CODED)
         out[gpu.name] = {
-            "layers": {f"{name} {n}": row for name, v in VERSIONS.items() for n in BATCHES
-                       if (row := _layer(gpu, a, kernels, v, n, nodes)) is not None},
+            "layers": {
+                f"{name} {n}": row
+                for name, v in VERSIONS.items()
+                for n in BATCHES
+                if (row := _layer(gpu, a, kernels, v, n, nodes)) is not None
+            },
             "decoder": {"us": seconds * 1e6, "bound by": bound, "GB/s": 2 * DECODED / seconds / 1e9},
-            "steps": {f"{m} {way}": _steps(gpu, a, kernels, inputs["steps"][m], m, *how)
-                      for m in SERVED for way, how in WAYS.items()},
-            "promotions": {str(n): 1 / model.promotion(gpu, a, VERSIONS["w4"].resident_size(LAYER.matrices), n)
-                           for n in SLOTS},
-            "rates": {"host to device GB/s": gpu.link * a.link / 1e9,
-                      "device copy GB/s": gpu.bandwidth * a.stream / 1e9,
-                      "launch us": a.host * 1e6, "launch while registering, p99 us": a.register * PIECE * 1e6},
-        }  # fmt: skip
+            "steps": {
+                f"{m} {way}": _steps(gpu, a, kernels, inputs["steps"][m], m, *how)
+                for m in SERVED
+                for way, how in WAYS.items()
+            },
+            "promotions": {
+                str(n): 1 / model.promotion(gpu, a, VERSIONS["w4"].resident_size(LAYER.matrices), n) for n in SLOTS
+            },
+            "rates": {
+                "host to device GB/s": gpu.link * a.link / 1e9,
+                "device copy GB/s": gpu.bandwidth * a.stream / 1e9,
+                "launch us": a.host * 1e6,
+                "launch while registering, p99 us": a.register * PIECE * 1e6,
+            },
+        }
     return out
 
 
@@ -76,7 +91,8 @@ def _steps(
     counted = dict(counted)
     if fused is not None:
         counted["operations"] = fused * counted["layers"] + 20
-    out, shape = {}, model.shape_of(counted)
+    out = {}
+    shape = model.shape_of(counted)
     for label in SERVED[name]:
         version = VERSIONS[label]
         found = model.step(gpu, a, kernels, counted, version, bits)

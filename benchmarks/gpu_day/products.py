@@ -69,7 +69,8 @@ def _taken(setting: Setting, form: str) -> Measured:
     now = _all_taken(capability, tuple(names if setting.on_gpu else mine))
     nearest = max((c for _, c in table if c <= capability), default=90)
     differ = {n: f"{now[n]}, {table[n, nearest]}" for n in mine if now[n] != table.get((n, nearest))}
-    most, listed = max(now[n].registers for n in mine), max(table[n, nearest].registers for n in mine)
+    most = max(now[n].registers for n in mine)
+    listed = max(table[n, nearest].registers for n in mine)
     spilled = [n for n in mine if now[n].stack]
     more = {"variants": len(mine), "table's Triton": made, "differ": differ, "spill": spilled}
     return Measured(most, "registers", limit=listed, more=more)
@@ -115,7 +116,8 @@ def _layer(matrices: tuple[Matrix, ...], version: Version, experts: int, device:
     """Experts like trained ones: scales of one size, zero points about the middle, biases."""
     if version.plain:
         return gpu.layer_like(matrices, [version], [version.name] * experts, device, 0)
-    made, rng = LayerExperts(ExpertLayer(0, "experts", experts, matrices), [version], device), np.random.default_rng(0)
+    made = LayerExperts(ExpertLayer(0, "experts", experts, matrices), [version], device)
+    rng = np.random.default_rng(0)
     for e in range(experts):
         drawn = [_random(m, version.at(i), rng) for i, m in enumerate(matrices)]
         biases = [rng.integers(0x3D00, 0x3E00, m.rows).astype(np.uint16) if m.bias else None for m in matrices]
@@ -147,9 +149,15 @@ def layer(setting: Setting, version: Version, tokens: int) -> Measured:
     """Microseconds of a layer's forward, routing to weighted sum."""
     sizes = (128, 32, 4, 2) if setting.small else (2048, 768, 128, 8)
     rows, _ = gpu.measure(
-        "Qwen3-30B-A3B", sizes, [version], 3 if setting.small else 20, setting.torch, (tokens,), setting.cache or None,
+        "Qwen3-30B-A3B",
+        sizes,
+        [version],
+        3 if setting.small else 20,
+        setting.torch,
+        (tokens,),
+        setting.cache or None,
         mixed=False,
-    )  # fmt: skip
+    )
     (row,) = rows
     key = f"{version.name} {tokens}"
     more = {k: row[k] for k in ("torch BF16 us", "bytes floor us", "over floor", "MB")}
@@ -161,8 +169,10 @@ def gemlite(setting: Setting) -> Measured:
     """gemlite's product of one token with a matrix of 4 bits in groups of 128, as large as 8 experts' gate and up."""
     from gemlite.helper import A16Wn
 
-    rows, cols = 8 * 2 * 768, 2048
-    make, made = A16Wn(setting.device), list[Any]()
+    rows = 8 * 2 * 768
+    cols = 2048
+    make = A16Wn(setting.device)
+    made = list[Any]()
     for i in range(4 * setting.cache // (rows * cols // 2) + 1):
         torch.manual_seed(i)
         codes = torch.randint(0, 16, (rows, cols), dtype=torch.uint8, device=setting.torch)

@@ -53,7 +53,9 @@ class Stage:
     """A stage's rows that are not measured yet, and the processes that measure them."""
 
     def __init__(self, name: str, names: Sequence[str], setting: Setting, seconds: float, interpreted: bool) -> None:
-        self.name, self.left, self.setting = name, list(names), setting
+        self.name = name
+        self.left = list(names)
+        self.setting = setting
         self.ends = time.monotonic() + seconds
         self.over = f"the stage's {seconds:.0f} s were over" if seconds else "no time was left"
         self.command = [sys.executable, "-X", "faulthandler", "-m", "benchmarks.gpu_day"]
@@ -71,12 +73,20 @@ class Stage:
     def _process(self, on_row: Callable[[dict[str, Any]], None]) -> None:
         asked = json.dumps({**asdict(self.setting), "work": str(self.setting.work)})
         command = [*self.command, "--stage", self.name, "--setting", asked, "--rows", json.dumps(self.left)]
-        begun, before, ended = None, len(self.left), False
+        begun = None
+        before = len(self.left)
+        ended = False
         with tempfile.TemporaryFile("w+") as errors:
             process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT,
-                env=self.environment, start_new_session=True,
-            )  # fmt: skip
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                cwd=ROOT,
+                env=self.environment,
+                start_new_session=True,
+            )
             lines: queue.Queue[str | None] = queue.Queue()
             threading.Thread(target=_read, args=(process, lines), daemon=True).start()
             with contextlib.suppress(queue.Empty):

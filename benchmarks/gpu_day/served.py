@@ -34,7 +34,9 @@ DEEP = SHAPES["deep"]  # 48 layers, small experts
 WIDE = Shape("wide", 1, 128, 8, 2048, 768, 32, 4, 128, 2400, 1)  # one layer of Qwen3-30B-A3B's experts
 POLICY = "hotness:hi=w4,lo=w2,between=no,prior=none,interval=1e9,rate=0,margin=0,slack=0"
 SPARE = 8  # experts that are left at the low version, with room for a KV reserve
-PATIENCE, QUIET = 120.0, 0.3  # seconds for transitions to end, and without any that are taken for the end
+# seconds for transitions to end, and without any that are taken for the end
+PATIENCE = 120.0
+QUIET = 0.3
 
 
 def rows(setting: Setting) -> Rows:
@@ -67,10 +69,12 @@ def bundles(setting: Setting) -> Measured:
 def promotions(setting: Setting, slots: int) -> Measured:
     """Extents a second that come from pinned memory into blocks, with so many fetches under way."""
     bundle = open_bundle(made_bundle(setting, WIDE))
-    store, version = BackingStore(bundle), bundle.manifest.version("w4")
+    store = BackingStore(bundle)
+    version = bundle.manifest.version("w4")
     layer = bundle.layers[0]
     stored = [store.stored("w4", 0, e) for e in range(layer.experts)]
-    size, count = max(s.size for s in stored), 16 if setting.small else 1024
+    size = max(s.size for s in stored)
+    count = 16 if setting.small else 1024
     device = cuda.open_cuda(store, ["w4"], setting.torch, size, 0, slots, lambda: None, None)
     try:
         device.serve()
@@ -104,7 +108,9 @@ def registering(setting: Setting) -> Measured:
     """The 99th percentile of a launch's host time while another thread pins memory in regions of the runtime's size."""
     at = torch.cuda.current_device() if setting.on_gpu else 0
     calls = cuda.Cudart(at)  # type: ignore[attr-defined]  # where stand-ins replace it
-    size, x, times = PIECE >> (6 * setting.small), torch.ones(16, device=setting.torch), list[float]()
+    size = PIECE >> (6 * setting.small)
+    x = torch.ones(16, device=setting.torch)
+    times = list[float]()
     done = threading.Event()
     pinned = 0
 
@@ -177,8 +183,10 @@ def _halves(live: Any) -> list[dict[Any, int]]:
 
 def _settle(live: Any) -> None:
     """Wait until nothing is under way, and nothing has changed for a while: what has no room waits for ever."""
-    ends, counts = time.monotonic() + PATIENCE, live.residency.counts
-    seen, since = None, time.monotonic()
+    ends = time.monotonic() + PATIENCE
+    counts = live.residency.counts
+    seen = None
+    since = time.monotonic()
     while time.monotonic() - since < QUIET:
         if time.monotonic() > ends:
             raise TimeoutError(f"transitions did not end in {PATIENCE:g} s")
@@ -186,7 +194,8 @@ def _settle(live: Any) -> None:
         time.sleep(0.005)
         now = (counts.promotions, counts.demotions, len(live.residency.flying), len(live.residency.ready))
         if now != seen or now[2] or now[3]:
-            seen, since = now, time.monotonic()
+            seen = now
+            since = time.monotonic()
 
 
 def _steps(model: Any, setting: Setting, steps: int, before: Any = lambda: None) -> list[float]:
@@ -217,11 +226,17 @@ def token(setting: Setting, promoting: bool) -> Measured:
                 live.worker.wake()
 
         times = _steps(model, setting, 6 if setting.small else 100, swap)[2:]
-        counts, moved = live.residency.counts, live.device.moved
+        counts = live.residency.counts
+        moved = live.device.moved
         live.transitions.want({})
         _settle(live)
-        more = {"p99 ms": 1e3 * statistics.quantiles(times, n=100)[98], "promotions": counts.promotions,
-                "demotions": counts.demotions, "MB copied": moved / 1e6, "waits": live.waits}  # fmt: skip
+        more = {
+            "p99 ms": 1e3 * statistics.quantiles(times, n=100)[98],
+            "promotions": counts.promotions,
+            "demotions": counts.demotions,
+            "MB copied": moved / 1e6,
+            "waits": live.waits,
+        }
         return Measured(1e3 * statistics.median(times), "ms", more=more)
 
 
@@ -248,7 +263,8 @@ def memory(setting: Setting) -> Measured:
         before = _used(setting)
     with served(setting, 0.5) as model:
         _steps(model, setting, 4)
-        peak, budget = model.moepack.resident_bytes_peak, model.moepack.budget_bytes
+        peak = model.moepack.resident_bytes_peak
+        budget = model.moepack.budget_bytes
         taken = _used(setting) - before if setting.on_gpu else float(peak)
         more = {"tracker MB": peak / 1e6, "budget MB": budget / 1e6}
         if setting.on_gpu:
@@ -260,8 +276,11 @@ def checked(setting: Setting) -> Measured:
     """Extents that are not the bundle's bytes after so many promotions, with passes between them."""
     wanted = 4 if setting.small else 1000
     with served(setting, 0.5) as model:
-        live, bundle = model.moepack.manager, model.moepack.bundle
-        halves, wrong, looked = _halves(live), 0, 0
+        live = model.moepack.manager
+        bundle = model.moepack.bundle
+        halves = _halves(live)
+        wrong = 0
+        looked = 0
         began = time.monotonic()
         while live.residency.counts.promotions < wanted and time.monotonic() - began < PATIENCE:
             halves.reverse()
@@ -295,7 +314,8 @@ def captures() -> Iterator[list[str]]:
             if "CUDA graph" in record.getMessage():
                 said.append(record.getMessage())
 
-    log, keep = logging.getLogger("moepack.runtime"), Keep(logging.INFO)
+    log = logging.getLogger("moepack.runtime")
+    keep = Keep(logging.INFO)
     level = log.level
     log.addHandler(keep)
     log.setLevel(logging.INFO)
@@ -309,7 +329,8 @@ def captures() -> Iterator[list[str]]:
 def _decode(model: Any, cache: Any, setting: Setting, steps: int, graphs: bool = True) -> tuple[Any, list[float]]:
     """The last logits and the seconds of steps after a prompt, in a cache that is emptied first."""
     cache.reset()
-    times, out = list[float](), None
+    times = list[float]()
+    out = None
     with torch.set_grad_enabled(not graphs):  # a pass that may have gradients is not captured
         model(torch.ones(1, 4, dtype=torch.long, device=setting.torch), use_cache=True, **with_cache(model, cache))
         for step in range(steps):

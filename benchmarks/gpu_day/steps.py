@@ -120,11 +120,22 @@ def fake_experts(layer: ExpertLayer, version: Version) -> Any:
     """What the forward reads of a layer whose experts have no bytes, on a GPU that is not there."""
     table = torch.zeros(layer.experts, dtype=torch.int64, device="cuda")
     of: Any = SimpleNamespace(
-        layer=layer, device_table=lambda: table, served=[0], forms={version.name: make_forms(layer.matrices, version)},
-        device=torch.device("cuda", 0), makes_up_for_absent=False, tier=None, places=frozenset({Where.DEVICE}),
-        only=lambda index, here: index, backend="triton", rotation=None, launched=(), in_window=False, in_place=None,
+        layer=layer,
+        device_table=lambda: table,
+        served=[0],
+        forms={version.name: make_forms(layer.matrices, version)},
+        device=torch.device("cuda", 0),
+        makes_up_for_absent=False,
+        tier=None,
+        places=frozenset({Where.DEVICE}),
+        only=lambda index, here: index,
+        backend="triton",
+        rotation=None,
+        launched=(),
+        in_window=False,
+        in_place=None,
         staged=None,
-    )  # fmt: skip
+    )
     of.of = of
     return of
 
@@ -146,7 +157,8 @@ def counted(name: str) -> dict[str, Any]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     model.set_experts_implementation(IMPLEMENTATION)
-    count, of_experts = Operations(), list[int]()
+    count = Operations()
+    of_experts = list[int]()
     inside = gpu.forward
 
     def forward(call: Any) -> Any:
@@ -163,7 +175,8 @@ def counted(name: str) -> dict[str, Any]:
     ):
         _on_fake_gpu(model)
         layers = attach(model, fake_experts(layer, version))
-        cache, token = DynamicCache(config=config), torch.zeros(1, 1, dtype=torch.long, device="cuda")
+        cache = DynamicCache(config=config)
+        token = torch.zeros(1, 1, dtype=torch.long, device="cuda")
         with count, _attention(count):
             for _ in range(2):
                 count.seen.clear()
@@ -172,7 +185,8 @@ def counted(name: str) -> dict[str, Any]:
                 count.waits = 0
                 model(token, past_key_values=cache, use_cache=True)
         counting = Operations()
-        counters, index = Counters([layer.experts], True, torch.device("cpu")), torch.zeros(1, 8, dtype=torch.long)
+        counters = Counters([layer.experts], True, torch.device("cpu"))
+        index = torch.zeros(1, 8, dtype=torch.long)
         counters._on_host = False
         with counting:
             counters.add(0, index, torch.zeros(1, 8))

@@ -88,8 +88,10 @@ def eager(setting: Setting, version: str) -> Measured:
     """Milliseconds of a token, in the median."""
     from transformers import DynamicCache
 
-    model, times = _model(setting, version), list[float]()
-    cache, ids = DynamicCache(config=model.config), torch.ones(1, 1, dtype=torch.long, device=setting.torch)
+    model = _model(setting, version)
+    times = list[float]()
+    cache = DynamicCache(config=model.config)
+    ids = torch.ones(1, 1, dtype=torch.long, device=setting.torch)
     with torch.inference_mode():
         for _ in range(WARM + (3 if setting.small else 40)):
             began = time.perf_counter()
@@ -102,12 +104,14 @@ def eager(setting: Setting, version: str) -> Measured:
 
 def by_graph(setting: Setting, version: str) -> Measured:
     """Milliseconds of a replay of one token's pass, without a cache of keys and values."""
-    model, ids = _model(setting, version), torch.ones(1, 1, dtype=torch.long, device=setting.torch)
+    model = _model(setting, version)
+    ids = torch.ones(1, 1, dtype=torch.long, device=setting.torch)
     with torch.inference_mode():
         for _ in range(WARM):
             model(ids, use_cache=False)
         torch.cuda.synchronize()
-        graph, times = torch.cuda.CUDAGraph(), list[float]()
+        graph = torch.cuda.CUDAGraph()
+        times = list[float]()
         with torch.cuda.graph(graph):
             model(ids, use_cache=False)
         for _ in range(40):
@@ -125,7 +129,8 @@ def launches(setting: Setting, kind: str) -> Measured:
     from transformers import DynamicCache
 
     model = _model(setting, "w4")
-    cache, ids = DynamicCache(config=model.config), torch.ones(1, 1, dtype=torch.long, device=setting.torch)
+    cache = DynamicCache(config=model.config)
+    ids = torch.ones(1, 1, dtype=torch.long, device=setting.torch)
     with torch.inference_mode():
         seen, more = calls_of(lambda: model(ids, past_key_values=cache, use_cache=True), kind, setting)
     counted = predictions.kept()["inputs"]["steps"]["Qwen3-30B-A3B"]

@@ -28,7 +28,8 @@ def main() -> None:
     for line in found.wrong[:50]:
         print(line)
     targets = [Target("cases that neither opened nor were refused", len(found.wrong), 0, "lower")]
-    columns, formats = ["cases", "opened", "refused", "wrong"], found.rows("format", found.by_subject)
+    columns = ["cases", "opened", "refused", "wrong"]
+    formats = found.rows("format", found.by_subject)
     show("Hostile bundles and checkpoints, by format", ["format", *columns], formats)
     rows = found.rows("changed", found.by_kind)
     finish("By what is changed", ["changed", *columns], rows, targets, options.json, {"formats": formats})

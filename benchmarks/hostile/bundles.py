@@ -74,7 +74,8 @@ class BundleCase(Case):
 
     def sign(self, name: str) -> None:
         """Let the manifest say of a file what is true."""
-        data, entry = self.files[name], self.manifest["files"].get(name)
+        data = self.files[name]
+        entry = self.manifest["files"].get(name)
         if data is None or not isinstance(entry, dict):
             return
         if "sha256" in entry:
@@ -210,7 +211,8 @@ def extents(case: BundleCase) -> None:
     data = case.files[name]
     assert data is not None
     (length,) = struct.unpack("<Q", data[:8])
-    head, body = json.loads(data[8 : 8 + length]), bytearray(data[8 + length :])
+    head = json.loads(data[8 : 8 + length])
+    body = bytearray(data[8 + length :])
     tensors = sorted(n for n in head if n != "__metadata__")
     number = case.chance.randrange(len(tensors))
     begin, end = head[tensors[number]]["data_offsets"]
@@ -247,10 +249,15 @@ def links(case: BundleCase) -> None:
         case.others[name] = case.chance.choice(
             (
                 lambda p: p.symlink_to(case.outside),
-                lambda p: p.symlink_to(p.name), lambda p: p.symlink_to("nowhere"), lambda p: p.symlink_to("/dev/zero"),
-                lambda p: p.symlink_to("."), lambda p: p.mkdir(), lambda p: os.mkfifo(p), lambda p: None,
+                lambda p: p.symlink_to(p.name),
+                lambda p: p.symlink_to("nowhere"),
+                lambda p: p.symlink_to("/dev/zero"),
+                lambda p: p.symlink_to("."),
+                lambda p: p.mkdir(),
+                lambda p: os.mkfifo(p),
+                lambda p: None,
             )
-        )  # fmt: skip
+        )
         entry = case.manifest["files"].get(name)
         if isinstance(entry, dict) and case.chance.random() < 0.5:
             entry["size"] = case.chance.choice((0, 12))

@@ -22,9 +22,14 @@ from moepack.pack.errors import MoepackError
 
 from .edits import Case, Subject, change, damaged
 
-CONFIG, TENSORS = "config.json", "model.safetensors"
+CONFIG = "config.json"
+TENSORS = "model.safetensors"
 Shapes = Callable[[int, int], dict[str, tuple[torch.dtype, tuple[int, ...]]]]  # of a weight's tensors, by suffix
-_I32, _F16, _F32, _U8, _E4M3 = torch.int32, torch.float16, torch.float32, torch.uint8, torch.float8_e4m3fn
+_I32 = torch.int32
+_F16 = torch.float16
+_F32 = torch.float32
+_U8 = torch.uint8
+_E4M3 = torch.float8_e4m3fn
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 _GROUPS = {"a": {"targets": ["Linear"], "weights": _INT4, "format": "pack-quantized"}}
 # Format -> what config.json says, and the tensors of a weight of (rows, columns).

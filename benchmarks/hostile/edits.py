@@ -13,9 +13,20 @@ from typing import Any
 
 NUMBERS = (0, -1, 1, 2, 3, 255, 4095, 4096, 1 << 20, 1 << 31, (1 << 32) - 1, 1 << 47, 1 << 63, (1 << 64) - 1, 10**400)
 TEXTS = (
-    "", "..", "../../outside/file", "/etc/passwd", "a/../b", "\0", "w9", "\ud800", "A" * 70_000, "CON", "%s", "{}",
+    "",
+    "..",
+    "../../outside/file",
+    "/etc/passwd",
+    "a/../b",
+    "\0",
+    "w9",
+    "\ud800",
+    "A" * 70_000,
+    "CON",
+    "%s",
+    "{}",
     "config.json",
-)  # fmt: skip
+)
 VALUES: tuple[Any, ...] = (*NUMBERS, *TEXTS, None, True, False, 0.5, 1e308, [], {}, [[]], {"": ""})
 
 
@@ -31,7 +42,8 @@ class Case:
     def __init__(self, base: dict[str, bytes], chance: random.Random, outside: Path) -> None:
         self.files: dict[str, bytes | None] = dict(base)
         self.others: dict[str, Callable[[Path], object]] = {}
-        self.chance, self.outside = chance, outside
+        self.chance = chance
+        self.outside = outside
 
     def write(self, root: Path) -> None:
         """Make the directory of it, whatever stands there."""
@@ -103,7 +115,8 @@ def damaged(data: bytes, chance: random.Random) -> bytes:
     """Bits turned, bytes cut out, doubled or put in."""
     out = bytearray(data)
     for _ in range(chance.choice((1, 1, 2, 8))):
-        at, size = chance.randrange(len(out) + 1), chance.choice((1, 2, 8, 64, 4096))
+        at = chance.randrange(len(out) + 1)
+        size = chance.choice((1, 2, 8, 64, 4096))
         kind = chance.randrange(5)
         if kind == 0 and at < len(out):
             out[at] ^= 1 << chance.randrange(8)

@@ -19,7 +19,9 @@ from typing import Any
 
 from .edits import Subject
 
-BATCH, PATIENCE, MEMORY = 500, 10, 2 << 30
+BATCH = 500
+PATIENCE = 10
+MEMORY = 2 << 30
 
 
 class Hang(BaseException):
@@ -42,8 +44,10 @@ def run(subjects: Sequence[Subject], first: int, count: int, place: Path, result
     ]
     out = place / "out"
     for number in range(first, first + count):
-        chance, which = random.Random(number), number % len(subjects)
-        subject, case = subjects[which], place / f"case-{subjects[which].name}"
+        chance = random.Random(number)
+        which = number % len(subjects)
+        subject = subjects[which]
+        case = place / f"case-{subjects[which].name}"
         made = subject.case(bases[which], chance, place / "outside" / "file")
         kind = chance.choices([*subject.kinds], [*subject.kinds.values()])[0]
         results.send(("begin", number, kind.__name__))
@@ -117,7 +121,8 @@ def hostile(subjects: Sequence[Subject], cases: int, first: int = 0) -> Found:
             shutil.rmtree(work / "out", ignore_errors=True)
         (work / "outside").mkdir()
         (work / "outside" / "file").write_bytes(b"not yours\n  ")
-        before, number = outside(work), first
+        before = outside(work)
+        number = first
         while number < first + cases:
             number = _batch(subjects, number, min(first + cases, number + BATCH), work, found)
             if outside(work) != before:

@@ -71,13 +71,15 @@ def measure(
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(tokens, hidden, generator=generator).bfloat16()
     gates = torch.full(index.shape, 1 / top_k)
-    pools, variants = dict[str, Pool](), dict[str, Pool]()
+    pools = dict[str, Pool]()
+    variants = dict[str, Pool]()
     every = (*VERSIONS, *RELEASED, *(v for v in MIXED if v.name in versions))
     for v in [v for v in every if not versions or v.name in ("bf16", *versions)]:
         least = len(used) * 2 if tokens < 64 else len(used)
         size = v.resident_size(matrices)
         pools[v.name] = Pool(matrices, v, max(least, min(caches // size, 40 * least)), pages)
-    module, work = Module(), {}
+    module = Module()
+    work = {}
     clock = _clock()
 
     def layer_of(versions: list[str], change: str = "") -> Callable[[int], object]:
@@ -154,7 +156,8 @@ def measure(
             rows[-1] |= {"over plain": seconds[other] / seconds[name], "MB": size * len(used) / 1e6}
             continue
         if (peer := BESIDE.get(name)) in pools:
-            own, others = seconds[name] / pool.size, seconds[peer] / pools[peer].size
+            own = seconds[name] / pool.size
+            others = seconds[peer] / pools[peer].size
             rows[-1]["a byte's time over"] = own / others
         if tokens >= 64 and not pool.version.plain and "torch" in seconds:
             theirs = seconds["torch"] + len(used) * dequantised(matrices, pool)
@@ -172,7 +175,8 @@ def dequantised(matrices: tuple[Matrix, ...], pool: Pool) -> float:
     from moepack.runtime.kernels.reference import dequantise, sections_of
 
     clock = _clock()
-    times, sections = [], sections_of(matrices, pool.version)
+    times = []
+    sections = sections_of(matrices, pool.version)
     for which in range(3):
         began = clock()
         for i, m in enumerate(matrices):
@@ -242,7 +246,8 @@ def end_to_end(checkpoint: Path, runs: int, versions: Sequence[str]) -> tuple[li
         }
         for name, t in times.items()
     }
-    rows, targets = [], []
+    rows = []
+    targets = []
     best = {what: max(r[what] for n, r in rates.items() if n.startswith("transf")) for what in ("decode", "prefill")}
     for name, rate in rates.items():
         rows.append(
@@ -315,7 +320,8 @@ def main() -> None:
 
         for shape in args.shape or ["Qwen3-30B-A3B"]:
             on_gpu, wanted = gpu.measure(shape, SHAPES[shape], VERSIONS, 5 if args.quick else 30, torch.device("cuda"))
-            rows, targets = rows + on_gpu, targets + wanted
+            rows = rows + on_gpu
+            targets = targets + wanted
     elif args.quick:
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
         from . import gpu
@@ -325,9 +331,23 @@ def main() -> None:
     if not args.version:
         more, held = end_to_end(args.checkpoint, 2 if args.quick else 7, ("bf16", "w4", "w2", "w1"))
         targets += held
-    columns = ["shape", "version", "tokens", "MB", "ours us", "torch BF16 us", "bytes floor us", "speed-up",
-               "over floor", "a byte's time over", "over plain", "over uniform", "over dequantise", "decode tokens/s",
-               "prefill tokens/s"]  # fmt: skip
+    columns = [
+        "shape",
+        "version",
+        "tokens",
+        "MB",
+        "ours us",
+        "torch BF16 us",
+        "bytes floor us",
+        "speed-up",
+        "over floor",
+        "a byte's time over",
+        "over plain",
+        "over uniform",
+        "over dequantise",
+        "decode tokens/s",
+        "prefill tokens/s",
+    ]
     pool = f"{args.threads} threads ({'torch' if openmp else 'own'} pool)"
     title = f"experts' forward, {LEVELS[level]}, {pool}, {args.pages} pages"
     finish(title, columns, rows + more, targets, args.json)

@@ -34,7 +34,11 @@ from moepack.runtime.step.context import NO_PROMPT, Step, opened
 from moepack.server.batching.packed_cache import PackedKvCache, RowInput
 from moepack.server.batching.row_table import RowTable
 
-LAYERS, EXPERTS, TOP_K, HIDDEN, INNER = 48, 128, 8, 2048, 768
+LAYERS = 48
+EXPERTS = 128
+TOP_K = 8
+HIDDEN = 2048
+INNER = 768
 MATRICES = (Matrix("gate_up", 2 * INNER, HIDDEN), Matrix("down", HIDDEN, INNER))
 VERSIONS = tuple(Version.of(name, 64) for name in ("w4", "w2"))
 SEQUENCES = 16  # of the server
@@ -72,7 +76,9 @@ class _CacheLayer:
     is_initialized = True
 
     def __init__(self) -> None:
-        self.keys, self.values, self.cumulative_length = torch.zeros(8), torch.zeros(8), torch.tensor(0)
+        self.keys = torch.zeros(8)
+        self.values = torch.zeros(8)
+        self.cumulative_length = torch.tensor(0)
 
 
 def _pass(input_ids: torch.Tensor, **_: Any) -> dict[str, Any]:
@@ -86,7 +92,9 @@ def _rows() -> PackedKvCache:
     for row in (made.add(1) for _ in range(SEQUENCES)):
         row.length = 1
         for held in row.layers:
-            held.keys, held.values, held.end = torch.zeros(1, 1, 4096, 1), torch.zeros(1, 1, 4096, 1), 1
+            held.keys = torch.zeros(1, 1, 4096, 1)
+            held.values = torch.zeros(1, 1, 4096, 1)
+            held.end = 1
     return made
 
 
@@ -94,16 +102,22 @@ class Serving:
     """What a decode step passes through, from the wrapped forward to the counters' way to the policy."""
 
     def __init__(self, several: bool) -> None:
-        device, self.modules = torch.device("cpu"), [module_like() for _ in range(LAYERS)]
+        device = torch.device("cpu")
+        self.modules = [module_like() for _ in range(LAYERS)]
         self.room = [torch.zeros(v.resident_size(MATRICES) + 64, dtype=torch.uint8) for v in VERSIONS]
         self.room = [t[-t.data_ptr() % 64 :] for t in self.room]
         self.layers = [
             LayerExperts(ExpertLayer(i, "experts", EXPERTS, MATRICES), VERSIONS, device) for i in range(LAYERS)
         ]
-        self.epoch, self.key, self.cache = 0, object(), _rows() if several else _Cache()
+        self.epoch = 0
+        self.key = object()
+        self.cache = _rows() if several else _Cache()
         for position, (layer, module) in enumerate(zip(self.layers, self.modules, strict=True)):
-            layer.of.backend, layer.of.native, layer.of.launched = "triton", None, (0, 1)
-            layer.model, layer.position = self.key, position
+            layer.of.backend = "triton"
+            layer.of.native = None
+            layer.of.launched = (0, 1)
+            layer.model = self.key
+            layer.position = position
             module._moepack = layer
             for e in range(EXPERTS):
                 layer.publish(e, layer.of.over(VERSIONS[e % 2], self.room[e % 2]))
@@ -117,7 +131,8 @@ class Serving:
 
     def promote(self) -> None:
         """Give one expert its other version."""
-        layer, expert = self.layers[self.epoch % LAYERS], self.epoch % EXPERTS
+        layer = self.layers[self.epoch % LAYERS]
+        expert = self.epoch % EXPERTS
         old = layer.current.handles[expert].version
         number = int(old is not None and old.name == VERSIONS[0].name)
         layer.publish(expert, layer.of.over(VERSIONS[number], self.room[number]))
@@ -127,7 +142,8 @@ class Serving:
         """Run one step, by a graph or layer by layer."""
         table = self.tables.take(self.epoch, tuple(layer.current for layer in self.layers))
         counters = self.statistics.counters(NO_PROMPT, None)
-        step, rows = Step(self.key, table.snapshots, counters, table=table), self.cache
+        step = Step(self.key, table.snapshots, counters, table=table)
+        rows = self.cache
         with contextlib.ExitStack() as stack:
             if isinstance(rows, PackedKvCache):
                 stack.enter_context(rows.passing([RowInput(row, 1) for row in rows.rows]))

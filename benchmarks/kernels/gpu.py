@@ -139,11 +139,14 @@ def measure(
     half = len(room) // 2
     rate = len(room) / seconds(lambda: room[:half].copy_(room[half:]), runs)
     weights = [torch.randn(experts, m.rows, m.cols, device=device).mul_(0.02).bfloat16() for m in matrices]
-    module, size = module_like(), {v.name: v.resident_size(matrices) for v in versions}
+    module = module_like()
+    size = {v.name: v.resident_size(matrices) for v in versions}
     mixes = {v.name: [v.name] * experts for v in versions}
     if mixed:
         mixes["mixed"] = [versions[e % len(versions)].name for e in range(experts)]
-    theirs, rows, targets = {}, [], []
+    theirs = {}
+    rows = []
+    targets = []
     inputs = {}
     with torch.inference_mode():
         for n in all_tokens:
@@ -161,11 +164,19 @@ def measure(
                 ours = seconds(replayed(partial(_all, served, calls)), runs) / len(calls)
                 used = [{int(e) for e in i.reshape(-1)} for i in chosen]
                 floor = sum(size[of_expert[e]] for some in used for e in some) / len(used) / rate
-                rows.append({"shape": f"{shape}, {device.type}", "version": name, "tokens": tokens,
-                             "ours us": ours * 1e6, "torch BF16 us": theirs[tokens] * 1e6,
-                             "bytes floor us": floor * 1e6, "speed-up": theirs[tokens] / ours,
-                             "over floor": ours / floor,
-                             "MB": count * sum(size[n] for n in of_expert) / 1e6})  # fmt: skip
+                rows.append(
+                    {
+                        "shape": f"{shape}, {device.type}",
+                        "version": name,
+                        "tokens": tokens,
+                        "ours us": ours * 1e6,
+                        "torch BF16 us": theirs[tokens] * 1e6,
+                        "bytes floor us": floor * 1e6,
+                        "speed-up": theirs[tokens] / ours,
+                        "over floor": ours / floor,
+                        "MB": count * sum(size[n] for n in of_expert) / 1e6,
+                    }
+                )
                 if on_gpu and tokens == 1 and name in ("w4", "w3", "w2", "w1"):
                     label = f"{shape}, GPU, {name}, 1 token: bytes over time, of the copy rate"
                     targets.append(Target(label, floor / ours, 0.6, "higher"))

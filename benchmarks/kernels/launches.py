@@ -22,8 +22,15 @@ from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.kernels.routing_triton import Routing, Tally, route, second_words
 
 Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]  # kernel, arguments, named arguments
-HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8  # Qwen3-30B-A3B's layers
-HEADS, KEYS, SIZE = 32, 4, 128  # its attention
+# Qwen3-30B-A3B's layers
+HIDDEN = 2048
+INNER = 768
+EXPERTS = 128
+TOP_K = 8
+# its attention
+HEADS = 32
+KEYS = 4
+SIZE = 128
 ROUTERS = {  # Qwen3's, DeepSeek-V3's, and the largest
     "softmax": Routing(TOP_K, normed=True),
     "sigmoid": Routing(TOP_K, "sigmoid", True, 2.5, True, 8, 4, "two"),
@@ -63,9 +70,14 @@ def experts(name: str, group: int, dtype: torch.dtype, tokens: int, bias: bool) 
         index, gates = (torch.zeros(tokens, TOP_K, dtype=d, device="cuda") for d in (torch.int64, dtype))
         table = torch.zeros(EXPERTS, dtype=torch.int64, device="cuda")
         layer: Any = SimpleNamespace(
-            layer=ExpertLayer(0, "experts", EXPERTS, matrices), device_table=lambda: table, served=[0], rotation=None,
-            in_place=None, staged=None, forms={name: make_forms(matrices, version_of(name, group))},
-        )  # fmt: skip
+            layer=ExpertLayer(0, "experts", EXPERTS, matrices),
+            device_table=lambda: table,
+            served=[0],
+            rotation=None,
+            in_place=None,
+            staged=None,
+            forms={name: make_forms(matrices, version_of(name, group))},
+        )
         layer.of = layer
         gpu.forward(LayerCall(module, layer, torch.zeros(tokens, HIDDEN, dtype=dtype, device="cuda"), index, gates))
     return kept
@@ -78,7 +90,8 @@ def products(made: list[Launch]) -> list[Launch]:
 
 def dense(name: str, group: int, tokens: int) -> list[Launch]:
     """Of one matrix beside the experts."""
-    matrix, version = Matrix("weight", HIDDEN, HIDDEN), Version.of(name, group)
+    matrix = Matrix("weight", HIDDEN, HIDDEN)
+    version = Version.of(name, group)
     with FakeTensorMode(), launched() as kept, patch.object(torch.Tensor, "data_ptr", lambda self: 0):
         x = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")
         extent = torch.zeros(version.resident_size((matrix,)), dtype=torch.uint8, device="cuda")
@@ -107,13 +120,19 @@ def decoders() -> dict[str, Launch]:
     out: dict[str, Launch] = {}
     with FakeTensorMode(), launched() as kept:
         zeros = partial(torch.zeros, device="cuda")
-        expert, coded = zeros(TOP_K, dtype=torch.int32), zeros(EXPERTS, dtype=torch.int64)
+        expert = zeros(TOP_K, dtype=torch.int32)
+        coded = zeros(EXPERTS, dtype=torch.int64)
         for what, biases, given in (("", False, expert), (" with biases", True, expert), (" of a prompt", False, None)):
             layer = exponent_triton.CodedLayer(
-                zeros(EXPERTS, 2, exponent_triton.PLACES, dtype=torch.int64), zeros(EXPERTS, 2, 256).to(torch.uint16),
-                coded, zeros(EXPERTS, 1024, dtype=torch.int32), zeros(EXPERTS, 4096, dtype=torch.uint8), expert,
-                (2 * INNER * HIDDEN // 8192, 1024), biases,
-            )  # fmt: skip
+                zeros(EXPERTS, 2, exponent_triton.PLACES, dtype=torch.int64),
+                zeros(EXPERTS, 2, 256).to(torch.uint16),
+                coded,
+                zeros(EXPERTS, 1024, dtype=torch.int32),
+                zeros(EXPERTS, 4096, dtype=torch.uint8),
+                expert,
+                (2 * INNER * HIDDEN // 8192, 1024),
+                biases,
+            )
             exponent_triton.decode_chosen(
                 layer, given, expert if given is not None else expert.new_zeros(EXPERTS), coded
             )
@@ -129,17 +148,20 @@ def beside(dtype: torch.dtype) -> Iterator[tuple[str, list[Launch]]]:
     zeros = partial(torch.zeros, dtype=dtype, device="cuda")
 
     def routing(form: Routing, tokens: int, count: int) -> None:
-        table, bias = zeros(count, dtype=torch.int64), zeros(count, dtype=torch.float32) if form.biased else None
+        table = zeros(count, dtype=torch.int64)
+        bias = zeros(count, dtype=torch.float32) if form.biased else None
         tally = Tally(torch.zeros_like(table), zeros(count, dtype=torch.float64), zeros(tokens, dtype=torch.int64))
         route(form, table, affine_triton.DECODE.tokens, zeros(tokens, count), bias, tally=tally)
 
     def choice(count: int, scores: torch.dtype, tied: bool) -> None:
-        table, most = zeros(count, dtype=torch.int64), zeros(count + 1, dtype=torch.int32)
+        table = zeros(count, dtype=torch.int64)
+        most = zeros(count + 1, dtype=torch.int32)
         ranked = zeros(count, dtype=scores), torch.zeros_like(table) if tied else None
         second_words(table, torch.zeros_like(table), torch.zeros_like(table), ranked, most)
 
     def attention(size: int, masked: bool) -> None:
-        cache, length = zeros(1, KEYS, 4096, size), zeros(1, dtype=torch.int64)
+        cache = zeros(1, KEYS, 4096, size)
+        length = zeros(1, dtype=torch.int64)
         mask = zeros(1, 1, 1, 4096) if masked else None
         query = zeros(1, HEADS, 1, size)
         if attend_triton.takes(query, cache, cache, mask):
@@ -149,16 +171,19 @@ def beside(dtype: torch.dtype) -> Iterator[tuple[str, list[Launch]]]:
         return zeros(attend_triton.FIELDS, attend_triton.SEQUENCES.value, dtype=torch.int64)
 
     def of_rows(size: int, sinks: bool) -> None:
-        key, query = zeros(1, KEYS, 4, size), zeros(1, HEADS, 4, size)
+        key = zeros(1, KEYS, 4, size)
+        query = zeros(1, HEADS, 4, size)
         if attend_triton.takes_rows(query, key, key):
             own = zeros(HEADS) if sinks else None
             attend_triton.attend_rows(query, KEYS, rows(), size**-0.5, 128 if sinks else None, own)
         attend_triton.append(key, torch.empty_like(key), rows())
 
     def heads(normed: bool, placed: str) -> None:
-        keys, place = zeros(1, KEYS, 4096, SIZE), zeros(1, dtype=torch.int64)
+        keys = zeros(1, KEYS, 4096, SIZE)
+        place = zeros(1, dtype=torch.int64)
         own = step_triton.HeadNorm(zeros(SIZE), "rounded", 1e-6) if normed else None
-        x, angles = zeros(1, (HEADS + 2 * KEYS) * SIZE), zeros(1, SIZE)
+        x = zeros(1, (HEADS + 2 * KEYS) * SIZE)
+        angles = zeros(1, SIZE)
         static = (keys, torch.empty_like(keys), place) if placed else None
         step_triton.rotate(x, angles, angles, (HEADS, KEYS), (own, own), place=rows() if "rows" in placed else static)
 
@@ -168,7 +193,8 @@ def beside(dtype: torch.dtype) -> Iterator[tuple[str, list[Launch]]]:
     def total() -> None:
         switch_triton.summed(zeros(TOP_K, HIDDEN), zeros(1, TOP_K), zeros(TOP_K, dtype=torch.int32), dtype)
 
-    sizes, choices = ((1, 128), (1, 512), (4, 128), (16, 512)), (False, True)
+    sizes = ((1, 128), (1, 512), (4, 128), (16, 512))
+    choices = (False, True)
     ways: dict[str, Callable[[], None]] = {"of experts": total}
     ways |= {f"{n} {t}x{c}": partial(routing, form, t, c) for n, form in ROUTERS.items() for t, c in sizes}
     by = {"gates": (torch.float64, False), "tokens": (torch.int64, False), "heavy hitters": (torch.int64, True)}

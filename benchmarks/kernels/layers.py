@@ -53,7 +53,8 @@ class Pool:
     """Many experts of one version: copies of one, each in its own memory."""
 
     def __init__(self, matrices: tuple[Matrix, ...], version: Version, count: int, pages: str) -> None:
-        self.version, self.size = version, version.resident_size(matrices)
+        self.version = version
+        self.size = version.resident_size(matrices)
         self.memory = paged(count, -(-self.size // 64) * 64, pages)
         rng = np.random.default_rng(0)
         one = np.zeros(self.memory.shape[1], np.uint8)

@@ -36,11 +36,20 @@ from .shapes import SHAPES, Shape, read_rows
 
 SIDES = ("moepack:hotness:lo=stored:dense=w4", "moepack:lru:lo=absent:dense=w4", "llama:Q4_K_M:read-ahead=128")
 QUICK = ("moepack:hotness:lo=stored:dense=w4", "moepack:static:w2:dense=w4", "kt-kernel")
-PROMPT, DECODE = 512, 128
+PROMPT = 512
+DECODE = 128
 COLUMNS = (
-    "side", "cage GB", "first token s", "prefill tokens/s", "decode tokens/s", "p99 ms", "MB/token read", "served w4",
-    "process GB", "result",
-)  # fmt: skip
+    "side",
+    "cage GB",
+    "first token s",
+    "prefill tokens/s",
+    "decode tokens/s",
+    "p99 ms",
+    "MB/token read",
+    "served w4",
+    "process GB",
+    "result",
+)
 
 
 def size(text: str) -> int:
@@ -70,8 +79,14 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, dest="json", help="the same as --json")
     args = parser.parse_args()
     if args.quick:
-        args.shape, args.sides, args.gguf, args.again = "tiny", QUICK, [], True
-        args.cage, args.seconds, args.prompt, args.decode = [2 * 10**9], 50, 64, 8
+        args.shape = "tiny"
+        args.sides = QUICK
+        args.gguf = []
+        args.again = True
+        args.cage = [2 * 10**9]
+        args.seconds = 50
+        args.prompt = 64
+        args.decode = 8
     return args
 
 
@@ -93,7 +108,8 @@ def main() -> None:
 
 def measured(shape: Shape, args: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows that were asked for, in their order."""
-    path, out = home(shape) / "rows.json", []
+    path = home(shape) / "rows.json"
+    out = []
     if args.kept:
         return sorted(read_rows(path), key=lambda row: float(row["cage GB"]))
     for cage in args.cage:

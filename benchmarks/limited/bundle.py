@@ -45,7 +45,9 @@ from .weights import ADDED, Weights, chosen
 
 DENSE_VERSIONS = (Version.of("w8", 128), Version.of("w4", 128))
 METHOD = "rtn"
-WINDOW, WINDOWS = 512, 8  # of the text that tables are made on: tokens of a window, windows of a topic
+# of the text that tables are made on: tokens of a window, windows of a topic
+WINDOW = 512
+WINDOWS = 8
 # Relative losses of an expert in the tables: those of a trained model (tiny-qwen3-moe by GPTQ, `benchmarks.quality`),
 # because policies weigh them, and random weights lose an order of magnitude more.
 LOSSES = {"bf16": 0.0, "mxfp4": 0.0, "w4": 0.0020, "w2": 0.0325}
@@ -64,7 +66,8 @@ class Maker:
     """Quantises what a generated model has, each distinct part once."""
 
     def __init__(self, shape: Shape) -> None:
-        self.shape, self.weights = shape, Weights(shape)
+        self.shape = shape
+        self.weights = Weights(shape)
         self.versions = tuple(Version.of(name, group) for name, group in shape.groups)
         self.expert = lru_cache(maxsize=shape.distinct * shape.kinds)(self._expert)
         self.matrix = lru_cache(maxsize=4 * shape.distinct + 1)(self._matrix)
@@ -93,10 +96,12 @@ class Maker:
         whole = self._tensor(f"{name}.weight")
         described = Matrix("weight", *whole.shape)
         outs = [np.zeros(v.resident_size((described,)), np.uint8) for v in DENSE_VERSIONS]
-        errors, power = [0.0] * len(outs), 0.0
+        errors = [0.0] * len(outs)
+        power = 0.0
         for rows in row_shards(*whole.shape):
             weight = whole[rows.start : rows.stop].float()
-            part, power = Matrix("weight", *weight.shape), power + float(weight.square().sum())
+            part = Matrix("weight", *weight.shape)
+            power = power + float(weight.square().sum())
             made = quantise_all(METHOD, weight[None], None, DENSE_VERSIONS)
             for i, (version, out) in enumerate(zip(DENSE_VERSIONS, outs, strict=True)):
                 put_rows(described, version, rows, version.encode((part,), [made[version].matrix(0)])[0], out)
@@ -128,7 +133,9 @@ def _experts(shape: Shape, layer: int) -> ExpertLayer:
 
 
 def _dense(shape: Shape) -> tuple[DenseMatrix, ...]:
-    q, kv, hidden = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
+    q = shape.heads * shape.head_dim
+    kv = shape.kv_heads * shape.head_dim
+    hidden = shape.hidden
     sizes = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
     out = [
         DenseMatrix(i, f"model.layers.{i}.self_attn.{name}", Matrix("weight", *size))
@@ -140,7 +147,8 @@ def _dense(shape: Shape) -> tuple[DenseMatrix, ...]:
 
 def write_bundle(shape: Shape, target: Path) -> None:
     """Write the bundle, which appears at `target` when it is whole. What a killed writer left is removed first."""
-    maker, dense = Maker(shape), _dense(shape)
+    maker = Maker(shape)
+    dense = _dense(shape)
     layers = tuple(_experts(shape, i) for i in range(shape.layers))
     with BundleWriter(target) as writer:
         aside = writer.root / ".aside"  # for files that move in
@@ -165,17 +173,23 @@ def write_bundle(shape: Shape, target: Path) -> None:
         for name, words in tokenizer(shape).items():
             writer.path(name).write_text(words)
             writer.add(name)
-        model = {"architecture": "Qwen3MoeForCausalLM", "decoder_layers": shape.layers, "expert_dtype": shape.released,
-                 "model_type": "qwen3_moe"}  # fmt: skip
+        model = {
+            "architecture": "Qwen3MoeForCausalLM",
+            "decoder_layers": shape.layers,
+            "expert_dtype": shape.released,
+            "model_type": "qwen3_moe",
+        }
         calibration = {"samples": TOPICS * WINDOWS, "length": WINDOW, "sources": ["generated"]}
-        provenance = {"checkpoint": {"name": shape.name}, "calibration": calibration, "method": METHOD,
-                      "tools": {"python": platform.python_version()}}  # fmt: skip
+        provenance = {
+            "checkpoint": {"name": shape.name},
+            "calibration": calibration,
+            "method": METHOD,
+            "tools": {"python": platform.python_version()},
+        }
         shutil.rmtree(aside)
         writer.finish(
-            Manifest(
-                model, layers, maker.versions, {}, {}, provenance, dense=dense, dense_versions=DENSE_VERSIONS
-            )
-        )  # fmt: skip
+            Manifest(model, layers, maker.versions, {}, {}, provenance, dense=dense, dense_versions=DENSE_VERSIONS)
+        )
 
 
 def tokenizer(shape: Shape) -> dict[str, str]:
@@ -206,7 +220,9 @@ def _layer(
 
 
 def _tables(maker: Maker, dense: Sequence[DenseMatrix], path: Path, aside: Path) -> None:
-    shape, number, pairs = maker.shape, methods.numbered().index(METHOD), {}
+    shape = maker.shape
+    number = methods.numbered().index(METHOD)
+    pairs = {}
     ids = [text(topic, WINDOW, SEED + i) for i in range(WINDOWS) for topic in range(TOPICS)]
     about = metadata([v.name for v in maker.versions], methods.numbered())
     embedded = maker.weights.embedding(np.array(ids).reshape(-1))

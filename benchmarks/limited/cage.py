@@ -120,7 +120,8 @@ def read_ahead(path: Path, kilobytes: int | None) -> Iterator[int | None]:
     Yields what holds inside, None where the system does not say. Linux' own value is 128; with the 8,192 of some
     virtual machines a program that maps a model reads several times what it needs.
     """
-    setting, before = _queue(path) / "read_ahead_kb", None
+    setting = _queue(path) / "read_ahead_kb"
+    before = None
     with suppress(OSError):
         before = int(setting.read_text())
         if kilobytes is not None:

@@ -88,10 +88,12 @@ def once(bundle: str, out: str, target: str, bits: str) -> None:
 
     wanted = Wanted(bits, shard="500MB")
     export(bundle, out, target, wanted, dry_run=True)
-    before, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    began = time.perf_counter()
     with sampled() as own:
         export(bundle, out, target, wanted)
-    seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
+    seconds = time.perf_counter() - began
+    after = resource.getrusage(resource.RUSAGE_SELF)
     busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     peaks = {"own GB": max(own) / 1e9, "peak GB": after.ru_maxrss * 1024 / 1e9}
     print(json.dumps({"s": seconds, "processor s": busy, **peaks}))
@@ -100,7 +102,8 @@ def once(bundle: str, out: str, target: str, bits: str) -> None:
 @contextmanager
 def sampled() -> Iterator[list[int]]:
     """Bytes of this process that are in memory and belong to no file, fifty times a second."""
-    found, over = [anonymous(os.getpid())], threading.Event()
+    found = [anonymous(os.getpid())]
+    over = threading.Event()
 
     def sample() -> None:
         while not over.wait(0.02):

@@ -28,8 +28,12 @@ from .weights import Weights, chosen
 
 CACHES = (0.125, 0.25, 0.5)  # shares of a layer's experts that a cache of the last used holds
 BUSIEST = 0.1
-PROMPTS, PROMPT = 64, 512  # lines of a file of prompts, and words of one
-TOKENS, WARM = 640, 64  # of a text whose skew is measured, and of those the first, which fill caches
+# lines of a file of prompts, and words of one
+PROMPTS = 64
+PROMPT = 512
+# of a text whose skew is measured, and of those the first, which fill caches
+TOKENS = 640
+WARM = 64
 
 
 def home(shape: Shape) -> Path:
@@ -109,7 +113,8 @@ def skew(shape: Shape) -> dict[str, Any]:
 
     Of embeddings alone: layers add little to them.
     """
-    weights, texts = Weights(shape), [text(topic, TOKENS, SESSION) for topic in range(len(NAMES))]
+    weights = Weights(shape)
+    texts = [text(topic, TOKENS, SESSION) for topic in range(len(NAMES))]
     embedded = [weights.embedding(np.array(ids)) for ids in texts]
     layers = range(0, shape.layers, max(1, shape.layers // 8))
     routed = [[chosen(weights, layer, e)[0] for e in embedded] for layer in layers]

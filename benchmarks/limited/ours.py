@@ -34,11 +34,17 @@ class Moepack(Side):
         policy, *others = order.options
         more: dict[str, Any] = dict(option.split("=", 1) for option in others)
         self._model = moepack.load(
-            order.path, policy=policy, memory=order.memory, kv_tokens=order.length, prefill_tokens=order.prompt,
-            all_logits=False, **more,
-        )  # fmt: skip
+            order.path,
+            policy=policy,
+            memory=order.memory,
+            kv_tokens=order.length,
+            prefill_tokens=order.prompt,
+            all_logits=False,
+            **more,
+        )
         self._served: Counter[str] = Counter()  # uses of experts, by version, in the tokens that were looked at
-        self._steps, self._looks = 0, False
+        self._steps = 0
+        self._looks = False
         for layer, held in zip(self._model.model.layers, self._model.moepack.layers, strict=True):
             layer.mlp.experts.register_forward_hook(partial(self._look, held))
         self.begin()
@@ -62,10 +68,12 @@ class Moepack(Side):
 
     def facts(self) -> dict[str, Any]:
         """See Side."""
-        counted, manager = self._model.moepack.counters(), self._model.moepack.manager
+        counted = self._model.moepack.counters()
+        manager = self._model.moepack.manager
         return {name: counted[name] for name in COUNTED if name in counted} | {
-            "served": dict(self._served), "waited": 0.0 if manager is None else manager.waited
-        }  # fmt: skip
+            "served": dict(self._served),
+            "waited": 0.0 if manager is None else manager.waited,
+        }
 
 
 if __name__ == "__main__":

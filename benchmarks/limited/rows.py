@@ -27,7 +27,9 @@ from .passes import Order
 from .shapes import Shape
 
 WARM = 64  # tokens decoded before those that count
-MARGIN, LEAST_MARGIN = 64, 32 << 20  # what of a cage is left to the kernel: a share, and bytes
+# what of a cage is left to the kernel: a share, and bytes
+MARGIN = 64
+LEAST_MARGIN = 32 << 20
 # What passes count since the side began -> its name in a row, a token, and its unit.
 COUNTS = {
     "read": ("MB/token read", 1e6), "demand_bytes": ("MB/token waited for", 1e6),
@@ -75,11 +77,13 @@ class Asked:
         rest = rest.partition(":read-ahead=")[0].removesuffix(":avx2")
         if who == "moepack":
             options = moepack_options(rest)
-            path, memory = bundle_of(shape), self.cage - max(self.cage // MARGIN, LEAST_MARGIN)
+            path = bundle_of(shape)
+            memory = self.cage - max(self.cage // MARGIN, LEAST_MARGIN)
             run = [sys.executable, "-m", "benchmarks.limited.ours"]
         elif who == "llama":
             mix, *options = rest.split(":")
-            path, memory = gguf_of(shape, mix), self.cage
+            path = gguf_of(shape, mix)
+            memory = self.cage
             peer = environments.LLAMA_AVX2 if self.environment else environments.LLAMA
             python = environments.environment(peer, environments.cache(), install=False)
             run = [str(python), "-m", "benchmarks.limited.theirs", str(self.threads), "serve"]
@@ -116,9 +120,13 @@ def measure(asked: Asked, shape: Shape) -> dict[str, Any]:
         row |= {"bounds": cage.bounds, "read ahead kB": found, "available GB": free}
         began = time.monotonic()
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, cwd=ROOT, preexec_fn=cage.enter,
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            cwd=ROOT,
+            preexec_fn=cage.enter,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(asked.threads), **asked.environment},
-        )  # fmt: skip
+        )
         said, stopped = _listen(process, began, asked.seconds)
         status = process.wait()
         row |= {"peak GB": (cage.peak() or 0) / 1e9, **summary(said, asked.prompt)}

@@ -13,8 +13,13 @@ from typing import Any
 
 import numpy as np
 
-TOPICS, CLUSTERS, WORDS = 3, 8, 96  # topics, clusters of a topic, tokens of a cluster
-STAY, ZIPF = 48, 0.8  # tokens that a text stays in a cluster, on average; the exponent of Zipf's law
+# topics, clusters of a topic, tokens of a cluster
+TOPICS = 3
+CLUSTERS = 8
+WORDS = 96
+# tokens that a text stays in a cluster, on average; the exponent of Zipf's law
+STAY = 48
+ZIPF = 0.8
 BITS = {"bf16": 10.7, "mxfp4": 4.25, "w4": 4.19, "w2": 2.375}  # of a weight
 NAMES = ("first", "second", "third")  # the topics' names in tables
 
@@ -51,7 +56,8 @@ class Shape:
     @property
     def bundle_bytes(self) -> float:
         """About what the bundle takes: experts in their versions, the embedding in BF16, the rest in `w8` and `w4`."""
-        rest, table = self.attention_weights, self.vocabulary * self.hidden
+        rest = self.attention_weights
+        table = self.vocabulary * self.hidden
         return (
             self.expert_weights * sum(BITS[name] for name, _ in self.groups) / 8
             + (rest + table) * (8.19 + 4.19) / 8
@@ -60,7 +66,8 @@ class Shape:
 
     def gguf_bytes(self, mix: str) -> float:
         """About what a GGUF file takes."""
-        rest, table = self.attention_weights, self.vocabulary * self.hidden
+        rest = self.attention_weights
+        table = self.vocabulary * self.hidden
         if mix == "MXFP4":
             return (self.expert_weights * 4.25 + (rest + 2 * table) * 8.5) / 8
         bits = {"Q4_K_M": 4.9, "Q2_K": 3.0, "BF16": 16.0}[mix]
@@ -69,14 +76,31 @@ class Shape:
     def config(self) -> dict[str, Any]:
         """What config.json says."""
         return {
-            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16",
-            "vocab_size": self.vocabulary, "hidden_size": self.hidden, "intermediate_size": 3 * self.hidden,
-            "moe_intermediate_size": self.inner, "num_hidden_layers": self.layers, "head_dim": self.head_dim,
-            "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "num_experts": self.experts,
-            "num_experts_per_tok": self.top_k, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-            "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu",
-            "tie_word_embeddings": False, "attention_bias": False, "use_sliding_window": False, "use_cache": True,
-        }  # fmt: skip
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "dtype": "bfloat16",
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": 3 * self.hidden,
+            "moe_intermediate_size": self.inner,
+            "num_hidden_layers": self.layers,
+            "head_dim": self.head_dim,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.top_k,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "use_cache": True,
+        }
 
 
 SHAPES = {

@@ -25,13 +25,16 @@ class Llama(Side):
         self._llama = llama = importlib.import_module("llama_cpp")
         llama.llama_backend_init()
         asked = llama.llama_model_default_params()
-        asked.use_extra_bufts, asked.n_gpu_layers = "repack" in order.options, 0
+        asked.use_extra_bufts = "repack" in order.options
+        asked.n_gpu_layers = 0
         asked.use_mmap = "no-mmap" not in order.options
         model = llama.llama_model_load_from_file(order.path.encode(), asked)
         if not model:
             raise MemoryError("llama.cpp does not load the model")
         wanted = llama.llama_context_default_params()
-        wanted.n_ctx, wanted.n_batch, wanted.n_ubatch = order.length, order.prompt, order.prompt
+        wanted.n_ctx = order.length
+        wanted.n_batch = order.prompt
+        wanted.n_ubatch = order.prompt
         wanted.n_threads = wanted.n_threads_batch = order.threads
         self._context = llama.llama_init_from_model(model, wanted)
         if not self._context:

@@ -17,7 +17,9 @@ import numpy.typing as npt
 
 from .shapes import CLUSTERS, TOPICS, WORDS, Shape, place
 
-TOPIC, CLUSTER = 0.34, 0.1  # shares of an embedding's square
+# shares of an embedding's square
+TOPIC = 0.34
+CLUSTER = 0.1
 ADDED = 0.01  # what attention or experts of a layer add, over the embedding, about
 _ROWS = 1 << 13
 Bits = npt.NDArray[np.uint16]
@@ -84,7 +86,8 @@ class Weights:
         return to_float(self._embedding(int(ids.max()) + 1)[ids])
 
     def _embedding(self, rows: int) -> Bits:
-        hidden, rng = self.shape.hidden, np.random.default_rng(0)
+        hidden = self.shape.hidden
+        rng = np.random.default_rng(0)
         topics = rng.standard_normal((TOPICS, hidden), np.float32)
         clusters = rng.standard_normal((TOPICS * CLUSTERS, hidden), np.float32)
         out = np.empty((rows, hidden), np.uint16)

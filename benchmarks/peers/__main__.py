@@ -44,20 +44,50 @@ AVX2 = os.environ.get("MOEPACK_ISA") in ("plain", "avx2")
 PEERS = {"llama.cpp": environments.LLAMA_AVX2 if AVX2 else environments.LLAMA, "kt-kernel": environments.KT}
 PARTS = ("layers", "models", "quality")
 COLUMNS = {
-    "layers": ["shape", "threads", "side", "tokens", "bits/weight", "ms", "GB/s", "floor ms", "over floor",
-               "llama.cpp's best over ours", "not measured"],
-    "models": ["rest", "threads", "side", "decode tokens/s", "prefill tokens/s", "decode over llama.cpp's best",
-               "prefill over llama.cpp's best", "not measured"],
-    "quality": ["model", "quantised", "who", "encoding", "bits/weight", "error", "KL, mnat", "+-", "added, %",
-                "added +-"],
-}  # fmt: skip
+    "layers": [
+        "shape",
+        "threads",
+        "side",
+        "tokens",
+        "bits/weight",
+        "ms",
+        "GB/s",
+        "floor ms",
+        "over floor",
+        "llama.cpp's best over ours",
+        "not measured",
+    ],
+    "models": [
+        "rest",
+        "threads",
+        "side",
+        "decode tokens/s",
+        "prefill tokens/s",
+        "decode over llama.cpp's best",
+        "prefill over llama.cpp's best",
+        "not measured",
+    ],
+    "quality": [
+        "model",
+        "quantised",
+        "who",
+        "encoding",
+        "bits/weight",
+        "error",
+        "KL, mnat",
+        "+-",
+        "added, %",
+        "added +-",
+    ],
+}
 
 
 class Sides:
     """The peers that can be had, and workers of all sides."""
 
     def __init__(self, scratch: Path, install: bool) -> None:
-        self.scratch, self.missing = scratch, {}
+        self.scratch = scratch
+        self.missing = {}
         self.python = {"moepack": Path(sys.executable)}
         for who, peer in PEERS.items():
             try:

@@ -44,7 +44,8 @@ class Size:
         return self.layers * (self.experts * 3 * 2048 * 768 + 19_000_000) + 2 * self.vocabulary * 2048
 
 
-FULL, QUICK = Size(), Size(2, 16, 8192)
+FULL = Size()
+QUICK = Size(2, 16, 8192)
 
 
 def save_checkpoint(path: Path, size: Size) -> None:
@@ -54,11 +55,22 @@ def save_checkpoint(path: Path, size: Size) -> None:
     from transformers import Qwen3MoeConfig
 
     config = Qwen3MoeConfig(
-        vocab_size=size.vocabulary, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
-        num_hidden_layers=size.layers, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
-        num_experts=size.experts, num_experts_per_tok=8, norm_topk_prob=True, max_position_embeddings=4096,
-        tie_word_embeddings=False, architectures=["Qwen3MoeForCausalLM"], dtype="bfloat16",
-    )  # type: ignore[call-arg]  # fmt: skip
+        vocab_size=size.vocabulary,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=size.layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=size.experts,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        architectures=["Qwen3MoeForCausalLM"],
+        dtype="bfloat16",
+    )  # type: ignore[call-arg]
     config.save_pretrained(path)
     generator = torch.Generator().manual_seed(0)
     index: dict[str, str] = {}
@@ -75,7 +87,8 @@ def save_checkpoint(path: Path, size: Size) -> None:
         index.update(dict.fromkeys(tensors, file))
 
     for i in range(size.layers):
-        at, made = f"model.layers.{i}.", {}
+        at = f"model.layers.{i}."
+        made = {}
         for name, rows, cols in (("q", 4096, 2048), ("k", 512, 2048), ("v", 512, 2048), ("o", 2048, 4096)):
             made[f"{at}self_attn.{name}_proj.weight"] = drawn(rows, cols)
         made |= {f"{at}self_attn.{n}_norm.weight": ones(128) for n in ("q", "k")}
@@ -133,12 +146,14 @@ def prepare(root: Path, size: Size, group_size: int, mixes: tuple[str, ...], lla
     text = recipe(group_size)
     home = root / size.name
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    bundle, checkpoint = home / f"bundle-{digest}", home / "checkpoint"
+    bundle = home / f"bundle-{digest}"
+    checkpoint = home / "checkpoint"
     missing = [mix for mix in mixes if llama is not None and not gguf_file(home, mix).exists()]
     if bundle.is_dir() and not missing:
         return bundle, home
     home.mkdir(parents=True, exist_ok=True)
-    needed, free = 8 * size.weights, shutil.disk_usage(home).free
+    needed = 8 * size.weights
+    free = shutil.disk_usage(home).free
     if free < needed:
         raise PeerError(f"{home}: {needed / 1e9:.0f} GB are needed there while files are made, {free / 1e9:.0f} free")
     print(f"generating {size.name} in {home}", flush=True)

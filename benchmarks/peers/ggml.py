@@ -19,7 +19,10 @@ import numpy.typing as npt
 from .ggml_types import TYPES, GgmlType
 
 _I32 = 26  # ggml's type of experts' numbers
-_P, _I, _L, _Z = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_size_t
+_P = ctypes.c_void_p
+_I = ctypes.c_int
+_L = ctypes.c_int64
+_Z = ctypes.c_size_t
 Bytes = npt.NDArray[np.uint8]
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_init": (_P, ()),  # takes a structure by value: see `_context`
@@ -91,7 +94,8 @@ class Ggml:
             function = next((getattr(x, name) for x in libraries if hasattr(x, name)), None)
             if function is None:
                 raise ImportError(f"{folder}: no library has {name}")
-            function.restype, function.argtypes = result, [_InitParams] if name == "ggml_init" else arguments
+            function.restype = result
+            function.argtypes = [_InitParams] if name == "ggml_init" else arguments
             setattr(self, name.removeprefix("ggml_"), function)
 
     def __getattr__(self, name: str) -> Any:
@@ -111,7 +115,8 @@ class Ggml:
             importance: float32 [cols], how much a column's error counts; None where the type does without.
         """
         weight = np.ascontiguousarray(weight, np.float32)
-        cols, rows = weight.shape[-1], weight.size // weight.shape[-1]
+        cols = weight.shape[-1]
+        rows = weight.size // weight.shape[-1]
         out = np.empty((*weight.shape[:-1], kind.row_bytes(cols)), np.uint8)
         counts = None if importance is None else np.ascontiguousarray(importance, np.float32)
         if counts is None and self.quantize_requires_imatrix(kind.number):
@@ -151,7 +156,8 @@ class Experts:
     """
 
     def __init__(self, g: Ggml, kind: GgmlType, sizes: Sequence[int], one: Sequence[Bytes], repacked: bool) -> None:
-        self._g, self._backend = g, g.backend_cpu_init()
+        self._g = g
+        self._backend = g.backend_cpu_init()
         self._hidden, self._inner, count, self._top_k = sizes
         self._context = g.context(3)
         shapes = [(self._hidden, self._inner), (self._hidden, self._inner), (self._inner, self._hidden)]
@@ -219,7 +225,8 @@ class Experts:
         return seconds, result
 
     def _graph(self, tokens: int) -> tuple[Any, ...]:
-        g, float32 = self._g, TYPES["F32"].number
+        g = self._g
+        float32 = TYPES["F32"].number
         context = g.context(16 + 2 * self._top_k)
         x = g.new_tensor_3d(context, float32, self._hidden, 1, tokens)
         ids = g.new_tensor_2d(context, _I32, self._top_k, tokens)
@@ -252,7 +259,8 @@ class Experts:
         if self._buffer:
             self._g.backend_buffer_free(self._buffer)
         self._g.free(self._context)
-        self._graphs, self._buffer = {}, None
+        self._graphs = {}
+        self._buffer = None
 
 
 def _repack_type(g: Ggml, backend: Any) -> Any:

@@ -48,10 +48,14 @@ def tensors(config: Mapping[str, Any], mix: str) -> list[GgufTensor]:
             quantiser mixes types under these names for a model with neither 8 experts nor 70 B parameters. MXFP4: the
             experts in MXFP4 and the rest in Q8_0, as gpt-oss' files are published.
     """
-    hidden, layers, vocabulary = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
-    inner, experts = config["moe_intermediate_size"], config.get("num_experts") or config["num_local_experts"]
+    hidden = config["hidden_size"]
+    layers = config["num_hidden_layers"]
+    vocabulary = config["vocab_size"]
+    inner = config["moe_intermediate_size"]
+    experts = config.get("num_experts") or config["num_local_experts"]
     head = config["head_dim"]
-    q, kv = head * config["num_attention_heads"], head * config["num_key_value_heads"]
+    q = head * config["num_attention_heads"]
+    kv = head * config["num_key_value_heads"]
     sizes = {"attn_q": (q, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden), "attn_output": (hidden, q)}
     out: list[GgufTensor] = []
 
@@ -62,7 +66,8 @@ def tensors(config: Mapping[str, Any], mix: str) -> list[GgufTensor]:
 
     add("token_embd.weight", (vocabulary, hidden), ["model.embed_tokens.weight"])
     for i in range(layers):
-        here, there = f"blk.{i}", f"model.layers.{i}"
+        here = f"blk.{i}"
+        there = f"model.layers.{i}"
         add(f"{here}.attn_norm.weight", (hidden,), [f"{there}.input_layernorm.weight"], i)
         for name, theirs in ATTENTION.items():
             add(f"{here}.{name}.weight", sizes[name], [f"{there}.self_attn.{theirs}.weight"], i)

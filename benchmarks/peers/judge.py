@@ -59,7 +59,8 @@ def _quality(rows: Sequence[dict[str, Any]]) -> list[Target]:
     found = {(r["model"], r["encoding"]): r for r in rows if r["part"] == "quality"}
     for model in dict.fromkeys(m for m, _ in found):
         for ours, theirs in (*EQUAL_BITS, *SERVED):
-            mine, other = found.get((model, ours)), found.get((model, theirs))
+            mine = found.get((model, ours))
+            other = found.get((model, theirs))
             if mine is None or other is None:
                 continue
             for what in ("error", "KL, mnat"):

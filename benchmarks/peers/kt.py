@@ -28,7 +28,9 @@ def _extension() -> tuple[Any, Any]:
     package = importlib.import_module("kt_kernel")
     if not _kept:
         wanted = package.kt_kernel_ext.WorkerPoolConfig()
-        wanted.subpool_count, wanted.subpool_numa_map, wanted.subpool_thread_count = 1, [0], [threads()]
+        wanted.subpool_count = 1
+        wanted.subpool_numa_map = [0]
+        wanted.subpool_thread_count = [threads()]
         _kept.append(package.kt_kernel_ext.CPUInfer(wanted))
     return package.kt_kernel_ext, _kept[0]
 
@@ -56,12 +58,15 @@ def open_layer(
         size = 2 * weights if encoding == "BF16" else weights // 2 + 2 * weights // GROUP
     else:
         size = sum(parts)
-    off, order = torch.zeros(least, dtype=torch.bool), torch.arange(least, dtype=torch.int64)
+    off = torch.zeros(least, dtype=torch.bool)
+    order = torch.arange(least, dtype=torch.int64)
     kept: list[Any] = [off, order]
     layers = []
     for number in range(max(1, -(-pool // (least * size)))):  # layers with more experts than a model's crash
         config = ext.moe.MOEConfig(least, top_k, hidden, inner, off.data_ptr())
-        config.layer_idx, config.pool, config.max_len = number, infer.backend_, _MOST
+        config.layer_idx = number
+        config.pool = infer.backend_
+        config.max_len = _MOST
         if file is not None:
             made = _of_ggml(ext, config, encoding, np.fromfile(file, np.uint8), parts, least, kept)
         else:
@@ -86,7 +91,9 @@ def _of_ggml(ext: Any, config: Any, encoding: str, data: Any, parts: Sequence[in
         setattr(config, f"{name}_proj", kept[-1].data_ptr())
         setattr(config, f"{name}_type", kind)
         at += size
-    config.m_block, config.group_min_len, config.group_max_len = 32, 10, _MOST
+    config.m_block = 32
+    config.group_min_len = 10
+    config.group_max_len = _MOST
     config.hidden_type = ext.kvcache.ggml_type.BF16
     return made(config)
 
@@ -108,7 +115,9 @@ def _native(ext: Any, config: Any, encoding: str, shape: tuple[int, int], count:
         setattr(config, f"{name}_projs", [[weight.data_ptr()] * count])
         setattr(config, f"{name}_scales", [[0 if scale is None else scale.data_ptr()] * count])
     if encoding == "RAWINT4":
-        config.quant_config.bits, config.quant_config.group_size, config.quant_config.zero_point = 4, GROUP, False
+        config.quant_config.bits = 4
+        config.quant_config.group_size = GROUP
+        config.quant_config.zero_point = False
     return made(config)
 
 
@@ -118,7 +127,8 @@ def run_layer(key: str, index: list[list[int]], step: int, first: int, passes: i
     layers, hidden, count, _ = _layers[key]
     ids = torch.tensor(index)
     x = torch.randn(len(ids), hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
-    out, gates = torch.empty_like(x), torch.full(ids.shape, 1 / ids.shape[1])
+    out = torch.empty_like(x)
+    gates = torch.full(ids.shape, 1 / ids.shape[1])
     length = torch.tensor([len(ids)], dtype=torch.int32)
     times = []
     for i in range(first, first + warm + passes):
@@ -127,10 +137,15 @@ def run_layer(key: str, index: list[list[int]], step: int, first: int, passes: i
         began = time.perf_counter()
         infer.submit(
             layer.forward_task(
-                length.data_ptr(), ids.shape[1], chosen.data_ptr(), gates.data_ptr(), x.data_ptr(), out.data_ptr(),
+                length.data_ptr(),
+                ids.shape[1],
+                chosen.data_ptr(),
+                gates.data_ptr(),
+                x.data_ptr(),
+                out.data_ptr(),
                 False,
             )
-        )  # fmt: skip
+        )
         infer.sync()
         times.append(time.perf_counter() - began)
     if not bool(out.isfinite().all()):

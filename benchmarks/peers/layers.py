@@ -152,9 +152,13 @@ def _open(
     worker = workers[side.who]
     if side.who == "moepack":
         return worker.call(
-            "open_layer", key=side.name, version=side.encoding, group_size=group_size, sizes=[hidden, inner, experts],
+            "open_layer",
+            key=side.name,
+            version=side.encoding,
+            group_size=group_size,
+            sizes=[hidden, inner, experts],
             pool=pool,
-        )  # fmt: skip
+        )
     sizes = [hidden, inner, top_k, experts]
     if side.who == "llama.cpp":
         repacked = side.layout == "repacked"
@@ -193,7 +197,9 @@ def rounds(
     passes, warm = (20, 5) if tokens == 1 else (4, 1) if tokens < 64 else (1, 0)
     times: dict[Any, list[float]] = {side: [] for side in runs}
     failed: dict[Any, str] = {}
-    first, began, turns = 0, time.monotonic(), 0
+    first = 0
+    began = time.monotonic()
+    turns = 0
     while turns < 3 or (time.monotonic() - began < seconds and turns < 15):
         spent = time.monotonic()
         for side, run in runs.items():
@@ -203,7 +209,8 @@ def rounds(
                 times[side] += run(first=first, passes=passes, warm=1 if warm == 0 and turns == 0 else warm)
             except PeerError as error:
                 failed[side] = str(error)
-        first, turns = first + passes + warm, turns + 1
+        first = first + passes + warm
+        turns = turns + 1
         if turns >= 2 and time.monotonic() - spent > seconds:
             break
     return {side: lower_quartile(t) for side, t in times.items() if side not in failed}, failed

@@ -21,7 +21,8 @@ from .ggml_types import TYPES, GgmlType
 from .gguf_layout import GgufTensor, metadata, tensors
 from .worker import answer, threads
 
-CONTEXT, PROMPT = 1024, 512
+CONTEXT = 1024
+PROMPT = 512
 _SLICE = 1 << 24  # weights that are float32 at a time
 _g = Ggml()
 _layers: dict[str, tuple[Experts, int]] = {}
@@ -118,7 +119,8 @@ class Source(Protocol):
 
 def _data(tensor: GgufTensor, checkpoint: Source, kinds: int) -> Bytes | npt.NDArray[np.float32]:
     """What the file has of a tensor. Stacked experts repeat after `kinds`: each is converted once."""
-    kind, distinct = TYPES[tensor.type], tensor.sources[: min(kinds, len(tensor.sources))]
+    kind = TYPES[tensor.type]
+    distinct = tensor.sources[: min(kinds, len(tensor.sources))]
     made: list[Any] = []
     for source in distinct:
         bits = checkpoint.bits(source)
@@ -145,7 +147,8 @@ def write_gguf(checkpoint: str, out: str, mix: str, kinds: int) -> int:
 
 def write_tensors(source: Source, config: Mapping[str, Any], out: str, mix: str, kinds: int) -> int:
     """Write the tensors of a source, as `write_gguf` does."""
-    gguf, plan = importlib.import_module("gguf"), tensors(config, mix)
+    gguf = importlib.import_module("gguf")
+    plan = tensors(config, mix)
     part = f"{out}.{os.getpid()}"
     writer = gguf.GGUFWriter(part, "qwen3moe")
     for key, value in metadata(config, CONTEXT).items():
@@ -172,12 +175,15 @@ def open_model(key: str, path: str, repacked: bool) -> dict[str, float]:
     llama = importlib.import_module("llama_cpp")
     llama.llama_backend_init()
     asked = llama.llama_model_default_params()
-    asked.use_extra_bufts, asked.n_gpu_layers = repacked, 0
+    asked.use_extra_bufts = repacked
+    asked.n_gpu_layers = 0
     model = llama.llama_model_load_from_file(path.encode(), asked)
     if not model:
         raise ValueError(f"llama.cpp does not load {path}")
     wanted = llama.llama_context_default_params()
-    wanted.n_ctx, wanted.n_batch, wanted.n_ubatch = CONTEXT, PROMPT, PROMPT
+    wanted.n_ctx = CONTEXT
+    wanted.n_batch = PROMPT
+    wanted.n_ubatch = PROMPT
     wanted.n_threads = wanted.n_threads_batch = threads()
     context = llama.llama_init_from_model(model, wanted)
     if not context:
@@ -227,8 +233,10 @@ def quantised(path: str, out: str, encoding: str) -> float:
     Returns:
         bits a weight.
     """
-    kind, given = TYPES[encoding], np.load(path)
-    weight, importance = given["weight"], given["importance"]
+    kind = TYPES[encoding]
+    given = np.load(path)
+    weight = given["weight"]
+    importance = given["importance"]
 
     def one(e: int) -> npt.NDArray[np.float32]:
         packed = _g.quantise(weight[e], kind, importance[e])
@@ -249,7 +257,15 @@ def versions() -> dict[str, str]:
 
 if __name__ == "__main__":
     calls = (
-        open_layer, run_layer, close_layer, dump_expert, write_gguf, open_model, run_model, close_model, quantised,
+        open_layer,
+        run_layer,
+        close_layer,
+        dump_expert,
+        write_gguf,
+        open_model,
+        run_model,
+        close_model,
+        quantised,
         versions,
-    )  # fmt: skip
+    )
     answer({f.__name__: f for f in calls})

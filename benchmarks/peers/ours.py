@@ -28,7 +28,9 @@ class Layer:
     """What the experts' forward reads of a layer and of its snapshot: a pool's experts, all of one version."""
 
     def __init__(self, matrices: tuple[Matrix, ...], pool: Pool) -> None:
-        self.of, self.pool, self.versions = self, pool, (pool.version,)
+        self.of = self
+        self.pool = pool
+        self.versions = (pool.version,)
         self.layer = ExpertLayer(0, "experts", len(pool), matrices)
         self.device = torch.device("cpu")
         self.native = LayerForms(matrices, self.versions)
@@ -66,7 +68,9 @@ def open_layer(key: str, version: str, group_size: int, sizes: Sequence[int], po
 
 def run_layer(key: str, index: list[list[int]], step: int, first: int, passes: int, warm: int) -> list[float]:
     """Seconds of each of so many passes after `warm` others; pass i takes the experts `index` + i * `step`."""
-    layer, ids, module = _layers[key], torch.tensor(index), Module()
+    layer = _layers[key]
+    ids = torch.tensor(index)
+    module = Module()
     x = torch.randn(len(ids), layer.layer.matrices[0].cols, generator=torch.Generator().manual_seed(1)).bfloat16()
     gates = torch.full(ids.shape, 1 / ids.shape[1])
     times = []
@@ -117,12 +121,14 @@ def run_model(key: str, prompt: list[int], steps: int) -> dict[str, Any]:
     """Seconds of a prompt's pass, and of each token after it; and the prompt's last logits' first few."""
     from transformers.cache_utils import DynamicCache
 
-    model, ids = _models[key], torch.tensor([prompt])
+    model = _models[key]
+    ids = torch.tensor([prompt])
     with torch.inference_mode():
         cache = DynamicCache(config=model.config)
         began = time.perf_counter()
         logits = model(ids, logits_to_keep=1, **with_cache(model, cache)).logits
-        prefill, decode = time.perf_counter() - began, []
+        prefill = time.perf_counter() - began
+        decode = []
         for i in range(steps):
             one = ids[:, i % len(prompt)][:, None]
             began = time.perf_counter()

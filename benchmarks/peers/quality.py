@@ -72,7 +72,8 @@ class Watched:
 
     def see(self, module: Any, arguments: tuple[Any, ...]) -> None:
         """A forward pre-hook."""
-        hidden, index = arguments[0].reshape(-1, arguments[0].shape[-1]), arguments[1]
+        hidden = arguments[0].reshape(-1, arguments[0].shape[-1])
+        index = arguments[1]
         for expert in index.unique().tolist():
             if expert >= len(self.counts):
                 continue
@@ -86,7 +87,8 @@ class Watched:
     def moments(self, which: int) -> Tensor:
         """Mean second moments, [experts, cols, cols]; an expert with next to no tokens leans on the layer's."""
         total = self.sums[which].sum(0) / self.counts.sum()
-        prior, out = PRIOR * total.shape[-1], []
+        prior = PRIOR * total.shape[-1]
+        out = []
         for e, count in enumerate(self.counts.tolist()):
             own = self.sums[which][e] / max(1, count)
             out.append(shrink(own, count, total, prior) if count < NEGLIGIBLE * prior else own)
@@ -121,8 +123,10 @@ class WatchedLinear:
     """
 
     def __init__(self, module: torch.nn.Linear, types: dict[str, str]) -> None:
-        self.module, self.types = module, types
-        self._sum, self._count = torch.zeros(1, module.in_features, module.in_features), 0
+        self.module = module
+        self.types = types
+        self._sum = torch.zeros(1, module.in_features, module.in_features)
+        self._count = 0
 
     def see(self, module: Any, arguments: tuple[Any, ...]) -> None:
         """A forward pre-hook."""
@@ -137,7 +141,8 @@ class WatchedLinear:
 
 def attention(model: Any) -> list[WatchedLinear]:
     """The matrices of a Qwen3's attention."""
-    layers, out = model.model.layers, []
+    layers = model.model.layers
+    out = []
     for i, layer in enumerate(layers):
         for part, name in ATTENTION.items():
             types = {mix: type_of(part, i, len(layers), mix) for mix, _ in SERVED.values()}
@@ -147,7 +152,8 @@ def attention(model: Any) -> list[WatchedLinear]:
 
 def encodings(group_size: int, llama: Worker | None, scratch: Path) -> list[Encoding]:
     """Both sides' encodings, with what each takes of a matrix of 2,048 columns."""
-    m, out = Matrix("m", 1024, 2048), []
+    m = Matrix("m", 1024, 2048)
+    out = []
     for name in OURS:
         if name in version_names():
             version = Version.of(name, group_size)
@@ -186,8 +192,15 @@ def of_generated(shapes: Sequence[tuple[int, int]], every: Sequence[Encoding]) -
     for e in every:
         if all(case.weight.shape[2] % e.block == 0 for case in cases):
             got = [x for case in cases for x in errors(case, e.values(case.weight, case.learn))]
-            out.append({"model": "generated", "who": e.who, "encoding": e.name, "bits/weight": e.bits,
-                        "error": statistics.geometric_mean(got)})  # fmt: skip
+            out.append(
+                {
+                    "model": "generated",
+                    "who": e.who,
+                    "encoding": e.name,
+                    "bits/weight": e.bits,
+                    "error": statistics.geometric_mean(got),
+                }
+            )
     return out
 
 
@@ -223,7 +236,9 @@ def of_model(
     parts = "gate and up" if chosen == [0] else "all experts' matrices"
     weights = [seen.weights()[i] for seen in learn for i in chosen]
     fitting = {(e.who, e.name): e for e in every if not any(widths[i] % e.block for i in chosen)}
-    out, values, divergences = [], dict[tuple[str, str], list[Tensor]](), dict[tuple[str, str], list[float]]()
+    out = []
+    values = dict[tuple[str, str], list[Tensor]]()
+    divergences = dict[tuple[str, str], list[float]]()
     for key, e in fitting.items():
         values[key] = [e.values(seen.weights()[i], seen.moments(i)) for seen in learn for i in chosen]
         got: list[float] = []

@@ -88,7 +88,8 @@ def _rates(
     prompt = [(37 * i + 11) % 4000 for i in range(PROMPT)]
     prefill: dict[str, list[float]] = {name: [] for name in opened}
     decode: dict[str, list[float]] = {name: [] for name in opened}
-    began, turns = time.monotonic(), 0
+    began = time.monotonic()
+    turns = 0
     while turns < 3 or (time.monotonic() - began < seconds and turns < 16):
         for name, (worker, _) in list(opened.items()):
             try:

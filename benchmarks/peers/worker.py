@@ -47,7 +47,8 @@ class Worker:
         self.log = log
         whole = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads or len(cpus)), **(env or {})}
         self._command = [str(python), "-m", module, str(threads or len(cpus))]
-        self._cpus, self._env = list(cpus), whole
+        self._cpus = list(cpus)
+        self._env = whole
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[str]:

@@ -90,7 +90,8 @@ def at_budgets(
     del high
     rows = [session.row("", "all w2", low, low_counted, best)]
     for share in shares:
-        budget, shown = low_counted["peak"] + int(share * span), f"{share:.0%}"
+        budget = low_counted["peak"] + int(share * span)
+        shown = f"{share:.0%}"
         static = best_map(session.bundle, budget - low_counted["fixed"], work)
         served = {"static, by loss": static, **POLICIES}
         for name, policy in {name: OTHERS.get(name) or served[name] for name in only or served}.items():
@@ -120,12 +121,16 @@ def main() -> None:
     args = parser.parse_args()
     quiet_libraries()
     if args.quick:
-        args.windows, args.samples, args.prompt, args.tokens = 2, 32, 48, 16
+        args.windows = 2
+        args.samples = 32
+        args.prompt = 48
+        args.tokens = 16
     shares = SHARES[1:2] if args.quick else args.shares
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         bundle = args.bundle or built(args, work / "bundle", "bf16, w4, w3, w2, w1")
-        tokenizer, length = load_tokenizer(bundle), args.prompt + args.tokens
+        tokenizer = load_tokenizer(bundle)
+        length = args.prompt + args.tokens
         served = [Text(Path(n).stem, windows(n, tokenizer, length, args.windows)) for n in texts(args)[1]]
         session = Session(bundle, served, args.prompt, args.dtype)
         best, counted = session.run("static:bf16")
@@ -133,7 +138,8 @@ def main() -> None:
         claims, targets = ([], []) if args.only else similarity(session, work)
         for measure in () if args.quick or args.only else (selector, retention, prefetch, residency):
             more, others = measure(session, best)
-            claims, targets = [*claims, *more], [*targets, *others]
+            claims = [*claims, *more]
+            targets = [*targets, *others]
     columns = ["budget", "policy", *(t.name for t in served), "KL, mnat", "+-", "TTFT ms", "TPOT p50 ms", "TPOT p99 ms"]
     columns += ["MB copied", "MB demand", "MB ahead", "MB in place", "waits", "peak MB", "least MB"]
     name = args.checkpoint.name if args.bundle is None else args.bundle.name

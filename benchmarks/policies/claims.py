@@ -34,8 +34,11 @@ def similarity(session: Session, work: Path) -> tuple[Rows, list[Target]]:
     model.moepack.close()
     steps = np.array([record.counts for record in read_trace(trace).records], float)  # [steps, layers, experts]
     windows = steps.reshape(-1, session.length - session.prompt, *steps.shape[1:])
-    prompts, decoded = windows[:, 0], windows[:, 1:].sum(1)  # [windows, layers, experts]
-    shifted, rows = np.roll(decoded, -1, 0), list[dict[str, Any]]()
+    # [windows, layers, experts]
+    prompts = windows[:, 0]
+    decoded = windows[:, 1:].sum(1)
+    shifted = np.roll(decoded, -1, 0)
+    rows = list[dict[str, Any]]()
     for p in range(steps.shape[1]):
         own = statistics.fmean(activation_similarity(a, b) for a, b in zip(prompts[:, p], decoded[:, p], strict=True))
         other = statistics.fmean(activation_similarity(a, b) for a, b in zip(prompts[:, p], shifted[:, p], strict=True))
@@ -47,7 +50,8 @@ def similarity(session: Session, work: Path) -> tuple[Rows, list[Target]]:
 
 def activation_similarity(prefill: Sequence[float], decoding: Sequence[float]) -> float:
     """Return the cosine of two counts of a layer's experts, from 0 to 1; 0 where either counted nothing."""
-    a, b = np.array(prefill, np.float64), np.array(decoding, np.float64)
+    a = np.array(prefill, np.float64)
+    b = np.array(decoding, np.float64)
     size = math.sqrt(float(a @ a)) * math.sqrt(float(b @ b))
     return float(a @ b) / size if size else 0.0
 
@@ -55,7 +59,9 @@ def activation_similarity(prefill: Sequence[float], decoding: Sequence[float]) -
 def selector(session: Session, best: Decoded) -> tuple[Rows, list[Target]]:
     """Half of each layer's experts at bf16 on the device, the rest on the host at 3 or 2 bits on average, each width
     chosen or all alike (context-aware-cxl-ndp, table 3)."""
-    k, rows, targets = session.experts // 2, list[dict[str, Any]](), list[Target]()
+    k = session.experts // 2
+    rows = list[dict[str, Any]]()
+    targets = list[Target]()
     for bits in (3, 2):
         pair = {
             f"{bits} bits": f"prefill:bits={bits},k={k}",
@@ -71,7 +77,8 @@ def selector(session: Session, best: Decoded) -> tuple[Rows, list[Target]]:
 def retention(session: Session, best: Decoded) -> tuple[Rows, list[Target]]:
     """Critical experts at 4 bits and the others at 2 or left out, by retention; beside as many critical ones chosen at
     random (dymoe, table 2 and figure 3)."""
-    rows, targets = list[dict[str, Any]](), list[Target]()
+    rows = list[dict[str, Any]]()
+    targets = list[Target]()
     for low, name in (("w2", "4/2"), ("absent", "4/0")):
         for share in (0.75, 0.9, 1.0):
             pair = {
@@ -90,7 +97,8 @@ def retention(session: Session, best: Decoded) -> tuple[Rows, list[Target]]:
 def prefetch(session: Session, best: Decoded) -> tuple[Rows, list[Target]]:
     """Loading on demand at equal bytes, over a link of PCIe's rate: `lru` against `importance`, in caches of a third
     and of two thirds of all experts at 4 bits; and how often the next layer's router was foretold."""
-    rows, targets = list[dict[str, Any]](), list[Target]()
+    rows = list[dict[str, Any]]()
+    targets = list[Target]()
     least = session.least("importance:hi=w4,lo=w2")
     for share in (1 / 3, 2 / 3):
         budget = least + int(share * session.bytes_at("w4")) - session.layer_bytes("w4")
@@ -104,7 +112,8 @@ def prefetch(session: Session, best: Decoded) -> tuple[Rows, list[Target]]:
         }
         mine = _table(session, best, "importance: bytes", names, budget)
         rows += mine
-        lru, chosen = mine[0], mine[2]
+        lru = mine[0]
+        chosen = mine[2]
         apart = 100 * abs(chosen["NLL, all texts"] - lru["NLL, all texts"])
         label = f"importance, r=0.9, {shown}"
         targets.append(Target(f"{label}: MB waited for over lru's", chosen["MB demand"] / lru["MB demand"], 1, "lower"))

@@ -41,7 +41,9 @@ class Session:
     """One bundle and its texts; loads it under one policy after another."""
 
     def __init__(self, bundle: Path, texts: Sequence[Text], prompt: int, dtype: str) -> None:
-        self.bundle, self.texts, self.prompt = bundle, texts, prompt
+        self.bundle = bundle
+        self.texts = texts
+        self.prompt = prompt
         self.length = texts[0].ids.shape[1]
         self._dtype = getattr(torch, dtype)
         self._opened = open_bundle(bundle)
@@ -76,7 +78,8 @@ class Session:
         try:
             served = model.moepack
             decode(model, [Text("warm", self.texts[0].ids[:1])], self.prompt)
-            before, in_place = served.counters(), ReadInPlace()
+            before = served.counters()
+            in_place = ReadInPlace()
             served.count_routing(in_place)
             got = decode(model, self.texts, self.prompt, reference)
             counted = {name: n - before[name] for name, n in served.counters().items()}
@@ -93,7 +96,8 @@ class Session:
         out: dict[str, Any] = {"budget": share, "policy": policy}
         out |= {text.name: got.perplexity(text.name) for text in self.texts}
         if got is not best:
-            kl, rise = got.divergence(), got.rise(best)
+            kl = got.divergence()
+            rise = got.rise(best)
             out |= {"KL, mnat": 1000 * kl.value, "+-": 1000 * kl.half}
             out |= {"NLL rise, mnat": 1000 * rise.value, "rise +-": 1000 * rise.half}
         out["TTFT ms"] = 1000 * statistics.median(got.ttft)

@@ -49,7 +49,11 @@ def main() -> None:
     quiet_libraries()
     _, data = texts(args)
     if args.quick:
-        args.windows, args.samples, args.turns, args.steps, args.seconds = 32, 32, 4, 40, 2.0
+        args.windows = 32
+        args.samples = 32
+        args.turns = 4
+        args.steps = 40
+        args.seconds = 2.0
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         versions = ", ".join(dict.fromkeys(["bf16", "w4", "w3", args.low]))
@@ -59,7 +63,8 @@ def main() -> None:
         if not args.overlap:
             rows, targets = quality(bundle, args.low, data, args, work)
             more, others = tpot(bundle, args.low, args)
-            rows, targets = [*rows, *more], [*targets, *others]
+            rows = [*rows, *more]
+            targets = [*targets, *others]
         more, others = overlap(bundle, args.low, data, args)
     names = [Path(f).stem for f in data]
     columns = ["budget", "policy", *names, "promotions", "demotions", "MB copied", "waits", "tokens/s", "peak MB"]

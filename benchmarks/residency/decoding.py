@@ -34,12 +34,14 @@ def tpot(bundle: Path, low: str, options: Any) -> tuple[list[Any], list[Target]]
     keys = list(live.residency.entries)
     halves = [dict.fromkeys(keys[i::2][:-8], 0) for i in range(2)]  # with room for a KV reserve
     times: dict[bool, list[float]] = {False: [], True: []}
-    moved, seconds = 0, 0.0
+    moved = 0
+    seconds = 0.0
     with torch.inference_mode():
         for turn in range(options.turns):
             forced = bool(turn % 2)
             out = model(torch.ones(1, 32, dtype=torch.long), use_cache=True)
-            before, began_at = live.device.moved, time.perf_counter()
+            before = live.device.moved
+            began_at = time.perf_counter()
             for step in range(options.steps):
                 if forced and not live.transitions.queues().updates and not len(live.residency.flying):
                     halves.reverse()
@@ -56,7 +58,8 @@ def tpot(bundle: Path, low: str, options: Any) -> tuple[list[Any], list[Target]]
                     time.sleep(0.001)
     counts = live.residency.counts
     model.moepack.close()
-    rows, marks = [], {}
+    rows = []
+    marks = {}
     for forced, values in times.items():
         marks[forced] = statistics.median(values), statistics.quantiles(values, n=100)[98]
         rows.append(

@@ -62,11 +62,15 @@ def overlap(bundle: Path, low: str, data: list[str], options: Any) -> tuple[list
 def _session(model: Any, texts: list[Any], threads: int, seconds: float, warm: float = 0.0) -> dict[str, float]:
     """What passes and the library's own threads did for so many seconds, after `warm` seconds of the same."""
     began = time.monotonic() + warm
-    until, length = began + seconds, texts[0].shape[1]
-    passes, processor, reserved = [0] * threads, [0.0] * threads, 0
+    until = began + seconds
+    length = texts[0].shape[1]
+    passes = [0] * threads
+    processor = [0.0] * threads
+    reserved = 0
 
     def work(number: int) -> None:
-        rng, before = np.random.default_rng(number), 0.0
+        rng = np.random.default_rng(number)
+        before = 0.0
         with torch.inference_mode():
             while (now := time.monotonic()) < until:
                 if not before and now >= began:
@@ -83,11 +87,13 @@ def _session(model: Any, texts: list[Any], threads: int, seconds: float, warm: f
     for thread in running:
         thread.start()
     time.sleep(warm)
-    counters, own = model.moepack.counters(), _own()
+    counters = model.moepack.counters()
+    own = _own()
     while time.monotonic() < until:
         time.sleep(0.02)
         reserved = max(reserved, model.moepack.manager.transitions.kv_bytes)
-    after, own = model.moepack.counters(), _own() - own
+    after = model.moepack.counters()
+    own = _own() - own
     for thread in running:
         thread.join()
     counted = {name: float(after[name] - counters[name]) for name in ("promotions", "demotions", "forward_waits")}

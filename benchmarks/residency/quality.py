@@ -25,7 +25,8 @@ def first_file_maps(trace: Path, plan: Plan, room: int) -> dict[str, list[list[s
     """Maps from a trace's router counts: as many experts at bf16 as fit `room` bytes beyond all-low, by two rules."""
     totals = np.sum([np.array(record.counts, dtype=float) for record in read_trace(trace).records], axis=0)
     rooms = even_room([row[0] - row[plan.base] for row in plan.sizes], plan.experts, room)
-    high, low = str(plan.ladder[0]), str(plan.ladder[plan.base])
+    high = str(plan.ladder[0])
+    low = str(plan.ladder[plan.base])
     maps = {}
     for name, values in (
         ("most used", totals),
@@ -52,7 +53,8 @@ def quality(bundle: Path, low: str, data: list[str], options: Any, work: Path) -
         return out | {"peak MB": got.resident_bytes_peak / 1e6}
 
     first = work / "first.jsonl"
-    all_low, all_high = score(f"static:{low}", PLENTY), score("static:bf16", PLENTY)
+    all_low = score(f"static:{low}", PLENTY)
+    all_high = score("static:bf16", PLENTY)
     score(f"static:{low}", files=data[:1], trace=first)
     rows = [row("", f"all {low}", all_low), row("", "all bf16", all_high)]
     targets = []
@@ -63,14 +65,16 @@ def quality(bundle: Path, low: str, data: list[str], options: Any, work: Path) -
     plan = model.moepack.manager.plan
     model.moepack.close()
     for share in SHARES:
-        budget, shown = all_low.resident_bytes_peak + int(share * span), f"{share:.0%}"
+        budget = all_low.resident_bytes_peak + int(share * span)
+        shown = f"{share:.0%}"
         statics = []
         for name, table in first_file_maps(first, plan, int(share * span)).items():
             file = work / "map.json"
             file.write_text(json.dumps({"versions": table}))
             statics.append(score(f"static:{file}", budget))
             rows.append(row(shown, f"static, first file, {name}", statics[-1]))
-        live, own = score(hot, budget), score(f"hotness:between=no,{timing}", budget)
+        live = score(hot, budget)
+        own = score(f"hotness:between=no,{timing}", budget)
         ladder = score(f"hotness:{timing}", budget)
         rows += [row(shown, "hotness, the two", live), row(shown, "hotness, two of its choice", own)]
         rows.append(row(shown, "hotness", ladder))

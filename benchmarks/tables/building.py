@@ -8,7 +8,8 @@ from .common import TEXTS, figures, mean_rise, percent, ratio, results, rise, ta
 def quality() -> str:
     """Perplexity by version, with what that is above the plain model."""
     rows = results("quality-tiny-qwen3-moe")["rows"]
-    plain, out = rows[0], []
+    plain = rows[0]
+    out = []
     for row in rows:
         name = row["version"].removesuffix(" gptq")
         bits = f"{row['bits/weight']:.4g}"

@@ -8,7 +8,8 @@ from .common import results, table
 
 SHOWN = ("RTX 3090", "RTX 4090", "RTX 5090", "H100")
 BITS = {"bf16": 16.0, "w8": 8.19, "w4": 4.1875, "w3": 3.1875, "w2": 2.375, "w1": 1.25, "nvfp4": 4.5}
-TODAY, FUSED = "today", "matrices in 8 bits, 15 nodes a layer"
+TODAY = "today"
+FUSED = "matrices in 8 bits, 15 nodes a layer"
 ROWS = {"Qwen3-30B-A3B": ("w4", "w2"), "gpt-oss-120b": ("mxfp4", "w1"), "Qwen3.8-Flash-Next": ("nvfp4", "w2", "w1")}
 
 
@@ -26,7 +27,8 @@ def gpu_kernels() -> str:
         cells = []
         for name in SHOWN:
             gpu = inputs["gpus"][name]
-            of, allowed = str(gpu["capability"]), 128 * gpu["sms"] * gpu["clock"] * bits / 8 / gpu["bandwidth"]
+            of = str(gpu["capability"])
+            allowed = 128 * gpu["sms"] * gpu["clock"] * bits / 8 / gpu["bandwidth"]
             cells.append(f"{gated[of]['instructions']:.1f}, {plain[of]['instructions']:.1f} ({allowed:.1f})")
         taken = gated["90"]
         rows.append([form, str(taken["registers"]), f"{taken['shared'] / 1024:.0f}", *cells])
@@ -63,10 +65,16 @@ def gpu_counted() -> str:
     """What a decoding step does."""
     inputs, _ = _kept()
     rows = [
-        [name, f"{s['operations']:,}", str(s["launches of Triton"]), f"{s['operations of experts, a layer']}",
-         str(s["synchronisations"]), f"{s['bytes of matrices'] / 1e9:.2f}"]
+        [
+            name,
+            f"{s['operations']:,}",
+            str(s["launches of Triton"]),
+            f"{s['operations of experts, a layer']}",
+            str(s["synchronisations"]),
+            f"{s['bytes of matrices'] / 1e9:.2f}",
+        ]
         for name, s in inputs["steps"].items()
-    ]  # fmt: skip
+    ]
     heads = ["model", "operations", "launches of ours", "operations of a layer's experts", "waits", "GB beside experts"]
     return table(heads, rows)
 
@@ -75,6 +83,12 @@ def gpu_assumed() -> str:
     """The weightiest of what is neither published nor counted."""
     a = _kept()[0]["assumed"]
     heads = ["bandwidth reached", "PCIe reached", "a graph's node", "a launch by the host", "a load's way", "one warp"]
-    cells = [f"{a['stream']:g}", f"{a['link']:g}", f"{a['node'] * 1e6:g} us", f"{a['host'] * 1e6:g} us",
-             f"{a['latency'] * 1e6:g} us", f"{a['warp']:g} instructions a cycle"]  # fmt: skip
+    cells = [
+        f"{a['stream']:g}",
+        f"{a['link']:g}",
+        f"{a['node'] * 1e6:g} us",
+        f"{a['host'] * 1e6:g} us",
+        f"{a['latency'] * 1e6:g} us",
+        f"{a['warp']:g} instructions a cycle",
+    ]
     return table(heads, [cells])

@@ -59,7 +59,8 @@ def peer_models() -> str:
 
 def peer_quality() -> str:
     """Error and divergence by bits on both sides, a model after another."""
-    rows, out = _peers("quality"), []
+    rows = _peers("quality")
+    out = []
     for row in sorted(rows, key=lambda r: -r["bits/weight"]):
         error = f"{row['error']:.2g}" if "error" in row else ""
         kl = f"{row['KL, mnat']:.3g} ± {row['+-']:.2g}" if "KL, mnat" in row else ""
@@ -89,11 +90,16 @@ def limited_released() -> str:
 def limited_rows(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Columns and cells: a cell is empty where there is no figure."""
     columns = {
-        "first token, s": "first token s", "prompt, tokens/s": "prefill tokens/s",
+        "first token, s": "first token s",
+        "prompt, tokens/s": "prefill tokens/s",
         "decode, tokens/s": "decode tokens/s",
-        "p99, ms": "p99 ms", "read a token, MB": "MB/token read", "waited a token, ms": "ms/token waited",
-        "uses at w4": "served w4", "process, GB": "process GB", "result": "result",
-    }  # fmt: skip
+        "p99, ms": "p99 ms",
+        "read a token, MB": "MB/token read",
+        "waited a token, ms": "ms/token waited",
+        "uses at w4": "served w4",
+        "process, GB": "process GB",
+        "result": "result",
+    }
     out = []
     for row in rows:
         cells = [f"{v:.3g}" if isinstance(v := row.get(key, ""), float) else str(v) for key in columns.values()]

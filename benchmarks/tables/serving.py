@@ -35,11 +35,16 @@ def tpot() -> str:
     return table(
         ["while decoding", "TPOT, median", "TPOT, 99th percentile", "promotions", "waits"],
         [
-            [r["policy"].removeprefix("TPOT, ").replace("none", "no swaps"), f"{r['TPOT median ms']:.2f} ms",
-             f"{r['TPOT p99 ms']:.2f} ms", f"{r['promotions']:,}", f"{r['waits']:,}"]
+            [
+                r["policy"].removeprefix("TPOT, ").replace("none", "no swaps"),
+                f"{r['TPOT median ms']:.2f} ms",
+                f"{r['TPOT p99 ms']:.2f} ms",
+                f"{r['promotions']:,}",
+                f"{r['waits']:,}",
+            ]
             for r in rows
         ],
-    )  # fmt: skip
+    )
 
 
 def overlap() -> str:
@@ -57,7 +62,8 @@ def policies() -> str:
     """All policies at equal bytes of device memory."""
     out = []
     for row in results("policies-tiny-qwen3-moe")["rows"]:
-        name, share = row["policy"], row["budget"] or "none"
+        name = row["policy"]
+        share = row["budget"] or "none"
         if "least MB" in row:
             out.append([share, name, f"needs {row['least MB']:.1f} MB", *[""] * 9])
             continue
@@ -94,9 +100,11 @@ def similarity() -> str:
     rows = _claims("prefill: similarity")
     return table(
         ["", *(row["what"] for row in rows)],
-        [[shown, *(f"{row[key]:.3f}" for row in rows)]
-         for shown, key in (("its own decoding", "own"), ("another text's", "other text's"))],
-    )  # fmt: skip
+        [
+            [shown, *(f"{row[key]:.3f}" for row in rows)]
+            for shown, key in (("its own decoding", "own"), ("another text's", "other text's"))
+        ],
+    )
 
 
 def _divergences(name: str) -> str:
@@ -156,10 +164,12 @@ def limited_soak() -> str:
     out = []
     for clients, name, (limit, policy) in [(*who, at) for who in (("16", "soak"), ("1", "steps")) for at in LIMITED]:
         found = results(f"limited-{name}-{limit}")
-        rows, targets = found["rows"], found["targets"]
+        rows = found["rows"]
+        targets = found["targets"]
         last = rows[-1]
         peak = next(t["value"] for t in targets if t["name"].startswith("peak of the process"))
-        answers, cancelled = sum(row["answers"] for row in rows), last["left"] + last.get("gave up", 0)
+        answers = sum(row["answers"] for row in rows)
+        cancelled = last["left"] + last.get("gave up", 0)
         times = [f"{last['minutes']:.0f}", str(answers), str(cancelled), str(last["errors"]), f"{last['steps']:,}"]
         out.append([clients, str(limit), policy, *times, f"{last['process MB'] / 1e3:.2f}", f"{peak:.3f}"])
     columns = ["clients", "limit, GB", "policy", "minutes", "requests", "of these cancelled", "errors", "passes"]

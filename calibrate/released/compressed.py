@@ -52,7 +52,8 @@ def read(document: Mapping[str, Any], quantization: Mapping[str, Any]) -> Any:
 
 
 def _group(group: Mapping[str, Any], default: Any) -> ConfigGroup:
-    targets, weights = group.get("targets"), group["weights"]
+    targets = group.get("targets")
+    weights = group["weights"]
     if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets) or not isinstance(weights, dict):
         raise InputError("has a config group without targets")
     for target in targets:
@@ -106,7 +107,8 @@ def _columns(weights: Mapping[str, Any]) -> int:
 
 def _packed(tensors: Tensors, module: str, weights: Mapping[str, Any]) -> Encoded:
     codes = part(tensors, _codes_name(tensors, f"{module}.weight_packed"))
-    bits, group = int(weights.get("num_bits", 8)), _columns(weights)
+    bits = int(weights.get("num_bits", 8))
+    group = _columns(weights)
     *lead, words = codes.shape
     scale_name = f"{module}.weight_scale"
     if scale_name not in tensors:
@@ -174,7 +176,8 @@ def _fp4(tensors: Tensors, module: str, weights: Mapping[str, Any], nv: bool) ->
     group = option(weights, "group_size", (16 if nv else fp8.MX,))
     dtypes = ("F8_E4M3",) if nv else ("U8", "F8_E8M0")
     scale = need(tensors, f"{module}.weight_scale", dtypes, [(*lead, math.ceil(2 * half / group))], codes)
-    outer, rest = None, there(tensors, module, ACTIVATIONS)
+    outer = None
+    rest = there(tensors, module, ACTIVATIONS)
     if nv:
         shapes: list[Shape] = [tuple(lead[:-1]), (*lead[:-1], 1), (*lead[:-1], 1, 1)]
         outer = need(tensors, f"{module}.weight_global_scale", ("F32",), shapes, codes)

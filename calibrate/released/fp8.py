@@ -70,7 +70,8 @@ def fp8(tensors: Tensors, codes: StoredPart, scale: str, block: tuple[int, int] 
     rest = leftovers(tensors, codes.name)
     if block is None:
         lead = tuple(batch)
-        tensor, row = [(*lead,), (*lead, 1), (*lead, 1, 1)], [(*lead, rows), (*lead, rows, 1)]
+        tensor = [(*lead,), (*lead, 1), (*lead, 1, 1)]
+        row = [(*lead, rows), (*lead, rows, 1)]
         found = need(tensors, scale, FLOATS, dict.fromkeys([*tensor, *row]), codes)
         per_row = 1 if found.shape in row else 0
         return Encoded("fp8", 0, codes.shape, "plain", codes, found, block_rows=per_row, leftovers=rest)

@@ -34,7 +34,8 @@ def find(bits: int, group: int, offset: int, by_activation: bool, tensors: Tenso
             raise InputError(f"{codes.name} has no {module}.g_idx, which desc_act needs")
         if g_idx:
             need(tensors, g_idx[0], ("I32", "I64"), [(shape[1],)], codes)
-        version, own = f"int{bits}{SCALES[scale.dtype]}", g_idx[0] if g_idx else None
+        version = f"int{bits}{SCALES[scale.dtype]}"
+        own = g_idx[0] if g_idx else None
         made = Encoded(
             version, group, shape, "gptq", codes, scale, zeros, g_idx=own, zero_offset=offset, leftovers=g_idx
         )

@@ -32,7 +32,8 @@ def find(algorithm: str, tensors: Tensors) -> Iterator[tuple[str, Encoded]]:
             continue
         if there(tensors, module, ("pre_quant_scale",)):
             raise InputError(f"{module}.pre_quant_scale scales the inputs of {name}: not supported")
-        codes, scale = part(tensors, name), f"{name}_scale"
+        codes = part(tensors, name)
+        scale = f"{name}_scale"
         if entry.dtype == "U8":
             made = _nvfp4(tensors, module)
         elif entry.dtype == "F8_E4M3":

@@ -25,7 +25,8 @@ def find(tensors: Tensors) -> Iterator[tuple[str, Encoded]]:
             continue
         if len(entry.shape) < 3 or entry.shape[-1] != GROUP // 2:
             raise InputError(f"{name} has shape {list(entry.shape)}, not [..., rows, groups, 16]")
-        weight, codes = name.removesuffix("_blocks"), part(tensors, name, (3, 4))
+        weight = name.removesuffix("_blocks")
+        codes = part(tensors, name, (3, 4))
         scales = need(tensors, f"{weight}_scales", ("U8", "F8_E8M0"), [codes.shape[:-1]], codes)
         shape = (*codes.shape[:-2], codes.shape[-2] * GROUP)
         yield weight, Encoded("mxfp4", GROUP, shape, "blocks", codes, scales, transposed=True)

@@ -45,8 +45,10 @@ def decode(
 
     cols = codes.shape[-1]
     out = torch.empty(codes.shape, dtype=torch.bfloat16)
-    flat, to = codes.reshape(-1, cols), out.view(-1, cols)
-    scales, step = widen(version, scale).reshape(len(flat), -1), max(1, _AT_ONCE // max(1, cols))
+    flat = codes.reshape(-1, cols)
+    to = out.view(-1, cols)
+    scales = widen(version, scale).reshape(len(flat), -1)
+    step = max(1, _AT_ONCE // max(1, cols))
     own = None if outer is None else outer.reshape(-1, 1)
     zero = None if zeros is None else zeros.reshape(len(flat), -1).to(torch.float32) / (16 if "int4" in version else 1)
     table = torch.tensor(E2M1)

@@ -52,7 +52,8 @@ def documents(source: str) -> Iterator[Document]:
     .parquet or a data set without `datasets`.
     """
     check_source(source)
-    path, column = Path(source), "text"
+    path = Path(source)
+    column = "text"
     try:
         if path.suffix == ".md":
             yield path.read_text(encoding="utf-8")
@@ -100,7 +101,8 @@ def split_lines(lines: Iterable[str]) -> Iterator[str]:
 
 def _articles(rows: Iterable[Document]) -> Iterator[Document]:
     """Yield rows as they are; if the first that is not blank is an article's title, join them as lines."""
-    rows, blank = iter(rows), list[Document]()
+    rows = iter(rows)
+    blank = list[Document]()
     for row in rows:
         if row == "":
             blank.append(row)

@@ -32,7 +32,8 @@ class Encoder:
         self._tokenizer = tokenizer
         # The end-of-text token, if any, and the ids that the tokenizer adds before a text, such as BOS.
         self.end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-        bare, full = self.encode("a"), list(tokenizer("a", verbose=False)["input_ids"])
+        bare = self.encode("a")
+        full = list(tokenizer("a", verbose=False)["input_ids"])
         places = (i for i in range(len(full)) if bare and full[i : i + len(bare)] == bare)
         self.begin = full[: next(places, 0)]
 
@@ -117,7 +118,8 @@ def _cut(text: str, start: int, encode: Encode, size: int, around: int) -> tuple
             if tried == TRIES:
                 break
             at = place.start()
-            low, high = max(start, at - around), at + around
+            low = max(start, at - around)
+            high = at + around
             whole = encode(text[low:high])
             for begin in (at, place.end()) if place.group() else (at,):
                 if encode(text[low:at]) + encode(text[begin:high]) == whole:

@@ -73,7 +73,8 @@ def windows(source: str, tokenizer: Any, length: int, most: int) -> Tensor:
 
 def document_windows(source: str, tokenizer: Any, length: int, most: int) -> tuple[Tensor, Tensor]:
     """The first windows of a source and each token's document number, both int64 [at most `most`, length]."""
-    ids, owners = array("q"), array("q")
+    ids = array("q")
+    owners = array("q")
     for number, part in Encoder(tokenizer).stream(source):
         ids.extend(part)
         owners.extend([number] * len(part))

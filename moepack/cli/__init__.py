@@ -28,9 +28,24 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for _command in (  # as --help lists them
-    build, calibrate, quantize, pack, inspect, shrink, export, verify, evaluate,
-    generate, chat, plan, profile, serve, push, pull, doctor,
-):  # fmt: skip
+    build,
+    calibrate,
+    quantize,
+    pack,
+    inspect,
+    shrink,
+    export,
+    verify,
+    evaluate,
+    generate,
+    chat,
+    plan,
+    profile,
+    serve,
+    push,
+    pull,
+    doctor,
+):
     app.command("eval" if _command is evaluate else None)(_command)
 
 

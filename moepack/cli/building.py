@@ -62,13 +62,25 @@ def build(
                 "additions use the recipe and text of --work: leave out --recipe, --calibration and --keep; other "
                 "zeros or another method are another build"
             )
-        names, dense = flag.names_of(added or ""), flag.names_of(added_dense or "")
+        names = flag.names_of(added or "")
+        dense = flag.names_of(added_dense or "")
         sizes = parse_group_sizes(group_sizes or ())
         with progress(quiet) as reporter:
             report = add(
-                output, work, names, sizes, checkpoint, fresh, device, engine, address, reporter, revision, memory,
+                output,
+                work,
+                names,
+                sizes,
+                checkpoint,
+                fresh,
+                device,
+                engine,
+                address,
+                reporter,
+                revision,
+                memory,
                 dense,
-            )  # fmt: skip
+            )
         _report(report, as_json)
         return
 
@@ -85,9 +97,20 @@ def build(
         return
     with progress(quiet) as reporter:
         report = run(
-            checkpoint, output, recipe, calibration or (), work, fresh, device, engine, address, reporter, revision,
-            keep, memory,
-        )  # fmt: skip
+            checkpoint,
+            output,
+            recipe,
+            calibration or (),
+            work,
+            fresh,
+            device,
+            engine,
+            address,
+            reporter,
+            revision,
+            keep,
+            memory,
+        )
     _report(report, as_json)
 
 

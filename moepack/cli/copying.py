@@ -163,7 +163,8 @@ def pull(
     from moepack.hub import pull as run
 
     if program is not None:
-        plain, given = LoadOptions(), {"--versions": versions, "--add": add}
+        plain = LoadOptions()
+        given = {"--versions": versions, "--add": add}
         given |= {f"--{n.replace('_', '-')}": getattr(options, n) != getattr(plain, n) for n in _PLANNED}
         if left := [name for name, value in given.items() if value]:
             raise InputError(f"--for {program} chooses what it needs: leave {' and '.join(left)} out")

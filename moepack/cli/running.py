@@ -62,7 +62,9 @@ def evaluate(
     from moepack.reports import evaluate as scoring
     from moepack.reports import tasks as harness
 
-    result, scores, named = None, None, names_of(tasks)
+    result = None
+    scores = None
+    named = names_of(tasks)
     with progress(quiet) as reporter:
         if data or not named:
             result = scoring.evaluate(path, data or [], options, length, samples, reporter, trace, kl)
@@ -102,7 +104,8 @@ def generate(
     from moepack.generation import generate as run
     from moepack.shared.opening import read_template
 
-    messages, began = None, False
+    messages = None
+    began = False
     if chat or system:
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})

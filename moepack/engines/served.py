@@ -164,7 +164,8 @@ class ServedBundle:
         if self.plan is None:
             return load_map(self.bundle, self.table, devices)
         manager = ResidencyManager(self.bundle, self._policy, self.plan, devices)
-        layers, fixed = manager.layers, Fixed(0, staging=manager.plan.staging)
+        layers = manager.layers
+        fixed = Fixed(0, staging=manager.plan.staging)
         self.serving = Serving(self._model, self.bundle, self.policy, layers, fixed, manager, manager.tracker, {})
         return layers
 

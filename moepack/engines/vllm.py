@@ -27,5 +27,6 @@ def register() -> None:
     except Exception as error:  # parts that moved or changed raise errors of any class
         log.error(
             "this vLLM cannot serve bundles (%s): install vLLM 0.32, or serve what moepack export --to "
-            "compressed-tensors writes; other models are served as before", in_a_line(error),
-        )  # fmt: skip
+            "compressed-tensors writes; other models are served as before",
+            in_a_line(error),
+        )

@@ -54,7 +54,8 @@ class BundleConfig(QuantizationConfig):  # type: ignore[misc]
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__()
-        self.given, self.path = dict(given), ""
+        self.given = dict(given)
+        self.path = ""
         self._renames: list[WeightsMapper] = []
         self._served: ServedBundle | None = None
         self._loads = 0

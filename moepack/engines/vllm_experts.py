@@ -21,8 +21,11 @@ class MoepackExperts(FusedMoEMethodBase):  # type: ignore[misc]
     def __init__(self, layer: Any, served: ServedBundle, position: int) -> None:
         """Check that vLLM wants what the bundle has. Raises InputError if not."""
         super().__init__(layer.moe_config)
-        self._served, self._position, self._module = served, position, None
-        of, parallel = served.layers[position], layer.moe_config.moe_parallel_config
+        self._served = served
+        self._position = position
+        self._module = None
+        of = served.layers[position]
+        parallel = layer.moe_config.moe_parallel_config
         where = f"{served.bundle.path}: {layer.layer_name}"
         if parallel.tp_size > 1 or parallel.use_ep or parallel.dp_size > 1:
             raise InputError(f"{where}: experts are served whole, by one process: no parallel sizes over 1")
@@ -30,7 +33,8 @@ class MoepackExperts(FusedMoEMethodBase):  # type: ignore[misc]
             raise InputError(f"{where}: policy {served.policy} counts whole passes: no pipeline parallel size over 1")
         if layer.apply_router_weight_on_input:
             raise InputError(f"{where}: gates are applied to the experts' input, which a bundle's experts do not do")
-        wanted, held = (layer.global_num_experts, layer.hidden_size), (of.experts, of.matrices[0].cols)
+        wanted = (layer.global_num_experts, layer.hidden_size)
+        held = (of.experts, of.matrices[0].cols)
         if wanted != held:
             raise InputError(f"{where}: vLLM wants (experts, hidden size) {wanted}, the bundle has {held}")
 
@@ -39,7 +43,8 @@ class MoepackExperts(FusedMoEMethodBase):  # type: ignore[misc]
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Load the experts: of all layers, at the first one's call."""
-        device, dtype = torch.device(self.moe.device), self.moe.in_dtype
+        device = torch.device(self.moe.device)
+        dtype = self.moe.in_dtype
         self._module = self._served.module(self._position, device, dtype)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
@@ -47,9 +52,14 @@ class MoepackExperts(FusedMoEMethodBase):  # type: ignore[misc]
         return None
 
     def apply(
-        self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, shared_experts: Any,
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any,
         shared_experts_input: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Run the chosen experts: [tokens, hidden] to [tokens, hidden]."""
         if torch.compiler.is_compiling():
             out: Tensor = torch.ops.moepack.vllm_experts(x, topk_ids, topk_weights, layer.layer_name)

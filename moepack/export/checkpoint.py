@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     Written = Iterator[tuple[str, int, Tensor]]  # a tensor's name, an index of its first axis, values from there on
 
 _FEW = 8  # experts whose codes are in memory at once
-_DIMENSIONS, _LARGEST = 8, 1 << 44  # of a described tensor: dimensions, and elements
+# of a described tensor: dimensions, and elements
+_DIMENSIONS = 8
+_LARGEST = 1 << 44
 
 
 def export_checkpoint(
@@ -48,7 +50,8 @@ def export_checkpoint(
     Raises InputError for a bundle that does not hold its checkpoint as it was, TargetError if `output` is not new or
     empty, or in the bundle. Nothing is left at `output` after an error.
     """
-    reporter, target = reporter or Reporter(), Path(output)
+    reporter = reporter or Reporter()
+    target = Path(output)
     bundle = open_for(path, target)
     stream, config = _stream(bundle)
     held = _held(bundle, stream)
@@ -62,11 +65,21 @@ def export_checkpoint(
         raise InputError(f"{bundle.path / TENSORS}: describes {needed:,} bytes, more than the bundle holds: damaged")
     left_out = tuple(sorted(set(stream.checkpoint.file_of) - wanted))
     exact = stream.native
-    counts, dense = {exact.name: sum(x.experts for x in bundle.layers)}, lossless(bundle.dense_versions)
+    counts = {exact.name: sum(x.experts for x in bundle.layers)}
+    dense = lossless(bundle.dense_versions)
     report = Exported(
-        "checkpoint", target, needed, released_bits(bundle, exact), (), True, 0.0, counts,
-        (dense.name,) if dense else (), len(wanted), left_out,
-    )  # fmt: skip
+        "checkpoint",
+        target,
+        needed,
+        released_bits(bundle, exact),
+        (),
+        True,
+        0.0,
+        counts,
+        (dense.name,) if dense else (),
+        len(wanted),
+        left_out,
+    )
     if dry_run:
         return report
     made_for = {"target": "released", "bundle": identity(bundle), "libraries": libraries()}
@@ -205,7 +218,8 @@ def _experts(bundle: Bundle, stream: StreamedModel, position: int, some: range) 
     import numpy as np
     import torch
 
-    exact, layer = lossless(bundle.versions), bundle.layers[position]
+    exact = lossless(bundle.versions)
+    layer = bundle.layers[position]
     assert exact is not None
     decoded: list[Any] = [exact.decode(layer.matrices, bundle.extent(exact.name, position, e)) for e in some]
     of_matrix = [[one[m] for one in decoded] for m in range(len(layer.matrices))]
@@ -262,7 +276,9 @@ def _native(version: str, group: int, values: list[AffineMatrix | ReleasedMatrix
         tensor = torch.from_numpy(np.stack(arrays))
         return tensor if stack else tensor[0]
 
-    codes, scale, outer = joined("codes"), joined("scale"), joined("outer")
+    codes = joined("codes")
+    scale = joined("scale")
+    outer = joined("outer")
     assert codes is not None and scale is not None
     name = "fp8" if version == "fp8row" else version
     return NativeWeight(name, group, codes, scale, None if outer is None else outer[..., None], joined("zero"))

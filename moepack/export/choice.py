@@ -129,11 +129,13 @@ def _fitting(job: ExportJob, target: Target, size: str) -> Versions:
 
     Raises InputError where nothing fits; names the least size that would do.
     """
-    budget, versions = parse_size(size), [v for v in job.bundle.versions if target.refusal(job.bundle, v) is None]
+    budget = parse_size(size)
+    versions = [v for v in job.bundle.versions if target.refusal(job.bundle, v) is None]
     assert budget is not None
     if not versions:
         raise InputError(f"--to {target.name}: {job.bundle.path} has no version that it holds")
-    layers, room = range(len(job.bundle.layers)), budget - target.other_bytes(job)
+    layers = range(len(job.bundle.layers))
+    room = budget - target.other_bytes(job)
     sizes = [[float(target.layer_bytes(job, p, v)) for v in versions] for p in layers]
     losses = [_layer_losses(rows) for rows in _losses(job.bundle, versions)]
 
@@ -165,7 +167,9 @@ def _layer_losses(experts: Sequence[Sequence[float]]) -> list[float]:
 
 def expected_loss(job: ExportJob) -> float:
     """The mean relative loss of all experts at their versions, by the bundle's tables."""
-    tables, total, count = job.bundle.calibration(), 0.0, 0
+    tables = job.bundle.calibration()
+    total = 0.0
+    count = 0
     for layer, row in zip(tables.layers, job.experts, strict=True):
         columns = tables.columns(row)
         total += float(layer.relative[range(len(row)), columns].sum())

@@ -84,7 +84,8 @@ class Coded(SafetensorsTarget):
     def ignored(self, job: ExportJob) -> Iterator[str]:
         """The matrices that stay as they are, by an expression for all layers where no layer has codes there."""
         coded = {job.layout.linear(d).name.removesuffix(".weight") for d, _ in self._coded(job)}
-        taken, seen = {_any_layer(name) for name in coded}, set[str]()
+        taken = {_any_layer(name) for name in coded}
+        seen = set[str]()
         for name, (_, shape) in self._other(job).items():
             module, _, leaf = name.rpartition(".")
             every = _any_layer(module)
@@ -113,7 +114,8 @@ def _experts_of(job: ExportJob, positions: list[int]) -> list[str]:
     """Expressions for the experts of these layers."""
     numbers: dict[str, list[int]] = {}
     for position in positions:
-        index, piece = job.bundle.layers[position].index, job.layout.experts(position)[0]
+        index = job.bundle.layers[position].index
+        piece = job.layout.experts(position)[0]
         before, _, after = piece.name.partition(f".{index}.")
         rest = after[: after.index(f".{piece.expert}.")]
         stack = before.rpartition(".")[2]
@@ -148,7 +150,8 @@ class CompressedTensors(Coded):
         """See SafetensorsTarget."""
         if piece.bias or not self.codes(version):
             return super().tensors(job, piece, version, values)
-        module, scale = piece.name.removesuffix(".weight"), values.scale[piece.rows]
+        module = piece.name.removesuffix(".weight")
+        scale = values.scale[piece.rows]
         out = {
             f"{module}.weight_packed": values.words[piece.rows],
             f"{module}.weight_scale": scale.float() if job.scales == "fp32" else scale,
@@ -164,15 +167,20 @@ class CompressedTensors(Coded):
             f"group_{i}": {
                 "targets": targets,
                 "weights": {
-                    "num_bits": version.bits, "type": "int", "symmetric": self.symmetric(job, version),
-                    "strategy": "group", "group_size": version.group_size, "dynamic": False, "actorder": None,
+                    "num_bits": version.bits,
+                    "type": "int",
+                    "symmetric": self.symmetric(job, version),
+                    "strategy": "group",
+                    "group_size": version.group_size,
+                    "dynamic": False,
+                    "actorder": None,
                 },
                 "input_activations": None,
                 "output_activations": None,
                 "format": "pack-quantized",
             }
             for i, (version, targets) in enumerate(self.by_version(job).items())
-        }  # fmt: skip
+        }
         return {
             "quantization_config": {
                 "quant_method": "compressed-tensors",

@@ -63,7 +63,9 @@ class Gptq(Coded):
         """See SafetensorsTarget."""
         if piece.bias or not self.codes(version):
             return super().tensors(job, piece, version, values)
-        module, bits, zeros = piece.name.removesuffix(".weight"), version.bits, values.zero[piece.rows].T
+        module = piece.name.removesuffix(".weight")
+        bits = version.bits
+        zeros = values.zero[piece.rows].T
         planes = bits == 3 and self.form == "gptq_p"
         return {
             f"{module}.qweight": (planar(values.codes).T if planes else values.turned_words)[:, piece.rows],
@@ -74,7 +76,8 @@ class Gptq(Coded):
 
     def config(self, job: ExportJob) -> dict[str, Any]:
         """See SafetensorsTarget."""
-        modules, first = self.by_version(job), job.used[0]
+        modules = self.by_version(job)
+        first = job.used[0]
         dynamic: dict[str, dict[str, Any]] = {}
         for version, names in modules.items():
             if version != first:
@@ -83,15 +86,23 @@ class Gptq(Coded):
         dynamic |= {f"-:^{name.removeprefix('re:').removesuffix('$')}$": {} for name in sorted(self.ignored(job))}
         return {
             "quantization_config": {
-                "quant_method": "gptq", "checkpoint_format": self.form, "format": self.form, "bits": first.bits,
-                "group_size": first.group_size, "sym": self.symmetric(job, first), "desc_act": False, "lm_head": False,
-                "pack_dtype": "int32", "dynamic": dynamic,
+                "quant_method": "gptq",
+                "checkpoint_format": self.form,
+                "format": self.form,
+                "bits": first.bits,
+                "group_size": first.group_size,
+                "sym": self.symmetric(job, first),
+                "desc_act": False,
+                "lm_head": False,
+                "pack_dtype": "int32",
+                "dynamic": dynamic,
             }
-        }  # fmt: skip
+        }
 
     def notes(self, job: ExportJob) -> tuple[str, ...]:
         """See Target."""
         return ()
 
 
-TARGET, PLANAR = Gptq("gptq", mixes=False), Gptq("gptq_p", mixes=False, form="gptq_p")
+TARGET = Gptq("gptq", mixes=False)
+PLANAR = Gptq("gptq_p", mixes=False, form="gptq_p")

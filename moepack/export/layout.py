@@ -63,7 +63,8 @@ class Layout:
         from transformers import AutoConfig
 
         self._lock = threading.Lock()  # transformers' conversions hold what they convert
-        self._bundle, self.config = bundle, AutoConfig.from_pretrained(bundle.path)
+        self._bundle = bundle
+        self.config = AutoConfig.from_pretrained(bundle.path)
         del self.config.quantization_config
         try:
             with torch.device("meta"):
@@ -98,7 +99,8 @@ class Layout:
         return lru_cache(maxsize=1)(self._experts)
 
     def _experts(self, position: int) -> tuple[CheckpointTensor, ...]:
-        layer, out = self._bundle.layers[position], list[CheckpointTensor]()
+        layer = self._bundle.layers[position]
+        out = list[CheckpointTensor]()
         module: Any = self.model.get_submodule(layer.module)
         for m, pair in enumerate(parameter_names(module).values()):
             for bias, name in enumerate(n for n in pair if n is not None):
@@ -119,7 +121,8 @@ class Layout:
         transposed = bool(cols) and tags.shape[-1] != 1
         flat = tags if not cols else tags[..., 0, :] if transposed else tags[..., 0]
         whole = flat.ndim == 2
-        experts, own = flat // rows, flat % rows
+        experts = flat // rows
+        own = flat % rows
         first = own[0] if whole else own
         wanted = torch.arange(len(flat))[:, None] if whole else experts[:1]
         if flat.ndim > 2 or not bool((experts == wanted).all()) or not bool((own == first).all()):
@@ -156,14 +159,17 @@ class Layout:
 
     def outline(self, names: Sequence[str]) -> Entries:
         """The checkpoint's tensors of a group, as `groups` yields it."""
-        dense, made = self._bundle.dense(), dict[str, Tensor]()
+        dense = self._bundle.dense()
+        made = dict[str, Tensor]()
         matrices = {d.module: d.matrix for d in self._bundle.manifest.dense}
         for name in names:
             module, _, leaf = name.rpartition(".")
             if name in dense:
-                dtype, shape = getattr(torch, DTYPES[dense.dtype(name)][1]), dense[name]
+                dtype = getattr(torch, DTYPES[dense.dtype(name)][1])
+                shape = dense[name]
             else:
-                m, dtype = matrices[module], torch.bfloat16
+                m = matrices[module]
+                dtype = torch.bfloat16
                 shape = (m.rows,) if leaf == "bias" else (m.rows, m.cols)
             made[name] = torch.empty(shape, dtype=dtype, device="meta")
         return {n: (_STORED[t.dtype], tuple(t.shape)) for n, t in self.revert(made).items()}

@@ -71,7 +71,8 @@ class SafetensorsTarget(Target):
 
     def _other(self, job: ExportJob) -> Entries:
         """The tensors outside the experts."""
-        coded, out = self._coded(job), Entries()
+        coded = self._coded(job)
+        out = Entries()
         for names in job.layout.groups([d for d, _ in coded]):
             out |= job.layout.outline(names)
         for d, v in coded:
@@ -116,7 +117,8 @@ class SafetensorsTarget(Target):
 
     def _write_other(self, job: ExportJob, files: TensorFiles) -> None:
         coded = self._coded(job)
-        dense, versions = job.bundle.dense(), {d.module: v.name for d, v in job.dense_pairs()}
+        dense = job.bundle.dense()
+        versions = {d.module: v.name for d, v in job.dense_pairs()}
         for names in job.layout.groups([d for d, _ in coded]):
             if not files.wants(job.layout.outline(names)):
                 continue
@@ -152,7 +154,8 @@ class SafetensorsTarget(Target):
                     files.put_tensor(name, tensor, e if piece.expert is None else 0)
 
         for e in range(job.bundle.layers[position].experts):
-            version, own = job.version(position, e), (*of_expert.get(e, ()), *stacked)
+            version = job.version(position, e)
+            own = (*of_expert.get(e, ()), *stacked)
             if files.wants(name for piece in own for name in self.entries(job, piece, version)):
                 job.bundle.layer_file(version.name, position).ahead(e)
                 workers.submit(write, e, version, own)

@@ -37,7 +37,9 @@ def export(
         BundleError: for a damaged bundle.
         TargetError: if `output` is not new or empty, or in the bundle.
     """
-    reporter, target, wanted = reporter or Reporter(), Path(output), wanted or Wanted()
+    reporter = reporter or Reporter()
+    target = Path(output)
+    wanted = wanted or Wanted()
     form = target_of(to, wanted.lossy)
     if to == "checkpoint" and wanted.nothing:
         return export_checkpoint(path, output, reporter, dry_run)
@@ -52,7 +54,8 @@ def export(
     with working(target, made_for(job, form), form.file_bytes(job), reporter) as work:
         files = form.write(job, work, reporter)
         paths = [work.path(ExportDirectory.FILES, name) for name in files]
-        written, lost = sum(path.stat().st_size for path in paths), form.lost(job, paths, reporter)
+        written = sum(path.stat().st_size for path in paths)
+        lost = form.lost(job, paths, reporter)
     reporter.step("done")
     made = _report(job, form, target, written, files)
     return made if lost is None else replace(made, lost=lost, bits=lost.bits)
@@ -61,9 +64,14 @@ def export(
 def made_for(job: ExportJob, form: Target) -> dict[str, Any]:
     """Everything that the bytes of an export depend on."""
     return {
-        "target": repr(form), "bundle": identity(job.bundle), "libraries": libraries(*form.libraries),
-        "experts": job.experts, "dense": [v.name for v in job.dense], "scales": job.scales, "shard": job.shard,
-    }  # fmt: skip
+        "target": repr(form),
+        "bundle": identity(job.bundle),
+        "libraries": libraries(*form.libraries),
+        "experts": job.experts,
+        "dense": [v.name for v in job.dense],
+        "scales": job.scales,
+        "shard": job.shard,
+    }
 
 
 def _report(job: ExportJob, form: Target, target: Path, size: int, files: list[str]) -> Exported:

@@ -95,7 +95,8 @@ class Values:
 
     @property
     def _whole_words(self) -> bool:
-        bits, cols = self.version.bits, self.packed.one.matrices[self.number].cols
+        bits = self.version.bits
+        cols = self.packed.one.matrices[self.number].cols
         return isinstance(self.version, Affine) and self.version.planes == (bits,) and cols * bits % 32 == 0
 
     @cached_property
@@ -109,14 +110,16 @@ class Values:
         """The weights [rows, cols] rounded to bfloat16."""
         if not isinstance(self.version, Affine):
             return self.exact.to(torch.bfloat16)
-        one, planes = self.packed.one, self.version.planes
+        one = self.packed.one
+        planes = self.version.planes
         m = one.matrices[self.number]
         parts = {
             s.kind: section_array(one.extent, s)
             for s in one.version.sections(one.matrices)
             if s.matrix == self.number and s.kind != "bias"
         }
-        out, step = torch.empty(m.rows, m.cols, dtype=torch.bfloat16), max(1, _FEW // m.cols // BLOCK_ROWS)
+        out = torch.empty(m.rows, m.cols, dtype=torch.bfloat16)
+        step = max(1, _FEW // m.cols // BLOCK_ROWS)
         for at in range(0, -(-m.rows // BLOCK_ROWS), step):
             some = out[at * BLOCK_ROWS : (at + step) * BLOCK_ROWS]
             few = unpacked({kind: p[at : at + step] for kind, p in parts.items()}, planes, len(some), m.cols)

@@ -33,5 +33,6 @@ def planar(codes: Tensor) -> Tensor:
     32 codes are two words of their two low bits, then one of their high bits.
     """
     rows, n = codes.shape
-    low, high = words(codes & 3, 2).view(rows, n // 32, 2), words(codes >> 2, 1).view(rows, n // 32, 1)
+    low = words(codes & 3, 2).view(rows, n // 32, 2)
+    high = words(codes >> 2, 1).view(rows, n // 32, 1)
     return torch.cat([low, high], dim=-1).view(rows, -1)

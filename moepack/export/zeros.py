@@ -32,7 +32,8 @@ class ZeroPoints:
 def zero_points(bundle: Bundle, version: Version, dense: bool) -> ZeroPoints:
     """Read all zero points of an affine version with stored ones; nothing else is read, and no digest checked."""
     total = fractional = apart = 0
-    step, middle = 1 << (8 - version.bits), 128
+    step = 1 << (8 - version.bits)
+    middle = 128
     for matrices, extent in extents(bundle, version, dense):
         for section in version.sections(matrices):
             if section.kind == "zero":
@@ -78,13 +79,15 @@ def _cost(bundle: Bundle, version: Version, dense: bool) -> float:
     for (matrices, extent), _ in zip(extents(bundle, version, dense), range(8), strict=False):
         for value in version.decode(matrices, extent):
             one, two = _errors(value, version)
-            added, power = added + one, power + two
+            added = added + one
+            power = power + two
     return added / power if power else 0.0
 
 
 def _errors(value: AffineMatrix, version: Version) -> tuple[float, float]:
     assert value.zero is not None
-    top, cols = (1 << version.bits) - 1, value.codes.shape[1]
+    top = (1 << version.bits) - 1
+    cols = value.codes.shape[1]
     group = np.arange(cols) // version.group_size
     zero = value.zero.astype(np.float32) * np.float32(2.0 ** (version.bits - 8))
     whole = np.clip(np.round(zero), 0, top)

@@ -23,9 +23,14 @@ def run(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Te
 @functools.cache
 def _behind(kind: Any, layout: tuple[tuple[str, Any], ...]) -> Any:
     own = {
-        "has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": False,
-        "is_concatenated": True, "_is_expert_parallel": False, "forward": run,
-    }  # fmt: skip
+        "has_gate": True,
+        "has_bias": False,
+        "has_post_expert_norm": False,
+        "is_transposed": False,
+        "is_concatenated": True,
+        "_is_expert_parallel": False,
+        "forward": run,
+    }
     if not hasattr(kind, "_apply_gate"):
         own["_apply_gate"] = _default_apply_gate
     return type("Experts", (kind,), {**own, "__module__": __name__, **dict(layout)})

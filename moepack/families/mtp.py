@@ -36,7 +36,8 @@ def mtp_layers(names: Iterable[str], used: Iterable[str], decoder_layers: int, c
     ordinary = {name[m.end() :] for name in used if (m := _NAME.search(name))}
     own: set[int | None] = {None}
     for name in found:
-        m, number = _NAME.search(name), layer_of(name)
+        m = _NAME.search(name)
+        number = layer_of(name)
         assert m is not None
         if _BESIDE.search(name) or (number is not None and number < end and name[m.end() :] not in ordinary):
             own.add(number)

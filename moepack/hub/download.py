@@ -70,7 +70,8 @@ def pull(
     """
     from huggingface_hub import HfApi
 
-    reporter, target = reporter or Reporter(), Path(target)
+    reporter = reporter or Reporter()
+    target = Path(target)
     wanted = tuple(versions) or tuple(add)
     _check(target, versions, add, fit, dense)
     api = HfApi()
@@ -98,7 +99,8 @@ def pull(
 
 def _dense(remote: Remote, target: Path | None, wanted: Sequence[str]) -> tuple[str, ...]:
     """The versions of the dense matrices to fetch: `wanted`, or the most precise unless the target has one."""
-    manifest, here = remote.manifest, ", ".join(remote.dense)
+    manifest = remote.manifest
+    here = ", ".join(remote.dense)
     for name in wanted:
         if name not in remote.dense:
             what = f"it has {here or 'none'}" if manifest.dense else "these have no versions in it"
@@ -203,7 +205,8 @@ def _fetcher(api: HfApi, remote: Remote, staging: Staging) -> Fetch:
     dense = tuple(v for v in remote.manifest.dense_versions if v.name in remote.dense)
 
     def fetch(names: Sequence[str]) -> Described:
-        sizes, root = remote.listed(names), staging.target
+        sizes = remote.listed(names)
+        root = staging.target
         if not all(_has(root / name, size) for name, size in sizes.items()):
             root = staging.files
             _fetch(api, remote, root, sizes, Reporter())

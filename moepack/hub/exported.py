@@ -59,7 +59,9 @@ def pull_for(
     """
     if program not in PROGRAMS:
         raise InputError(f"--for {program}: there are {', '.join(PROGRAMS)}")
-    form, wanted, target = target_of(PROGRAMS[program]), wanted or Wanted(), Path(output)
+    form = target_of(PROGRAMS[program])
+    wanted = wanted or Wanted()
+    target = Path(output)
     reporter = reporter or Reporter()
     check_target(target)
     beside = target.absolute().with_name(f".{target.absolute().name}.pulled")
@@ -122,7 +124,8 @@ def _chooser(form: Target, wanted: Wanted, program: str, reporter: Reporter, fou
 
 def _candidates(remote: Remote, form: Target, wanted: Wanted, program: str) -> Sequence[Version]:
     """The versions that may be exported, by the manifest alone."""
-    manifest, here = remote.manifest, remote.versions
+    manifest = remote.manifest
+    here = remote.versions
     at = Path(f"{remote.repo} on the Hub")  # begins errors; no file of it is here
     bundle = Bundle(at, manifest, tuple(v for v in manifest.versions if v.name in here))
     can = [v for v in bundle.versions if form.refusal(bundle, v) is None]

@@ -44,7 +44,8 @@ class Remote:
 
     def listed(self, names: Iterable[str]) -> dict[str, int]:
         """File name -> size in bytes in the manifest, for these files."""
-        files, experts = self.manifest.files, self.manifest.expert_files
+        files = self.manifest.files
+        experts = self.manifest.expert_files
         return {name: files[name].size if name in files else experts[name].size for name in names}
 
     def experts(self, version: str) -> list[str]:
@@ -56,7 +57,8 @@ def files_of(api: HfApi, repo: str, names: Iterable[str], revision: str | None) 
     """The files of `names` that the repository has. Listing the whole repository would take longer."""
     from huggingface_hub import RepoFile
 
-    wanted, files = list(names), dict[str, RepoFile]()
+    wanted = list(names)
+    files = dict[str, RepoFile]()
     for at in range(0, len(wanted), _AT_ONCE):
         found = api.get_paths_info(repo, wanted[at : at + _AT_ONCE], revision=revision)
         files.update({f.path: f for f in found if isinstance(f, RepoFile)})

@@ -30,7 +30,8 @@ class Staging:
         Raises:
             TargetError: for any other target, or while another pull runs in it.
         """
-        self.target, self._folder = target, target / FOLDER
+        self.target = target
+        self._folder = target / FOLDER
         self.files = self._folder / "files"  # fetched files, under their names in the bundle
         if not (target / MANIFEST).is_file() and not self._folder.is_dir():
             check_target(target)
@@ -49,9 +50,11 @@ class Staging:
         Raises:
             TargetError: if a folder in the target is a link: files would land outside the target.
         """
-        wanted, folders = dict.fromkeys(names), set[Path]()
+        wanted = dict.fromkeys(names)
+        folders = set[Path]()
         for name in wanted:
-            source, goal = self.files / name, self.target / name
+            source = self.files / name
+            goal = self.target / name
             if not source.exists():
                 continue  # moved with its folder
             for above in reversed(goal.relative_to(self.target).parents[:-1]):

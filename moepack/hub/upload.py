@@ -96,7 +96,9 @@ class _There:
 def _look(api: HfApi, repo: str, revision: str | None, ours: Manifest) -> _There:
     """Read a repository; raise HubError unless it is empty, or holds a whole or partial bundle of this model."""
     info = api.model_info(repo, revision=revision)
-    commit, found, listed = str(info.sha), dict[str, bytes](), set[str]()
+    commit = str(info.sha)
+    found = dict[str, bytes]()
+    listed = set[str]()
     for name in (MANIFEST, PUSHING):
         if (read := read_small(api, repo, name, commit)) is not None:
             try:

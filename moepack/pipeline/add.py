@@ -77,11 +77,13 @@ def add(
         fresh: discard what an earlier call left in `work`.
         device, engine, address, reporter, revision, memory: as in `build`. A MoepackError leaves the bundle unchanged.
     """
-    reporter, target = reporter or Reporter(), Path(output)
+    reporter = reporter or Reporter()
+    target = Path(output)
     check_engine(engine, address)
     check_device(device)
     with contextlib.closing(WorkDirectory(Path(work))) as directory:
-        record, made = run_record(directory), quantised_settings(directory)
+        record = run_record(directory)
+        made = quantised_settings(directory)
         _check_checkpoint(checkpoint, revision, record, directory)
         old = _opened(target)
         recipe, wanted = _wanted(directory, record, made, old, versions, dense, group_sizes or {})
@@ -269,12 +271,15 @@ def _check_same(directory: WorkDirectory, old: Bundle, stages: Mapping[str, Stag
     manifest = old.manifest
     found = [
         (expert_file(v.name, layer.index), v.name, directory.done(stage, layer.index) or {})
-        for v, stage in stages["versions"].items() if v in manifest.versions for layer in old.layers
+        for v, stage in stages["versions"].items()
+        if v in manifest.versions
+        for layer in old.layers
     ] + [
         (dense_file(v.name, layer.index), v.name, (directory.done(stage, layer.index) or {}).get("dense", {}))
-        for v, stage in stages["dense"].items() if v in manifest.dense_versions
+        for v, stage in stages["dense"].items()
+        if v in manifest.dense_versions
         for layer in dense_layers(manifest.dense)
-    ]  # fmt: skip
+    ]
     for file, name, note in found:
         if file in manifest.expert_files and note.get("entries", {}).get(name) != asdict(manifest.expert_files[file]):
             raise InputError(

@@ -72,7 +72,8 @@ class DenseCosts:
 
 def bundle_costs(bundle: Bundle, versions: Sequence[Version] = ()) -> list[LayerCosts]:
     """The costs of these versions, or of all versions of the bundle, layer by layer."""
-    tables, out = bundle.calibration(), list[LayerCosts]()
+    tables = bundle.calibration()
+    out = list[LayerCosts]()
     wanted = versions or bundle.versions
     columns = tables.columns([v.name for v in wanted])
     for position, layer in enumerate(tables.layers):
@@ -118,7 +119,8 @@ def allocate(
     losses = [row for layer in costs for row in expected_losses(layer, how.weight)]
     experts = len(sizes)
     if dense is not None:
-        sizes, losses = [*sizes, *dense.sizes], [*losses, *dense.losses]
+        sizes = [*sizes, *dense.sizes]
+        losses = [*losses, *dense.losses]
     try:
         if how.method == "prefix_split":
             return Allocation(str(how), prefix_within(versions, costs, budget))
@@ -173,12 +175,15 @@ def prefix_within(versions: Sequence[Version], costs: Sequence[LayerCosts], budg
     least = total_bytes(best, versions, costs)
     if least > budget:
         raise BudgetError(least, budget)
-    low, high = 0, 3 * steps + 1  # `low` steps of 1 / steps bits fit, `high` steps do not
+    # `low` steps of 1 / steps bits fit, `high` steps do not
+    low = 0
+    high = 3 * steps + 1
     while high - low > 1:
         middle = (low + high) // 2
         table = split_layers(versions, costs, importance, 1 + middle / steps)
         if total_bytes(table, versions, costs) <= budget:
-            low, best = middle, table
+            low = middle
+            best = table
         else:
             high = middle
     return best

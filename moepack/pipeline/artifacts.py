@@ -48,7 +48,8 @@ def natives_of(record: Mapping[str, Any]) -> tuple[Version, Version]:
 
 def quantised_recipe(directory: WorkDirectory) -> Recipe:
     """The recipe of the last quantize stage, which may differ from the calibration's."""
-    path, record = directory.path / "quantize" / RECIPE, run_record(directory)
+    path = directory.path / "quantize" / RECIPE
+    record = run_record(directory)
     if path.is_file():
         return with_native(parse_recipe(path.read_text(), str(path)), *natives_of(record))
     return with_native(parse_recipe(record["recipe"], f"{directory.path / 'run.json'}: recipe"), *natives_of(record))
@@ -102,7 +103,8 @@ def load_observation(work: WorkDirectory, layer: int) -> Observation:
         raise unfinished(work, "calibrate", layer)
     with safe_open(path, framework="pt") as f:
         length = int(f.metadata()["length"])
-        experts, gates = f.get_tensor("experts"), f.get_tensor("gates")
+        experts = f.get_tensor("experts")
+        gates = f.get_tensor("gates")
         dtype = f.get_slice("inputs")[:0].dtype
     entry = read_header(path).tensors["inputs"]
     return Observation(mapped(path, entry.begin, entry.shape, dtype), experts, gates, length)

@@ -85,7 +85,8 @@ def assemble(
     `chosen`: the versions, by default those of the quantize stage. `keep`: files that stay from a bundle that is
     replaced; None where `target` is new or empty.
     """
-    record, quantised = run_record(work), quantised_settings(work)
+    record = run_record(work)
+    quantised = quantised_settings(work)
     if chosen is None:
         made, dense_made = ([Version.read(v) for v in quantised.get(k) or ()] for k in ("versions", "dense"))
         how = quantised["allocation"] and Allocate(**quantised["allocation"])
@@ -256,7 +257,8 @@ def _losses(work: WorkDirectory, layer: int, stages: Mapping[Version, str]) -> P
     """The file of a layer's losses at these versions. Writes a joined file where several stages hold the losses."""
     from safetensors import safe_open
 
-    found, held = {}, dict[str, tuple[str, ...]]()
+    found = {}
+    held = dict[str, tuple[str, ...]]()
     for stage in sorted(set(stages.values())):
         path = work.piece(stage, layer, LOSSES_OF_EXPERTS)
         with safe_open(path, framework="pt") as f:
@@ -292,7 +294,8 @@ def _config(checkpoint: Path, separate: bool, writer: BundleWriter) -> None:
 def _keep_released(
     record: Mapping[str, Any], writer: BundleWriter, chosen: Chosen, dense: Sequence[DenseMatrix]
 ) -> None:
-    exact, dense_exact = lossless(tuple(chosen.stages)), lossless(tuple(chosen.dense))
+    exact = lossless(tuple(chosen.stages))
+    dense_exact = lossless(tuple(chosen.dense))
     own = {m.module: dense_exact for m in dense} if dense_exact else {}
     keep_released(Path(record["checkpoint"]), writer, exact, own, record["model"].get("mtp") == "keep")
 
@@ -311,7 +314,9 @@ def _allocation(
     matrices: tuple[DenseMatrix, ...],
 ) -> Allocation | None:
     """Make the map of versions that the recipe's `allocation` asks for; None without one."""
-    how, stages, costs = chosen.recipe.allocation, chosen.stages, []
+    how = chosen.recipe.allocation
+    stages = chosen.stages
+    costs = []
     if how is None:
         return None
     versions = tuple(stages)

@@ -76,9 +76,13 @@ def steps(needs: BuildNeeds, how: MemoryPlan) -> dict[str, dict[str, int]]:
     seen = min(needs.seen, mapped) if how.seen_on_disk else needs.seen
     hidden += needs.passed
     always = {"process": needs.process, "activations": hidden}
-    loading, layer, waiting = needs.loading, needs.layer, needs.waiting
+    loading = needs.loading
+    layer = needs.layer
+    waiting = needs.waiting
     if how.experts_on_disk:
-        loading, layer, waiting = needs.loading_on_disk, needs.layer_on_disk, needs.waiting_on_disk
+        loading = needs.loading_on_disk
+        layer = needs.layer_on_disk
+        waiting = needs.waiting_on_disk
     mapped_batch = needs.mapped * how.experts_on_disk
     tasks = [min(n, max(1, how.batches)) * (size + mapped_batch) for n, size in needs.batches]
     tasks += [min(n, max(1, how.row_shards)) * size for n, size in needs.row_shards]  # made before a layer's batches

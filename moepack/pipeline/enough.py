@@ -75,7 +75,8 @@ def _count(
     reporter: Reporter,
 ) -> tuple[int, int]:
     """Run all windows; return how many of them to take, and how many experts get too few tokens even from all."""
-    dtype, last = how.torch_dtype, max(stream.expert_layers)
+    dtype = how.torch_dtype
+    last = max(stream.expert_layers)
     stream.experts_in = directory.path if plan.experts_on_disk else None
     walk = open_pass(directory, stream, windows.ids, plan, dtype)
     reporter.stage("count tokens", last + 2)
@@ -84,7 +85,8 @@ def _count(
     stream.to_compute(None, dtype)
     walk.start()
     stream.free(None)
-    wanted, short = how.samples, 0
+    wanted = how.samples
+    short = 0
     for i in range(last + 1):
         reporter.step(f"layer {i}")
         stream.load(i)
@@ -95,7 +97,8 @@ def _count(
         if observation is not None:
             experts = stream.expert_layers[i].experts
             count, few = windows_until(observation.experts, len(windows.ids), experts, windows.turns, how.until)
-            wanted, short = max(wanted, count), short + few
+            wanted = max(wanted, count)
+            short = short + few
         del observation
         trim()
     return wanted, short

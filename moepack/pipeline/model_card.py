@@ -116,7 +116,8 @@ def model_card(
     """
     provenance = (manifest.provenance.get(k) for k in ("checkpoint", "calibration"))
     checkpoint, calibration = (found if isinstance(found, Mapping) else {} for found in provenance)
-    model, name = _line(manifest.model.get("model_type")), _line(checkpoint.get("name"))
+    model = _line(manifest.model.get("model_type"))
+    name = _line(checkpoint.get("name"))
     given = checkpoint.get("id")
     base = base_model or (given if isinstance(given, str) and given else None)
     facts: dict[str, Any] = {"library_name": "moepack", "pipeline_tag": "text-generation"}
@@ -153,7 +154,7 @@ def model_card(
             "WHERE", repo or "path/or/hub-id"
         ),
         f"The original's licence holds here too: [{license_file}]({license_file}).\n" if license_file else "",
-    ]  # fmt: skip
+    ]
     return "\n".join(p for p in parts if p)
 
 
@@ -181,7 +182,8 @@ def _row(manifest: Manifest, tables: CalibrationTables, name: str) -> str:
 
 
 def _dense_row(manifest: Manifest, tables: CalibrationTables, name: str) -> str:
-    dense, weights = tables.dense, sum(d.matrix.weights for d in manifest.dense)
+    dense = tables.dense
+    weights = sum(d.matrix.weights for d in manifest.dense)
     assert dense is not None
     loss = float(dense.relative[:, dense.versions.index(name)].mean())
     what = f"{len(manifest.dense)} matrices outside the experts: "
@@ -190,7 +192,8 @@ def _dense_row(manifest: Manifest, tables: CalibrationTables, name: str) -> str:
 
 def _cells(manifest: Manifest, version: Version, names: Sequence[str], weights: int, what: str, loss: str) -> str:
     files = [manifest.expert_files[name] for name in names]
-    bits, size = 8 * sum(f.payload for f in files) / weights, sum(f.size for f in files) / 1e6
+    bits = 8 * sum(f.payload for f in files) / weights
+    size = sum(f.size for f in files) / 1e6
     return f"| {version.name} | {what}{_described(version)} | {size:,.1f} MB | {bits:.2f} | {loss} |"
 
 

@@ -39,7 +39,9 @@ def needs_of(
 
     dtype = recipe.calibration.torch_dtype
     layers, (parts, apart) = range(len(stream.layers)), _parts(stream, recipe, dense)
-    outside, largest, kept_as = stream.part_bytes(None), max(parts.values()), stream.loaded_dtype
+    outside = stream.part_bytes(None)
+    largest = max(parts.values())
+    kept_as = stream.loaded_dtype
 
     def computed(size: int) -> int:
         """Bytes of weights of `size` bytes in the checkpoint's dtype, with a copy in the computation's dtype."""
@@ -47,7 +49,8 @@ def needs_of(
 
     on_cpu = stream.device.type == "cpu"
     on_disk = {part: 0 if part in apart else stream.file_bytes(part) for part in parts}
-    filed, rest = max(on_disk.values()), max(size - on_disk[part] for part, size in parts.items())
+    filed = max(on_disk.values())
+    rest = max(size - on_disk[part] for part, size in parts.items())
     expert = max(on_disk[i] // x.experts for i, x in stream.expert_layers.items())
     config = stream.model.config.get_text_config()
     each, beside = between_layers(stream.model.config, length, dtype.itemsize)
@@ -107,7 +110,10 @@ def _tasks(
     def at_once(tasks: int, size: int) -> tuple[int, int]:
         return min(tasks, workers(stream.device, 1 if bounded else size)), size
 
-    settings, mapped, batches, row_shards = batch_settings(recipe), 0, [], []
+    settings = batch_settings(recipe)
+    mapped = 0
+    batches = []
+    row_shards = []
     for i, x in stream.expert_layers.items() if recipe.versions else ():
         some = expert_batches(x, settings)
         most = max(map(len, some))
@@ -131,13 +137,15 @@ def top_k(config: object) -> int:
 def _window(stream: StreamedModel, index: int, length: int, dtype: torch.dtype) -> int:
     """Approximate bytes of one window's forward through a layer: live tensors of attention, or of experts if more."""
     config = stream.model.config.get_text_config()
-    size, hidden = dtype.itemsize, int(config.hidden_size)
+    size = dtype.itemsize
+    hidden = int(config.hidden_size)
     around = length * hidden * (4 * size + 4)  # residual, normed, the sum; norms compute in float32
     attention = length * stream.dense_size(index)[0] * 3 * size + 2 * size * length * length
     layer = stream.expert_layers.get(index)
     if layer is None:
         return around + attention
-    first, second = layer.matrices[0], layer.matrices[-1]
+    first = layer.matrices[0]
+    second = layer.matrices[-1]
     gated = hidden * size + (first.rows + 2 * second.cols) * size
     summed = second.cols * size + 2 * hidden * size + 2 * hidden * 4  # routing weights are float32
     return around + max(attention, length * top_k(config) * max(gated, summed))

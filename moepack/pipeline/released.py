@@ -77,10 +77,12 @@ def as_it_is(stream: StreamedModel, name: str, bf16: bool = False) -> tuple[str,
     """
     import torch
 
-    checkpoint, keys = stream.checkpoint, stream.weights_of(name)
+    checkpoint = stream.checkpoint
+    keys = stream.weights_of(name)
     if len(keys) != 1 or keys[0] in checkpoint.encoded or name in stream.ledger.converted:
         return ()
-    model, dtype = stream.model.get_parameter_or_buffer(name), DTYPES[checkpoint.dtype(keys[0])][1]
+    model = stream.model.get_parameter_or_buffer(name)
+    dtype = DTYPES[checkpoint.dtype(keys[0])][1]
     wanted = torch.bfloat16 if bf16 else model.dtype
     return keys if checkpoint.shape(keys[0]) == tuple(model.shape) and f"torch.{dtype}" == str(wanted) else ()
 
@@ -106,8 +108,10 @@ def announce(stream: StreamedModel, recipe: Recipe, dense: Iterable[DenseMatrix]
 
     Returns the bytes of the latter. `dense`: the matrices that get versions.
     """
-    version, keeps = lossless(recipe.dense_specs()), recipe.mtp == "keep"
-    own, exact = {m.module: version for m in dense} if version else {}, lossless(recipe.version_specs())
+    version = lossless(recipe.dense_specs())
+    keeps = recipe.mtp == "keep"
+    own = {m.module: version for m in dense} if version else {}
+    exact = lossless(recipe.version_specs())
     found = None
     try:
         found = held(stream, exact, own, keeps)
@@ -125,7 +129,8 @@ def announce(stream: StreamedModel, recipe: Recipe, dense: Iterable[DenseMatrix]
         out = "are left out" + ", of moepack export too" * (found is not None)
         are = "are kept beside the model" if keeps else f"{out}: mtp: keep in the recipe keeps them"
         reporter.note(f"{len(stream.mtp)} tensors of layers for multi-token prediction (MTP) {are}")
-    encoded, places = stream.checkpoint.encoded, stream.checkpoint.headers
+    encoded = stream.checkpoint.encoded
+    places = stream.checkpoint.headers
     known = {n for e in encoded.values() for n in e.leftovers} | {n for w in stream.unused for n in _stored(stream, w)}
     sizes = {n: e.end - e.begin for h in places.values() for n, e in h.tensors.items() if n in carried}
     if more := sorted(carried - known):
@@ -156,7 +161,8 @@ def keep_released(
     except InputError:  # `announce` said why
         return
     config = json.loads((checkpoint / "config.json").read_text())
-    headers, carried = stream.checkpoint.headers, set(found.carried)
+    headers = stream.checkpoint.headers
+    carried = set(found.carried)
     files = {
         file: {name: [entry.dtype, list(entry.shape)] for name, entry in header.tensors.items()}
         for file, header in headers.items()

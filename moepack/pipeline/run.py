@@ -80,8 +80,15 @@ class LayerWalk:
         `dense`: the matrices that get versions, by part. `stage`: the stage that quantises. `keep`: save activations
         between layers, from which another run can resume.
         """
-        self._work, self._stream, self._recipe, self._ids = directory, stream, recipe, ids
-        self._how, self._dense, self._reporter, self._stage, self._keep = how, dense, reporter, stage, keep
+        self._work = directory
+        self._stream = stream
+        self._recipe = recipe
+        self._ids = ids
+        self._how = how
+        self._dense = dense
+        self._reporter = reporter
+        self._stage = stage
+        self._keep = keep
         self._executor: Local | OnRay = Local()
         self._dtype = recipe.calibration.torch_dtype
         self._experts = stream.expert_layers if recipe.versions else {}  # layers whose experts get versions
@@ -101,7 +108,9 @@ class LayerWalk:
         """
         self._executor = executor or self._executor
         bound_kernel_caches()
-        stream, work, reporter = self._stream, self._work, self._reporter
+        stream = self._stream
+        work = self._work
+        reporter = self._reporter
         digests = work.read(work.path / DIGESTS) or {}
         source = WorkerCheckpoint(str(Path(stream.checkpoint.path).absolute()), digests)
         work.tidy()
@@ -141,7 +150,8 @@ class LayerWalk:
         """Save the part outside the layers, and prepare the activations that go into layer `first`."""
         from moepack.calibrate.skeleton import AT_ONCE
 
-        stream, work = self._stream, self._work
+        stream = self._stream
+        work = self._work
         for left in work.piece("calibrate", None, "").glob("mtp-*.safetensors"):  # of a killed run
             left.unlink()
         for k, group in enumerate(stream.mtp_groups(AT_ONCE) if self._recipe.mtp == "keep" else ()):
@@ -159,9 +169,12 @@ class LayerWalk:
 
     def _layer(self, i: int, walk: CalibrationPass | None, quantize: bool, keep: bool) -> None:
         """Load a layer, calibrate it if `walk` is given, and with `quantize` submit it to the executor."""
-        stream, reads = self._stream, self._executor.reads
+        stream = self._stream
+        reads = self._executor.reads
         dense: dict[str, torch.Tensor] = {}
-        experts, observation, moments = None, None, None
+        experts = None
+        observation = None
+        moments = None
         if not self._experts and not reads:
             dense = stream.tensors(i, stream.dense_names(i))
         elif walk is not None or not reads:
@@ -187,7 +200,8 @@ class LayerWalk:
         """Make the moments of the part behind the last layer (`lm_head`), and with `quantize` submit the part."""
         from moepack.calibrate.dense import save_moments, watch_part
 
-        work, stream = self._work, self._stream
+        work = self._work
+        stream = self._stream
         made = quantize and work.done(self._stage, None) is None
         watches = walk is not None and not work.piece("calibrate", None, MOMENTS).exists()
         if not watches and not made:
@@ -304,7 +318,8 @@ class LayerWalk:
         from moepack.quantize.expert_batch import expert_batches
 
         identity = json.dumps(self._work.settings()["calibrate"]["checkpoint"], sort_keys=True)
-        checkpoint, device = hashlib.sha256(identity.encode()).hexdigest(), self._stream.device.type
+        checkpoint = hashlib.sha256(identity.encode()).hexdigest()
+        device = self._stream.device.type
         tasks: dict[str, RowShardTask | ExpertBatchTask] = {}  # by address (digest of a task's inputs), in order
         dense = layer = None
         if part in self._dense:
@@ -320,7 +335,8 @@ class LayerWalk:
         if part is not None and (observation := inputs.observation) is not None:
             layer = self._experts[part]
             inputs = replace(inputs, module=self._stream.experts_module(part), native=partial(self._native, part))
-            settings, observed = batch_settings(self._recipe), observation_digest(observation)
+            settings = batch_settings(self._recipe)
+            observed = observation_digest(observation)
             for some in expert_batches(layer, settings):
                 batch = ExpertBatchTask(checkpoint, part, some, self._recipe.version_specs(), settings, device)
                 tasks[batch.address(observed)] = batch

@@ -62,11 +62,13 @@ def shrink(
         BundleError: when a kept file is damaged; nothing is written then.
         TargetError: when the output cannot be written.
     """
-    reporter, target = reporter or Reporter(), Path(output)
+    reporter = reporter or Reporter()
+    target = Path(output)
     check_target(target)
     bundle = open_bundle(path)
     if dense and not (versions or fit or allocation):
-        chosen, table = [v.name for v in bundle.versions], bundle.manifest.allocation
+        chosen = [v.name for v in bundle.versions]
+        table = bundle.manifest.allocation
     else:
         chosen, table = _choose(bundle, versions, fit, allocation)
     kept, table = _choose_dense(bundle, dense, table if allocation else None, table)

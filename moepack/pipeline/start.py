@@ -50,7 +50,8 @@ def calibration_text(
     how = recipe.calibration
     tokenizer = data.load_tokenizer(checkpoint.path)
     sources = [TextSource(str(s)) for s in calibration] or how.data
-    names, weights = [s.source for s in sources], [s.weight for s in sources]
+    names = [s.source for s in sources]
+    weights = [s.weight for s in sources]
     count, length = window_shape(checkpoint, recipe)
     return names, data.calibration_windows(names, tokenizer, count, length, how.seed, weights)
 
@@ -181,7 +182,8 @@ def resume(
         recipe = with_text(recipe)
     recipe, dense = named(stream, recipe)
     how = _fit(directory, stream, recipe, dense, memory, where["samples"], where["length"], walks=False)
-    was, now = directory.settings()["calibrate"]["checkpoint"], _identity(directory, opened, reporter)
+    was = directory.settings()["calibrate"]["checkpoint"]
+    now = _identity(directory, opened, reporter)
     if now != was:
         other = next(name for name in sorted({*was, *now}) if was.get(name) != now.get(name))
         raise InputError(
@@ -221,7 +223,8 @@ def named(
     kept = every = dense_matrices(stream) if recipe.dense else ()
     exact = lossless(recipe.dense_specs())
     if exact is not None and exact.released:
-        encoded, native = stream.checkpoint.encoded, stream.dense_versions
+        encoded = stream.checkpoint.encoded
+        native = stream.dense_versions
         kept = tuple(m for m in every if native.get(m.module) == exact)
         rest = [m.module for m in every if m not in kept]
         if not recipe.fits_dense:

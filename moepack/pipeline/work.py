@@ -90,11 +90,14 @@ class WorkDirectory:
         # Without a finished piece, old settings do not matter.
         old = have.get(stage, wanted) if self.holds(stage) else wanted
         for key in sorted(set(old) | set(wanted)):
-            was, now = old.get(key), wanted.get(key)
+            was = old.get(key)
+            now = wanted.get(key)
             if was != now:
                 if isinstance(was, dict) and isinstance(now, dict):
                     part = next(k for k in sorted({*was, *now}) if was.get(k) != now.get(k))
-                    key, was, now = f"{key} ({part})", was.get(part), now.get(part)
+                    key = f"{key} ({part})"
+                    was = was.get(part)
+                    now = now.get(part)
                 raise InputError(
                     f"{self.path}: holds pieces made with another {key}: {_short(was)}, now {_short(now)}: "
                     "use the old setting, another --work, or --fresh"

@@ -14,9 +14,14 @@ from moepack.quantize import methods
 from moepack.quantize.methods import installed
 
 _LIBRARIES = {
-    "torch": "2.11", "transformers": "5.17", "safetensors": "0.6", "huggingface-hub": "1.30",
-    "triton": "3.6", "datasets": "4", **{x.name: x.least for x in methods.libraries()},
-}  # fmt: skip
+    "torch": "2.11",
+    "transformers": "5.17",
+    "safetensors": "0.6",
+    "huggingface-hub": "1.30",
+    "triton": "3.6",
+    "datasets": "4",
+    **{x.name: x.least for x in methods.libraries()},
+}
 _OPTIONAL = {"triton", "datasets", *(x.name for x in methods.libraries())}
 READY = "ready"
 

@@ -134,7 +134,8 @@ def evaluate(
         length = _window(source.path, length)
         batch = 16 if not options.in_budget else max(1, min(16, _TOKENS // length))
         options = options.filled(prefill_tokens=length, all_logits=False, batch=batch)
-        batch, pools = options.workload.batch, text_windows(source, data, length, samples)
+        batch = options.workload.batch
+        pools = text_windows(source, data, length, samples)
         reference = None
         if kl:
             reference = _Reference(stack.enter_context(tempfile.TemporaryDirectory(prefix="moepack-")))
@@ -188,16 +189,22 @@ class Divergence:
 
 
 def divergences(
-    path: str | Path, data: Sequence[str], policies: Sequence[str | LoadOptions], dtype: str = "float32",
-    length: int = 512, samples: int = 256, reporter: Reporter | None = None,
-) -> list[Divergence]:  # fmt: skip
+    path: str | Path,
+    data: Sequence[str],
+    policies: Sequence[str | LoadOptions],
+    dtype: str = "float32",
+    length: int = 512,
+    samples: int = 256,
+    reporter: Reporter | None = None,
+) -> list[Divergence]:
     """Measure the divergence of several policies from the bundle's lossless version, on the same clusters of text.
 
     The results can be compared in pairs. Each policy is served on the CPU, without a budget, 16 windows at a time, or
     as its own `LoadOptions` say, `batch` windows at a time. Other arguments are those of `evaluate`.
     """
     reporter = reporter or Reporter()
-    source, options = locate(path), LoadOptions(dtype=dtype, batch=16)
+    source = locate(path)
+    options = LoadOptions(dtype=dtype, batch=16)
     pools = text_windows(source, data, _window(source.path, length), samples)
     out = []
     with tempfile.TemporaryDirectory(prefix="moepack-") as folder:
@@ -207,7 +214,8 @@ def divergences(
             served = replace(options, policy=policy) if isinstance(policy, str) else policy
             check(source, served)
             reporter.stage("evaluate", len(data))
-            model, batch = load_model(source, served), served.workload.batch
+            model = load_model(source, served)
+            batch = served.workload.batch
             with model.moepack:
                 scored = [_score(model, name, pool, batch, _LOGITS, reference, reporter) for name, pool in pools]
             out.append(Divergence(tuple(n for s in scored for n in s.counts), tuple(x for s in scored for x in s.kl)))
@@ -276,7 +284,8 @@ class _Reference:
     """
 
     def __init__(self, folder: str) -> None:
-        self._folder, self._kept = folder, dict[str, Any]()
+        self._folder = folder
+        self._kept = dict[str, Any]()
         self._head: Any = None
 
     def keep(self, model: Any, file: str, pool: Any, batch: int, reporter: Reporter) -> None:
@@ -293,7 +302,8 @@ class _Reference:
                 if hidden is None:
                     raise InputError(f"{type(model).__name__} makes the logits of all tokens at once: no comparison")
                 if file not in self._kept:
-                    size, name = pool.numel() * hidden.shape[-1], f"{self._folder}/{len(self._kept)}"
+                    size = pool.numel() * hidden.shape[-1]
+                    name = f"{self._folder}/{len(self._kept)}"
                     with torch.inference_mode(False):
                         self._kept[file] = torch.from_file(name, shared=True, size=size, dtype=hidden.dtype)
                 self._kept[file].view(*pool.shape, -1)[start : start + len(ids)] = hidden
@@ -307,10 +317,8 @@ class _Reference:
         head = model.get_output_embeddings()
         if not any(model.get_submodule(d.module) is head for d in model.moepack.bundle.manifest.dense):
             return
-        path, like = (
-            f"{self._folder}/head",
-            head.weights(model.dtype) if isinstance(head, PackedLinear) else head.weight,
-        )
+        path = f"{self._folder}/head"
+        like = head.weights(model.dtype) if isinstance(head, PackedLinear) else head.weight
         weight = torch.from_file(path, shared=True, size=like.numel(), dtype=like.dtype).view_as(like)
         weight.copy_(like.detach())
         self._head = torch.nn.Linear(head.in_features, head.out_features, device="meta")
@@ -387,9 +395,11 @@ def _scores(scored: Sequence[_Scored], compared: bool) -> dict[str, Any]:
     perplexity = clustered([x for s in scored for x in s.nll], counts).exp()
     tokens = int(sum(counts))
     out = {
-        "perplexity": perplexity.mean, "tokens": tokens, "tokens_per_second": tokens / sum(s.seconds for s in scored),
+        "perplexity": perplexity.mean,
+        "tokens": tokens,
+        "tokens_per_second": tokens / sum(s.seconds for s in scored),
         "perplexity_interval": perplexity.interval,
-    }  # fmt: skip
+    }
     if compared:
         divergence = clustered([x for s in scored for x in s.kl], counts)
         agreement = clustered([x for s in scored for x in s.agrees], counts)

@@ -22,7 +22,10 @@ def inspect(path: str | Path) -> dict[str, Any]:
     found = bundle.manifest.provenance.get("calibration")
     calibration = found if isinstance(found, dict) else {}
     sources = calibration.get("sources")
-    versions, loss, loss_error, methods = {}, {}, {}, {}
+    versions = {}
+    loss = {}
+    loss_error = {}
+    methods = {}
     for version in bundle.versions:
         versions[version.name] = {
             "bytes": bundle.version_bytes(version.name),
@@ -34,7 +37,8 @@ def inspect(path: str | Path) -> dict[str, Any]:
         loss[version.name], loss_error[version.name] = tables.mean_loss(version.name)
         methods[version.name] = tables.made_by(version.name)
     allocation = bundle.manifest.allocation
-    dense, weights = {}, sum(d.matrix.weights for d in bundle.manifest.dense)
+    dense = {}
+    weights = sum(d.matrix.weights for d in bundle.manifest.dense)
     for version in bundle.dense_versions:
         assert tables.dense is not None
         files = [bundle.manifest.expert_files[name] for name in bundle.manifest.dense_files(version.name)]

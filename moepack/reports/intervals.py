@@ -41,7 +41,8 @@ def clustered(sums: Sequence[float], counts: Sequence[float]) -> MeanInterval:
         sums: [clusters], the sum of each cluster's token values.
         counts: [clusters], how many tokens each cluster has, at least 1.
     """
-    total, k = sum(counts), len(sums)
+    total = sum(counts)
+    k = len(sums)
     mean = sum(sums) / total
     if k < 2:
         return MeanInterval(mean, -math.inf, math.inf)

@@ -21,7 +21,9 @@ from .speed import Rates, TokenBytes
 READ = 64 << 20  # bytes that a rate is measured on: more than a core's caches hold
 # A rate is the best of so many: other programs, and a processor that has just woken, slow some. A tenth of the first
 # 40 small operations took twice as long for up to 50 ms.
-RUNS, CALL_RUNS, DISK_RUNS = 20, 200, 3
+RUNS = 20
+CALL_RUNS = 200
+DISK_RUNS = 3
 # A layer's time beside reading weights, in small operations of torch: a token of Qwen3-30B-A3B's 48 layers took 89 ms
 # at w4 in memory and 87 ms at w2, on two threads of an EPYC that need 40 to 50 of them for reading (docs/limited.md).
 CALLS = 450
@@ -52,11 +54,14 @@ def kernel_rate(bundle: Bundle, version: Version) -> float | None:
     memory = CpuMemory(count * step)
     memory.take(0, count * step)
     memory.tensor.fill_(0x3C)  # small scales, and no NaN
-    forms, at = LayerForms(matrices, (version,)), memory.tensor.data_ptr()
+    forms = LayerForms(matrices, (version,))
+    at = memory.tensor.data_ptr()
     handles = np.array([handle(at + i * step, 0) for i in range(count)], np.uint64)
-    index, seconds = torch.arange(count)[:, None], 0.0
+    index = torch.arange(count)[:, None]
+    seconds = 0.0
     for n, m in enumerate(matrices):  # a version's matrices may differ in bits
-        x, out = torch.ones(count, m.cols, dtype=DTYPES[-1]), torch.empty(count, m.rows, dtype=DTYPES[-1])
+        x = torch.ones(count, m.cols, dtype=DTYPES[-1])
+        out = torch.empty(count, m.rows, dtype=DTYPES[-1])
         best = float("inf")
         for _ in range(RUNS):
             began = time.perf_counter()
@@ -72,7 +77,8 @@ def disk_rate(bundle: Bundle, version: Version, in_flight: float) -> float:
     Extents of all layers are read, past the page cache or from it, as serving would, and not digested: serving digests
     each once.
     """
-    store, threads = BackingStore(bundle, direct=True), max(1, min(READERS, round(in_flight)))
+    store = BackingStore(bundle, direct=True)
+    threads = max(1, min(READERS, round(in_flight)))
     with contextlib.closing(store), ThreadPoolExecutor(threads) as pool:
         chosen, size = _drawn(store, version, DISK_RUNS * threads, DISK_RUNS * READ)
         rooms = CpuMemory(threads * size)
@@ -82,7 +88,8 @@ def disk_rate(bundle: Bundle, version: Version, in_flight: float) -> float:
 
         def read(i: int) -> None:
             room = free.pop()
-            stored, got = chosen[i], 0
+            stored = chosen[i]
+            got = 0
             while got < stored.size:
                 got += stored.read_some(room.data[got : stored.size], got)
             free.append(room)
@@ -110,7 +117,8 @@ def move_rate(bundle: Bundle, version: Version) -> float:
 
 def _drawn(store: BackingStore, version: Version, least: int, total: int) -> tuple[list[Stored], int]:
     """Draw extents of all layers: `total` bytes of them, and at least `least`; return the largest's size too."""
-    rng, layers = np.random.default_rng(0), store.bundle.layers
+    rng = np.random.default_rng(0)
+    layers = store.bundle.layers
     drawn = [(version.name, p, int(rng.integers(x.experts))) for _ in range(8) for p, x in enumerate(layers)]
     chosen = [store.stored(*place) for place in dict.fromkeys(drawn)]
     size = max(stored.size for stored in chosen)
@@ -119,7 +127,8 @@ def _drawn(store: BackingStore, version: Version, least: int, total: int) -> tup
 
 def call_seconds() -> float:
     """Return the seconds that a layer's calls take beside reading weights: CALLS small operations."""
-    x, best = torch.ones(1), float("inf")
+    x = torch.ones(1)
+    best = float("inf")
     for _ in range(CALL_RUNS):
         began = time.perf_counter()
         for _ in range(100):

@@ -81,7 +81,8 @@ def _versions(facts: Mapping[str, Any], classes: Mapping[str, str]) -> str:
     most = max([facts["dense_bytes"], *(v["bytes"] for v in facts["versions"].values())]) or 1
     rows = []
     for name, v in facts["versions"].items():
-        loss, made = shown_loss(facts["loss"][name], facts["loss_error"][name]), made_by(facts["methods"][name])
+        loss = shown_loss(facts["loss"][name], facts["loss_error"][name])
+        made = made_by(facts["methods"][name])
         cells = (f"{v['bytes']:,}", f"{v['bits_per_weight']:.3f}", v["group_size"] or "", loss, made)
         key = f'<span class="key {classes[name]}"></span>{_text(name)}'
         rows.append([key, *map(_text, cells), _bar(v["bytes"] / most, classes[name])])
@@ -118,11 +119,13 @@ def _picture(bundle: Bundle) -> str:
 
 
 def _routing(tables: CalibrationTables) -> str:
-    rows, tenth = [], []
+    rows = []
+    tenth = []
     for t in tables.layers:
         tokens = np.sort(t.tokens.astype(np.float64).clip(0))[::-1]
         whole = tokens.sum() or 1.0
-        busiest, tenths = tokens[0] * len(tokens) / whole, tokens[: -(-len(tokens) // 10)].sum() / whole
+        busiest = tokens[0] * len(tokens) / whole
+        tenths = tokens[: -(-len(tokens) // 10)].sum() / whole
         tenth.append(tenths)
         without = int((tokens == 0).sum())
         rows.append([str(t.index), f"{busiest:.1f}", f"{tenths:.1%}", f"{skew(tokens):.3f}", f"{without:,}"])
@@ -138,7 +141,8 @@ def _routing(tables: CalibrationTables) -> str:
 
 def skew(tokens: np.ndarray[Any, np.dtype[np.float64]]) -> float:
     """Gini coefficient of `tokens`, float64 [experts] in falling order: 0 if equal, near 1 if one expert has all."""
-    n, whole = len(tokens), float(tokens.sum())
+    n = len(tokens)
+    whole = float(tokens.sum())
     if not whole:
         return 0.0
     rising = tokens[::-1]

@@ -151,7 +151,8 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
     host = parse_size(options.host_memory)
     least = _decide(bundle, parsed, fixed, 0, where, host).least
     decided = _decide(bundle, parsed, fixed, budget, where, host)
-    table, message = decided.table, None
+    table = decided.table
+    message = None
     if table is None:
         message = f"{bundle.path}: {budget} bytes are not enough: the least that would do is {least} bytes"
         message += f" for {asked(workload)} ({fixed})"
@@ -188,11 +189,31 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
                 moving = while_moving(took, token, found, torch.get_num_threads(), len(os.sched_getaffinity(0)))
                 facts["moving_tokens_per_second"] = moving.tokens_per_second
     return Planned(
-        str(bundle.path), str(parsed), options.device, table is not None, budget, fixed.total, fixed, least, used,
-        workload.kv_tokens, workload.batch, workload.prefill_tokens, workload.all_logits, needs.kv.token_bytes,
-        cached, host, layers, bandwidth=bandwidth, estimated=estimated, message=message, table=table or (),
-        moving=decided.moving, pinned_bytes=decided.pinned, **facts,
-    )  # fmt: skip
+        str(bundle.path),
+        str(parsed),
+        options.device,
+        table is not None,
+        budget,
+        fixed.total,
+        fixed,
+        least,
+        used,
+        workload.kv_tokens,
+        workload.batch,
+        workload.prefill_tokens,
+        workload.all_logits,
+        needs.kv.token_bytes,
+        cached,
+        host,
+        layers,
+        bandwidth=bandwidth,
+        estimated=estimated,
+        message=message,
+        table=table or (),
+        moving=decided.moving,
+        pinned_bytes=decided.pinned,
+        **facts,
+    )
 
 
 def _limit(options: LoadOptions, config: Any, dtype: torch.dtype) -> ProcessLimit:
@@ -240,9 +261,11 @@ def _decide(
     table = tuple(
         tuple(str(made.ladder[wanted.get((p, e), made.base)]) for e in range(n)) for p, n in enumerate(made.experts)
     )
-    base, growing = base_bytes(made.sizes, made.experts), made.growing()
+    base = base_bytes(made.sizes, made.experts)
+    growing = made.growing()
     used = base + sum(growing[p][v] - growing[p][made.base] for (p, _), v in wanted.items())
-    names, least = tuple(map(str, made.ladder)), base + made.demand + made.present
+    names = tuple(map(str, made.ladder))
+    least = base + made.demand + made.present
     moving = chosen.needs.layers or any(p.where is not Where.DEVICE for p in made.ladder)
     pinned = made.on_host(*READ_THERE) if on_gpu else 0
     return _Decided(table, names, made.parts, made.workspace, least, used, 0, moving, pinned)
@@ -308,7 +331,8 @@ def render(planned: Planned) -> tuple[Any, str]:
         table.add_column(f"at {name}" if _version(name) else name, justify="right")
     for _, group in groupby(planned.per_layer, key=lambda x: (x.hi, x.lo, *x.versions.items())):
         rows = list(group)
-        first, last = rows[0].layer, rows[-1].layer
+        first = rows[0].layer
+        last = rows[-1].layer
         counts = [f"{count:,}" if count else "" for count in rows[0].versions.values()]
         table.add_row(str(first) if first == last else f"{first}-{last}", *counts)
     f = planned.fixed
@@ -333,10 +357,13 @@ def render(planned: Planned) -> tuple[Any, str]:
         f"A decoding step reads {_size(planned.bytes_per_token or 0)}"
     )
     if planned.beside is not None and planned.memory_limit_bytes is not None:
-        most, limit = _size(planned.process_bytes_peak or 0), _size(planned.memory_limit_bytes)
+        most = _size(planned.process_bytes_peak or 0)
+        limit = _size(planned.memory_limit_bytes)
         beside = planned.beside.described(planned.budget_bytes, _size)
         text = f"The process takes at most {most} of {limit}: {_size(planned.budget_bytes)} budget, {beside}. {text}"
-    rate, bandwidth, took = planned.expected_tokens_per_second, planned.bandwidth, planned.seconds_per_token
+    rate = planned.expected_tokens_per_second
+    bandwidth = planned.bandwidth
+    took = planned.seconds_per_token
     if took is not None and rate is not None:
         shares = ((took.memory, "reading memory"), (took.processor, "the processor"), (took.disk, "the disk"))
         moving = planned.moving_tokens_per_second

@@ -38,7 +38,8 @@ def make_profile(
     """
     from .evaluate import text_windows
 
-    reporter, source = reporter or Reporter(), locate(path)
+    reporter = reporter or Reporter()
+    source = locate(path)
     if not source.is_bundle:
         raise InputError(f"{path}: not a bundle: it has no manifest.json")
     check_writable(output)

@@ -64,7 +64,8 @@ def token_scores(model: Any, ids: Tensor, room: int, reference: Tensor | None = 
     theirs = None if reference is None else type(output)(last_hidden_state=reference.to(output.last_hidden_state))
     # A logit takes 2 or 4 bytes as the model makes it, 4 in float32, 4 more as a logarithm; thrice with a reference.
     each = 12 * len(ids) * model.config.get_text_config().vocab_size * (1 if theirs is None else 3)
-    piece, last = max(1, room // each), ids.shape[1] - 1
+    piece = max(1, room // each)
+    last = ids.shape[1] - 1
     parts: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
     for start in range(0, last, piece):
         these = torch.arange(start, min(start + piece, last), device=ids.device)
@@ -101,7 +102,8 @@ def _logits(model: Any, decoder: Any, output: Any, head: Any = None) -> Iterator
 
     from moepack.runtime.forward_wrapper import unwrapped_forward
 
-    forward, own = unwrapped_forward(model), model.get_output_embeddings()
+    forward = unwrapped_forward(model)
+    own = model.get_output_embeddings()
     on_the_host = torch.nn.Module()
     on_the_host.forward = lambda x: head(x.cpu()).to(x.device)
     decoder.forward = lambda *_, **__: output

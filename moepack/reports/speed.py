@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float64]
 # Prefetch waits for two fifths of the bytes, and reads 1.4 times as many in all (docs/design/demand.md).
-WAITED, AHEAD = 0.4, 1.4
+WAITED = 0.4
+AHEAD = 1.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,8 @@ def token_bytes(bundle: Bundle, policy: Policy, table: Versions, dense: int, cho
     None for policies that compute elsewhere, leave out experts in a pass or decode ahead of passes: these are not
     predicted.
     """
-    tables, names = bundle.calibration(), [name for row in table for name in row]
+    tables = bundle.calibration()
+    names = [name for row in table for name in row]
     served = set(names) - {"stored", "absent"}
     if policy.entry.name == "importance" or not served <= {v.name for v in bundle.versions} or not served:
         return None
@@ -147,7 +149,8 @@ def chances(tokens: Floats, chosen: int) -> Floats:
     They sum to `chosen`; none is above 1, and what is above goes to the others.
     """
     out: Floats = np.zeros(len(tokens))
-    chosen, left = min(chosen, len(tokens)), np.ones(len(tokens), bool)
+    chosen = min(chosen, len(tokens))
+    left = np.ones(len(tokens), bool)
     while left.any():
         part = np.where(left, tokens, 0.0)
         out[left] = (part / part.sum() * (chosen - (~left).sum()))[left]
@@ -181,7 +184,8 @@ def recent_misses(chances: Sequence[Floats], capacity: float) -> list[float]:
     every = np.concatenate(chances)
     if capacity >= (every > 0).sum():
         return [0.0] * len(chances)
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     while np.sum(1 - np.exp(-every * high)) < capacity and high < 1e12:
         high *= 2
     for _ in range(100):

@@ -65,7 +65,8 @@ def run_tasks(
 
     reporter = reporter or Reporter()
     with reporter.hub_bars():
-        source, options = locate(path), replace(options, kv_tokens=length, prefill_tokens=length, all_logits=True)
+        source = locate(path)
+        options = replace(options, kv_tokens=length, prefill_tokens=length, all_logits=True)
         check(source, options)
         manager = TaskManager(include_path=None if folder is None else str(folder), include_defaults=folder is None)
         if folder is not None and not all(manager.match_tasks([name]) for name in tasks):
@@ -74,18 +75,26 @@ def run_tasks(
             raise InputError(f"lm-eval has no task {', '.join(unknown)}: `lm_eval ls tasks` lists them")
         reporter.stage("load", 1)
         reporter.step(Path(path).name)
-        model, batch = load_model(source, options), options.workload.batch
+        model = load_model(source, options)
+        batch = options.workload.batch
         reporter.stage("tasks", len(tasks))
         reporter.step(", ".join(tasks))
         try:
             asked = Asked(
                 pretrained=model, tokenizer=load_tokenizer(Path(source.path)), batch_size=batch, max_length=length
-            )  # fmt: skip
+            )
             with products(model):
                 found = simple_evaluate(
-                    asked, tasks=list(tasks), num_fewshot=shots, limit=limit, task_manager=manager,
-                    apply_chat_template=chat, log_samples=False, bootstrap_iters=1000, verbosity="ERROR",
-                )  # fmt: skip
+                    asked,
+                    tasks=list(tasks),
+                    num_fewshot=shots,
+                    limit=limit,
+                    task_manager=manager,
+                    apply_chat_template=chat,
+                    log_samples=False,
+                    bootstrap_iters=1000,
+                    verbosity="ERROR",
+                )
         except (ConnectionError, FileNotFoundError) as error:
             raise InputError(f"{', '.join(tasks)}: their data cannot be read: {str(error).splitlines()[0]}") from None
         finally:

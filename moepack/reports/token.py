@@ -103,7 +103,8 @@ def token_time(path: str | Path, options: LoadOptions = DEFAULTS, context: int =
         for _ in _steps(model, context, 4):  # compile kernels and fill caches
             pass
         plain = statistics.median(_steps(model, context, steps))
-        clock, parts = _Clock(), _parts(model, serving)
+        clock = _Clock()
+        parts = _parts(model, serving)
         for name, part in parts.items():
             module = model.get_submodule(name)
             module.forward = clock.around(part, module.forward)
@@ -113,7 +114,8 @@ def token_time(path: str | Path, options: LoadOptions = DEFAULTS, context: int =
             rounds.append({p: s for p, s in clock.seconds.items() if p != "other"})
             rounds[-1]["other"] = max(0.0, took - sum(rounds[-1].values()))
             clocked.append(took)
-        sizes, rate = _bytes(model, serving, parts), read_rate(torch.device("cpu"))
+        sizes = _bytes(model, serving, parts)
+        rate = read_rate(torch.device("cpu"))
         assert rate is not None
         found = [
             Part(p, clock.calls[p], statistics.median(r[p] for r in rounds), sizes.get(p, 0), sizes.get(p, 0) / rate)
@@ -121,9 +123,16 @@ def token_time(path: str | Path, options: LoadOptions = DEFAULTS, context: int =
         ]
         found.sort(key=lambda part: -part.seconds)
         return TokenTime(
-            serving.policy, options.dense, torch.get_num_threads(), context, plain, statistics.median(clocked), rate,
-            tuple(found), dict(serving.replaced),
-        )  # fmt: skip
+            serving.policy,
+            options.dense,
+            torch.get_num_threads(),
+            context,
+            plain,
+            statistics.median(clocked),
+            rate,
+            tuple(found),
+            dict(serving.replaced),
+        )
 
 
 def _steps(model: Any, context: int, steps: int, clock: _Clock | None = None) -> Any:
@@ -139,7 +148,8 @@ def _steps(model: Any, context: int, steps: int, clock: _Clock | None = None) ->
     for _ in range(steps):
         token = out.logits[:, -1:].argmax(-1)
         if clock is not None:
-            clock.seconds, clock.calls = dict.fromkeys(PARTS, 0.0), dict.fromkeys(PARTS, 0)
+            clock.seconds = dict.fromkeys(PARTS, 0.0)
+            clock.calls = dict.fromkeys(PARTS, 0)
         began = time.perf_counter()
         out = model(input_ids=token, use_cache=True, **kept)
         yield time.perf_counter() - began
@@ -153,7 +163,8 @@ def _parts(model: Any, serving: Any) -> dict[str, str]:
 
     experts = {layer.module for layer in serving.bundle.layers}
     blocks = {name.rpartition(".")[0] for name in experts}
-    out, head = dict[str, str](), model.get_output_embeddings()
+    out = dict[str, str]()
+    head = model.get_output_embeddings()
     for name, module in model.named_modules():
         parent, _, last = name.rpartition(".")
         if any(name.startswith(f"{e}.") for e in experts):
@@ -179,7 +190,8 @@ def _bytes(model: Any, serving: Any, parts: dict[str, str]) -> dict[str, int]:
     """Bytes of weights that one step reads, by part: a token's `top_k` experts count at their layer's mean size."""
     from moepack.runtime.planning.fixed import top_k
 
-    out, chosen = dict[str, int](), top_k(model.config)
+    out = dict[str, int]()
+    chosen = top_k(model.config)
     for name, part in parts.items():
         if part in ("linears", "lm_head", "router", "norms"):
             module = model.get_submodule(name)

@@ -49,7 +49,8 @@ def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list
     from moepack.calibrate.checkpoint import open_checkpoint
     from moepack.calibrate.stream import StreamedModel
 
-    exact, dense_exact = lossless(bundle.versions), lossless(bundle.dense_versions)
+    exact = lossless(bundle.versions)
+    dense_exact = lossless(bundle.dense_versions)
     if exact is None:
         raise InputError(f"{bundle.path}: has no lossless version here to compare with a checkpoint")
     if bundle.manifest.dense and dense_exact is None:
@@ -66,7 +67,8 @@ def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list
     reporter.stage("compare with checkpoint", len(stream.layers) + 1)
     for i in (None, *range(len(stream.layers))):
         reporter.step("outside the layers" if i is None else f"layer {i}")
-        tensors, codes = stream.load(i), dict[str, Any]()
+        tensors = stream.load(i)
+        codes = dict[str, Any]()
         rest, experts = (tensors, None) if i is None else stream.split(i, tensors)
         for name, tensor in rest.items():
             if dense_exact is not None and name in packed and dense_exact.released:
@@ -100,8 +102,10 @@ def _compare_models(bundle: Bundle, stream: StreamedModel) -> list[Problem]:
     from moepack.runtime.planning.config import read_config as served_config
     from moepack.runtime.planning.skeleton import on_meta
 
-    where, document = str(bundle.path / CONFIG), read_config(stream.checkpoint.path)
-    ours, theirs = _settings(read_config(bundle.path)), _settings(untied(document) if stream.untied else document)
+    where = str(bundle.path / CONFIG)
+    document = read_config(stream.checkpoint.path)
+    ours = _settings(read_config(bundle.path))
+    theirs = _settings(untied(document) if stream.untied else document)
     problems = [
         Problem(where, "value", f"{name} is {ours.get(name)!r}, the checkpoint's {theirs.get(name)!r}")
         for name in sorted(ours.keys() | theirs.keys())
@@ -132,7 +136,8 @@ def _compare_carried(bundle: Bundle, stream: StreamedModel) -> list[Problem]:
     """Compare the tensors that the bundle keeps as they were, for an export."""
     from safetensors import safe_open
 
-    path, problems = bundle.path / LEFTOVERS, list[Problem]()
+    path = bundle.path / LEFTOVERS
+    problems = list[Problem]()
     for file in stream.checkpoint.headers if LEFTOVERS in bundle.files else ():
         with safe_open(path, "pt") as ours, safe_open(stream.checkpoint.path / file, "pt") as theirs:
             for name in set(ours.keys()) & set(theirs.keys()):
@@ -146,7 +151,8 @@ def _compare_experts(bundle: Bundle, version: Version, position: int, experts: E
 
     from moepack.calibrate.experts import bits_of
 
-    layer, problems = experts.layer, []
+    layer = experts.layer
+    problems = []
     for expert in range(layer.experts):
         where = bundle.layer_file(version.name, position).place(expert)
         try:
@@ -172,7 +178,8 @@ def _compare_codes(
 
     from moepack.calibrate.native import expert_as_released
 
-    layer, problems = experts.layer, []
+    layer = experts.layer
+    problems = []
     for expert in range(layer.experts):
         codes = stream.native_experts(layer.index, range(expert, expert + 1))
         made, _ = version.encode(layer.matrices, expert_as_released(codes, experts, expert))
@@ -193,7 +200,8 @@ def _compare_dense_codes(
     number = next(n for n, d in enumerate(bundle.manifest.dense) if d.module == module)
     file, extent = bundle.dense_place(number)
     if stream.dense_versions.get(module) == version:
-        native, bias = stream.native_dense(module), None if bias is None else bias.bfloat16()
+        native = stream.native_dense(module)
+        bias = None if bias is None else bias.bfloat16()
         assert native is not None
         made, _ = version.encode((bundle.manifest.dense[number].matrix,), [as_released(native, None, bias)])
         if np.array_equal(made, bundle.dense_file(version.name, file).extent(extent, check_digest=False)):

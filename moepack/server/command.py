@@ -121,12 +121,16 @@ def options_of(asked: Serve) -> Options:
     Raises:
         InputError: for an unreadable template or an invalid size.
     """
-    template, path = read_template(asked.chat_template), Path(asked.bundle)
+    template = read_template(asked.chat_template)
+    path = Path(asked.bundle)
     limits = Limits(
-        asked.max_sequences, asked.max_waiting, asked.step_tokens,
-        prompt=asked.max_prompt_tokens or UNLIMITED, kv_tokens=asked.max_kv_tokens or UNLIMITED,
+        asked.max_sequences,
+        asked.max_waiting,
+        asked.step_tokens,
+        prompt=asked.max_prompt_tokens or UNLIMITED,
+        kv_tokens=asked.max_kv_tokens or UNLIMITED,
         kept_bytes=0 if asked.prefix_cache == "off" else parse_size(asked.prefix_cache),
-    )  # fmt: skip
+    )
     most = parse_size(asked.max_body)
     assert most is not None
     name = asked.name or (path.resolve().name if path.exists() else asked.bundle)
@@ -232,10 +236,19 @@ async def run(server: Any, listener: socket.socket, asked: Serve, ready: Callabl
 
     app = shared(server.app, asked.cors_origin or ())
     config = uvicorn.Config(
-        app, http=Patient, ws="none", lifespan="off", log_config=None, access_log=asked.access_log,
-        limit_concurrency=CONNECTIONS, timeout_keep_alive=int(HEADERS), h11_max_incomplete_event_size=32 << 10,
-        timeout_graceful_shutdown=max(1, int(asked.grace)), server_header=False, backlog=1024,
-    )  # fmt: skip
+        app,
+        http=Patient,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=asked.access_log,
+        limit_concurrency=CONNECTIONS,
+        timeout_keep_alive=int(HEADERS),
+        h11_max_incomplete_event_size=32 << 10,
+        timeout_graceful_shutdown=max(1, int(asked.grace)),
+        server_header=False,
+        backlog=1024,
+    )
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     if asked.access_log:
         logging.getLogger("uvicorn.access").addHandler(logging.StreamHandler(sys.stderr))

@@ -76,7 +76,8 @@ class Replica:
         if key := ray_serve.get_multiplexed_model_id():
             await self._known(key)  # type: ignore[attr-defined]  # _deploy adds `_known`
         said: asyncio.Queue[Any] = asyncio.Queue()
-        unread, gone = [{"type": "http.request", "body": raw, "more_body": False}], asyncio.Event()
+        unread = [{"type": "http.request", "body": raw, "more_body": False}]
+        gone = asyncio.Event()
 
         async def receive() -> dict[str, Any]:
             if unread:
@@ -113,7 +114,9 @@ class Door:
     def __init__(self, asked: Serve, name: str) -> None:
         from .http.guard import Guard
 
-        self._asked, self._name, self._options = asked, name, options_of(asked)
+        self._asked = asked
+        self._name = name
+        self._options = options_of(asked)
         self.app = Guard(self._relay, self._options.keys, asked.host)
         self._stopping = False
         self._opened: asyncio.Future[tuple[Any, int]] = asyncio.get_event_loop().create_future()
@@ -167,7 +170,8 @@ class Door:
 
         if scope["type"] != "http":
             return
-        raw, begun = b"", False
+        raw = b""
+        begun = False
         try:
             if self._stopping:
                 raise stopping()
@@ -188,7 +192,8 @@ class Door:
                     begun = True
                     await send(message)
 
-            working, gone = asyncio.ensure_future(relayed()), asyncio.ensure_future(disconnected(receive))
+            working = asyncio.ensure_future(relayed())
+            gone = asyncio.ensure_future(disconnected(receive))
             try:
                 await asyncio.wait([working, gone], return_when=asyncio.FIRST_COMPLETED)
                 if working.done():
@@ -231,7 +236,8 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
     options = options_of(asked)
     cpus = max(asked.replicas, os.cpu_count() or 1)
     ray, started = connect(asked.address, num_cpus=cpus)
-    name, stopped = f"moepack-{secrets.token_hex(4)}", threading.Event()
+    name = f"moepack-{secrets.token_hex(4)}"
+    stopped = threading.Event()
     before: dict[Any, Any] = {}
     with contextlib.ExitStack() as undo:
         undo.callback(lambda: [signal.signal(number, handler) for number, handler in before.items()])
@@ -271,10 +277,14 @@ def _deploy(ray: Any, ray_serve: Any, asked: Serve, name: str) -> None:
     known = ray_serve.multiplexed(max_num_models_per_replica=PREFIXES)(_known)
     replica = type("Replica", (Replica,), {_known.__name__: known})  # Ray finds the method by its name
     deployment = ray_serve.deployment(replica).options(
-        num_replicas=asked.replicas, ray_actor_options={**options, "runtime_env": {"env_vars": variables}},
-        max_ongoing_requests=asked.max_sequences + asked.max_waiting, health_check_period_s=HEALTH,
-        graceful_shutdown_timeout_s=asked.grace, max_constructor_retry_count=1, request_router_config=router,
-    )  # fmt: skip
+        num_replicas=asked.replicas,
+        ray_actor_options={**options, "runtime_env": {"env_vars": variables}},
+        max_ongoing_requests=asked.max_sequences + asked.max_waiting,
+        health_check_period_s=HEALTH,
+        graceful_shutdown_timeout_s=asked.grace,
+        max_constructor_retry_count=1,
+        request_router_config=router,
+    )
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     ray_serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
     try:

@@ -69,7 +69,9 @@ class _RichReporter(Reporter):
             if task is not None:
                 self.bars.remove_task(task)
         self._outer = self.bars.add_task(name, total=total, rate="", memory="")
-        self._inner, self._steps, self._name = None, 0, name
+        self._inner = None
+        self._steps = 0
+        self._name = name
 
     def step(self, detail: str = "") -> None:
         memory = f"peak {peak_memory() / 2**30:.1f} GiB"
@@ -81,7 +83,8 @@ class _RichReporter(Reporter):
         if self._inner is not None:
             self.bars.remove_task(self._inner)
         self._inner = self.bars.add_task(f"  {name}", total=total, rate="", memory="")
-        self._name_inner, self._began = name, time.monotonic()
+        self._name_inner = name
+        self._began = time.monotonic()
 
     def advance(self, amount: int = 1) -> None:
         if self._inner is not None:

@@ -56,9 +56,12 @@ def unpack_plane(words: Words, bits: int, rows: int, cols: int) -> Codes:
     """The inverse of `pack_plane`: values [rows, cols]."""
     packed = from_blocks(words, rows).view(np.uint8)
     out = packed.astype(f"<u{8 // bits}")  # a byte in as many as it has codes, halved again and again: 4 times as fast
-    place, width = 8 * out.itemsize, 8  # as to take every n-th code of a row at once
+    # as to take every n-th code of a row at once
+    place = 8 * out.itemsize
+    width = 8
     while width > bits:
-        place, width = place // 2, width // 2
+        place = place // 2
+        width = width // 2
         out |= out << out.dtype.type(place - width)
         out &= out.dtype.type(sum((1 << width) - 1 << at for at in range(0, 8 * out.itemsize, place)))
     return out.view(np.uint8)[:, :cols]
@@ -66,7 +69,8 @@ def unpack_plane(words: Words, bits: int, rows: int, cols: int) -> Codes:
 
 def split_planes(codes: Codes, planes: Sequence[int]) -> list[Words]:
     """Pack codes [rows, cols] into planes, least significant first. `planes` has the bits of each, at most 8 in all."""
-    out, shift = [], 0
+    out = []
+    shift = 0
     for width in planes:
         mask = np.uint8((1 << width) - 1)
         out.append(pack_plane((codes >> np.uint8(shift)) & mask, width))
@@ -76,7 +80,8 @@ def split_planes(codes: Codes, planes: Sequence[int]) -> list[Words]:
 
 def join_planes(parts: Sequence[Words], planes: Sequence[int], rows: int, cols: int) -> Codes:
     """The inverse of `split_planes`: codes [rows, cols]."""
-    codes, shift = unpack_plane(parts[0], planes[0], rows, cols), planes[0]
+    codes = unpack_plane(parts[0], planes[0], rows, cols)
+    shift = planes[0]
     for words, width in zip(parts[1:], planes[1:], strict=True):
         codes |= unpack_plane(words, width, rows, cols) << np.uint8(shift)
         shift += width

@@ -30,7 +30,8 @@ def check_affine(matrices: Sequence[Matrix], version: Version, extent: Buffer) -
     if _any(extent, zip(ends, [*(s.offset for s in sections), len(extent)], strict=True)):
         yield "padding", "bytes between its sections, or after them, are not zero"
     for section in sections:
-        m, array = matrices[section.matrix], section_array(extent, section)
+        m = matrices[section.matrix]
+        array = section_array(extent, section)
         if section.kind == "bias":
             continue
         if version.scale_bits == 8:  # scales of any byte are numbers
@@ -101,7 +102,8 @@ def check_released(matrices: Sequence[Matrix], version: Version, extent: Buffer)
 def _check_places(matrices: Sequence[Matrix], beside: Sequence[int], extent: Buffer) -> Iterator[Wrong]:
     """Find wrong offsets, and padding that is not zero, in an extent that `lossless.split` splits."""
     table = extent[: lossless.ENTRY * len(matrices)].view("<u4").reshape(-1, 2)
-    ends, at = [table.nbytes], align(table.nbytes, SECTION)
+    ends = [table.nbytes]
+    at = align(table.nbytes, SECTION)
     begins = []
     for i, (offset, size) in enumerate(table.tolist()):
         if i % 2 and not beside[i // 2]:
@@ -138,9 +140,11 @@ def check_coded(coded: CodedMatrix) -> Iterator[Wrong]:
 
 
 def _loose_bits(coded: CodedMatrix) -> bool:
-    begins, last = coded.tile_start[:-1].astype(np.int64), coded.stream[coded.tile_start[1:].astype(np.int64) - 1]
+    begins = coded.tile_start[:-1].astype(np.int64)
+    last = coded.stream[coded.tile_start[1:].astype(np.int64) - 1]
     first = coded.stream[begins]
-    mode, total = first >> np.uint32(16), 32 * (first & np.uint32(0xFFFF)).astype(np.int64)
+    mode = first >> np.uint32(16)
+    total = 32 * (first & np.uint32(0xFFFF)).astype(np.int64)
     for coded_mode, words, kind in ((CODED, LANE_WORDS, "u1"), (WIDE, WIDE_WORDS, "<u2")):
         of_mode = mode == coded_mode
         lengths = coded.stream[begins[of_mode][:, None] + np.arange(1, words)]

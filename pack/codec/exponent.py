@@ -25,7 +25,9 @@ MAX_CODE = 8  # bits: a decoder looks a symbol up in 256 entries, and four symbo
 HEADER = 48
 LANE_WORDS = 9  # a coded tile begins with its base length and mode, then 32 one-byte deltas
 WIDE_WORDS = 17  # a wide one with its mode, then 32 lengths of 16 bits
-CODED, RAW, WIDE = 0, 1, 2
+CODED = 0
+RAW = 1
+WIDE = 2
 SAMPLED = 1 << 16  # from this number of weights on, the code is made from a quarter of them
 BLOCK = 128  # weights a block of the sample
 ABREAST = 128  # tiles decoded at a time, so that the arrays stay in a core's cache
@@ -40,7 +42,8 @@ class Code:
 
     def codewords(self) -> npt.NDArray[np.uint8]:
         """Canonical code words: by length, then by symbol, counting up."""
-        word, words = 0, np.zeros(SYMBOLS, np.uint8)
+        word = 0
+        words = np.zeros(SYMBOLS, np.uint8)
         for length in range(1, MAX_CODE + 1):
             for s in range(SYMBOLS):
                 if self.length[s] == length:
@@ -91,7 +94,8 @@ def make_code(counts: npt.NDArray[np.int64], sampled: bool = False) -> Code:
         used.append((used[0] + 1) % 256)
         symbols.append(1)
         weight.append(0)
-    exponent, length = np.zeros(SYMBOLS, np.uint8), np.zeros(SYMBOLS, np.uint8)
+    exponent = np.zeros(SYMBOLS, np.uint8)
+    length = np.zeros(SYMBOLS, np.uint8)
     exponent[: len(used)] = used
     if not symbols:
         return Code(exponent, length)
@@ -245,7 +249,8 @@ def _encode_tile(
     by_lane = lanes(symbols, int(np.argmax(code.length == code.length[code.length > 0].min())))
     length = code.length[by_lane].astype(np.int64)
     lane_bits = length.sum(axis=1)
-    base, deltas = int(lane_bits.min()), lane_bits - lane_bits.min()
+    base = int(lane_bits.min())
+    deltas = lane_bits - lane_bits.min()
     wide = fp8 and deltas.max() > 255
     head_words = WIDE_WORDS if wide else LANE_WORDS
     coded_words = head_words + -(-int(lane_bits.sum()) // 32)
@@ -256,7 +261,8 @@ def _encode_tile(
         raw[: len(content)] = content
         return np.concatenate([np.array([RAW << 16], "<u4"), raw.view("<u4")]), np.zeros(0, np.uint32)
     # Four code words of at most 8 bits make one number, which lies in two words of the stream.
-    word, run = words_of[by_lane].reshape(-1, 4).T, length.reshape(-1, 4).T
+    word = words_of[by_lane].reshape(-1, 4).T
+    run = length.reshape(-1, 4).T
     value = ((word[0] << run[1] | word[1]) << run[2] | word[2]) << run[3] | word[3]
     bits = run.sum(axis=0)
     at = np.cumsum(bits) - bits
@@ -314,7 +320,8 @@ def _decode_tiles(
     size = min(TILE, len(exponents) - int(tiles[0]) * TILE)
     quads = -(-size // (4 * LANES))
     table = coded.code.table()
-    length_of, exponent_of = (table & 15).astype(np.uint64), coded.code.exponent[table >> 4]
+    length_of = (table & 15).astype(np.uint64)
+    exponent_of = coded.code.exponent[table >> 4]
     first = coded.tile_start[tiles].astype(np.int64)
     wide = coded.stream[first[0]] >> 16 == WIDE
     head_words = WIDE_WORDS if wide else LANE_WORDS

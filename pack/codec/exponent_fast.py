@@ -113,8 +113,10 @@ def encode_with(loops: ModuleType, bits: Bf16Bits | Codes, code: Code, entry: Bf
     def part(i: int) -> tuple[Words, Words, Words, Words]:
         """Encode one share of the tiles: stream, patches, and their ends by tile."""
         a, b = shares[i]
-        tile_end, patch_end = np.zeros(b - a, np.uint32), np.zeros(b - a, np.uint32)
-        s, p = stream[bound * a : bound * b], patches[bound * a + TILE * i : bound * b + TILE * (i + 1)]
+        tile_end = np.zeros(b - a, np.uint32)
+        patch_end = np.zeros(b - a, np.uint32)
+        s = stream[bound * a : bound * b]
+        p = patches[bound * a + TILE * i : bound * b + TILE * (i + 1)]
         o = plane[a * TILE // 2 : b * TILE // 2] if fp8 else plane[a * TILE : b * TILE]
         loops.encode(bits[a * TILE : b * TILE], entry, np.uint16(fill), s, tile_end, patch_end, p, o)
         return s[: tile_end[-1] if b > a else 0], p[: patch_end[-1] if b > a else 0], tile_end, patch_end
@@ -197,14 +199,17 @@ def trial() -> str:
     """
     from . import exponent_native as loops
 
-    random, size = np.random.default_rng(0), TILE + 1003
+    random = np.random.default_rng(0)
+    size = TILE + 1003
     uniform = random.integers(0, 1 << 16, size).astype(np.uint16)
     weights = (random.normal(0, 0.02, size).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     patched = weights.copy()
     patched[::97] = uniform[::97]
     wrong = []
     for name, bits in (("weights", weights), ("weights with patches", patched), ("raw tiles", uniform)):
-        coded, whole, parts = exponent.encode(bits), np.zeros_like(bits), np.zeros_like(bits)
+        coded = exponent.encode(bits)
+        whole = np.zeros_like(bits)
+        parts = np.zeros_like(bits)
         if not np.array_equal(encode_by(loops, bits, 1), coded):
             wrong.append(f"{name}: coding")
         if _fails(loops, coded, whole) or not np.array_equal(whole, bits):
@@ -213,12 +218,14 @@ def trial() -> str:
         if opened is None or opened.decode() or not np.array_equal(parts, bits):
             wrong.append(f"{name}: decoding in parts")
     codes = (uniform & 0xBF).astype(np.uint8)  # half of the exponents, so that coding gains
-    exponents, counts = (codes >> 3 & 15).astype(np.uint8), np.zeros(256, np.int64)
+    exponents = (codes >> 3 & 15).astype(np.uint8)
+    counts = np.zeros(256, np.int64)
     loops.count(codes, counts)
     if not np.array_equal(counts, np.bincount(exponent.sample(codes) >> 3 & 15, minlength=256)):
         wrong.append("FP8 codes: counting")
     lengths = np.array(code_lengths([1 + 8 * (e < 8) for e in range(SYMBOLS)]), np.uint8)
-    code, entry = Code(np.arange(SYMBOLS, dtype=np.uint8), lengths), np.zeros(256, np.uint16)
+    code = Code(np.arange(SYMBOLS, dtype=np.uint8), lengths)
+    entry = np.zeros(256, np.uint16)
     entry[:SYMBOLS] = code.codewords().astype(np.uint16) << 4 | code.length
     nibbles = pack_nibbles((codes >> 4 & 8 | codes & 7).astype(np.uint8))
     small = assemble(exponents, code.exponent, code, nibbles, fp8=True)

@@ -20,7 +20,8 @@ from .exponent import TILE as TILE
 # Installing builds it where there is a compiler (setup.py). OSError if there was none.
 PATH = Path(__file__).with_name("_exponent.so")
 _library = ctypes.CDLL(str(PATH))
-_pointer, _number = ctypes.c_void_p, ctypes.c_int64
+_pointer = ctypes.c_void_p
+_number = ctypes.c_int64
 _library.moepack_exponent_sample.argtypes = [_pointer, _number, _number, _pointer]
 _library.moepack_exponent_encode.argtypes = [_pointer, _number, _number, _pointer, ctypes.c_uint16, *[_pointer] * 5]
 _library.moepack_exponent_decode.argtypes = [*[_pointer] * 8, *[_number] * 4]
@@ -75,7 +76,9 @@ class Opened:
     """A coded matrix whose header and offsets were checked once, to be decoded in parts."""
 
     def __init__(self, data: Buffer, room: np.ndarray[Any, Any]) -> None:
-        self._data, self._room = data, room  # kept, as C holds pointers into them
+        # kept, as C holds pointers into them
+        self._data = data
+        self._room = room
         self.address = _at(room)  # the first argument of the function at `part_address`
 
     def decode(self) -> int:

@@ -29,7 +29,8 @@ NAN = 0x7F  # of E4M3, but for the sign; 255 in E8M0
 
 def _e4m3() -> Floats:
     code = np.arange(256)
-    exponent, mantissa = code >> 3 & 15, (code & 7).astype(np.float64)
+    exponent = code >> 3 & 15
+    mantissa = (code & 7).astype(np.float64)
     size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
     size[code & 0x7F == NAN] = np.nan
     return np.where(code < 128, size, -size).astype(np.float32)

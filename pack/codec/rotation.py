@@ -48,8 +48,10 @@ def rotate(x: Any, rotation: Rotation, back: bool = False) -> Any:
     h = 1
     while h < rotation.block:
         pairs = out.reshape(-1, 2, h)  # a view
-        first, second = pairs[:, 0], pairs[:, 1]
-        low, high = first + second, first - second
+        first = pairs[:, 0]
+        second = pairs[:, 1]
+        low = first + second
+        high = first - second
         pairs[:, 0], pairs[:, 1] = low, high
         h *= 2
     out *= np.float32(norm(rotation.block)).item()

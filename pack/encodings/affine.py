@@ -24,7 +24,8 @@ class Affine(Version):
 
     def parts(self, matrix: Matrix) -> Iterator[Part]:
         """Planes, scales (of a byte: with an outer one a block), stored zero points, and the bias if there is one."""
-        blocks, by_group = -(-matrix.rows // BLOCK_ROWS), -(-matrix.cols // self.group_size)
+        blocks = -(-matrix.rows // BLOCK_ROWS)
+        by_group = -(-matrix.cols // self.group_size)
         for p, bits in enumerate(self.planes):
             yield f"plane{p}", (blocks, plane_words(matrix.cols, bits), BLOCK_ROWS), 4
         yield "scale", (blocks, by_group, BLOCK_ROWS), self.scale_bits // 8

@@ -22,9 +22,10 @@ MAX_FILE_HEADER = 100_000_000  # bytes of a layer file before its first extent
 MAX_NAME = 255  # bytes of one part of a path: the limit of file systems
 MAX_PATH = 1024  # bytes of a path
 # Files of every bundle; the dense tensors are one file, or several with an index.
-CONFIG, TABLES, DENSE, DENSE_INDEX = (
-    "config.json", "calibration.safetensors", "model.safetensors", "model.safetensors.index.json",
-)  # fmt: skip
+CONFIG = "config.json"
+TABLES = "calibration.safetensors"
+DENSE = "model.safetensors"
+DENSE_INDEX = "model.safetensors.index.json"
 LEFTOVERS = "released.safetensors"  # tensors that are kept as they were in the checkpoint, and not served
 PACKED = ("experts/", "dense/")  # folders of layer files, whose headers hold the digests of their extents
 CARD = ("README.md", "losses.png")  # shown by a page on the Hub; the manifest does not list them

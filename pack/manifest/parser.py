@@ -236,7 +236,8 @@ def _versions(
         more = [key for key in ("rotation", "scale_bits") if may and key in item]
         item = dict(check.object(at, item, ["name", "encoding", "bits", "group_size", "zero", *more]))
         rotation = _rotation(check, f"{at}.rotation", item.pop("rotation"), may_rotate) if "rotation" in more else None
-        size, sizes = item.get("group_size"), spec.encoding_of(name).group_sizes
+        size = item.get("group_size")
+        sizes = spec.encoding_of(name).group_sizes
         scale_bits = 8 if "scale_bits" in more else 16
         expected = Version.of(name, size if size in sizes else max(sizes, default=0), rotation, scale_bits)
         if canonical(item) != canonical(replace(expected, rotation=None).record()):  # as JSON: in Python, True == 1
@@ -254,7 +255,8 @@ def _versions(
 def _rotation(check: Checker, at: str, value: Any, layers: Sequence[ExpertLayer]) -> Rotation:
     """Check a version's rotation against every layer's `down`; return one for a wrong one, too."""
     item = check.object(at, value, ["block", "seed"])
-    block, known = item.get("block"), ", ".join(map(str, spec.BLOCKS))
+    block = item.get("block")
+    known = ", ".join(map(str, spec.BLOCKS))
     seed = check.integer(f"{at}.seed", item.get("seed"), 0, SEEDS - 1)
     if type(block) is not int or block not in spec.BLOCKS:
         check.wrong(f"{at}.block", "range", f"not one of {known}: {show(block)}")
@@ -338,7 +340,8 @@ def _layer_files(check: Checker, found: Manifest) -> None:
     for path in sorted(set(found.expert_files) - set(expected)):
         check.wrong("files", "unexpected", f"{path} belongs to no version and layer")
     for path, (version, layer) in expected.items():
-        entry, sizes = found.expert_files.get(path), _sizes(layer, version)
+        entry = found.expert_files.get(path)
+        sizes = _sizes(layer, version)
         if entry and sizes is not None and (entry.size - entry.header_size, entry.payload) != sizes:
             check.wrong(f"files[{show(path)}]", "size", f"not {layer.extents} extents of {sizes[0]} bytes in all")
 
@@ -355,7 +358,8 @@ def _sizes(layer: ExpertLayer | DenseLayer, version: Version) -> tuple[int, int]
 def _allocation(check: Checker, value: Any, found: Manifest) -> Allocation | None:
     if value is None:
         return None
-    item, layers = check.object("allocation", value), found.layers
+    item = check.object("allocation", value)
+    layers = found.layers
     has_dense = bool(found.dense) and "dense" in item
     item = check.object("allocation", value, ["name", "versions", *(["dense"] if has_dense else [])])
     names = [v.name for v in found.versions]

@@ -44,7 +44,8 @@ def greedy(sizes: Table, losses: Table, budget: float) -> list[int]:
     Raises:
         BudgetError: when the smallest versions exceed the budget.
     """
-    chosen, steps = [], []
+    chosen = []
+    steps = []
     for e, (size, loss) in enumerate(zip(sizes, losses, strict=True)):
         chain = hull(size, loss)
         chosen.append(chain[0])
@@ -74,7 +75,8 @@ def uniform(sizes: Table, budget: float) -> list[int]:
     if not fitting:  # layers of different shapes: each expert's smallest fits, but no single version does
         return [min(range(len(row)), key=lambda v: (row[v], v)) for row in sizes]
     base = fitting[0]
-    chosen, total = [base] * len(sizes), totals[base]
+    chosen = [base] * len(sizes)
+    total = totals[base]
     if base == 0:
         return chosen
     bits = max(1, (len(sizes) - 1).bit_length())
@@ -100,7 +102,8 @@ def hull(sizes: Sequence[float], losses: Sequence[float]) -> list[int]:
         if out and not losses[v] < losses[out[-1]]:
             continue
         while len(out) > 1:
-            a, b = out[-2], out[-1]
+            a = out[-2]
+            b = out[-1]
             if (losses[a] - losses[b]) * (sizes[v] - sizes[b]) > (losses[b] - losses[v]) * (sizes[b] - sizes[a]):
                 break
             out.pop()

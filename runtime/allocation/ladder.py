@@ -24,9 +24,13 @@ class Ladder:
 
         `sizes` [placements] are bytes; `losses` are squared errors per token, float64 [experts, placements].
         """
-        size, loss = np.array(sizes, np.int64), losses
-        at, rows = np.full(len(loss), base), np.arange(len(loss))
-        to, cost, saved = [], [], []
+        size = np.array(sizes, np.int64)
+        loss = losses
+        at = np.full(len(loss), base)
+        rows = np.arange(len(loss))
+        to = []
+        cost = []
+        saved = []
         while True:
             more = size[None, :] - size[at][:, None]
             less = loss[rows, at][:, None] - loss
@@ -39,7 +43,9 @@ class Ladder:
             cost.append(np.where(climbs, more[rows, best], 0))
             saved.append(np.where(climbs, less[rows, best], 0.0))
             at = np.where(climbs, best, at)
-        self.base, self.steps = base, len(to)  # the lowest placement; the number of upgrades in the longest chain
+        # the lowest placement; the number of upgrades in the longest chain
+        self.base = base
+        self.steps = len(to)
         # Arrays [experts, steps]: the placement to which each upgrade leads (-1 behind the chain's end), the bytes that
         # the upgrade adds, and the loss that it saves per token (0 behind the chain's end)
         self.to: Ints = np.array(to, np.int64).reshape(-1, len(loss)).T
@@ -47,7 +53,8 @@ class Ladder:
         self.saved: Floats = np.array(saved, np.float64).reshape(-1, len(loss)).T
         self._rate: Floats = self.saved / np.maximum(self.cost, 1)
         self.first: Floats = self._rate[:, 0] if self.steps else np.zeros(len(loss))  # [experts], rate of first upgrade
-        self._loss, self._size = loss, size
+        self._loss = loss
+        self._size = size
         self._sizes, self._least = size.tolist(), int(self.cost[self.cost > 0].min()) if self.steps else 0
 
     def rates(self, scores: Floats) -> Floats:
@@ -89,16 +96,20 @@ class Ladder:
             return chosen
         rates = self.rates(scores)
         order = self._order(rates, room, held, margin, slack).tolist()
-        left, place, sizes = room, chosen.tolist(), self._sizes
+        left = room
+        place = chosen.tolist()
+        sizes = self._sizes
         taken = [0] * len(sizes)
-        steps, to = self.steps, self.to.ravel().tolist()
+        steps = self.steps
+        to = self.to.ravel().tolist()
         moved = True
         while moved:
             moved = False
             for upgrade in order:
                 if left < self._least:
                     break
-                expert, target = upgrade // steps, to[upgrade]
+                expert = upgrade // steps
+                target = to[upgrade]
                 now = place[expert]
                 more = sizes[target] - sizes[now]
                 if not 0 < more <= left or (most is not None and taken[target] >= most[target]):
@@ -132,10 +143,13 @@ class SharedByLoss:
         tokens = [np.asarray(row, np.float64) for row in traffic]
         rates = [ladder.rates(row).ravel() for ladder, row in zip(ladders, tokens, strict=True)]
         layer = np.repeat(np.arange(len(rates)), [len(row) for row in rates])
-        rate, cost = np.concatenate(rates), np.concatenate([ladder.cost.ravel() for ladder in ladders])
+        rate = np.concatenate(rates)
+        cost = np.concatenate([ladder.cost.ravel() for ladder in ladders])
         order = np.argsort(-rate, kind="stable")
         order = order[rate[order] > 0]
-        self._layers, self._layer, self._cost = len(rates), layer[order], cost[order]
+        self._layers = len(rates)
+        self._layer = layer[order]
+        self._cost = cost[order]
         self._taken = np.cumsum(self._cost)
 
     def within(self, room: int) -> list[int]:

@@ -44,7 +44,8 @@ def prefix_split(
     """
     if not widths[0] <= average_bits <= widths[-1]:
         raise ValueError(f"an average of {average_bits} bits is not from {widths[0]} to {widths[-1]}")
-    count, least = len(importance), widths[0]
+    count = len(importance)
+    least = widths[0]
     order = np.argsort(-np.array(importance, np.float64), kind="stable")
     table = np.array(losses, np.float64).reshape(count, len(widths))[order]
     gains = np.zeros((count + 1, len(widths)))  # [k][width], gain of the first k experts over the least width
@@ -91,5 +92,6 @@ def prefill_importance(counts: Sequence[float], scores: Sequence[float], alpha: 
     P is an expert's share of the layer's `counts` (tokens), W its share of `scores` (sums of gate weights), [experts].
     `alpha` is 0.5 in the paper's experiments.
     """
-    of_counts, of_scores = sum(counts) or 1.0, sum(scores) or 1.0
+    of_counts = sum(counts) or 1.0
+    of_scores = sum(scores) or 1.0
     return [alpha * p / of_counts + (1 - alpha) * w / of_scores for p, w in zip(counts, scores, strict=True)]

@@ -39,11 +39,14 @@ class _Names:
 
 def _with_name(function: types.FunctionType, name: str, value: Any) -> types.FunctionType:
     """Copy a function with one of its global names replaced; a decorated function is replaced inside its decorators."""
-    names, cells, inner = {**function.__globals__, name: value}, function.__closure__, None
+    names = {**function.__globals__, name: value}
+    cells = function.__closure__
+    inner = None
     if (wrapped := getattr(function, "__wrapped__", None)) is not None:
         inner = _with_name(wrapped, name, value)
         own = types.CellType(inner)
-        names, cells = function.__globals__, tuple(own if c.cell_contents is wrapped else c for c in cells or ())
+        names = function.__globals__
+        cells = tuple(own if c.cell_contents is wrapped else c for c in cells or ())
     made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
     made.__kwdefaults__ = function.__kwdefaults__
     if inner is not None:
@@ -70,7 +73,8 @@ def serve_routers(model: nn.Module, experts: Sequence[str]) -> dict[str, int]:
     most = most_tokens()
     for name in experts:
         for last, module in model.get_submodule(name.rpartition(".")[0]).named_children():
-            weight, function = getattr(module, "weight", None), _reads(module, "F")
+            weight = getattr(module, "weight", None)
+            function = _reads(module, "F")
             if last not in ("gate", "router") or function is None or not isinstance(weight, Tensor):
                 continue
             if weight.dtype != torch.bfloat16 or weight.dim() != 2 or not weight.is_contiguous():
@@ -85,7 +89,8 @@ def serve_routers(model: nn.Module, experts: Sequence[str]) -> dict[str, int]:
 
 def _router_linear(weight: Tensor, most: int) -> Callable[..., Tensor]:
     rows, cols = weight.shape
-    of, at = MatrixGroup([KernelMatrix(PLAIN_FORM, rows, cols, weight)]), weight.data_ptr()
+    of = MatrixGroup([KernelMatrix(PLAIN_FORM, rows, cols, weight)])
+    at = weight.data_ptr()
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         few = x.dtype == torch.bfloat16 and 0 < x.numel() <= most * x.shape[-1]

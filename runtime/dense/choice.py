@@ -20,7 +20,8 @@ def choose_dense(text: str | None, bundle: Bundle, policy: str | None = None) ->
 
     Raises InputError for a version that is not present, or an allocation without dense versions.
     """
-    manifest, here = bundle.manifest, {v.name: v for v in bundle.dense_versions}
+    manifest = bundle.manifest
+    here = {v.name: v for v in bundle.dense_versions}
     if not manifest.dense:
         if text not in (None, LOSSLESS):
             raise InputError(

@@ -25,8 +25,13 @@ class FileRows(nn.Module):
         From now on a change of the file is found. `location` names the file in errors.
         """
         super().__init__()
-        self.num_embeddings, self.embedding_dim, self.padding_idx = of.num_embeddings, of.embedding_dim, of.padding_idx
-        self._dtype, self._file, self._at, self._location = of.weight.dtype, file, at, location
+        self.num_embeddings = of.num_embeddings
+        self.embedding_dim = of.embedding_dim
+        self.padding_idx = of.padding_idx
+        self._dtype = of.weight.dtype
+        self._file = file
+        self._at = at
+        self._location = location
         self._state, self._number = _state(file), enter(self)
         os.posix_fadvise(file, at, of.weight.nbytes, os.POSIX_FADV_RANDOM)
         weakref.finalize(self, os.close, file)

@@ -28,7 +28,9 @@ from .linears import in_place_of, learns
 from .norms import replace_norms, trials
 from .values import Changed, ReadValues
 
-ROWS, TRIALS = 16, 4  # random rows on which a form is tried, and how often a router's
+# random rows on which a form is tried, and how often a router's
+ROWS = 16
+TRIALS = 4
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 APART = {
     torch.float32: 16
@@ -80,7 +82,8 @@ def _norm_form(module: Any, epsilon: float) -> str | None:
 
 def _same(made: Tensor, wanted: Tensor) -> bool:
     """Whether a norm's numbers are the wanted ones, up to a few units in the last place."""
-    apart, last = (made.double() - wanted.double()).abs(), torch.finfo(made.dtype).eps * wanted.double().abs()
+    apart = (made.double() - wanted.double()).abs()
+    last = torch.finfo(made.dtype).eps * wanted.double().abs()
     # torch adds the squares in another order, so a number at the border of two may be rounded to the other one
     share = max(0.02, 1 / apart.numel())
     few = float((apart > last / 4).double().mean()) <= share or made.dtype == torch.float32
@@ -99,9 +102,12 @@ class _Router:
 
     def linear(self, module: Any, x: Tensor) -> Tensor:
         """Compute logits, [tokens, experts]."""
-        weight, bias = module.weight, getattr(module, "bias", None)
+        weight = module.weight
+        bias = getattr(module, "bias", None)
         if self.wide:
-            x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
+            x = x.float()
+            weight = weight.float()
+            bias = None if bias is None else bias.float()
         return nn.functional.linear(x, weight, bias)
 
 
@@ -110,11 +116,15 @@ def serve_routers(model: nn.Module, layers: Sequence[ExpertLayer]) -> dict[str, 
 
     Routers are siblings of the modules of experts that `layers` name.
     """
-    values, changed = ReadValues(), Changed()
+    values = ReadValues()
+    changed = Changed()
     for layer in layers:
-        parent, experts = model.get_submodule(layer.module.rpartition(".")[0]), model.get_submodule(layer.module)
+        parent = model.get_submodule(layer.module.rpartition(".")[0])
+        experts = model.get_submodule(layer.module)
         for last, module in parent.named_children():
-            weight, top_k, kind = getattr(module, "weight", None), getattr(module, "top_k", None), type(module)
+            weight = getattr(module, "weight", None)
+            top_k = getattr(module, "top_k", None)
+            kind = type(module)
             if last not in ("gate", "router") or not isinstance(weight, Tensor) or not isinstance(top_k, int):
                 continue
             if "forward" in module.__dict__ or weight.dim() != 2 or len(weight) != layer.experts:
@@ -184,7 +194,8 @@ class _Trial:
 
     def agrees(self, router: _Router) -> bool:
         """Whether the launch makes the same of one token, of a few and of many."""
-        module, device = self.module, self.x.device
+        module = self.module
+        device = self.x.device
         experts = len(module.weight)
         if not fits(ROWS, router.form.top_k, experts) or len(inspect.signature(module.forward).parameters) != 1:
             return False
@@ -208,7 +219,8 @@ class _Trial:
 
     def _agrees(self, part: slice, index: Tensor, gates: Tensor) -> bool:
         """Whether these are the choices of some tokens, and their gates; some routers do not sort their choices."""
-        order, own = self.index[part].argsort(-1), index.argsort(-1)
+        order = self.index[part].argsort(-1)
+        own = index.argsort(-1)
         same = torch.equal(self.index[part].gather(1, order), index.gather(1, own))
         return same and _near(gates.gather(1, own), self.gates[part].gather(1, order))
 

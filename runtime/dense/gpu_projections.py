@@ -38,10 +38,14 @@ class GpuPlace:
     def __init__(self, module: Any, modules: dict[str, Any], norms: Any, shared: bool, dtype: torch.dtype) -> None:
         """Move the maps' weights into one matrix, of which their modules keep their rows."""
         maps = [modules[name] for name in MAPS]
-        self.most, self._modules, self._norms, self._shared = sys.maxsize, modules, norms, shared
+        self.most = sys.maxsize
+        self._modules = modules
+        self._norms = norms
+        self._shared = shared
         with torch.no_grad(), torch.inference_mode(False):
             self._map = _joined(maps)
-        self.dtype, self.device = dtype, _weight_of(maps[0]).device
+        self.dtype = dtype
+        self.device = _weight_of(maps[0]).device
         self._heads = maps[0].out_features // module.head_dim, maps[1].out_features // module.head_dim
         self._at = {name: _weight_of(m).data_ptr() for name, m in modules.items()}
 

@@ -104,7 +104,8 @@ class Group:
     """
 
     def __init__(self, parts: Sequence[PackedMatrix]) -> None:
-        self._parts, self._size = tuple(parts), len(parts)
+        self._parts = tuple(parts)
+        self._size = len(parts)
         self._made: dict[tuple[int, ...], MatrixGroup] = {}
         self._kept = threading.local()
         self._misses = 0
@@ -114,7 +115,9 @@ class Group:
 
     def run(self, which: int, x: Tensor) -> Tensor:
         """Return the product of map number `which` and x [..., cols], float32 or bfloat16."""
-        kept, few = self._kept, x.numel() <= FEW * x.shape[-1]  # many tokens' results would take much memory
+        # many tokens' results would take much memory
+        kept = self._kept
+        few = x.numel() <= FEW * x.shape[-1]
         if self._size > 1 and few:
             made = kept.__dict__.pop("made", None)
             if made is not None:
@@ -173,7 +176,10 @@ class Place:
     """Where the kernels find a linear map's weights. A copied module has no place: torch multiplies by its weights."""
 
     def __init__(self, module: nn.Linear, group: Group, which: int, most: int) -> None:
-        self.group, self.which, self.most, self._at = group, which, most, _addresses(module)
+        self.group = group
+        self.which = which
+        self.most = most
+        self._at = _addresses(module)
 
     def holds(self, module: nn.Linear) -> bool:
         """Whether the module's weights are still at the addresses where they were."""
@@ -232,7 +238,8 @@ def prepare(model: nn.Module, bundle: Bundle, versions: Sequence[Version]) -> No
     modules = dict(model.named_modules())
     for described, version in zip(bundle.manifest.dense, versions, strict=True):
         parent, _, last = described.module.rpartition(".")
-        module, shape = modules.get(described.module), described.matrix
+        module = modules.get(described.module)
+        shape = described.matrix
         if type(module) is not nn.Linear or (module.out_features, module.in_features) != (shape.rows, shape.cols):
             raise InputError(f"{bundle.path}: {type(model).__name__} has no linear map {described.module} of its shape")
         if version.plain:
@@ -273,7 +280,8 @@ def serve(
         for which, name in enumerate(names):
             module = model.get_submodule(name)
             if isinstance(module, PackedLinear):
-                module.group, module.which = group, which
+                module.group = group
+                module.which = which
             elif plain and isinstance(module, nn.Linear):
                 module._moepack_place = Place(module, group, which, most)  # type: ignore[assignment]
                 module.__class__ = ServedLinear  # type: ignore[assignment]
@@ -318,7 +326,9 @@ def _load(model: nn.Module, bundle: Bundle, versions: Sequence[Version], direct:
     """Read every dense matrix of a bundle into memory, and into its module."""
     described = bundle.manifest.dense
     shapes = {d.module: (d.matrix, v) for d, v in zip(described, versions, strict=True)}
-    store, out, count = BackingStore(bundle, direct=direct), {}, loading()
+    store = BackingStore(bundle, direct=direct)
+    out = {}
+    count = loading()
     sizes = [store.stored(v.name, DENSE, i).size for i, v in enumerate(versions) if v.entropy_coded]
     host = CpuDevice(max(sizes, default=0), threads=None)
     dtype = model.dtype if isinstance(model.dtype, torch.dtype) else torch.bfloat16

@@ -74,13 +74,18 @@ def own(model: Any, bundle: Bundle, uncached: bool = False) -> None:
     Raises:
         BundleError: when a file cannot be read, or does not match its digest.
     """
-    mapped, copies, parts = list(_mapped()), dict[int, Any](), dict[str, list[_Part]]()
-    lone, rows, used = lone_embedding(model) if uncached else None, None, set[_Mapping]()
+    mapped = list(_mapped())
+    copies = dict[int, Any]()
+    parts = dict[str, list[_Part]]()
+    lone = lone_embedding(model) if uncached else None
+    rows = None
+    used = set[_Mapping]()
     for tensor in (*model.parameters(), *model.buffers()):
         storage = tensor.untyped_storage()
         if storage._cdata in copies:
             continue
-        begin, size = storage.data_ptr(), storage.nbytes()
+        begin = storage.data_ptr()
+        size = storage.nbytes()
         at = bisect.bisect_right(mapped, begin, key=lambda m: m.begin) - 1
         within = mapped[at] if at >= 0 and begin + size <= mapped[at].end and storage.device.type == "cpu" else None
         if within is None or not size:
@@ -98,7 +103,8 @@ def own(model: Any, bundle: Bundle, uncached: bool = False) -> None:
     for m in used:  # pages that are mapped would stay in the page cache
         # Not other mappings of these files: a model that goes meanwhile leaves its addresses to the next allocation.
         madvise(m.begin, m.end - m.begin, mmap.MADV_DONTNEED)
-    count, names = loading(), [n for n in bundle.manifest.files if n.endswith(TENSORS) and n != LEFTOVERS]
+    count = loading()
+    names = [n for n in bundle.manifest.files if n.endswith(TENSORS) and n != LEFTOVERS]
     count.expect(sum(bundle.manifest.files[name].size for name in names))
     for name in names:
         _read(bundle, name, parts, rows, count, uncached)
@@ -116,11 +122,14 @@ def _read(
 
     An embedding whose `rows` are in this file stays there from now on.
     """
-    location, file = f"{bundle.path}/{name}", open_file(bundle.path, name)
+    location = f"{bundle.path}/{name}"
+    file = open_file(bundle.path, name)
     try:
         path = str(Path(f"/proc/self/fd/{file}").readlink())
         wanted = sorted(parts.pop(path, []), key=lambda part: part.begin)
-        record, entry, now = recorded(), bundle.manifest.files[name], state(file)
+        record = recorded()
+        entry = bundle.manifest.files[name]
+        now = state(file)
         known = record is not None and record.get((entry.sha256, FILE, 0)) == now
         here = None if rows is None or rows.path != path else rows
         # Before the digest is made: a change meanwhile would be served unchecked.
@@ -141,14 +150,16 @@ def _read(
 
 def _digest(file: int, size: int, wanted: Sequence[_Part], count: LoadCount, known: bool) -> str:
     """Read a file's `size` bytes, copy them to `wanted`, and return their digest, which is of no bytes if `known`."""
-    digest, rooms = hashlib.sha256(), CpuMemory(READERS * PIECE)
+    digest = hashlib.sha256()
+    rooms = CpuMemory(READERS * PIECE)
     rooms.take(0, READERS * PIECE)
     free = collections.deque(rooms.tensor.numpy().reshape(READERS, PIECE))
     going: collections.deque[tuple[Future[int], Buffer]] = collections.deque()
     with contextlib.closing(PageFile(file)) as pages, ThreadPoolExecutor(READERS, "moepack-dense") as pool:
 
         def read(at: int, room: Buffer) -> int:
-            got, most = 0, min(PIECE, size - at)
+            got = 0
+            most = min(PIECE, size - at)
             while got < most and (part := pages.read(room.data[got:], at + got)):  # whole pages: also past the end
                 got += part
             _copy(room[: min(got, most)], at, wanted)
@@ -178,7 +189,8 @@ def _copy(made: Buffer, at: int, wanted: Sequence[_Part]) -> None:
     for part in wanted[bisect.bisect_right(wanted, at, key=lambda p: p.end) :]:
         if part.begin >= end:
             break
-        begin, last = max(part.begin, at), min(part.end, end)
+        begin = max(part.begin, at)
+        last = min(part.end, end)
         part.room[begin - part.begin : last - part.begin] = made[begin - at : last - at]
 
 

@@ -32,7 +32,8 @@ APART = 2  # units in the last place by which others may differ: rounding before
 @functools.cache
 def _served(kind: type[nn.Module], form: int, epsilon: float) -> type[nn.Module]:
     """Make a subclass of `kind` that calls the kernel when inputs allow it."""
-    plain, added = kind.forward, ctypes.c_double(epsilon)
+    plain = kind.forward
+    added = ctypes.c_double(epsilon)
 
     def forward(self: Any, x: Tensor) -> Tensor:
         weight = self.weight
@@ -78,9 +79,11 @@ def replace_norms(
         tried: the form of each kind of module that was tried, by its values; results are added.
         form_of: tries a module; None where no form gives its numbers.
     """
-    values, changed = ReadValues(), Changed()
+    values = ReadValues()
+    changed = Changed()
     for module in model.modules():
-        weight, epsilon = getattr(module, "weight", None), _epsilon(module)
+        weight = getattr(module, "weight", None)
+        epsilon = _epsilon(module)
         kind: Any = type(module)
         if epsilon is None or not isinstance(weight, Tensor) or weight.dtype not in dtypes or weight.dim() != 1:
             continue

@@ -29,8 +29,10 @@ class PackedLinear(nn.Module):
 
     def __init__(self, matrix: Matrix, version: Version) -> None:
         super().__init__()
-        self.matrix, self.version = matrix, version
-        self.in_features, self.out_features = matrix.cols, matrix.rows
+        self.matrix = matrix
+        self.version = version
+        self.in_features = matrix.cols
+        self.out_features = matrix.rows
         self.register_buffer("packed", torch.empty(0, dtype=torch.uint8), persistent=False)
         (self._sections,) = sections_of((matrix,), version)
         self._form: Form | None = None  # as kernels of a GPU read it
@@ -71,7 +73,9 @@ class PackedLinear(nn.Module):
 
     def lie_at(self, extent: Tensor, sections: Sections) -> None:
         """Read the weights from another extent, where they are already."""
-        self.packed, self._sections, self._form = extent, sections, None
+        self.packed = extent
+        self._sections = sections
+        self._form = None
 
     def _check_loaded(self) -> None:
         if not self.packed.numel():

@@ -30,13 +30,29 @@ from .norms import described
 from .packed import PackedLinear
 from .values import Changed, ReadValues
 
-MAPS, NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
+MAPS = ("q_proj", "k_proj", "v_proj")
+NORMS = ("q_norm", "k_norm")
 NEEDED = {*MAPS, "apply_rotary_pos_emb", "get_interface", "head_dim", "o_proj", "scaling", "update"}
 KNOWN = NEEDED | {
-    REGISTRY, "_attn_implementation", "attention_dropout", "config", "contiguous", "eager_attention_forward", "getattr",
-    "k_norm", "layer_idx", "q_norm", "reshape", "shape", "sinks", "sliding_window", "training", "transpose",
-    "use_qk_norm", "view",
-}  # fmt: skip
+    REGISTRY,
+    "_attn_implementation",
+    "attention_dropout",
+    "config",
+    "contiguous",
+    "eager_attention_forward",
+    "getattr",
+    "k_norm",
+    "layer_idx",
+    "q_norm",
+    "reshape",
+    "shape",
+    "sinks",
+    "sliding_window",
+    "training",
+    "transpose",
+    "use_qk_norm",
+    "view",
+}
 NUMBER = "layer_idx"
 TOKENS = (5, 1, 3)  # random tokens of a trial's passes, one after another
 
@@ -98,7 +114,8 @@ def serve_projections(model: nn.Module, of: Places | None = None) -> dict[str, i
     """
     place_of = of or _place
     tried: dict[Hashable, tuple[bool, int] | None] = {}  # whether angles are shared, and how many; None: it differs
-    values, changed = ReadValues(), Changed()
+    values = ReadValues()
+    changed = Changed()
     rotary = next((m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)), None)
     for module in model.modules():
         kind: Any = type(module)
@@ -153,7 +170,8 @@ def _place(module: Any, shared: bool) -> _Place | None:
 @functools.cache
 def _served(kind: Any, cache_name: str) -> Any:
     """Make a subclass of `kind` that projects by the kernel when its arguments allow it."""
-    plain, names = kind.forward, inspect.unwrap(kind.forward).__globals__
+    plain = kind.forward
+    names = inspect.unwrap(kind.forward).__globals__
     own = {*inspect.signature(plain).parameters} - {"kwargs"}
     code = inspect.unwrap(plain).__code__
     reads = {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}  # some by `getattr(self.config, name)`
@@ -161,7 +179,8 @@ def _served(kind: Any, cache_name: str) -> Any:
 
     @functools.wraps(plain)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        x, turn = kwargs.get("hidden_states"), kwargs.get("position_embeddings")
+        x = kwargs.get("hidden_states")
+        turn = kwargs.get("position_embeddings")
         place: _Place | None = self._moepack_projection
         if args or place is None or torch.compiler.is_compiling() or not older.isdisjoint(kwargs):
             return plain(self, *args, **kwargs)
@@ -220,7 +239,8 @@ def _trial(module: Any, place: Any, shared: bool, cache_name: str, rotary: Any) 
         return None
     kind: Any = type(module)
     module._moepack_projection = place
-    total, config = sum(TOKENS), module.config
+    total = sum(TOKENS)
+    config = module.config
     cases: list[tuple[Callable[[], Any], int]] = [(lambda: DynamicCache(config=config), n) for n in (1, 2)]
     if place.writes_static and type(DynamicCache(config=config).layers[module.layer_idx]) is DynamicLayer:
         cases.append((lambda: StaticCache(config=config, max_cache_len=total), 2))
@@ -251,7 +271,9 @@ def _passes(
 
     `first` is the number of each sequence's first token that is no padding, [batch, 1]; None for passes without a mask.
     """
-    layer, out, start = cache.layers[module.layer_idx], [], 0
+    layer = cache.layers[module.layer_idx]
+    out = []
+    start = 0
     for tokens in TOKENS:
         part = slice(start, start + tokens)
         mask = None if first is None else _mask(layer, part, first)

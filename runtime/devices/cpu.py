@@ -50,7 +50,8 @@ class CpuMemory(Memory):
 
     def _change(self, start: int, size: int, by: int) -> list[int]:
         """Count bytes in or out; return the huge pages that were wholly taken before, or are now."""
-        at, changed = start - self._first, []
+        at = start - self._first
+        changed = []
         for i in range(max(at // HUGE, 0), min(-(-(at + size) // HUGE), len(self._taken))):
             before = int(self._taken[i])
             self._taken[i] += by * (min(at + size, (i + 1) * HUGE) - max(at, i * HUGE))
@@ -105,7 +106,8 @@ class CpuDevice(Migration):
         called, and `readers` from then on; lossless ones share the staging buffer, and are read one at a time.
         """
         super().__init__(threaded := HostThreads("moepack-migration", on_event, max(readers, READERS)))
-        self._threads, self._narrow = threads, partial(threaded.narrow, readers)
+        self._threads = threads
+        self._narrow = partial(threaded.narrow, readers)
         self._staged = threading.Lock()  # held while the staging buffer is used
         self._staging: Buffer = CpuMemory(staging_bytes).tensor.numpy()
         self._now = HostEvent(ended=True)

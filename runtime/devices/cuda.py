@@ -102,7 +102,8 @@ class CudaDevice(Migration):
         self.pinned = host
         self._by_block = by_block
         self._memories: list[BlockMemory | ReadMemory] = []  # until `free`: kernels may read them
-        self._pins, self._refused = pins, threading.Event()
+        self._pins = pins
+        self._refused = threading.Event()
         self._registered: list[RegisteredMemory] = []
         self._parts: dict[int, tuple[CodedPart, ...]] = {}
         on_device = gpu.memory(slots * staging)
@@ -370,7 +371,9 @@ def open_cuda(
 
     `by_block` is as in `CudaDevice`.
     """
-    gpu, host, calls = TorchGpu(device), None, None
+    gpu = TorchGpu(device)
+    host = None
+    calls = None
     try:
         calls = Cudart(gpu.device.index)
     except OSError as error:

@@ -34,7 +34,8 @@ class RegisteredMemory(CpuMemory):
         """Reserve `size` bytes. `refused`, which all memories of a device share, is set at the first refusal to pin."""
         super().__init__(size)
         self.pinned = 0
-        self._calls, self._refused = calls, refused
+        self._calls = calls
+        self._refused = refused
         self._registered: dict[int, int] = {}
 
     def filled(self, start: int, size: int) -> None:
@@ -83,7 +84,9 @@ class ReadMemory(Memory):
         Raises InputError where the system pins neither way.
         """
         super().__init__(torch.empty(block * blocks, dtype=torch.uint8, device="meta"))
-        self.pinned, self._mode, self._calls = 0, Mode.REGISTERED, calls
+        self.pinned = 0
+        self._mode = Mode.REGISTERED
+        self._calls = calls
         self._pages = CpuMemory(block * blocks)
         self._pages.take(0, block * blocks)  # huge pages
         self._piece = max(1, PIECE // block) * block
@@ -108,8 +111,10 @@ class ReadMemory(Memory):
 
     def _register(self, start: int, size: int) -> Pinned:
         """Register pages; raise CudaError if the device would find them at another address."""
-        pages, calls = self._pages.tensor[start : start + size], self._calls
-        address, done = pages.data_ptr(), True
+        pages = self._pages.tensor[start : start + size]
+        calls = self._calls
+        address = pages.data_ptr()
+        done = True
         try:
             try:
                 made = pin_filled(calls, pages.numpy(), PORTABLE | MAPPED)
@@ -184,7 +189,8 @@ class BlockMemory(Memory):
     def __init__(self, size: int, gpu: TorchGpu) -> None:
         """Take nothing yet."""
         super().__init__(torch.empty(size, dtype=torch.uint8, device="meta"))
-        self._gpu, self._blocks = gpu, dict[int, Tensor]()
+        self._gpu = gpu
+        self._blocks = dict[int, Tensor]()
 
     def at(self, start: int, size: int) -> Tensor:
         """Return the block that was taken at `start`."""

@@ -14,18 +14,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # malloc.h
+# malloc.h
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+M_MMAP_MAX = -4
 # Buffers of 512 KiB or more are mapped, and return to the system when freed. On a model of hidden size 512 with caches
 # of 3,072 tokens the process's peak falls from 12 MB above the reservations to 3. Prefill takes 8 % longer (pages are
 # cleared again), decoding as long as before. At 128 KiB prefill takes 45 % longer; at 2 MiB the peak hardly falls.
-MAPPED, KEPT = 512 << 10, 4 << 20
+MAPPED = 512 << 10
+KEPT = 4 << 20
 # The limits that glibc reaches by itself. Once one is set, glibc stops adapting them.
-MOST_MAPPED, MOST_KEPT, MAPPINGS = 32 << 20, 64 << 20, 65536
+MOST_MAPPED = 32 << 20
+MOST_KEPT = 64 << 20
+MAPPINGS = 65536
 
 
 _USERS = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"}
 _limits = [MOST_MAPPED, MOST_KEPT]  # outside `reusing`
-_lock, _reusers = threading.Lock(), 0  # threads inside `reusing`
+# threads inside `reusing`
+_lock = threading.Lock()
+_reusers = 0
 
 
 @functools.cache

@@ -79,7 +79,8 @@ def capture(run: Callable[[], None], device: torch.device, beside: Any = None) -
         with torch.cuda.stream(stream):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-            made, pool = torch.cuda.CUDAGraph(), None if beside is None else beside.pool()
+            made = torch.cuda.CUDAGraph()
+            pool = None if beside is None else beside.pool()
             try:
                 made.capture_begin(pool, "thread_local")
                 run()

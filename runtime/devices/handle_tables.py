@@ -36,7 +36,9 @@ class DeviceTables:
 
     def __init__(self, experts: Sequence[int], device: torch.device, mark: Callable[[], Completion]) -> None:
         """Prepare tables for layers of `experts` experts; `mark` makes an event that ends with the issued compute."""
-        self._shape, self._device, self._mark = (len(experts), ROWS, max(experts) + 1), device, mark
+        self._shape = (len(experts), ROWS, max(experts) + 1)
+        self._device = device
+        self._mark = mark
         self._free: list[HandleTable] = []
         self._lock = threading.Lock()
         self._host: tuple[int, Tensor] | None = None

@@ -216,7 +216,9 @@ class Migration:
     def __init__(self, stream: HostStream | HostThreads) -> None:
         self.stream = stream
         self._lock = threading.Lock()  # of the next three
-        self.moved, self._due, self._least = 0, 0.0, FLOOR
+        self.moved = 0
+        self._due = 0.0
+        self._least = FLOOR
         self._rate: float | None = None
         self._hurried: Callable[[], bool] = bool  # never
         self._closing = False  # not an Event: a finalizer may set it on the thread that holds the Event's lock
@@ -255,7 +257,9 @@ class Migration:
         Nothing is limited while `hurried` returns True, which any thread may call.
         """
         with self._lock:
-            self._rate, self._least, self._hurried = bytes_per_second, least, hurried
+            self._rate = bytes_per_second
+            self._least = least
+            self._hurried = hurried
 
     def rest(self) -> None:
         """Wait until all copies that were asked for so far have ended."""

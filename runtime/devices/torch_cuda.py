@@ -28,7 +28,8 @@ class TorchGpu:
         """Prepare streams on `device`; a device without an index means the current one."""
         index = device.index if device.index is not None else torch.cuda.current_device()
         self.device = torch.device("cuda", index)
-        self._copies, self._decoder = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+        self._copies = torch.cuda.Stream(self.device)
+        self._decoder = torch.cuda.Stream(self.device)
         self._loads = [torch.cuda.Stream(self.device) for _ in range(LOADS)]
 
     def memory(self, size: int) -> Tensor:

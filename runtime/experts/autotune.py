@@ -20,8 +20,13 @@ from moepack.runtime.kernels.forms import handle
 from moepack.runtime.kernels.reference import plain_weights, sections_of
 
 Limits = npt.NDArray[np.int64] | None
-ROWS, COLS, EXPERTS = 768, 2048, 2
-RUNS, MANY, FEW_RUNS = 5, 32, 2  # from MANY tokens on a run is long enough to be compared
+ROWS = 768
+COLS = 2048
+EXPERTS = 2
+# from MANY tokens on a run is long enough to be compared
+RUNS = 5
+MANY = 32
+FEW_RUNS = 2
 ENOUGH = 0.12  # seconds after which the search stops: on slow machines a longer search gains little
 MOST = 512  # tokens: what is faster with so many is so with more
 
@@ -33,10 +38,13 @@ def measure_limit(dtype: torch.dtype, name: str, candidates: Sequence[int], thre
     """
     clock = time.thread_time if threads == 1 else time.perf_counter  # thread time leaves other processes out
     fused, unpacked = _ways(dtype, name, threads, clock)
-    low, high, began = 0, len(candidates) - 1, clock()
+    low = 0
+    high = len(candidates) - 1
+    began = clock()
     while low < high and clock() - began < ENOUGH:
         middle = (low + high + 1) // 2
-        tokens, times = min(candidates[middle], MOST), (np.inf, np.inf)
+        tokens = min(candidates[middle], MOST)
+        times = (np.inf, np.inf)
         for _ in range(RUNS if tokens < MANY else FEW_RUNS):
             times = (min(times[0], fused(tokens)), min(times[1], unpacked(tokens)))
         low, high = (middle, high) if times[0] <= times[1] else (low, middle - 1)
@@ -47,7 +55,8 @@ def _ways(
     dtype: torch.dtype, name: str, threads: int, clock: Callable[[], float]
 ) -> tuple[Callable[[int], float], Callable[[int], float]]:
     """Return two functions from tokens of each expert to seconds: one for packed bytes, one for unpacked weights."""
-    m, version = Matrix("m", ROWS, COLS), Version.of(name)
+    m = Matrix("m", ROWS, COLS)
+    version = Version.of(name)
     extents = torch.zeros(EXPERTS, version.resident_size((m,)), dtype=torch.uint8)
     extents.random_(0, 256, generator=torch.Generator().manual_seed(0))
     # Make all scales and weights lie between 1/128 and 2: with denormal ones torch's products took ten times as long.

@@ -89,7 +89,9 @@ def prepare(dtype: torch.dtype, versions: tuple[Version, ...], device: torch.dev
 
 def kept_bytes(layer: ExpertLayer, tokens: int, top_k: int) -> int:
     """The most bytes that the compiled CPU kernels keep between passes of `tokens` tokens; 0 without these kernels."""
-    native, slots, threads = library(), tokens * top_k, torch.get_num_threads()
+    native = library()
+    slots = tokens * top_k
+    threads = torch.get_num_threads()
     if native is None:
         return 0
     pairs = zip(layer.matrices, (tokens, slots), strict=True)  # each matrix with its number of activations
@@ -263,7 +265,8 @@ def source() -> str:
 
 def table() -> list[dict[str, str]]:
     """The backend table: a row for each device, version and range of tokens, with the kernel that runs it."""
-    native, rows = library(), []
+    native = library()
+    rows = []
     if native is None:
         rows.append({"device": "cpu", "version": "all", "tokens": "any", "kernel": "dequantise, torch (not compiled)"})
     else:

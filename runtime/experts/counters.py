@@ -18,7 +18,8 @@ class Counters:
     """The counters of one step. After `clear`, on the next step's stream, they can serve that step."""
 
     def __init__(self, experts: Sequence[int], gates: bool, device: torch.device) -> None:
-        self._experts, shape = tuple(experts), (len(experts), max(experts, default=0) + 1)
+        self._experts = tuple(experts)
+        shape = (len(experts), max(experts, default=0) + 1)
         with torch.inference_mode(False):  # the counters outlive the pass that makes them
             # [layers, the most experts + 1] on the device; the last column counts indices past the experts
             self.counts = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -35,7 +36,8 @@ class Counters:
     def add(self, position: int, index: Tensor, weights: Tensor) -> None:
         """Count a layer's routing: `index` and `weights` are [tokens, top_k]. Does not wait for the device."""
         self.used = True
-        row, none = self.counts[position], self._experts[position]
+        row = self.counts[position]
+        none = self._experts[position]
         sums = None if self.sums is None else self.sums[position]
         mask = self.mask if self.mask is not None and len(self.mask) == len(index) else None
         gates = weights.detach().double() if mask is None else weights.detach().double() * mask.unsqueeze(1)
@@ -116,7 +118,9 @@ class Counters:
         if self.used:
             self.zero()
         self.mask = self._sent = self._event = None
-        self.used, self.within, self.tokens = False, [], 0
+        self.used = False
+        self.within = []
+        self.tokens = 0
 
 
 def _numbers(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -35,7 +35,8 @@ Many = list[tuple[int, Tensor]]  # each expert with many slots, and these slots 
 
 def forward(call: LayerCall) -> Tensor:
     """Run `experts_forward` on a CPU; return [tokens, hidden]."""
-    x, of = call.hidden, call.experts.of
+    x = call.hidden
+    of = call.experts.of
     gate = getattr(call.module, "act_fn", None), call.module.__dict__.get("_apply_gate")
     if of.gated is None or of.gated[0] != gate:  # not tried yet, or another gate since
         of.gated = gate, gated(of, call.module)
@@ -57,7 +58,8 @@ def gated(of: ServedLayer, module: Any) -> GatedExperts | None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(PROBES, matrices[0].rows, generator=generator) * torch.logspace(-3, 3, PROBES)[:, None]
     with torch.no_grad():
-        wanted, made = module._apply_gate(x.bfloat16()), silu_gate(x.bfloat16())
+        wanted = module._apply_gate(x.bfloat16())
+        made = silu_gate(x.bfloat16())
     if wanted.shape != made.shape or wanted.dtype != made.dtype:
         return None
     tiny = (wanted.abs() < TINY) & (made.abs() < TINY)
@@ -70,7 +72,8 @@ def rows(call: LayerCall, threads: int | None = None) -> Tensor:
     An expert's rows have the same bits whichever other experts run, and on any number of kernel `threads` (default:
     torch's). Rows of slots without an expert are undefined.
     """
-    module, experts = call.module, call.experts
+    module = call.module
+    experts = call.experts
     x = (call.hidden if call.hidden.dtype in DTYPES else call.hidden.float()).detach().contiguous()
     if not len(x):
         return x.new_empty(0, call.hidden.shape[-1])
@@ -107,7 +110,8 @@ def _many(index: Tensor, experts: Snapshot, limits: Limits) -> Many:
     order = torch.argsort(flat, stable=True)
     counts = torch.bincount(flat, minlength=experts.of.layer.experts)[: experts.of.layer.experts].tolist()
     most = limits[(experts.table & np.uint64(63)).astype(np.int64)].tolist()
-    out, start = [], 0
+    out = []
+    start = 0
     for expert, count in enumerate(counts):
         if count > most[expert]:
             out.append((expert, order[start : start + count]))
@@ -122,9 +126,12 @@ def _matrix(
 
     Without this rounding, a token with nearly equal router scores could choose other experts than in the plain model.
     """
-    experts, pages, native = call.experts, call.pages, call.experts.of.native
+    experts = call.experts
+    pages = call.pages
+    native = call.experts.of.native
     assert native is not None
-    m, slots = experts.of.layer.matrices[matrix], index.numel()
+    m = experts.of.layer.matrices[matrix]
+    slots = index.numel()
     out = torch.empty(slots, m.rows, dtype=x.dtype)
     if pages is not None and many:
         pages.ready(matrix)
@@ -133,7 +140,8 @@ def _matrix(
             product(native, matrix, experts.table, x, index, out, limits, threads, coded)
     for expert, where in many:
         mine = x[where // (slots // len(x))]
-        made, bias = experts.handles[expert], experts.bias(expert, matrix, x.dtype)
+        made = experts.handles[expert]
+        bias = experts.bias(expert, matrix, x.dtype)
         if made.weights and made.weights[matrix].dtype == x.dtype and not emulated(x.device, x.dtype):
             out[where] = torch.nn.functional.linear(mine, made.weights[matrix], bias)
             continue

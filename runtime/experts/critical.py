@@ -30,7 +30,8 @@ class Critical:
 
     def __init__(self, of: ServedLayer, share: float, best: tuple[Handle, ...]) -> None:
         """Choose a `share` of the needed experts; `best` are handles of all experts, [experts], in pinned memory."""
-        self.best, version = best, best[0].version
+        self.best = best
+        version = best[0].version
         assert version is not None
         self._number = np.uint64(of.numbers[version.name])
         self._words = np.array([handle(made.extent.data_ptr(), int(self._number)) for made in best], np.uint64)
@@ -61,16 +62,19 @@ class Critical:
         if snapshot.of.backend == "triton":
             from . import gpu
 
-            counts, gates = step.counters.counts[position], step.counters.sums[position]
+            counts = step.counters.counts[position]
+            gates = step.counters.sums[position]
             scores = (counts, None) if important is None else (important, counts)
             words = gpu.critical_words(
                 snapshot, counts, scores if step.prompt.several else (gates, None), self._most_there
             )
             return snapshot.at(words)
         told = None if important is None else important.numpy()
-        counts, gates = step.counters.layer(position), step.counters.gates(position)
+        counts = step.counters.layer(position)
+        gates = step.counters.gates(position)
         order = most_important(counts, gates, told, step.prompt.several)
-        table, handles = snapshot.table.copy(), list(snapshot.handles)
+        table = snapshot.table.copy()
+        handles = list(snapshot.handles)
         for e in order[: self._most[len(order)]]:
             if handles[e].version != self.best[e].version:
                 table[e], handles[e] = self._words[e], self.best[e]

@@ -55,7 +55,9 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     if hidden_states.device != experts.of.device:
         where = f"hidden states are on {hidden_states.device}, the experts on {experts.of.device}"
         raise InputError(f"{where}: a loaded bundle does not move; pass device= to moepack.load")
-    step, position = step_of(experts.model), experts.position  # opened by ForwardWrapper.step
+    # opened by ForwardWrapper.step
+    step = step_of(experts.model)
+    position = experts.position
     if step is None and experts.steps is not None:  # this module was called outside a forward pass of the model
         with experts.steps.alone():
             return experts_forward(self, hidden_states, top_k_index, top_k_weights)
@@ -111,7 +113,8 @@ def _inside_mtp() -> bool:
     """
     from transformers import modeling_layers
 
-    mtp, frame = getattr(modeling_layers, "MtpModel", None), sys._getframe(1)
+    mtp = getattr(modeling_layers, "MtpModel", None)
+    frame = sys._getframe(1)
     while mtp is not None and frame is not None:
         if isinstance(frame.f_locals.get("self"), mtp):
             return True
@@ -124,7 +127,8 @@ def _run(call: LayerCall) -> Tensor:
     experts = call.experts
     if experts.of.makes_up_for_absent:
         call.weights = made_up(experts, call.index, call.weights)
-    tier, here = experts.of.tier, experts.of.device.type == "cpu"
+    tier = experts.of.tier
+    here = experts.of.device.type == "cpu"
     if tier is None or Where.HOST not in experts.places:
         if call.routed is None:  # else kernels find 0 in the table for what is not there
             call.index = experts.only(call.index, EVERYWHERE if here else RUN_THERE)
@@ -153,7 +157,8 @@ def beside(call: LayerCall, tier: HostTier) -> Tensor:
     """
     experts = call.experts
     served = replace(call, index=experts.only(call.index, EVERYWHERE))
-    flat, top_k = experts.only(call.index, _HOST).reshape(-1), call.index.shape[-1]
+    flat = experts.only(call.index, _HOST).reshape(-1)
+    top_k = call.index.shape[-1]
     slots = (flat < experts.of.layer.experts).nonzero().squeeze(1)
     if not len(slots):
         return _on_device(served)
@@ -264,7 +269,10 @@ def _reference_sum(call: LayerCall, y: Tensor) -> Tensor:
 
 def _one(call: LayerCall, expert: int, x: Tensor) -> Tensor:
     """Run one expert on its tokens [n, hidden]."""
-    module, experts, linear, dtype = call.module, call.experts, torch.nn.functional.linear, x.dtype
+    module = call.module
+    experts = call.experts
+    linear = torch.nn.functional.linear
+    dtype = x.dtype
     x = linear(x, experts.weight(expert, 0, dtype), experts.bias(expert, 0, dtype))
     x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
     x = linear(x, experts.weight(expert, 1, dtype), experts.bias(expert, 1, dtype))

@@ -53,7 +53,8 @@ def _snapshot(experts: LayerExperts, step: Step | None) -> Snapshot:
 
 def launch(experts: LayerExperts, step: Step | None, form: Routing, count: bool = True, **given: Any) -> Routed:
     """Route a layer's few tokens, and count them; `given` are arguments of `routing_triton.route`."""
-    counters, tally = None if step is None else step.counters, None
+    counters = None if step is None else step.counters
+    tally = None
     tokens = len(given["logits"] if "logits" in given else given["given"][0])
     if count and counters is not None:
         tally = Tally(*counters.rows(experts.position, tokens))
@@ -66,7 +67,8 @@ def routed(experts: LayerExperts, step: Step | None, index: Tensor, weights: Ten
     """Return the routing of a call's few tokens, by its router's launch or one of its own; `None` for others."""
     if index.ndim != 2 or not takes(experts, step, *index.shape):
         return None
-    by_router, count = None if step is None else step.routed, True
+    by_router = None if step is None else step.routed
+    count = True
     if by_router is not None and by_router[0] == experts.position:
         made: Routed = by_router[1]
         count = not by_router[2]
@@ -79,7 +81,8 @@ def routed(experts: LayerExperts, step: Step | None, index: Tensor, weights: Ten
 
 def critical_words(experts: Snapshot, counts: Tensor, scores: tuple[Tensor, Tensor | None], most: Tensor) -> Tensor:
     """Return the words at which a layer's critical experts run at the best version; arguments as of `second_words`."""
-    table, seconds = experts.device_table(), experts.seconds
+    table = experts.device_table()
+    seconds = experts.seconds
     with current(table.device):
         return second_words(table, seconds, counts, scores, most)
 
@@ -97,7 +100,10 @@ def forward(call: LayerCall) -> Tensor:
 
 
 def _forward(call: LayerCall) -> Tensor:
-    module, experts, hidden, pages = call.module, call.experts, call.hidden, call.pages
+    module = call.module
+    experts = call.experts
+    hidden = call.hidden
+    pages = call.pages
     tokens, top_k = call.index.shape
     x = (hidden if hidden.dtype in TERMS else hidden.float()).detach().contiguous()
     if not tokens:
@@ -107,14 +113,17 @@ def _forward(call: LayerCall) -> Tensor:
         pages.ready(0)
         if fits(tokens, top_k, count):  # now that the pages' words are written
             call.routed = in_pages(experts.device_table(), call.index, call.weights)
-    few, slots, fused = call.routed, tokens * top_k, _fuses(module)
+    few = call.routed
+    slots = tokens * top_k
+    fused = _fuses(module)
     tiling = DECODE if few is not None else tiling_for(slots / count)
     handles = experts.device_table()
     if few is None:
         geometry, live, counts = sort(call.index.long().contiguous(), handles, tiling.tokens)
         chosen = None, counts
     else:
-        geometry, live = few.geometry, few.live
+        geometry = few.geometry
+        live = few.live
         chosen = geometry.expert, geometry.count
     if experts.of.in_place is not None:  # wherever experts are now: a graph holds its launches, and they may move
         experts.of.in_place(experts, *chosen)
@@ -161,7 +170,9 @@ def _tables(
 
 def _fuses(module: Any) -> bool:
     """Whether the family's gate activation is silu(gate) * up on two halves."""
-    gate, act = getattr(module, "_apply_gate", None), getattr(module, "act_fn", None)  # some have one of their own
+    # some have one of their own
+    gate = getattr(module, "_apply_gate", None)
+    act = getattr(module, "act_fn", None)
     name = str(getattr(act, "__name__", type(act).__name__)).lower().removesuffix("activation")
     silu = isinstance(act, torch.nn.SiLU) or name == "silu"
     return bool(module.has_gate and silu and getattr(gate, "__name__", "") == "_default_apply_gate")

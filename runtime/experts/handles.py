@@ -70,7 +70,9 @@ class ServedLayer:
     """A layer's shapes, versions, device and kernels: the same for all its snapshots."""
 
     def __init__(self, layer: ExpertLayer, versions: Sequence[Version], device: torch.device) -> None:
-        self.layer, self.device, self.versions = layer, device, tuple(versions)
+        self.layer = layer
+        self.device = device
+        self.versions = tuple(versions)
         # By a version's name: the form (byte offsets) of each matrix, the version's number in a handle (its index in
         # `versions`), and the sections of each matrix by kind
         self.forms = {v.name: make_forms(layer.matrices, v) for v in self.versions}
@@ -129,7 +131,10 @@ class Snapshot:
         handles: tuple[Handle, ...],  # the active placements, by expert; handles keep the extents alive
         on_device: Tensor | None = None,  # `table` as int64 on the device
     ) -> None:
-        self.of, self.table, self.handles, self._on_device = of, table, handles, on_device
+        self.of = of
+        self.table = table
+        self.handles = handles
+        self._on_device = on_device
         self._maps: dict[frozenset[Where], Tensor] = {}
 
     @cached_property
@@ -153,7 +158,8 @@ class Snapshot:
 
     def over(self, words: Tensor) -> Snapshot:
         """The same snapshot, with all that was made of it, and `words` on the device already, [ROWS, ...]."""
-        count, made = len(self.table), object.__new__(Snapshot)
+        count = len(self.table)
+        made = object.__new__(Snapshot)
         vars(made).update(vars(self), _on_device=words[0, :count], served=self.served, seconds=words[-1, :count])
         if not self.places <= RUN_THERE:
             made._maps = {here: row[: count + 1] for here, row in zip(REACHES, words[1:-1], strict=True)}
@@ -220,7 +226,8 @@ class Snapshot:
         assert made.version is not None
         if made.weights:
             return made.weights[matrix].to(dtype)
-        sections, m = self.of.sections[made.version.name][matrix], self.of.layer.matrices[matrix]
+        sections = self.of.sections[made.version.name][matrix]
+        m = self.of.layer.matrices[matrix]
         stored = dequantise(made.extent, sections, m, made.version.at(matrix), torch.float32)
         plain: Tensor = turned_back(made.version, matrix, stored)
         return plain.to(dtype)
@@ -281,7 +288,8 @@ class LayerExperts:
         The first placements of all experts are published in the experts' order. A step that has begun reads the old
         placement, whose bytes the caller must keep until the last of these steps has ended.
         """
-        before, word = self.current, 0
+        before = self.current
+        word = 0
         if made.version is not None:
             word = handle(made.extent.data_ptr(), self.of.numbers[made.version.name])
         if expert == len(before.handles):

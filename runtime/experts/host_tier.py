@@ -95,8 +95,10 @@ class HostCall:
             try:
                 self._ended.wait()
             except BaseException as caught:  # Ctrl-C while waiting: raised once the call has ended
-                self.unwanted, interrupted = True, caught
-        failed, self._error = self._error, None
+                self.unwanted = True
+                interrupted = caught
+        failed = self._error
+        self._error = None
         if kind is None and (interrupted or failed):
             raise interrupted or failed  # type: ignore[misc]
 
@@ -110,8 +112,13 @@ class HostTier:
         `threads` run the kernels (default: torch's number; torch's products always use that, as their bits may depend
         on it). A call reads at most `rate` bytes of weights a second. `link` leads to a device other than the host.
         """
-        self.threads, self.rate, self.link = threads, rate, link
-        self.bytes, self.seconds, self.calls = 0, 0.0, 0  # bytes read, seconds spent and calls made since the start
+        self.threads = threads
+        self.rate = rate
+        self.link = link
+        # bytes read, seconds spent and calls made since the start
+        self.bytes = 0
+        self.seconds = 0.0
+        self.calls = 0
         self.closed = self._ended = False  # once closed, calls run on their callers' threads
         self.counting = threading.Lock()
         self._norms: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()

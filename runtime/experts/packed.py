@@ -74,7 +74,8 @@ class PackedExtent(_Stored):
 
     def decode(self, matrix: int, threads: int | None) -> None:
         """Decode one matrix to its place in `target`, and write its bias. Releases the GIL."""
-        low, count = self.forms[matrix].low, 2 * self.layer.matrices[matrix].weights
+        low = self.forms[matrix].low
+        count = 2 * self.layer.matrices[matrix].weights
         room = self.target.numpy()[low : low + count].view(np.uint16)
         try:
             exponent_fast.decode_into(self._parts[matrix][0], room, threads)
@@ -119,7 +120,8 @@ class CodedPart:
 
 def parts_of(layer: ExpertLayer, extent: Buffer) -> tuple[CodedPart, ...]:
     """Locate the coded matrices of an extent, of which the host has the directory and headers. Raises CodecError."""
-    out, start = [], extent.ctypes.data
+    out = []
+    start = extent.ctypes.data
     for m, (coded, bias) in zip(layer.matrices, directory(layer.matrices, extent), strict=True):
         parse(coded, m.weights)
         place = -1 if bias is None else bias.ctypes.data - start
@@ -140,7 +142,9 @@ class GpuPackedExtent(_Stored):
         """
         from moepack.runtime.kernels.exponent_triton import DecodeJob
 
-        part, form, m = self.parts[matrix], self.forms[matrix], self.layer.matrices[matrix]
+        part = self.parts[matrix]
+        form = self.forms[matrix]
+        m = self.layer.matrices[matrix]
         if part.bias >= 0:
             size = 2 * m.rows
             copy(to[form.bias : form.bias + size], self.extent[part.bias : part.bias + size])

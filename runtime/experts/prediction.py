@@ -54,7 +54,8 @@ class Prediction:
         self._routers = [_router_of(model, layer) for layer in layers]
         self._last: tuple[int, Tensor] | None = None
         # [layers], expert choices of tokens other than padding: those predicted correctly, and all with a prediction
-        self.hits, self.choices = np.zeros(len(layers), np.int64), np.zeros(len(layers), np.int64)
+        self.hits = np.zeros(len(layers), np.int64)
+        self.choices = np.zeros(len(layers), np.int64)
 
     @torch.no_grad()
     def ahead(
@@ -83,7 +84,8 @@ class Prediction:
         return counts, np.bincount(flat, weights, minlength=experts + 1)[:experts].astype(np.float64)
 
     def _score(self, position: int, index: Tensor, mine: Any) -> None:
-        last, self._last = self._last, None
+        last = self._last
+        self._last = None
         if last is None or last[0] != position or last[1].shape != index.shape:
             return
         hit = (index[mine].unsqueeze(2) == last[1][mine].unsqueeze(1)).any(-1)

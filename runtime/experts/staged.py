@@ -41,7 +41,8 @@ class Stage:
 
     def __init__(self, gpu: Gpu, memory: Tensor, block: int) -> None:
         """Use uint8 `memory` on the device, of whole blocks of `block` bytes, each for any expert in pinned memory."""
-        self._gpu, self._rows = gpu, memory.view(torch.int32).view(-1, block // 4)
+        self._gpu = gpu
+        self._rows = memory.view(torch.int32).view(-1, block // 4)
         self._lock = threading.Lock()
         self._last: Any = None  # the end of the work on it
         with torch.inference_mode(False):

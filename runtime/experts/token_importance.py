@@ -58,10 +58,14 @@ def attention_received(
         workspace: bytes of memory for a chunk of queries.
     """
     batch, heads, queries, size = query.shape
-    groups, keys = key.shape[1], key.shape[2]
-    shared, weights = heads // groups, max(1, workspace // ELEMENT)
+    groups = key.shape[1]
+    keys = key.shape[2]
+    shared = heads // groups
+    weights = max(1, workspace // ELEMENT)
     if weights < shared * keys:  # too little memory for one query of all heads that share keys
-        key, groups, shared = key.repeat_interleave(shared, dim=1), heads, 1
+        key = key.repeat_interleave(shared, dim=1)
+        groups = heads
+        shared = 1
     out = torch.zeros(batch, keys, dtype=torch.float32, device=query.device)
     step = max(1, min(groups, weights // (shared * keys)))  # groups of heads at a time; `rows` queries at a time
     rows = max(1, min(queries, weights // (step * shared * keys)))
@@ -123,7 +127,9 @@ class TokenImportance:
 
         `workspace` bytes hold attention weights. Raises InputError when a layer's attention cannot be observed.
         """
-        self._share, self._layers, self._workspace = share, tuple(layers), workspace
+        self._share = share
+        self._layers = tuple(layers)
+        self._workspace = workspace
         self._positions = {id(_attention_of(model, layer.module)): i for i, layer in enumerate(layers)}
         configs = [m.config for m in model.modules() if hasattr(m, "config")]
         self._configs = list({id(c): c for c in configs if hasattr(c, "_attn_implementation_internal")}.values())
@@ -152,11 +158,13 @@ class TokenImportance:
         self._check()
         mine = self._pass
         try:
-            mine.shape, mine.cached = shape, cached
+            mine.shape = shape
+            mine.cached = cached
             mine.text = None if text is None else (text != 0).view(shape)
             yield
         finally:
-            mine.shape, mine.text = (0, 0), None
+            mine.shape = (0, 0)
+            mine.text = None
             mine.heavy.clear()
 
     def saw(self, module: Any, query: Tensor, key: Tensor, mask: Tensor | None, given: dict[str, Any]) -> None:
@@ -164,15 +172,25 @@ class TokenImportance:
         position = self._positions.get(id(module))
         if position is None or (query.shape[0], query.shape[2]) != self._pass.shape:
             return
-        causal, scaling = given.get("is_causal"), given.get("scaling")
+        causal = given.get("is_causal")
+        scaling = given.get("scaling")
         with self._one:
             received = attention_received(
-                query, key, mask, query.shape[-1] ** -0.5 if scaling is None else scaling,
-                bool(getattr(module, "is_causal", True) if causal is None else causal), self._pass.text,
-                given.get("softcap"), given.get("s_aux"), self._workspace,
-            )  # fmt: skip
-        tokens, keys = query.shape[2], key.shape[2]
-        cached, last = self._pass.cached, keys - tokens  # a cache of fixed length has keys behind the pass's, too
+                query,
+                key,
+                mask,
+                query.shape[-1] ** -0.5 if scaling is None else scaling,
+                bool(getattr(module, "is_causal", True) if causal is None else causal),
+                self._pass.text,
+                given.get("softcap"),
+                given.get("s_aux"),
+                self._workspace,
+            )
+        tokens = query.shape[2]
+        keys = key.shape[2]
+        # a cache of fixed length has keys behind the pass's, too
+        cached = self._pass.cached
+        last = keys - tokens
         if isinstance(cached, Tensor):
             mine = received[:, cached.clamp(max=last) + torch.arange(tokens, device=received.device)]
         else:
@@ -190,7 +208,8 @@ class TokenImportance:
         `index` is [tokens, top_k]; a number past the last expert is ignored. Returns `None` if the layer's attention
         was not observed.
         """
-        heavy, experts = self._pass.heavy.pop(position, None), self._layers[position].experts
+        heavy = self._pass.heavy.pop(position, None)
+        experts = self._layers[position].experts
         if heavy is None or heavy.numel() != len(index):
             return None
         chosen = index.long().clamp(max=experts).masked_fill(~heavy.view(-1, 1), experts).reshape(-1)
@@ -249,7 +268,8 @@ def _called(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_ma
 @functools.cache
 def _watch_all() -> None:
     """From now on let transformers' table give functions that can be watched, to code that is not being compiled."""
-    by_name, by_index = AttentionInterface.get_interface, AttentionInterface.__getitem__
+    by_name = AttentionInterface.get_interface
+    by_index = AttentionInterface.__getitem__
 
     def seen(name: str, found: Callable[..., Any]) -> Callable[..., Any]:
         if name not in WATCHED or torch.compiler.is_compiling() or getattr(found, "is_watched", False):

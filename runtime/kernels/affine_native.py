@@ -27,7 +27,8 @@ from .forms import make_forms
 # Installing builds it where there is a compiler (setup.py); OSError if the file is missing.
 PATH = Path(__file__).with_name("_affine.so")
 library = ctypes.CDLL(str(PATH))  # dense_native.py calls it too
-WORD, POINTER = ctypes.c_int64, ctypes.c_void_p
+WORD = ctypes.c_int64
+POINTER = ctypes.c_void_p
 LEVELS = isa.LEVELS
 HERE = int(library.moepack_affine_level(len(LEVELS) - 1))  # the best level of this machine
 BEST = isa.bound(HERE)  # the level to use; backends.py lowers it where the kernels do not stand their trial
@@ -127,8 +128,10 @@ class CodedExperts:
         """Write the addresses of matrices and report into a product's arguments."""
         from moepack.pack.codec import exponent_native
 
-        gemm.coded, gemm.report = self.opened.ctypes.data, self.report.ctypes.data
-        gemm.decode, gemm.tile = exponent_native.part_address(), exponent_native.TILE
+        gemm.coded = self.opened.ctypes.data
+        gemm.report = self.report.ctypes.data
+        gemm.decode = exponent_native.part_address()
+        gemm.tile = exponent_native.TILE
 
 
 class BadCodes(CodecError):
@@ -209,7 +212,9 @@ def product(
             not know, before anything is written.
         MemoryError: when memory for activations is short.
     """
-    m, slots, rows = forms.matrices[matrix], index.numel(), x.shape[0]
+    m = forms.matrices[matrix]
+    slots = index.numel()
+    rows = x.shape[0]
     if x.shape[-1] != m.cols or out.shape != (slots, m.rows) or not slots or slots % max(1, rows):
         raise ValueError(f"{m.name}: x {tuple(x.shape)}, out {tuple(out.shape)} and {slots} slots do not fit")
     if x.dtype not in DTYPES or out.dtype not in DTYPES or index.dtype != torch.int64 or handles.dtype != np.uint64:
@@ -217,11 +222,23 @@ def product(
     if not (x.is_contiguous() and out.is_contiguous() and index.is_contiguous() and handles.flags.c_contiguous):
         raise ValueError(f"{m.name}: a tensor is not contiguous")
     gemm = Gemm(
-        m.rows, m.cols, len(handles), len(forms.numbers), slots, slots // rows, x.dtype == torch.bfloat16,
-        out.dtype == torch.bfloat16, has_tiles(x.dtype), threads or torch.get_num_threads(), x.data_ptr(),
-        index.data_ptr(), out.data_ptr(), handles.ctypes.data, forms.address(matrix),
+        m.rows,
+        m.cols,
+        len(handles),
+        len(forms.numbers),
+        slots,
+        slots // rows,
+        x.dtype == torch.bfloat16,
+        out.dtype == torch.bfloat16,
+        has_tiles(x.dtype),
+        threads or torch.get_num_threads(),
+        x.data_ptr(),
+        index.data_ptr(),
+        out.data_ptr(),
+        handles.ctypes.data,
+        forms.address(matrix),
         (forms.unlimited if limits is None else limits).ctypes.data,
-    )  # fmt: skip
+    )
     if coded is not None:
         coded.hand(gemm)
     failed = int(library.moepack_affine_product(ctypes.byref(gemm)))
@@ -243,9 +260,17 @@ def rotate(
     if x.shape != (index.numel(), forms.matrices[-1].cols) or x.dtype not in DTYPES or not x.is_contiguous():
         raise ValueError(f"x {x.dtype} {tuple(x.shape)} and {index.numel()} slots do not fit")
     call = Rotate(
-        *x.shape, len(handles), len(forms.numbers), x.dtype == torch.bfloat16, threads or torch.get_num_threads(),
-        index.data_ptr(), handles.ctypes.data, forms.blocks.ctypes.data, forms.signs.ctypes.data, x.data_ptr(),
-    )  # fmt: skip
+        *x.shape,
+        len(handles),
+        len(forms.numbers),
+        x.dtype == torch.bfloat16,
+        threads or torch.get_num_threads(),
+        index.data_ptr(),
+        handles.ctypes.data,
+        forms.blocks.ctypes.data,
+        forms.signs.ctypes.data,
+        x.data_ptr(),
+    )
     library.moepack_rotate(ctypes.byref(call))
 
 
@@ -300,9 +325,16 @@ def unpack(
 def unpack_at(cols: int, extent: Tensor, form: int, out: Tensor, first: int, threads: int | None) -> bool:
     """Unpack as `unpack` does, but by the address of a form and unchecked; return True if the library cannot."""
     call = _Unpack(
-        cols, first, first + out.shape[1], out.shape[1], out.dtype == torch.bfloat16,
-        threads or torch.get_num_threads(), extent.data_ptr(), form, out.data_ptr(),
-    )  # fmt: skip
+        cols,
+        first,
+        first + out.shape[1],
+        out.shape[1],
+        out.dtype == torch.bfloat16,
+        threads or torch.get_num_threads(),
+        extent.data_ptr(),
+        form,
+        out.data_ptr(),
+    )
     return bool(library.moepack_affine_unpack(ctypes.byref(call)))
 
 
@@ -328,10 +360,19 @@ def combine(y: Tensor, index: Tensor, gates: Tensor, experts: int, out: Tensor, 
     if not all(t.is_contiguous() for t in (y, index, gates, out)):
         raise ValueError("a tensor is not contiguous")
     call = Combine(
-        tokens, top_k, out.shape[1], experts, y.dtype == torch.bfloat16, out.dtype == torch.bfloat16,
-        y.dtype == gates.dtype == torch.bfloat16, threads or torch.get_num_threads(), y.data_ptr(), index.data_ptr(),
-        wide.data_ptr(), out.data_ptr(),
-    )  # fmt: skip
+        tokens,
+        top_k,
+        out.shape[1],
+        experts,
+        y.dtype == torch.bfloat16,
+        out.dtype == torch.bfloat16,
+        y.dtype == gates.dtype == torch.bfloat16,
+        threads or torch.get_num_threads(),
+        y.data_ptr(),
+        index.data_ptr(),
+        wide.data_ptr(),
+        out.data_ptr(),
+    )
     library.moepack_affine_combine(ctypes.byref(call))
 
 

@@ -75,9 +75,13 @@ def _read(form: Form) -> dict[str, Any]:
     group = form.group or 128
     columns = min({1: 32, 2: 16, 3: 16}.get(bits, 8), group // 4)
     return {
-        "BITS": bits, "MANTISSA": mantissa, "SCALE": scale, "GROUP": group, "COLUMNS": columns,
+        "BITS": bits,
+        "MANTISSA": mantissa,
+        "SCALE": scale,
+        "GROUP": group,
+        "COLUMNS": columns,
         "STORED": bool(form.stored),
-    }  # fmt: skip
+    }
 
 
 def few_cases(form: Form, rows: int, cols: int, terms: int, gated: bool, alone: bool) -> dict[str, Any]:
@@ -88,7 +92,8 @@ def few_cases(form: Form, rows: int, cols: int, terms: int, gated: bool, alone: 
     among more warps, because its programs do not fill a GPU.
     """
     read = _read(form)
-    group, columns = read["GROUP"], read["COLUMNS"]
+    group = read["GROUP"]
+    columns = read["COLUMNS"]
     loads = {8: 2, 16: 4}.get(read["BITS"], 1)
     u = max(1, min(group // (4 * columns), (4, 2, 1)[terms - 1] // loads))
     groups = -(-cols // group)
@@ -107,7 +112,8 @@ def tiling_for(slots: float) -> Tiling:
 
 def many_cases(form: Form, rows: int, cols: int, gated: bool) -> dict[str, Any]:
     """What the kernel for many tokens is compiled for. Of a gate's rows a program takes half as many, and up's too."""
-    read, of = _read(form), MANY.rows >> gated
+    read = _read(form)
+    of = MANY.rows >> gated
     if read["BITS"] == 16:
         read["GROUP"] = STEP.value  # there are none
     step = STEP.value // (2 if read["BITS"] == 8 and not read["MANTISSA"] else 1)  # each code is two BF16 numbers
@@ -115,9 +121,15 @@ def many_cases(form: Form, rows: int, cols: int, gated: bool) -> dict[str, Any]:
     u = max(1, span // (4 * read["COLUMNS"]))
     even = rows % of == 0 and cols % max(read["GROUP"], span) == 0
     return {
-        **read, "U": u, "EVEN": even, "TOKENS": MANY.tokens, "W": MANY.warps, "E": of // (8 * MANY.warps),
-        "num_warps": MANY.warps, "num_stages": MANY.stages,
-    }  # fmt: skip
+        **read,
+        "U": u,
+        "EVEN": even,
+        "TOKENS": MANY.tokens,
+        "W": MANY.warps,
+        "E": of // (8 * MANY.warps),
+        "num_warps": MANY.warps,
+        "num_stages": MANY.stages,
+    }
 
 
 def product(
@@ -195,7 +207,8 @@ def dense(matrix: Matrix, form: Form, extent: Tensor, x: Tensor, out: Tensor) ->
 def _by_torch(matrix: Matrix, f: Form, extent: Tensor, x: Tensor, out: Tensor) -> None:
     """`dense` by cuBLAS, from BF16 weights of one slice of rows after another (forms.py), in the same memory."""
     kernel_of(f.name)
-    rows, cols = matrix.rows, matrix.cols
+    rows = matrix.rows
+    cols = matrix.cols
     step = slice_rows(rows, cols)
     plain = extent[f.low :][: 2 * rows * cols].view(torch.bfloat16).view(rows, cols) if f.bits == 16 else None
     bias = extent[f.bias :][: 2 * rows].view(torch.bfloat16) if f.bias >= 0 else None
@@ -207,9 +220,19 @@ def _by_torch(matrix: Matrix, f: Form, extent: Tensor, x: Tensor, out: Tensor) -
         if plain is None:
             weights = made[:count]
             unpack[triton.cdiv(count, BLOCK_ROWS.value), triton.cdiv(cols, BLOCK_COLUMNS.value)](
-                extent, weights, cols, first, count, f.low, f.high, f.scale, f.zero, max(f.outer, 0), **read,
+                extent,
+                weights,
+                cols,
+                first,
+                count,
+                f.low,
+                f.high,
+                f.scale,
+                f.zero,
+                max(f.outer, 0),
+                **read,
                 OUTER=f.outer >= 0,
-            )  # fmt: skip
+            )
         else:
             weights = plain[first : first + count]
         to = out if step == rows else part[: len(x) * count].view(len(x), count)
@@ -229,44 +252,97 @@ def capability(device: torch.device) -> int:
 
 def _arranged(x: Tensor, read: dict[str, Any]) -> tuple[Tensor, Tensor, int]:
     """What `arrange` makes of [rows, cols]: BF16 [terms, rows, width], float32 sums [groups, rows], and the width."""
-    bits, group, terms = read["BITS"], read["GROUP"], TERMS[x.dtype]
+    bits = read["BITS"]
+    group = read["GROUP"]
+    terms = TERMS[x.dtype]
     sums = bits < 16 and not read["MANTISSA"]
-    groups, at_once = triton.cdiv(x.shape[1], group), max(1, BLOCK // group)
+    groups = triton.cdiv(x.shape[1], group)
+    at_once = max(1, BLOCK // group)
     width = triton.cdiv(x.shape[1], max(group, STEP.value)) * max(group, STEP.value)
     if bits == 16 and terms == 1 and width == x.shape[1]:
         return x[None], x.new_empty(0), width
     made = x.new_empty(terms, len(x), width, dtype=torch.bfloat16)
     of_groups = x.new_empty(groups if sums else 0, len(x), dtype=torch.float32)
     arrange[len(x), triton.cdiv(width, at_once * group)](
-        x, made, of_groups, x.shape[1], width, made[0].numel(), BITS=bits, COLUMNS=read["COLUMNS"], GROUP=group,
-        GROUPS=at_once, SUMS=sums, TERMS=terms, PAIRS=capability(x.device) in PAIRS,
-    )  # fmt: skip
+        x,
+        made,
+        of_groups,
+        x.shape[1],
+        width,
+        made[0].numel(),
+        BITS=bits,
+        COLUMNS=read["COLUMNS"],
+        GROUP=group,
+        GROUPS=at_once,
+        SUMS=sums,
+        TERMS=terms,
+        PAIRS=capability(x.device) in PAIRS,
+    )
     return made, of_groups, width
 
 
 def _launch(
-    count: int, f: Form, matrix: Matrix, of: Tensor, blocks: Sequence[Tensor] | None,
-    x: Tensor, out: Tensor, tiling: Tiling, version: int = 0, gated: bool = False,
-) -> None:  # fmt: skip
+    count: int,
+    f: Form,
+    matrix: Matrix,
+    of: Tensor,
+    blocks: Sequence[Tensor] | None,
+    x: Tensor,
+    out: Tensor,
+    tiling: Tiling,
+    version: int = 0,
+    gated: bool = False,
+) -> None:
     """Launch a kernel for one version of experts, whose handles are `of`; or for one extent, without `blocks`."""
     kernel_of(f.name)
-    made, terms = matrix.rows >> gated, TERMS[x.dtype]
+    made = matrix.rows >> gated
+    terms = TERMS[x.dtype]
     at = version, f.low, f.high, f.scale, f.zero, max(f.bias, 0), max(f.outer, 0)
     named = {
-        "BIAS": f.bias >= 0, "OUTER": f.outer >= 0, "GATED": gated, "DENSE": blocks is None, "TERMS": terms,
+        "BIAS": f.bias >= 0,
+        "OUTER": f.outer >= 0,
+        "GATED": gated,
+        "DENSE": blocks is None,
+        "TERMS": terms,
         "WIDE": not x.is_cuda,  # Triton's interpreter multiplies the bits of BF16 numbers, so it gets float32
-    }  # fmt: skip
-    from_blocks, slots, share = blocks or (None, None, None, None), len(out), len(out) // len(x)
+    }
+    from_blocks = blocks or (None, None, None, None)
+    slots = len(out)
+    share = len(out) // len(x)
     if tiling is DECODE:
         cases = few_cases(f, made, matrix.cols, terms, gated, blocks is None)
         few[count, triton.cdiv(made, DECODE.rows)](
-            of, *from_blocks, x, out, matrix.rows, matrix.cols, slots, share, *at, ONES[cases["BITS"] == 8],
-            **named, **cases,
-        )  # fmt: skip
+            of,
+            *from_blocks,
+            x,
+            out,
+            matrix.rows,
+            matrix.cols,
+            slots,
+            share,
+            *at,
+            ONES[cases["BITS"] == 8],
+            **named,
+            **cases,
+        )
         return
     cases = many_cases(f, made, matrix.cols, gated)
     arranged, sums, width = _arranged(x, cases)
     many[count, triton.cdiv(made, MANY.rows >> gated)](
-        of, *from_blocks, arranged, sums, out, matrix.rows, matrix.cols, width, slots, share, arranged[0].numel(), *at,
-        ONES[cases["BITS"] == 8], **named, **cases, PAIRS=capability(x.device) in PAIRS,
-    )  # fmt: skip
+        of,
+        *from_blocks,
+        arranged,
+        sums,
+        out,
+        matrix.rows,
+        matrix.cols,
+        width,
+        slots,
+        share,
+        arranged[0].numel(),
+        *at,
+        ONES[cases["BITS"] == 8],
+        **named,
+        **cases,
+        PAIRS=capability(x.device) in PAIRS,
+    )

@@ -20,7 +20,9 @@ from .routing_triton import power
 
 KEYS: tl.constexpr = tl.constexpr(64)  # of a step of a program
 QUERIES: tl.constexpr = tl.constexpr(16)  # the least rows that tensor cores take
-PROGRAMS, SPLITS = 128, 32  # about as many as GPUs have multiprocessors; the most of a sequence's head
+# about as many as GPUs have multiprocessors; the most of a sequence's head
+PROGRAMS = 128
+SPLITS = 32
 # A layer's table is int64 [4, SEQUENCES]: by sequence the addresses of its keys and of its values, [heads, room, size],
 # the tokens that they hold with the new one, and their room.
 SEQUENCES: tl.constexpr = tl.constexpr(16)
@@ -36,24 +38,46 @@ def _row(field, sequence, OF: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["room", "stride", "window"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    query, keys, values, length, mask, rows, part, most, sums, room, stride, window, scale,
-    HEADS: tl.constexpr, OF: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, MASKED: tl.constexpr,
-    ROWS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    query,
+    keys,
+    values,
+    length,
+    mask,
+    rows,
+    part,
+    most,
+    sums,
+    room,
+    stride,
+    window,
+    scale,
+    HEADS: tl.constexpr,
+    OF: tl.constexpr,
+    SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MASKED: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    head = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
     sequence = head // HEADS
     of: tl.constexpr = query.dtype.element_ty
     if ROWS:
-        of_keys, of_values = _row(rows, sequence, of), _row(rows + SEQUENCES, sequence, of)
+        of_keys = _row(rows, sequence, of)
+        of_values = _row(rows + SEQUENCES, sequence, of)
         tokens = tl.load(rows + 2 * SEQUENCES + sequence).to(tl.int32)
         begins = head % HEADS * tl.load(rows + 3 * SEQUENCES + sequence)
         low = tl.maximum(tokens - window, 0)
     else:
-        of_keys, of_values = keys, values
+        of_keys = keys
+        of_values = values
         tokens = tl.minimum(tl.load(length).to(tl.int32), room)  # a step past a full cache writes nothing, but counts
-        begins, low = head * room, 0
+        begins = head * room
+        low = 0
     share = (tokens - low + SPLITS * KEYS - 1) // (SPLITS * KEYS) * KEYS
-    row, d = tl.arange(0, QUERIES), tl.arange(0, SIZE)
+    row = tl.arange(0, QUERIES)
+    d = tl.arange(0, SIZE)
     there = (row < OF)[:, None]
     q = tl.load(query + (head * OF + row)[:, None] * SIZE + d[None, :], mask=there, other=0.0)
     if WIDE:
@@ -68,7 +92,8 @@ def _attend(  # type: ignore[no-untyped-def]
         k = tl.load(of_keys + at, mask=here[:, None], other=0.0)
         v = tl.load(of_values + at, mask=here[:, None], other=0.0)
         if WIDE:
-            k, v = k.to(tl.float32), v.to(tl.float32)
+            k = k.to(tl.float32)
+            v = v.to(tl.float32)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if MASKED:
             score += tl.load(mask + sequence * stride + key, mask=here, other=0.0).to(tl.float32)[None, :]
@@ -89,9 +114,10 @@ def _attend(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _join(  # type: ignore[no-untyped-def]
     part, most, sums, sinks, out, OF: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr
-):  # fmt: skip
+):
     head = tl.program_id(0).to(tl.int64)  # of queries
-    split, d = tl.arange(0, SPLITS), tl.arange(0, SIZE)
+    split = tl.arange(0, SPLITS)
+    d = tl.arange(0, SIZE)
     at = (head // OF * SPLITS + split) * OF + head % OF
     top = tl.load(most + at)
     highest = tl.max(top, 0)
@@ -108,10 +134,20 @@ def _join(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["key_head", "key_token", "value_head", "value_token"])  # type: ignore[untyped-decorator]
 def _append(  # type: ignore[no-untyped-def]
-    key, value, rows, key_head, key_token, value_head, value_token, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
+    key,
+    value,
+    rows,
+    key_head,
+    key_token,
+    value_head,
+    value_token,
+    K_SIZE: tl.constexpr,
+    V_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
-):  # fmt: skip
-    sequence, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, COLUMNS)
+):
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    d = tl.arange(0, COLUMNS)
     room = tl.load(rows + 3 * SEQUENCES + sequence)
     at = head * room + tl.load(rows + 2 * SEQUENCES + sequence) - 1
     k = tl.load(key + head * key_head + sequence * key_token + d, mask=d < K_SIZE)
@@ -128,9 +164,13 @@ def takes(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> b
     if not query.dtype == keys.dtype == values.dtype or keys.shape[3] != size or not _fits(query, keys.shape[1]):
         return False
     if mask is not None and (
-        mask.dim() != 4 or mask.shape[0] not in (1, sequences) or mask.shape[1:3] != (1, 1)
-        or mask.shape[3] < keys.shape[2] or mask.stride(3) != 1 or not mask.is_floating_point()
-    ):  # fmt: skip
+        mask.dim() != 4
+        or mask.shape[0] not in (1, sequences)
+        or mask.shape[1:3] != (1, 1)
+        or mask.shape[3] < keys.shape[2]
+        or mask.stride(3) != 1
+        or not mask.is_floating_point()
+    ):
         return False
     return query.is_contiguous() and keys.is_contiguous() and values.is_contiguous()
 
@@ -200,9 +240,16 @@ def attend_rows(
 
 
 def _run(
-    query: Tensor, heads: int, most: int, of: tuple[Tensor | None, ...], room: int, stride: int, scaling: float,
-    window: int = 0, sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    heads: int,
+    most: int,
+    of: tuple[Tensor | None, ...],
+    room: int,
+    stride: int,
+    scaling: float,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Launch both kernels; a head's keys are divided among up to `most` programs."""
     sequences, queries, _, size = query.shape
     splits = max(1, min(SPLITS, PROGRAMS // (sequences * heads), most))
@@ -211,11 +258,23 @@ def _run(
     beside = query.new_empty(rows * (size + 2), dtype=torch.float32)
     parts = beside.split((rows * size, rows, rows))
     out = query.new_empty(sequences, 1, queries, size)
-    shape, wide = {"OF": queries // heads, "SIZE": size, "SPLITS": splits}, size * query.element_size() >= 512
+    shape = {"OF": queries // heads, "SIZE": size, "SPLITS": splits}
+    wide = size * query.element_size() >= 512
     _attend[sequences * heads, splits](
-        query, *of, *parts, room, stride, window, scaling,
-        HEADS=heads, MASKED=of[3] is not None, ROWS=of[4] is not None, WIDE=knobs.runtime.interpret, **shape,
-        num_warps=8 if wide else 4, num_stages=2 if wide else 3,  # sm_86, 89 and 120 have 99 KiB of shared memory
-    )  # fmt: skip
+        query,
+        *of,
+        *parts,
+        room,
+        stride,
+        window,
+        scaling,
+        HEADS=heads,
+        MASKED=of[3] is not None,
+        ROWS=of[4] is not None,
+        WIDE=knobs.runtime.interpret,
+        **shape,
+        num_warps=8 if wide else 4,
+        num_stages=2 if wide else 3,  # sm_86, 89 and 120 have 99 KiB of shared memory
+    )
     _join[(sequences * queries,)](*parts, sinks, out, **shape, SINKS=0 if sinks is None else queries, num_warps=2)
     return out

@@ -32,8 +32,10 @@ class _Attend(ctypes.Structure):
 
 class _Dense(ctypes.Structure):
     _fields_ = [
-        ("rows", WORD), *((name, POINTER) for name in ("base", "form", "bias")), ("most", WORD * 2),
-    ]  # fmt: skip
+        ("rows", WORD),
+        *((name, POINTER) for name in ("base", "form", "bias")),
+        ("most", WORD * 2),
+    ]
 
 
 library.moepack_affine_dense.argtypes = [POINTER, WORD, WORD, POINTER, POINTER, *[WORD] * 4]
@@ -64,9 +66,11 @@ class MatrixGroup:
 
         Default limits are in forms.py. Raises ValueError without matrices, or for unequal columns or unfit tensors.
         """
-        self.matrices, self.cols = tuple(matrices), matrices[0].cols if matrices else 0
+        self.matrices = tuple(matrices)
+        self.cols = matrices[0].cols if matrices else 0
         kernels = [kernel_of(m.form.name) for m in matrices]
-        floats, shorts = [k.float32 for k in kernels], [k.bfloat16 for k in kernels]
+        floats = [k.float32 for k in kernels]
+        shorts = [k.bfloat16 for k in kernels]
         self.limits = {torch.float32: floats, torch.bfloat16: shorts, **(limits or {})}
         for m in matrices:
             plain = m.form.bits == PLAIN_FORM.bits
@@ -81,7 +85,8 @@ class MatrixGroup:
         if not matrices:
             raise ValueError("no matrices")
         self._forms = np.array([m.form.row() for m in matrices], np.int64)
-        at, each = self._forms.ctypes.data, self._forms.strides[0]
+        at = self._forms.ctypes.data
+        each = self._forms.strides[0]
         calls = [
             _Dense(m.rows, m.data.data_ptr(), at + i * each, _bias_address(m), tuple(self.limits[d][i] for d in DTYPES))
             for i, m in enumerate(self.matrices)
@@ -90,11 +95,14 @@ class MatrixGroup:
         self._rows = [m.rows for m in matrices]
         self._all = sum(self._rows)
         self._parts = [(r, sum(self._rows[:i])) for i, r in enumerate(self._rows)]
-        self.address, self._count = ctypes.addressof(self._call), len(matrices)  # `address`: of the C array
+        # `address`: of the C array
+        self.address = ctypes.addressof(self._call)
+        self._count = len(matrices)
 
     def unpack(self, number: int, out: Tensor, first: int, threads: int) -> None:
         """Unpack weights of matrix `number` as `affine_native.unpack` does."""
-        m, form = self.matrices[number], self._forms.ctypes.data + number * self._forms.strides[0]
+        m = self.matrices[number]
+        form = self._forms.ctypes.data + number * self._forms.strides[0]
         if unpack_at(m.cols, m.data, form, out, first, threads):
             raise unknown_form(m.form.name, m.form.bits, m.form.group)
 
@@ -131,7 +139,8 @@ def dense(of: MatrixGroup, x: Tensor, threads: int | None = None) -> tuple[Tenso
         parts = made.split([tokens * r for r in of._rows])
         outs = tuple([p.view(*lead, r) for p, r in zip(parts, of._rows, strict=True)])
     threads = threads or torch.get_num_threads()
-    bf16, tiles = x.dtype is torch.bfloat16, has_tiles(x.dtype)
+    bf16 = x.dtype is torch.bfloat16
+    tiles = has_tiles(x.dtype)
     if tokens:
         failed = library.moepack_affine_dense(
             of.address, of._count, cols, x.data_ptr(), made.data_ptr(), tokens, bf16, tiles, threads
@@ -171,7 +180,8 @@ def norm(x: Tensor, weight: Tensor, form: int, epsilon: ctypes.c_double) -> Tens
     `form` says where results are rounded: 0 before the weight, 1 after it; 2 multiplies by 1 + weight in float32.
     `epsilon` is added to the mean square.
     """
-    out, cols = torch.empty_like(x), x.shape[-1]
+    out = torch.empty_like(x)
+    cols = x.shape[-1]
     if weight.shape != (cols,):
         raise ValueError(f"weight {tuple(weight.shape)} does not fit rows of {cols}")
     _norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // cols, cols, form, epsilon)
@@ -200,9 +210,22 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, threads: int
         raise ValueError(f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} do not fit")
     out = query.new_empty(batch, 1, heads, out_cols)
     call = _Attend(
-        query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), batch, groups, heads // groups, length,
-        cols, out_cols, query.stride(0), query.stride(1), *key.stride()[:3], *value.stride()[:3], scale,
-    )  # fmt: skip
+        query.data_ptr(),
+        key.data_ptr(),
+        value.data_ptr(),
+        out.data_ptr(),
+        batch,
+        groups,
+        heads // groups,
+        length,
+        cols,
+        out_cols,
+        query.stride(0),
+        query.stride(1),
+        *key.stride()[:3],
+        *value.stride()[:3],
+        scale,
+    )
     if library.moepack_affine_attend(ctypes.byref(call), WORD(threads or torch.get_num_threads())):
         raise MemoryError(f"no memory for {length} scores of {heads} heads")
     return out

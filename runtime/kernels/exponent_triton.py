@@ -67,7 +67,7 @@ def _patch(patch_starts, patches, n_patches, plane, out, tile, live, size, lane)
 @triton.jit  # type: ignore[untyped-decorator]
 def _tiles(  # type: ignore[no-untyped-def]
     words, out, n, stream_words, n_patches, table, status, flag, AXIS: tl.constexpr, K: tl.constexpr
-):  # fmt: skip
+):
     """Decode K tiles of one matrix, those of this program in AXIS: `words` are its coded bytes, `out` its BF16 numbers.
 
     `flag` is stored at `status` if a lane does not end where it should.
@@ -141,7 +141,9 @@ def _decode(descriptors, tables, status, K: tl.constexpr):  # type: ignore[no-un
     at = descriptors + matrix * _FIELDS
     words = tl.load(at).to(tl.pointer_type(tl.uint32))
     out = tl.load(at + 1).to(tl.pointer_type(tl.uint16))
-    n, stream_words, n_patches = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+    n = tl.load(at + 2)
+    stream_words = tl.load(at + 3)
+    n_patches = tl.load(at + 4)
     _tiles(words, out, n, stream_words, n_patches, tables + matrix * 256, status + matrix, 1, 0, K)
 
 
@@ -150,21 +152,23 @@ def _first(experts, counts, EARLIER: tl.constexpr):  # type: ignore[no-untyped-d
     """Return this program's expert, and whether it has slots and is the first so among EARLIER; 0: the n-th is n."""
     at = tl.program_id(0)
     if EARLIER:
-        expert, wanted = tl.load(experts + at), tl.load(counts + at) > 0
+        expert = tl.load(experts + at)
+        wanted = tl.load(counts + at) > 0
         before = tl.arange(0, EARLIER)
         there = before < at
         other = tl.load(experts + before, mask=there, other=-1)
         again = (other == expert) & (tl.load(counts + before, mask=there, other=0) > 0)
         wanted = wanted & (tl.max(again.to(tl.int32), 0) == 0)
     else:
-        expert, wanted = at, tl.load(counts + at) > 0
+        expert = at
+        wanted = tl.load(counts + at) > 0
     return expert.to(tl.int64), wanted
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _bring(  # type: ignore[no-untyped-def]
     experts, counts, coded, sizes, stage, apart, EARLIER: tl.constexpr, CHUNK: tl.constexpr
-):  # fmt: skip
+):
     expert, wanted = _first(experts, counts, EARLIER)
     source = tl.load(coded + expert)
     if wanted & ((source & 1) != 0):
@@ -177,9 +181,21 @@ def _bring(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["apart", "stride"])  # type: ignore[untyped-decorator]
 def _decode_chosen(  # type: ignore[no-untyped-def]
-    experts, counts, coded, fields, tables, stage, apart, slots, stride, status, EARLIER: tl.constexpr,
-    MATRICES: tl.constexpr, K: tl.constexpr, BIASES: tl.constexpr,
-):  # fmt: skip
+    experts,
+    counts,
+    coded,
+    fields,
+    tables,
+    stage,
+    apart,
+    slots,
+    stride,
+    status,
+    EARLIER: tl.constexpr,
+    MATRICES: tl.constexpr,
+    K: tl.constexpr,
+    BIASES: tl.constexpr,
+):
     expert, wanted = _first(experts, counts, EARLIER)
     source = tl.load(coded + expert)
     if wanted & (source != 0):
@@ -190,7 +206,9 @@ def _decode_chosen(  # type: ignore[no-untyped-def]
         words = (extent + tl.load(at)).to(tl.pointer_type(tl.uint32))
         place = slots + expert * stride
         out = (place + tl.load(at + 1)).to(tl.pointer_type(tl.uint16))
-        n, stream_words, n_patches = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+        n = tl.load(at + 2)
+        stream_words = tl.load(at + 3)
+        n_patches = tl.load(at + 4)
         _tiles(words, out, n, stream_words, n_patches, tables + number * 256, status, expert.to(tl.int32) + 1, 1, K)
         if BIASES:
             rows = tl.load(at + 7)
@@ -228,7 +246,9 @@ def decode(jobs: Sequence[DecodeJob]) -> Tensor:
 
     Raises ValueError for buffers that do not fit the header, or are not aligned.
     """
-    rows, tables, most = [], [], 0
+    rows = []
+    tables = []
+    most = 0
     for job in jobs:
         n, tiles, words, patches = (int(v) for v in job.header[:16].view("<u4"))
         if job.out.numel() != n or job.out.dtype != torch.bfloat16 or not job.out.is_contiguous():
@@ -244,7 +264,8 @@ def decode(jobs: Sequence[DecodeJob]) -> Tensor:
     status = torch.zeros(len(jobs), dtype=torch.int32, device=device)
     if most:
         described = np.concatenate([*tables, np.array(rows, np.int64).view(np.int32).ravel()])
-        given, at = torch.from_numpy(described), sum(map(len, tables))
+        given = torch.from_numpy(described)
+        at = sum(map(len, tables))
         with current(device):
             if device.type == "cuda":  # a copy from other memory may wait for the stream
                 given = given.pin_memory().to(device, non_blocking=True)
@@ -307,11 +328,26 @@ def decode_chosen(of: CodedLayer, experts: Tensor | None, counts: Tensor, coded:
             that are not decoded.
     """
     tiles, words = of.most
-    blocks, matrices, apart = len(counts), of.fields.shape[1], of.stage.shape[1]
+    blocks = len(counts)
+    matrices = of.fields.shape[1]
+    apart = of.stage.shape[1]
     given, earlier = (counts, 0) if experts is None else (experts, 1 << (blocks - 1).bit_length())
     bring(experts, counts, coded, of.sizes, of.stage, words)
     with current(counts.device):
         _decode_chosen[blocks, triton.cdiv(tiles, TILES), matrices](
-            given, counts, coded, of.fields, of.tables, of.stage, apart, of.slots, of.slots.shape[1], of.status,
-            EARLIER=earlier, MATRICES=matrices, K=TILES, BIASES=of.biases, num_warps=TILES,
-        )  # fmt: skip
+            given,
+            counts,
+            coded,
+            of.fields,
+            of.tables,
+            of.stage,
+            apart,
+            of.slots,
+            of.slots.shape[1],
+            of.status,
+            EARLIER=earlier,
+            MATRICES=matrices,
+            K=TILES,
+            BIASES=of.biases,
+            num_warps=TILES,
+        )

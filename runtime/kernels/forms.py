@@ -111,10 +111,17 @@ def form_at(version: Version, matrix: int, of: Mapping[str, int]) -> Form:
     kernel_of(version.name)
     own = version.at(matrix)
     return Form(
-        version.name, own.kernel + SMALL * (own.scale_bits == 8), version.group_size, int(own.stores_zeros),
-        of.get("weight", of.get("plane0", 0)), of.get("plane1", 0), of.get("scale", 0), of.get("zero", 0),
-        of.get("bias", -1), of.get("outer", -1),
-    )  # fmt: skip
+        version.name,
+        own.kernel + SMALL * (own.scale_bits == 8),
+        version.group_size,
+        int(own.stores_zeros),
+        of.get("weight", of.get("plane0", 0)),
+        of.get("plane1", 0),
+        of.get("scale", 0),
+        of.get("zero", 0),
+        of.get("bias", -1),
+        of.get("outer", -1),
+    )
 
 
 def slice_rows(rows: int, cols: int) -> int:

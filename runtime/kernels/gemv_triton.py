@@ -55,7 +55,7 @@ def scales_of(base, scale, at, here, other, SCALE: tl.constexpr, POWER: tl.const
 @triton.jit  # type: ignore[untyped-decorator]
 def finish(  # type: ignore[no-untyped-def]
     total, base, scale, outer, bias, row, here, SCALE: tl.constexpr, OUTER: tl.constexpr, BIAS: tl.constexpr
-):  # fmt: skip
+):
     """Apply what holds for whole rows to their sums: scales, then biases. `row` and `here` have as many dimensions."""
     if SCALE == "row":
         total *= tl.load(section(base, scale, tl.float32) + row, mask=here, other=0.0)
@@ -127,9 +127,11 @@ def _pairs(low, high, ones, B: tl.constexpr, M: tl.constexpr, PART: tl.constexpr
 @triton.jit  # type: ignore[untyped-decorator]
 def _plane(  # type: ignore[no-untyped-def]
     base, offset, cols, row, blocks, k, t, P: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr
-):  # fmt: skip
+):
     """Load one plane's words of COLUMNS columns from column k on, the first half of the codes in the low 16 bits."""
-    plane, words, w = section(base, offset, tl.uint32), (cols * P + 31) // 32, k * P // 32
+    plane = section(base, offset, tl.uint32)
+    words = (cols * P + 31) // 32
+    w = k * P // 32
     at = (row // 16 * words + w) * 16 + row % 16
     if EVEN:
         v = tl.load(plane + at)
@@ -144,9 +146,19 @@ def _plane(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def words(  # type: ignore[no-untyped-def]
-    base, low, high, cols, row, blocks, k, t, BITS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
+    base,
+    low,
+    high,
+    cols,
+    row,
+    blocks,
+    k,
+    t,
+    BITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,
     APART: tl.constexpr,
-):  # fmt: skip
+):
     """Load both tensors that `numbers` takes: words of two planes, or the same words twice.
 
     Of eight bits, words of four columns from column k on, and of four columns that begin APART further.
@@ -164,9 +176,15 @@ def words(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def numbers(  # type: ignore[no-untyped-def]
-    low, high, ones, BITS: tl.constexpr, MANTISSA: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr,
+    low,
+    high,
+    ones,
+    BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    PART: tl.constexpr,
+    COLUMNS: tl.constexpr,
     WIDE: tl.constexpr,
-):  # fmt: skip
+):
     """Return the numbers of `_pairs`, BF16 or as float32 if WIDE, both of a word in one more dimension of 2."""
     pairs = _pairs(low, high, ones, BITS, MANTISSA, PART, COLUMNS)
     if WIDE:
@@ -181,14 +199,15 @@ def numbers(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _plain(  # type: ignore[no-untyped-def]
     base, offset, cols, first, rows, begin, U: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr
-):  # fmt: skip
+):
     """Load BF16 weights, which lie row by row: [U, E, S, Q, T, 8 columns]."""
     row = first + tl.arange(0, 4)[None, :, None, None, None, None]
     row += tl.arange(0, 8)[None, None, None, :, None, None] * 4
     k = begin + tl.arange(0, U)[:, None, None, None, None, None] * 32
     k += tl.arange(0, S)[None, None, :, None, None, None] * STRIDE
     k += tl.arange(0, 4)[None, None, None, None, :, None] * 8 + tl.arange(0, 8)[None, None, None, None, None, :]
-    weights, at = section(base, offset, tl.bfloat16), row.to(tl.int64) * cols + k
+    weights = section(base, offset, tl.bfloat16)
+    at = row.to(tl.int64) * cols + k
     if EVEN:
         return tl.load(weights + at)
     else:
@@ -197,9 +216,20 @@ def _plain(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load(  # type: ignore[no-untyped-def]
-    base, low, high, cols, first, rows, begin, BITS: tl.constexpr, COLUMNS: tl.constexpr, U: tl.constexpr,
-    STRIDE: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+    base,
+    low,
+    high,
+    cols,
+    first,
+    rows,
+    begin,
+    BITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    U: tl.constexpr,
+    STRIDE: tl.constexpr,
+    S: tl.constexpr,
+    EVEN: tl.constexpr,
+):
     """Load what 32 rows from `first` on have in U times 4 * COLUMNS columns a warp: two tensors [U, S, Q, T, E]."""
     if BITS == 16:
         left = _plain(base, low, cols, first, rows, begin, U, STRIDE, S, EVEN)
@@ -218,9 +248,17 @@ def _load(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _weights(  # type: ignore[no-untyped-def]
-    low, high, ones, BITS: tl.constexpr, MANTISSA: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr,
-    U: tl.constexpr, S: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    low,
+    high,
+    ones,
+    BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    PART: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    U: tl.constexpr,
+    S: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """Return the first factor [S, ROWS, U * 4 * COLUMNS] of what `_load` returns."""
     if BITS == 16:
         w = tl.permute(tl.reshape(low, [U, 4, S, 8, 4, 4, 2]), [2, 1, 3, 0, 5, 4, 6])
@@ -240,9 +278,16 @@ def _weights(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _activations(  # type: ignore[no-untyped-def]
-    xs, cols, begin, BITS: tl.constexpr, COLUMNS: tl.constexpr, U: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr,
+    xs,
+    cols,
+    begin,
+    BITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    U: tl.constexpr,
+    STRIDE: tl.constexpr,
+    S: tl.constexpr,
     EVEN: tl.constexpr,
-):  # fmt: skip
+):
     """Load activations of eight slots: [U, S, slots, T, COLUMNS]; `xs` are the slots' rows, [slots]."""
     side: tl.constexpr = 4 if BITS == 8 else min(COLUMNS, 8)  # columns that lie side by side
     apart: tl.constexpr = 16 if BITS == 8 else side  # between a thread's sides, as `_load` takes them
@@ -280,16 +325,30 @@ def _second(x, BITS: tl.constexpr, COLUMNS: tl.constexpr, U: tl.constexpr, S: tl
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _scaled(  # type: ignore[no-untyped-def]
-    part, sums, base, scale, zero, cols, first, rows, g,
-    BITS: tl.constexpr, MANTISSA: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, STORED: tl.constexpr,
-    S: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+    part,
+    sums,
+    base,
+    scale,
+    zero,
+    cols,
+    first,
+    rows,
+    g,
+    BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    STORED: tl.constexpr,
+    S: tl.constexpr,
+    EVEN: tl.constexpr,
+):
     """Apply a group's scales and zero points to its sums: [S, Q, T, E, 2], slots in the dimensions T and 2."""
     part = tl.permute(tl.reshape(part, [S, 4, 8, 4, 2]), [0, 2, 3, 1, 4])
     if (BITS == 16) | (SCALE == "row"):
         return part
     else:
-        groups, blocks = (cols + GROUP - 1) // GROUP, (rows + 15) // 16
+        groups = (cols + GROUP - 1) // GROUP
+        blocks = (rows + 15) // 16
         row = first + tl.arange(0, 8)[None, :, None, None] * 4 + tl.arange(0, 4)[None, None, None, :]
         n = g + tl.arange(0, S)[:, None, None, None]
         here = None if EVEN else (row // 16 < blocks) & (n < groups)
@@ -323,11 +382,29 @@ def _scaled(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sums(  # type: ignore[no-untyped-def]
-    base, xs, rows, cols, made, low, high, scale, zero, ones,
-    BITS: tl.constexpr, MANTISSA: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
-    STORED: tl.constexpr, GATED: tl.constexpr, U: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr,
-    TERMS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    base,
+    xs,
+    rows,
+    cols,
+    made,
+    low,
+    high,
+    scale,
+    zero,
+    ones,
+    BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STORED: tl.constexpr,
+    GATED: tl.constexpr,
+    U: tl.constexpr,
+    S: tl.constexpr,
+    EVEN: tl.constexpr,
+    TERMS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """Return every warp's sums [S, Q, T, E, 2] of the program's rows, and of those `made` rows further if GATED."""
     tl.static_assert((BITS == 16) | (BITS == 8) | (BITS <= 5), "an encoding that this kernel does not know")
     first = tl.program_id(1) * 32
@@ -372,12 +449,41 @@ def _sums(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["slots", "share", "version", "ones"])  # type: ignore[untyped-decorator]
 def few(  # type: ignore[no-untyped-def]
-    handles, order, block_expert, block_first, block_count, x, out,
-    rows, cols, slots, share, version, low, high, scale, zero, bias, outer, ones,
-    BITS: tl.constexpr, MANTISSA: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
-    STORED: tl.constexpr, BIAS: tl.constexpr, OUTER: tl.constexpr, GATED: tl.constexpr, DENSE: tl.constexpr,
-    U: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr, TERMS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    handles,
+    order,
+    block_expert,
+    block_first,
+    block_count,
+    x,
+    out,
+    rows,
+    cols,
+    slots,
+    share,
+    version,
+    low,
+    high,
+    scale,
+    zero,
+    bias,
+    outer,
+    ones,
+    BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STORED: tl.constexpr,
+    BIAS: tl.constexpr,
+    OUTER: tl.constexpr,
+    GATED: tl.constexpr,
+    DENSE: tl.constexpr,
+    U: tl.constexpr,
+    S: tl.constexpr,
+    EVEN: tl.constexpr,
+    TERMS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """Multiply blocks of eight slots as many_triton.py's `many` does; COLUMNS are a thread's in one load.
 
     `ones` are two BF16 numbers in a word, for `_pair`: as constants they were moved into registers again and again.
@@ -386,8 +492,11 @@ def few(  # type: ignore[no-untyped-def]
     lane = tl.arange(0, 8)
     mine = tl.arange(0, 4)[:, None] * 2 + tl.arange(0, 2)[None, :]  # the slots of a thread's sums
     if DENSE:
-        base, runs, count = handles, True, slots - block * 8
-        lane, at = (block * 8 + tl.minimum(lane, count - 1)).to(tl.int64), (block * 8 + mine).to(tl.int64)
+        base = handles
+        runs = True
+        count = slots - block * 8
+        lane = (block * 8 + tl.minimum(lane, count - 1)).to(tl.int64)
+        at = (block * 8 + mine).to(tl.int64)
     else:
         count = tl.load(block_count + block)
         word = tl.load(handles + tl.load(block_expert + block))
@@ -399,9 +508,29 @@ def few(  # type: ignore[no-untyped-def]
     if runs:
         made = rows // 2 if GATED else rows
         total, up = _sums(
-            base, x + lane // share * cols, rows, cols, made, low, high, scale, zero, ones,
-            BITS, MANTISSA, SCALE, GROUP, COLUMNS, STORED, GATED, U, S, EVEN, TERMS, WIDE,
-        )  # fmt: skip
+            base,
+            x + lane // share * cols,
+            rows,
+            cols,
+            made,
+            low,
+            high,
+            scale,
+            zero,
+            ones,
+            BITS,
+            MANTISSA,
+            SCALE,
+            GROUP,
+            COLUMNS,
+            STORED,
+            GATED,
+            U,
+            S,
+            EVEN,
+            TERMS,
+            WIDE,
+        )
         row = tl.program_id(1) * 32 + tl.arange(0, 8)[:, None, None, None] * 4 + tl.arange(0, 4)[None, None, :, None]
         here = row < made
         y = finish(tl.sum(total, 0), base, scale, outer, bias, row, here, SCALE, OUTER, BIAS)

@@ -19,16 +19,27 @@ STEP: tl.constexpr = tl.constexpr(64)  # the most columns that are multiplied at
 
 @triton.jit(do_not_specialize=["apart"])  # type: ignore[untyped-decorator]
 def arrange(  # type: ignore[no-untyped-def]
-    x, out, sums, cols, width, apart,
-    BITS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SUMS: tl.constexpr,
-    TERMS: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
+    x,
+    out,
+    sums,
+    cols,
+    width,
+    apart,
+    BITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SUMS: tl.constexpr,
+    TERMS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
     """Write a row of activations as `TERMS` BF16 rows of `width` columns in the order of `_first`; and sums of groups.
 
     A program takes GROUPS groups of a row: x is [rows, cols], out [TERMS, rows, width], whose terms are `apart` numbers
     from each other, and sums float32 [groups, rows].
     """
-    token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * (GROUPS * GROUP)
+    token = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * (GROUPS * GROUP)
     apart = apart.to(tl.int64)
     p = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     if BITS == 16:
@@ -36,9 +47,11 @@ def arrange(  # type: ignore[no-untyped-def]
     else:
         half = p % 2  # which of a pair; then which pair of a thread's columns, and whose
         if PAIRS:
-            at, thread = p // 8 % (COLUMNS // 2), p // 2 % 4
+            at = p // 8 % (COLUMNS // 2)
+            thread = p // 2 % 4
         else:
-            at, thread = p // 16 % (COLUMNS // 4) * 2 + p // 2 % 2, p // 4 % 4
+            at = p // 16 % (COLUMNS // 4) * 2 + p // 2 % 2
+            thread = p // 4 % 4
         k = p // (4 * COLUMNS) * (4 * COLUMNS) + thread * COLUMNS
         if BITS == 8:
             k += at // 2 * 4 + half * 2 + at % 2
@@ -56,23 +69,35 @@ def arrange(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _words(  # type: ignore[no-untyped-def]
-    base, low, high, cols, row, flat, rows, begin, BITS: tl.constexpr, COLUMNS: tl.constexpr, U: tl.constexpr,
+    base,
+    low,
+    high,
+    cols,
+    row,
+    flat,
+    rows,
+    begin,
+    BITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    U: tl.constexpr,
     EVEN: tl.constexpr,
-):  # fmt: skip
+):
     """Load what `row` [W, Q, T, E] has in U times 4 * COLUMNS columns: two tensors of words [U, W, Q, T, E].
 
     Of BF16 weights both are the first factor itself, whose rows are `flat`: tensor cores read it from shared memory.
     """
     if BITS == 16:
         k = begin + tl.arange(0, U * 4 * COLUMNS)[None, :]
-        weights, at = section(base, low, tl.bfloat16), flat.to(tl.int64)[:, None] * cols + k
+        weights = section(base, low, tl.bfloat16)
+        at = flat.to(tl.int64)[:, None] * cols + k
         if EVEN:
             left = tl.load(weights + at)
         else:
             left = tl.load(weights + at, mask=(flat < rows)[:, None] & (k < cols), other=0.0)
         return left, left
     else:
-        of, t = row[None, :, :, :, :], tl.arange(0, 4)[None, None, None, :, None]
+        of = row[None, :, :, :, :]
+        t = tl.arange(0, 4)[None, None, None, :, None]
         k = begin + tl.arange(0, U)[:, None, None, None, None] * (4 * COLUMNS) + t * COLUMNS
         blocks = (rows + 15) // 16
         return words(base, low, high, cols, of, blocks, k, t, BITS, COLUMNS, EVEN, 4)
@@ -80,9 +105,21 @@ def _words(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _first(  # type: ignore[no-untyped-def]
-    low, high, scales, ones, BITS: tl.constexpr, MANTISSA: tl.constexpr, SCALED: tl.constexpr, PART: tl.constexpr,
-    COLUMNS: tl.constexpr, U: tl.constexpr, W: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
+    low,
+    high,
+    scales,
+    ones,
+    BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    SCALED: tl.constexpr,
+    PART: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    U: tl.constexpr,
+    W: tl.constexpr,
+    E: tl.constexpr,
+    WIDE: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
     """Return the first factor [W * 8 * E, U * 4 * COLUMNS] of what `_words` and `_scales` return."""
     if BITS == 16:
         return low.to(tl.float32) if WIDE else low
@@ -106,7 +143,7 @@ def _first(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _scales(  # type: ignore[no-untyped-def]
     base, scale, cols, row, rows, g, SCALE: tl.constexpr, GROUP: tl.constexpr, U: tl.constexpr, EVEN: tl.constexpr
-):  # fmt: skip
+):
     """Load scales of one byte, of U groups from the g-th on: float32 [U, W, Q, T, E], exact in BF16."""
     groups = (cols + GROUP - 1) // GROUP
     n = g + tl.arange(0, U)[:, None, None, None, None]
@@ -132,12 +169,26 @@ def _turned(part, W: tl.constexpr, E: tl.constexpr, TOKENS: tl.constexpr):  # ty
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _scaled(  # type: ignore[no-untyped-def]
-    part, total, of_x, base, scale, zero, cols, row, rows, g,
-    BITS: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, STORED: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+    part,
+    total,
+    of_x,
+    base,
+    scale,
+    zero,
+    cols,
+    row,
+    rows,
+    g,
+    BITS: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    STORED: tl.constexpr,
+    EVEN: tl.constexpr,
+):
     """Add a group's sums to `total`, times its scales and less its zero points."""
     groups = (cols + GROUP - 1) // GROUP
-    here, other = None if EVEN else row // 16 < (rows + 15) // 16, None if EVEN else 0
+    here = None if EVEN else row // 16 < (rows + 15) // 16
+    other = None if EVEN else 0
     at = row // 16 * groups + g
     if SCALE == "block":
         s = tl.load(section(base, scale, tl.float32) + at, mask=here, other=other)
@@ -156,21 +207,58 @@ def _scaled(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["slots", "share", "version", "ones", "apart"])  # type: ignore[untyped-decorator]
 def many(  # type: ignore[no-untyped-def]
-    handles, order, block_expert, block_first, block_count, x, sums, out,
-    rows, cols, width, slots, share, apart, version, low, high, scale, zero, bias, outer, ones,
-    BITS: tl.constexpr, MANTISSA: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
-    STORED: tl.constexpr, BIAS: tl.constexpr, OUTER: tl.constexpr, GATED: tl.constexpr, DENSE: tl.constexpr,
-    U: tl.constexpr, EVEN: tl.constexpr, TERMS: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr,
-    W: tl.constexpr, E: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
+    handles,
+    order,
+    block_expert,
+    block_first,
+    block_count,
+    x,
+    sums,
+    out,
+    rows,
+    cols,
+    width,
+    slots,
+    share,
+    apart,
+    version,
+    low,
+    high,
+    scale,
+    zero,
+    bias,
+    outer,
+    ones,
+    BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STORED: tl.constexpr,
+    BIAS: tl.constexpr,
+    OUTER: tl.constexpr,
+    GATED: tl.constexpr,
+    DENSE: tl.constexpr,
+    U: tl.constexpr,
+    EVEN: tl.constexpr,
+    TERMS: tl.constexpr,
+    WIDE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    W: tl.constexpr,
+    E: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
     """Multiply a block of up to TOKENS slots with W * 8 * E rows, E of a thread; x and sums are `arrange`'s."""
     tl.static_assert((BITS == 16) | (BITS == 8) | (BITS <= 5), "an encoding that this kernel does not know")
-    block, apart = tl.program_id(0), apart.to(tl.int64)
+    block = tl.program_id(0)
+    apart = apart.to(tl.int64)
     lane = tl.arange(0, TOKENS)
     mine = tl.arange(0, 4)[:, None, None] * 2 + tl.arange(0, TOKENS // 8)[None, :, None] * 8
     mine += tl.arange(0, 2)[None, None, :]  # the slots of a thread's sums
     if DENSE:  # `handles` is the matrix's extent, and slots are tokens in order
-        base, runs, count = handles, True, slots - block * TOKENS
+        base = handles
+        runs = True
+        count = slots - block * TOKENS
         lane = (block * TOKENS + tl.minimum(lane, count - 1)).to(tl.int64)
         at = (block * TOKENS + tl.minimum(mine, count - 1)).to(tl.int64)
     else:
@@ -223,17 +311,44 @@ def many(  # type: ignore[no-untyped-def]
                             w = _first(b, b1, of_b, ones, BITS, MANTISSA, BYTES, p, COLUMNS, U, W, E, WIDE, PAIRS)
                             up = tl.dot(w, second, up, input_precision="ieee")
             if WHOLE:
-                total, total_up = part, up
+                total = part
+                total_up = up
             else:
                 total = _scaled(
-                    _turned(part, W, E, TOKENS), total, of_x, base, scale, zero, cols, row, rows, g,
-                    BITS, SCALE, GROUP, STORED, EVEN,
-                )  # fmt: skip
+                    _turned(part, W, E, TOKENS),
+                    total,
+                    of_x,
+                    base,
+                    scale,
+                    zero,
+                    cols,
+                    row,
+                    rows,
+                    g,
+                    BITS,
+                    SCALE,
+                    GROUP,
+                    STORED,
+                    EVEN,
+                )
                 if GATED:
                     total_up = _scaled(
-                        _turned(up, W, E, TOKENS), total_up, of_x, base, scale, zero, cols, row + made, rows, g,
-                        BITS, SCALE, GROUP, STORED, EVEN,
-                    )  # fmt: skip
+                        _turned(up, W, E, TOKENS),
+                        total_up,
+                        of_x,
+                        base,
+                        scale,
+                        zero,
+                        cols,
+                        row + made,
+                        rows,
+                        g,
+                        BITS,
+                        SCALE,
+                        GROUP,
+                        STORED,
+                        EVEN,
+                    )
         row = row[:, :, :, :, None, None]
         here = row < made
         y = _turned(total, W, E, TOKENS) if WHOLE else total
@@ -287,14 +402,29 @@ def _scale(base, scale, cols, block, k, SCALE: tl.constexpr, GROUP: tl.constexpr
 
 @triton.jit(do_not_specialize=["first", "count"])  # type: ignore[untyped-decorator]
 def unpack(  # type: ignore[no-untyped-def]
-    base, out, cols, first, count, low, high, scale, zero, outer,
-    BITS: tl.constexpr, MANTISSA: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, STORED: tl.constexpr,
+    base,
+    out,
+    cols,
+    first,
+    count,
+    low,
+    high,
+    scale,
+    zero,
+    outer,
+    BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    STORED: tl.constexpr,
     OUTER: tl.constexpr,
-):  # fmt: skip
+):
     """Write `count` rows from `first` on, a multiple of BLOCK_ROWS, to out [count, cols]."""
     tl.static_assert((BITS == 8) | (BITS <= 5), "an encoding that this kernel does not know")
-    block, at = first // BLOCK_ROWS + tl.program_id(0), tl.program_id(1) * BLOCK_COLUMNS
-    row, k = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS), at + tl.arange(0, BLOCK_COLUMNS)
+    block = first // BLOCK_ROWS + tl.program_id(0)
+    at = tl.program_id(1) * BLOCK_COLUMNS
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    k = at + tl.arange(0, BLOCK_COLUMNS)
     real = (row < count)[None, :]
     if (BITS == 3) | (BITS == 5):
         codes = _codes(base, low, cols, block, at, BITS - 1)

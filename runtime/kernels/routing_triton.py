@@ -21,7 +21,10 @@ from torch import Tensor
 
 from .affine_triton import Geometry
 
-TOKENS, TOP_K, EXPERTS = 16, 16, 512  # the most that is routed so
+# the most that is routed so
+TOKENS = 16
+TOP_K = 16
+EXPERTS = 512
 CHUNK = 512  # slots of a program of `sort`
 EACH = 8  # experts of a program of `second_words`, which compares each with all others
 _LEAST: tl.constexpr = tl.constexpr(-(1 << 62))  # below every key
@@ -73,9 +76,16 @@ def _key(value, number, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _in_groups(  # type: ignore[no-untyped-def]
-    choice, lane, GROUPS: tl.constexpr, EACH: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr, MOST: tl.constexpr,
-):  # fmt: skip
+    choice,
+    lane,
+    GROUPS: tl.constexpr,
+    EACH: tl.constexpr,
+    KEPT: tl.constexpr,
+    TWO: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    MOST: tl.constexpr,
+):
     """Return whether each expert's group is among the KEPT best, int32 [ROWS, LANES]."""
     number = tl.arange(0, MOST)[None, :]
     best = tl.full([ROWS, MOST], float("-inf"), tl.float32)
@@ -98,12 +108,27 @@ def _in_groups(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _choose(  # type: ignore[no-untyped-def]
-    logits, bias, tokens, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORES: tl.constexpr, NORMED: tl.constexpr,
-    SCALE: tl.constexpr, BIASED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, MOST: tl.constexpr,
-):  # fmt: skip
+    logits,
+    bias,
+    tokens,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SCORES: tl.constexpr,
+    NORMED: tl.constexpr,
+    SCALE: tl.constexpr,
+    BIASED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    TWO: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    MOST: tl.constexpr,
+):
     """Return experts, int32, and gates, float32, [ROWS, SLOTS], of logits."""
-    row, lane, column = tl.arange(0, ROWS)[:, None], tl.arange(0, LANES)[None, :], tl.arange(0, SLOTS)[None, :]
+    row = tl.arange(0, ROWS)[:, None]
+    lane = tl.arange(0, LANES)[None, :]
+    column = tl.arange(0, SLOTS)[None, :]
     here = (row < tokens) & (lane < EXPERTS)
     x = tl.load(logits + row * EXPERTS + lane, mask=here, other=float("-inf")).to(tl.float32)
     x = tl.where(row < tokens, x, 0.0)  # rows past the tokens hold numbers that nobody reads
@@ -142,20 +167,30 @@ def _choose(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _count(  # type: ignore[no-untyped-def]
-    index, gates, valid, mask, tokens, TOP_K: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    index,
+    gates,
+    valid,
+    mask,
+    tokens,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLOTS: tl.constexpr,
     MASKED: tl.constexpr,
-):  # fmt: skip
+):
     """Return for each slot, [ROWS x SLOTS], what holds of its expert's slots.
 
     Their number; how many of them are before it; the first one; and over tokens that are not padding, their number
     and the sum of their gates.
     """
-    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, SLOTS)
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, SLOTS)
     flat = tl.reshape(index, [ROWS * SLOTS])[:, None]
     mine = tl.arange(0, ROWS * SLOTS)[:, None]
-    number, before = tl.zeros([ROWS * SLOTS], tl.int32), tl.zeros([ROWS * SLOTS], tl.int32)
+    number = tl.zeros([ROWS * SLOTS], tl.int32)
+    before = tl.zeros([ROWS * SLOTS], tl.int32)
     first = tl.full([ROWS * SLOTS], 1 << 30, tl.int32)
-    counted, weighed = tl.zeros([ROWS * SLOTS], tl.int64), tl.zeros([ROWS * SLOTS], tl.float64)
+    counted = tl.zeros([ROWS * SLOTS], tl.int64)
+    weighed = tl.zeros([ROWS * SLOTS], tl.float64)
     for t in range(tokens):
         of = row == t
         there = tl.sum(tl.where(of, tl.where(valid, index, -1), 0), 0)[None, :]
@@ -174,16 +209,43 @@ def _count(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _one(  # type: ignore[no-untyped-def]
-    logits, bias, index_to, gates_to,
-    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORES: tl.constexpr, NORMED: tl.constexpr, SCALE: tl.constexpr,
-    BIASED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr,
-    LANES: tl.constexpr, SLOTS: tl.constexpr, MOST: tl.constexpr,
-):  # fmt: skip
-    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, SLOTS)[None, :]
+    logits,
+    bias,
+    index_to,
+    gates_to,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SCORES: tl.constexpr,
+    NORMED: tl.constexpr,
+    SCALE: tl.constexpr,
+    BIASED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    TWO: tl.constexpr,
+    LANES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, SLOTS)[None, :]
     index, gates = _choose(
-        logits + token * EXPERTS, bias, 1, EXPERTS, TOP_K, SCORES, NORMED, SCALE, BIASED, GROUPS, KEPT, TWO,
-        1, LANES, SLOTS, MOST,
-    )  # fmt: skip
+        logits + token * EXPERTS,
+        bias,
+        1,
+        EXPERTS,
+        TOP_K,
+        SCORES,
+        NORMED,
+        SCALE,
+        BIASED,
+        GROUPS,
+        KEPT,
+        TWO,
+        1,
+        LANES,
+        SLOTS,
+        MOST,
+    )
     at = token * TOP_K + column
     tl.store(index_to + at, index.to(tl.int64), mask=column < TOP_K)
     tl.store(gates_to + at, gates.to(gates_to.dtype.element_ty), mask=column < TOP_K)
@@ -191,13 +253,39 @@ def _one(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
 def _routing(  # type: ignore[no-untyped-def]
-    logits, bias, chosen, weights, table, counts, sums, mask, index_to, gates_to, room, tokens,
-    GIVEN: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORES: tl.constexpr, NORMED: tl.constexpr,
-    SCALE: tl.constexpr, BIASED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr,
-    COUNTS: tl.constexpr, SUMS: tl.constexpr, MASKED: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, MOST: tl.constexpr,
-):  # fmt: skip
-    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, SLOTS)[None, :]
+    logits,
+    bias,
+    chosen,
+    weights,
+    table,
+    counts,
+    sums,
+    mask,
+    index_to,
+    gates_to,
+    room,
+    tokens,
+    GIVEN: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SCORES: tl.constexpr,
+    NORMED: tl.constexpr,
+    SCALE: tl.constexpr,
+    BIASED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    TWO: tl.constexpr,
+    COUNTS: tl.constexpr,
+    SUMS: tl.constexpr,
+    MASKED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, SLOTS)[None, :]
     real = (row < tokens) & (column < TOP_K)
     at = row * TOP_K + column
     if GIVEN:
@@ -206,18 +294,32 @@ def _routing(  # type: ignore[no-untyped-def]
         gates = tl.load(weights + at, mask=real, other=0.0).to(tl.float32)
     else:
         index, gates = _choose(
-            logits, bias, tokens, EXPERTS, TOP_K, SCORES, NORMED, SCALE, BIASED, GROUPS, KEPT, TWO,
-            ROWS, LANES, SLOTS, MOST,
-        )  # fmt: skip
+            logits,
+            bias,
+            tokens,
+            EXPERTS,
+            TOP_K,
+            SCORES,
+            NORMED,
+            SCALE,
+            BIASED,
+            GROUPS,
+            KEPT,
+            TWO,
+            ROWS,
+            LANES,
+            SLOTS,
+            MOST,
+        )
         rounded = gates.to(gates_to.dtype.element_ty)
         tl.store(index_to + at, index.to(tl.int64), mask=real)
         tl.store(gates_to + at, rounded, mask=real)
         gates = rounded.to(tl.float32)
     valid = real & (index < EXPERTS)
     number, before, first, counted, weighed = _count(index, gates, valid, mask, tokens, TOP_K, ROWS, SLOTS, MASKED)
-    index, valid, at = (
-        tl.reshape(index, [ROWS * SLOTS]), tl.reshape(valid, [ROWS * SLOTS]), tl.reshape(at, [ROWS * SLOTS])
-    )  # fmt: skip
+    index = tl.reshape(index, [ROWS * SLOTS])
+    valid = tl.reshape(valid, [ROWS * SLOTS])
+    at = tl.reshape(at, [ROWS * SLOTS])
     real = tl.reshape(real, [ROWS * SLOTS])
     leads = valid & (before == 0)
     if COUNTS:
@@ -268,10 +370,19 @@ def _choice(form: Routing, experts: int) -> tuple[dict[str, Any], int]:
     """Return a form as the kernels' constants, and the warps of a program."""
     lanes = power(experts)
     return {
-        "EXPERTS": experts, "TOP_K": form.top_k, "SCORES": form.scores, "NORMED": form.normed, "SCALE": form.scale,
-        "BIASED": form.biased, "GROUPS": form.groups, "KEPT": form.kept, "TWO": form.by == "two",
-        "LANES": lanes, "SLOTS": power(form.top_k), "MOST": power(form.groups),
-    }, 1 if lanes <= 256 else 4  # fmt: skip
+        "EXPERTS": experts,
+        "TOP_K": form.top_k,
+        "SCORES": form.scores,
+        "NORMED": form.normed,
+        "SCALE": form.scale,
+        "BIASED": form.biased,
+        "GROUPS": form.groups,
+        "KEPT": form.kept,
+        "TWO": form.by == "two",
+        "LANES": lanes,
+        "SLOTS": power(form.top_k),
+        "MOST": power(form.groups),
+    }, 1 if lanes <= 256 else 4
 
 
 def route(
@@ -304,20 +415,38 @@ def route(
         raise ValueError(f"routing of {None if x is None else tuple(x.shape)} among {count} experts does not fit")
     if x.shape[1] != (count if given is None else form.top_k) or form.biased != (bias is not None):
         raise ValueError(f"routing of {tuple(x.shape)} among {count} experts: {form}")
-    tokens, slots = len(x), len(x) * form.top_k
+    tokens = len(x)
+    slots = len(x) * form.top_k
     room = torch.empty(slots * (4 + width), dtype=torch.int32, device=x.device)
     index, gates = _chosen(form, x, dtype) if given is None else given
-    made, masked = tally or _NOWHERE, tally is not None and tally.mask is not None
+    made = tally or _NOWHERE
+    masked = tally is not None and tally.mask is not None
     choice, warps = _choice(form, count)
     if given is None and tokens * choice["SLOTS"] > 8:  # more scores or slots take more registers than a thread has
         given = index, gates = choose(form, x, bias, dtype)
         x = index
     _routing[(1,)](
-        x, bias, index, gates, table, made.counts, made.sums, made.mask, index, gates, room, tokens,
-        GIVEN=given is not None, COUNTS=tally is not None, SUMS=made.sums is not None, MASKED=masked, WIDTH=width,
-        ROWS=power(tokens), **choice,
+        x,
+        bias,
+        index,
+        gates,
+        table,
+        made.counts,
+        made.sums,
+        made.mask,
+        index,
+        gates,
+        room,
+        tokens,
+        GIVEN=given is not None,
+        COUNTS=tally is not None,
+        SUMS=made.sums is not None,
+        MASKED=masked,
+        WIDTH=width,
+        ROWS=power(tokens),
+        **choice,
         num_warps=warps if given is None else 4 if power(tokens) * choice["SLOTS"] <= 64 else 8,
-    )  # fmt: skip
+    )
     expert, first, size, live = room[: 4 * slots].view(4, slots).unbind()
     return Routed(index, gates, Geometry(room[4 * slots :], expert, first, size, width), live)
 
@@ -327,9 +456,18 @@ _NOWHERE = Tally(None)  # type: ignore[arg-type]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _second(  # type: ignore[no-untyped-def]
-    table, seconds, counts, scores, ties, most, out,
-    EXPERTS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, TIED: tl.constexpr,
-):  # fmt: skip
+    table,
+    seconds,
+    counts,
+    scores,
+    ties,
+    most,
+    out,
+    EXPERTS: tl.constexpr,
+    LANES: tl.constexpr,
+    EACH: tl.constexpr,
+    TIED: tl.constexpr,
+):
     lane = tl.arange(0, LANES)[None, :]
     mine = tl.program_id(0) * EACH + tl.arange(0, EACH)[:, None]
     needed = tl.load(counts + lane, mask=lane < EXPERTS, other=0) > 0
@@ -363,11 +501,21 @@ def second_words(
         scores: float64 or int64, as `counts`, and int64 for equal scores or `None`; then lower experts come first.
         most: int32 [experts + 1], how many of so many ranked experts get their second words.
     """
-    experts, out = len(table), torch.empty_like(table)
+    experts = len(table)
+    out = torch.empty_like(table)
     _second[(triton.cdiv(experts, EACH),)](
-        table, seconds, counts, *scores, most, out,
-        EXPERTS=experts, LANES=power(experts), EACH=EACH, TIED=scores[1] is not None, num_warps=4,
-    )  # fmt: skip
+        table,
+        seconds,
+        counts,
+        *scores,
+        most,
+        out,
+        EXPERTS=experts,
+        LANES=power(experts),
+        EACH=EACH,
+        TIED=scores[1] is not None,
+        num_warps=4,
+    )
     return out
 
 
@@ -384,9 +532,20 @@ def _rank(index, table, counts, live, rank, slots, EXPERTS: tl.constexpr, CHUNK:
 
 @triton.jit(do_not_specialize=["slots"])  # type: ignore[untyped-decorator]
 def _place(  # type: ignore[no-untyped-def]
-    index, counts, live, rank, order, block_expert, block_first, block_count, slots,
-    EXPERTS: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    index,
+    counts,
+    live,
+    rank,
+    order,
+    block_expert,
+    block_first,
+    block_count,
+    slots,
+    EXPERTS: tl.constexpr,
+    LANES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     lane = tl.arange(0, LANES)
     each = tl.load(counts + lane, mask=lane < EXPERTS, other=0)
     begins = tl.cumsum(each, 0) - each
@@ -399,7 +558,8 @@ def _place(  # type: ignore[no-untyped-def]
         blocks = (each + TOKENS - 1) // TOKENS
         first = tl.cumsum(blocks, 0) - blocks
         for j in range(0, tl.max(blocks, 0)):
-            some, block = j < blocks, first + j
+            some = j < blocks
+            block = first + j
             tl.store(block_expert + block, lane, mask=some)
             tl.store(block_first + block, begins + j * TOKENS, mask=some)
             tl.store(block_count + block, tl.minimum(each - j * TOKENS, TOKENS), mask=some)
@@ -415,13 +575,15 @@ def sort(index: Tensor, table: Tensor, tokens: int) -> tuple[Geometry, Tensor, T
     Returns:
         the blocks, whether each slot is in one, int32 [slots], and how many of each expert are, int32 [experts].
     """
-    slots, experts = index.numel(), len(table)
+    slots = index.numel()
+    experts = len(table)
     blocks = min(slots, experts) + slots // tokens  # enough for any routing
     sizes = experts, slots, slots, slots, blocks, blocks, blocks
     apart = [-(-n // 16) * 16 for n in sizes]  # all begin on multiples of 16 bytes, for which kernels were compiled
     room = torch.zeros(sum(apart), dtype=torch.int32, device=index.device).split(apart)
     counts, live, rank, order, expert, first, count = (part[:n] for part, n in zip(room, sizes, strict=True))
-    grid, some = (triton.cdiv(slots, CHUNK),), {"EXPERTS": experts, "CHUNK": CHUNK}
+    grid = (triton.cdiv(slots, CHUNK),)
+    some = {"EXPERTS": experts, "CHUNK": CHUNK}
     _rank[grid](index, table, counts, live, rank, slots, **some)
     _place[grid](
         index, counts, live, rank, order, expert, first, count, slots, **some, LANES=power(experts), TOKENS=tokens

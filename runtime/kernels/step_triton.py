@@ -41,7 +41,8 @@ def _weighed(value, weight, FORM: tl.constexpr, OF: tl.constexpr):  # type: igno
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _norm(x, weight, out, cols, epsilon, FORM: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
     here = column < cols
     value = tl.load(x + row * cols + column, mask=here, other=0.0).to(tl.float32)
     value = value * (1.0 / tl.sqrt(tl.sum(value * value, 0) / cols + epsilon))
@@ -55,11 +56,12 @@ def norm(x: Tensor, weight: Tensor, form: str, epsilon: float) -> Tensor:
 
     `x` and `weight` are contiguous and of one dtype, which the result has, too.
     """
-    out, cols = torch.empty_like(x), x.shape[-1]
+    out = torch.empty_like(x)
+    cols = x.shape[-1]
     columns = power(cols)
     _norm[(x.numel() // cols,)](
         x, weight, out, cols, epsilon, FORM=form, COLUMNS=columns, num_warps=min(8, max(1, columns // 512))
-    )  # fmt: skip
+    )
     return out
 
 
@@ -74,25 +76,50 @@ class HeadNorm:
 
 @triton.jit(do_not_specialize=["most"])  # type: ignore[untyped-decorator]
 def _rotate(  # type: ignore[no-untyped-def]
-    x, cos, sin, q_weight, k_weight, place, query, key, value, most, q_epsilon, k_epsilon,
-    Q_FORM: tl.constexpr, K_FORM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
-    TURNED: tl.constexpr, ANGLES: tl.constexpr, PLACED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    x,
+    cos,
+    sin,
+    q_weight,
+    k_weight,
+    place,
+    query,
+    key,
+    value,
+    most,
+    q_epsilon,
+    k_epsilon,
+    Q_FORM: tl.constexpr,
+    K_FORM: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+    TURNED: tl.constexpr,
+    ANGLES: tl.constexpr,
+    PLACED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
     of: tl.constexpr = query.dtype.element_ty
     d = tl.arange(0, COLUMNS)
-    here, half = d < DIM, TURNED // 2
+    here = d < DIM
+    half = TURNED // 2
     other = tl.where(d < half, d + half, tl.where(d < TURNED, d - half, d))
     row = x + (token * (QUERIES + 2 * KEYS) + head) * DIM
     mine = tl.load(row + d, mask=here, other=0.0).to(tl.float32)
     at = token * 0
     if ROWS:
-        of_keys, of_values = _row(place, token, of), _row(place + SEQUENCES, token, of)
+        of_keys = _row(place, token, of)
+        of_values = _row(place + SEQUENCES, token, of)
         at += tl.load(place + 2 * SEQUENCES + token) - 1
-        room, begins = tl.load(place + 3 * SEQUENCES + token), 0
+        room = tl.load(place + 3 * SEQUENCES + token)
+        begins = 0
     else:
-        of_keys, of_values = key, value
-        room, begins = most, token * KEYS
+        of_keys = key
+        of_values = value
+        room = most
+        begins = token * KEYS
         if PLACED:
             at = tl.load(place).to(tl.int64)
     if head < QUERIES + KEYS:
@@ -152,12 +179,17 @@ def rotate(
         Queries [batch, heads, 1, dim]; keys and values of that shape, or the cache's; for a table, the table.
     """
     queries, keys = heads
-    batch, dim = len(x), x.shape[-1] // (queries + 2 * keys)
+    batch = len(x)
+    dim = x.shape[-1] // (queries + 2 * keys)
     query = x.new_empty(batch, queries, 1, dim)
     if place is None:
-        key, value, at = x.new_empty(batch, keys, 1, dim), x.new_empty(batch, keys, 1, dim), None
+        key = x.new_empty(batch, keys, 1, dim)
+        value = x.new_empty(batch, keys, 1, dim)
+        at = None
     elif isinstance(place, Tensor):
-        key, value, at = place, place, place
+        key = place
+        value = place
+        at = place
     else:
         key, value, at = place
     (q, q_form, q_epsilon), (k, k_form, k_epsilon) = (
@@ -165,8 +197,28 @@ def rotate(
     )
     in_rows = isinstance(place, Tensor)
     _rotate[batch, queries + 2 * keys](
-        x, cos, sin, q, k, at, query, key, value, 0 if in_rows else key.shape[2], q_epsilon, k_epsilon,
-        Q_FORM=q_form, K_FORM=k_form, QUERIES=queries, KEYS=keys, DIM=dim, TURNED=cos.shape[-1] * (1 + shared),
-        ANGLES=cos.shape[-1], PLACED=at is not None, ROWS=in_rows, COLUMNS=power(dim), num_warps=1,
-    )  # fmt: skip
+        x,
+        cos,
+        sin,
+        q,
+        k,
+        at,
+        query,
+        key,
+        value,
+        0 if in_rows else key.shape[2],
+        q_epsilon,
+        k_epsilon,
+        Q_FORM=q_form,
+        K_FORM=k_form,
+        QUERIES=queries,
+        KEYS=keys,
+        DIM=dim,
+        TURNED=cos.shape[-1] * (1 + shared),
+        ANGLES=cos.shape[-1],
+        PLACED=at is not None,
+        ROWS=in_rows,
+        COLUMNS=power(dim),
+        num_warps=1,
+    )
     return query, key, value

@@ -35,20 +35,64 @@ def _scale_of(number: int) -> str:
 
 @triton.jit(do_not_specialize=["slots", "share", "ones", "halves"])  # type: ignore[untyped-decorator]
 def _switch(  # type: ignore[no-untyped-def]
-    handles, order, block_expert, block_first, block_count, x, out, rows, cols, slots, share, ones, halves,
-    VERSIONS: tl.constexpr, GATED: tl.constexpr, TERMS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    handles,
+    order,
+    block_expert,
+    block_first,
+    block_count,
+    x,
+    out,
+    rows,
+    cols,
+    slots,
+    share,
+    ones,
+    halves,
+    VERSIONS: tl.constexpr,
+    GATED: tl.constexpr,
+    TERMS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     for i in tl.static_range(len(VERSIONS)):
         word = ones
         if VERSIONS[i][7] == 8:
             word = halves
         few(
-            handles, order, block_expert, block_first, block_count, x, out, rows, cols, slots, share,
-            VERSIONS[i][0], VERSIONS[i][1], VERSIONS[i][2], VERSIONS[i][3], VERSIONS[i][4], VERSIONS[i][5],
-            VERSIONS[i][6], word, VERSIONS[i][7], VERSIONS[i][8], _scale_of(VERSIONS[i][9]), VERSIONS[i][10],
-            VERSIONS[i][11], VERSIONS[i][12], VERSIONS[i][13], VERSIONS[i][14], GATED, False, VERSIONS[i][15],
-            VERSIONS[i][16], VERSIONS[i][17], TERMS, WIDE,
-        )  # fmt: skip
+            handles,
+            order,
+            block_expert,
+            block_first,
+            block_count,
+            x,
+            out,
+            rows,
+            cols,
+            slots,
+            share,
+            VERSIONS[i][0],
+            VERSIONS[i][1],
+            VERSIONS[i][2],
+            VERSIONS[i][3],
+            VERSIONS[i][4],
+            VERSIONS[i][5],
+            VERSIONS[i][6],
+            word,
+            VERSIONS[i][7],
+            VERSIONS[i][8],
+            _scale_of(VERSIONS[i][9]),
+            VERSIONS[i][10],
+            VERSIONS[i][11],
+            VERSIONS[i][12],
+            VERSIONS[i][13],
+            VERSIONS[i][14],
+            GATED,
+            False,
+            VERSIONS[i][15],
+            VERSIONS[i][16],
+            VERSIONS[i][17],
+            TERMS,
+            WIDE,
+        )
 
 
 @lru_cache(256)
@@ -63,9 +107,20 @@ def _versions(
         cases = few_cases(f, rows, cols, terms, gated, False)
         cases["SCALE"] = SCALES.index(cases["SCALE"])
         one = (
-            number, f.low, f.high, f.scale, f.zero, max(f.bias, 0), max(f.outer, 0), *(cases[c] for c in _CASES),
-            f.bias >= 0, f.outer >= 0, cases["U"], cases["S"], cases["EVEN"],
-        )  # fmt: skip
+            number,
+            f.low,
+            f.high,
+            f.scale,
+            f.zero,
+            max(f.bias, 0),
+            max(f.outer, 0),
+            *(cases[c] for c in _CASES),
+            f.bias >= 0,
+            f.outer >= 0,
+            cases["U"],
+            cases["S"],
+            cases["EVEN"],
+        )
         warps = cases["num_warps"]
         out[warps] = (*out.get(warps, ()), one)
     return out
@@ -91,10 +146,25 @@ def switched(
     parts = _versions(tuple(forms), tuple(served), matrix.rows >> gated, matrix.cols, terms, gated)
     for warps, versions in parts.items():
         _switch[slots, -(-(matrix.rows >> gated) // DECODE.rows)](
-            handles, geometry.order, geometry.expert, geometry.first, geometry.count, x, out,
-            matrix.rows, matrix.cols, slots, slots // len(x), *ONES, VERSIONS=versions, GATED=gated,
-            TERMS=terms, WIDE=not x.is_cuda, num_warps=warps, num_stages=1,
-        )  # fmt: skip
+            handles,
+            geometry.order,
+            geometry.expert,
+            geometry.first,
+            geometry.count,
+            x,
+            out,
+            matrix.rows,
+            matrix.cols,
+            slots,
+            slots // len(x),
+            *ONES,
+            VERSIONS=versions,
+            GATED=gated,
+            TERMS=terms,
+            WIDE=not x.is_cuda,
+            num_warps=warps,
+            num_stages=1,
+        )
 
 
 @triton.jit
@@ -106,7 +176,8 @@ def _rounded(value, y, gates):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _sum(y, gates, live, out, rows, TOP_K: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    token, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    token = tl.program_id(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([COLUMNS], tl.float32)
     for j in tl.static_range(TOP_K):
         slot = token * TOP_K + j
@@ -125,7 +196,8 @@ def summed(y: Tensor, gates: Tensor, live: Tensor, dtype: torch.dtype) -> Tensor
         gates: [tokens, top_k], contiguous.
         live: int32 [tokens x top_k].
     """
-    tokens, rows = len(gates), y.shape[1]
+    tokens = len(gates)
+    rows = y.shape[1]
     out = torch.empty(tokens, rows, dtype=dtype, device=y.device)
     columns = min(512, power(rows))
     _sum[tokens, -(-rows // columns)](y, gates, live, out, rows, TOP_K=gates.shape[1], COLUMNS=columns)

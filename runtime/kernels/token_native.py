@@ -62,13 +62,21 @@ class Projection:
                 raise ValueError(f"a norm of {len(norm.weight)} numbers for rows of {n} in heads of {head}")
         if len(rows) != 3 or rows[1] % head or rows[0] % head or rows[1] != rows[2]:
             raise ValueError(f"matrices of {rows} rows for heads of {head}")
-        self._of, self._head, self._norms, self.rows, self._shared = of, head, tuple(norms), rows, shared
+        self._of = of
+        self._head = head
+        self._norms = tuple(norms)
+        self.rows = rows
+        self._shared = shared
         found = [norm or Norm(torch.empty(0), 0, 0.0) for norm in norms]
         self._call = _Project(
-            of=of.address, cols=of.cols, head=head, weight=tuple(n and n.weight.data_ptr() for n in norms),
-            norm_cols=tuple(len(n.weight) for n in found), norm_form=tuple(n.form for n in found),
+            of=of.address,
+            cols=of.cols,
+            head=head,
+            weight=tuple(n and n.weight.data_ptr() for n in norms),
+            norm_cols=tuple(len(n.weight) for n in found),
+            norm_form=tuple(n.form for n in found),
             epsilon=tuple(n.epsilon for n in found),
-        )  # fmt: skip
+        )
 
     def run(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, threads: int | None = None) -> list[Tensor]:
         """Return queries, keys and values, bfloat16 [batch, heads, tokens, head] each.
@@ -83,24 +91,32 @@ class Projection:
             MemoryError: when memory for activations is short.
         """
         batch, tokens, cols = x.shape
-        n, head = batch * tokens, self._head
+        n = batch * tokens
+        head = self._head
         angles = 0 if cos is None else cos.shape[-1]
         turned = angles * (1 + self._shared)
         if cols != self._of.cols or turned > head or turned % 2 or (cos is not None and cos.numel() != n * angles):
             raise ValueError(f"x {tuple(x.shape)} and {turned} rotated numbers do not fit")
         made = x.new_empty(n * sum(self.rows))
         call = _Project.from_buffer_copy(self._call)
-        call.tokens, call.tiles, call.threads = n, has_tiles(torch.bfloat16), threads or torch.get_num_threads()
-        call.x, call.out, call.turned, call.angles = x.data_ptr(), made.data_ptr(), turned, angles
+        call.tokens = n
+        call.tiles = has_tiles(torch.bfloat16)
+        call.threads = threads or torch.get_num_threads()
+        call.x = x.data_ptr()
+        call.out = made.data_ptr()
+        call.turned = turned
+        call.angles = angles
         if cos is not None and sin is not None:
-            call.cos, call.sin = cos.data_ptr(), sin.data_ptr()
+            call.cos = cos.data_ptr()
+            call.sin = sin.data_ptr()
         failed = library.moepack_affine_project(ctypes.addressof(call))
         if failed == 1:
             raise MemoryError(f"no memory for {n} activations")
         if failed:
             form = self._of.matrices[failed - 2].form
             raise unknown_form(form.name, form.bits, form.group)
-        out, at = [], 0
+        out = []
+        at = 0
         for rows in self.rows:
             heads = rows // head
             out.append(made.as_strided((batch, heads, tokens, head), (tokens * rows, head, rows, 1), at))
@@ -125,7 +141,8 @@ class GatedExperts:
         up, down = forms.matrices
         if up.rows != 2 * down.cols or up.cols != down.rows:
             raise ValueError(f"[{up.rows}, {up.cols}] and [{down.rows}, {down.cols}] do not make gated experts")
-        self._forms, count = forms, len(forms.numbers)
+        self._forms = forms
+        count = len(forms.numbers)
         each = (
             Gemm(rows=m.rows, cols=m.cols, versions=count, x_bf16=1, out_bf16=1, forms=forms.address(i))
             for i, m in enumerate(forms.matrices)
@@ -159,19 +176,35 @@ class GatedExperts:
         call = _Experts.from_buffer_copy(self._call)
         if x.shape != (tokens, call.up.cols) or gates.shape != index.shape or not tokens:
             raise ValueError(f"x {tuple(x.shape)}, index {tuple(index.shape)}, gates {tuple(gates.shape)} do not fit")
-        threads, tiles = threads or torch.get_num_threads(), has_tiles(torch.bfloat16)
-        out, wide = torch.empty_like(x), gates.float().contiguous()
+        threads = threads or torch.get_num_threads()
+        tiles = has_tiles(torch.bfloat16)
+        out = torch.empty_like(x)
+        wide = gates.float().contiguous()
         # Without tiles none is skipped: an expert that a token chooses twice has more slots than there are tokens
         limits = limits if tiles else self._forms.unlimited
-        table, chosen, most = handles.ctypes.data, index.data_ptr(), limits.ctypes.data
+        table = handles.ctypes.data
+        chosen = index.data_ptr()
+        most = limits.ctypes.data
         for gemm in (call.up, call.down):
-            gemm.experts, gemm.slots, gemm.tiles, gemm.threads = len(handles), tokens * top_k, tiles, threads
-            gemm.index, gemm.handles, gemm.limits = chosen, table, most
-        call.up.x, call.up.share, call.down.share = x.data_ptr(), top_k, 1
+            gemm.experts = len(handles)
+            gemm.slots = tokens * top_k
+            gemm.tiles = tiles
+            gemm.threads = threads
+            gemm.index = chosen
+            gemm.handles = table
+            gemm.limits = most
+        call.up.x = x.data_ptr()
+        call.up.share = top_k
+        call.down.share = 1
         add = call.sum
-        add.tokens, add.top_k, add.experts, add.threads = tokens, top_k, len(handles), threads
+        add.tokens = tokens
+        add.top_k = top_k
+        add.experts = len(handles)
+        add.threads = threads
         add.round = gates.dtype == torch.bfloat16
-        add.index, add.gates, add.out = chosen, wide.data_ptr(), out.data_ptr()
+        add.index = chosen
+        add.gates = wide.data_ptr()
+        add.out = out.data_ptr()
         failed = library.moepack_affine_experts(ctypes.addressof(call))
         if failed == 1:
             raise MemoryError(f"no memory for {tokens} activations")

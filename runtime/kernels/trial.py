@@ -106,7 +106,11 @@ def _wrong_form(version: Version, extent: Tensor, random: np.random.Generator) -
 
 def _wrong_others(random: np.random.Generator) -> Iterator[str]:
     """Try what no model's own module is compared with when it is loaded: attention, rotation, weighted sums."""
-    batch, groups, shared, length, cols = 2, 2, 3, 37, 80
+    batch = 2
+    groups = 2
+    shared = 3
+    length = 37
+    cols = 80
     query = _numbers(random, batch, groups * shared, 1, cols).bfloat16()
     key, value = (_numbers(random, batch, groups, length, cols).bfloat16() for _ in range(2))
     scale = cols**-0.5
@@ -128,7 +132,8 @@ def _wrong_others(random: np.random.Generator) -> Iterator[str]:
             if _differs(x, wanted, allowed):
                 yield f"rotation by {block} in {str(dtype).removeprefix('torch.')}"
     for dtype, allowed in ALLOWED.items():
-        rows, gates = _numbers(random, 15, MATRIX.cols).to(dtype), _numbers(random, 5, 3).to(dtype)
+        rows = _numbers(random, 15, MATRIX.cols).to(dtype)
+        gates = _numbers(random, 5, 3).to(dtype)
         out = torch.full((5, MATRIX.cols), math.nan, dtype=dtype)
         native.combine(rows, torch.zeros(5, 3, dtype=torch.int64), gates, 1, out, threads=1)
         total = np.einsum("tkc,tk->tc", rows.double().numpy().reshape(5, 3, -1), gates.double().numpy())

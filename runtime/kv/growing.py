@@ -27,13 +27,17 @@ class _Room:
     """
 
     def __init__(self, tensor: Tensor, filled: int) -> None:
-        self.tensor, self.filled = tensor, filled  # [..., capacity, cols], and how many tokens have been written
+        # [..., capacity, cols], and how many tokens have been written
+        self.tensor = tensor
+        self.filled = filled
 
 
 class GrowingLayer(DynamicLayer):
     """A `DynamicLayer` with the same keys and values, which may be parts of larger tensors."""
 
-    number, most = 0, 0  # its place among the cache's layers; the tokens that the workload was loaded for
+    # its place among the cache's layers; the tokens that the workload was loaded for
+    number = 0
+    most = 0
     spare = SPARE  # the most tokens for which it takes memory ahead; 1 takes none
     keys: Any
     values: Any
@@ -48,7 +52,8 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def _appended(self, held: Tensor, new: Tensor) -> Tensor:
-        n, room = held.shape[-2], _room_of(held)
+        n = held.shape[-2]
+        room = _room_of(held)
         with _claiming:
             claimed = room is not None and _has_place(room, n)
             if room is not None and claimed:
@@ -72,7 +77,8 @@ class GrowingLayer(DynamicLayer):
             return 0
         out = 0
         for held in (self.keys, self.values):
-            n, room = held.shape[-2], _room_of(held)
+            n = held.shape[-2]
+            room = _room_of(held)
             if room is None or not _has_place(room, n):
                 token = held.numel() // n * held.element_size()
                 out += self._capacity(n + 1) * token - held.untyped_storage().nbytes()
@@ -122,5 +128,6 @@ def growth(cache: Any, spare: int = SPARE) -> tuple[int, int, bool]:
     growing = [layer for layer in layers if type(layer) is GrowingLayer]
     for layer in growing:
         layer.spare = spare
-    added, token = sum(layer.grows() for layer in growing), sum(layer.token_bytes for layer in growing)
+    added = sum(layer.grows() for layer in growing)
+    token = sum(layer.token_bytes for layer in growing)
     return added, token, bool(growing) and len(growing) == len(layers)

@@ -43,11 +43,13 @@ class Places:
 
 def lay_out(layers: Sequence[tuple[Sequence[Matrix], int]], version: Version) -> tuple[list[Places], int]:
     """Return the places of each layer's pages, and the bytes of the range. `layers`: (matrices, number of experts)."""
-    places, first = [], 0
+    places = []
+    first = 0
     for matrices, experts in layers:
         size = version.resident_size(matrices)
         stride = align(size, HUGE if size >= HUGE else MEMORY_PAGE)
-        at, sizes = page_starts(matrices, version), page_sizes(matrices, version)
+        at = page_starts(matrices, version)
+        sizes = page_sizes(matrices, version)
         places.append(Places(first, stride, at, sizes, size))
         first += stride * experts
     return places, first
@@ -97,18 +99,21 @@ class CpuAddressSpace:
         For 6 MiB, a move takes 5 us if aligned to 2 MiB and 21 us otherwise; new memory takes 7 ms with its faults.
         Raises MemoryError when the system refuses.
         """
-        to, room = self.address(page), self.size(page)
+        to = self.address(page)
+        room = self.size(page)
         if source is None:
             self._open(to, room)
             self.fresh += 1
             return
-        at, had = self.address(source), self.size(source)
+        at = self.address(source)
+        had = self.size(source)
         both = min(had, room)
         if self._can_move and self._libc.mremap(at, both, both, _MOVE, to) == to:
             self.moved += 1
         else:  # the system lacks such moves, or mappings: take new memory instead
             self._reserve(to, room)  # the failed move may have unmapped it
-            self._can_move, both = False, 0
+            self._can_move = False
+            both = 0
             self.fresh += 1
         self._reserve(at, had)
         if room > both:
@@ -119,10 +124,12 @@ class CpuAddressSpace:
 
         `source` and `target` are (layer position, expert). One call takes half the time of two.
         """
-        of, to = self._places[source[0]], self._places[target[0]]
+        of = self._places[source[0]]
+        to = self._places[target[0]]
         if not self._can_move or of.sizes != to.sizes:
             return False
-        size, at = sum(of.sizes), self.address((0, *source))
+        size = sum(of.sizes)
+        at = self.address((0, *source))
         place = self.address((0, *target))
         if self._libc.mremap(at, size, size, _MOVE, place) != place:
             self._reserve(place, size)  # the failed move may have unmapped it

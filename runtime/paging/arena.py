@@ -42,7 +42,8 @@ class Arena:
 
     def words(self, table: npt.NDArray[np.uint64], pages: Sequence[Mapped], version: int) -> npt.NDArray[np.int64]:
         """Return a layer's handles, int64 [experts]: `table` with the slots of these pages, of the version's number."""
-        out, first = table.view(np.int64).copy(), self._memory.data_ptr()
+        out = table.view(np.int64).copy()
+        first = self._memory.data_ptr()
         for mapped in pages:
             out[mapped.page[2]] = handle(first + mapped.block * self._slot, version)
         return out

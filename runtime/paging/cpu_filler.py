@@ -101,8 +101,10 @@ class CpuFiller(PageFiller):
 
         `layers` are given with the forms of their matrices in memory. `stored` takes a layer's position and an expert.
         """
-        self.space, self._version = space, version
-        self._layers, self._stored = tuple(layers), stored
+        self.space = space
+        self._version = version
+        self._layers = tuple(layers)
+        self._stored = stored
         self._staging = [CpuMemory(staging).tensor.numpy() for _ in range(LOADERS)]
 
     def extent(self, position: int, expert: int) -> Tensor:

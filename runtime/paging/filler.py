@@ -75,10 +75,14 @@ class RunPages:
         self, paging: Any, run: LayerRun, snapshot: Snapshot, position: int, active: Sequence[int], step: Any
     ) -> None:
         self.position = position
-        self.waits, self.waited = 0, 0.0  # how many experts the run waited for, and the seconds of that
+        # how many experts the run waited for, and the seconds of that
+        self.waits = 0
+        self.waited = 0.0
         self.demanded = [0, 0]  # bytes of weights that only this run asked for, from [packed, stored] extents
         self.issued: list[Any] = []  # `GpuWork` (gpu_filler.py), which `Paging` checks later
-        self._paging, self._snapshot, self._step = paging, snapshot, step
+        self._paging = paging
+        self._snapshot = snapshot
+        self._step = step
         wanted = set(active)
         self._needed = tuple([m for m in pages if m.page[2] in wanted] for pages in run.pages)
         self._own: tuple[dict[int, Mapped], ...] = tuple({} for _ in run.pages)
@@ -112,7 +116,8 @@ class RunPages:
 
     def _gather(self, kind: int) -> None:
         """Wait for others' loads, or take over those that have not begun; bind blocks to pages that this run loads."""
-        own, paging = self._own[kind], self._paging
+        own = self._own[kind]
+        paging = self._paging
         began = time.perf_counter()
         for mapped in own.values():
             paging.place(mapped)

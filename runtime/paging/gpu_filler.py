@@ -124,7 +124,8 @@ class GpuRunPages(RunPages):
 
     def _write_handles(self) -> None:
         """Copy the layer's handles to the step's table, which no other step reads, from memory used for this alone."""
-        gpu, snapshot = self._device.gpu, self._snapshot
+        gpu = self._device.gpu
+        snapshot = self._snapshot
         number = snapshot.of.numbers[self._paging.filler.version.name]
         words = self._paging.space.words(snapshot.table, self._needed[0], number)
         pinned = gpu.pinned(words.nbytes)
@@ -133,7 +134,9 @@ class GpuRunPages(RunPages):
 
     def _decode(self, own: dict[int, Mapped]) -> None:
         """Decode all matrices of all missing packed experts in one launch."""
-        gpu, space, count = self._device.gpu, self._paging.space, len(self._snapshot.of.layer.matrices)
+        gpu = self._device.gpu
+        space = self._paging.space
+        count = len(self._snapshot.of.layer.matrices)
         self._paging.filler.follow(event for mapped in own.values() for event in mapped.after)
         experts = [(self._packed(expert), space.slot(mapped)) for expert, mapped in own.items()]
         report = self._device.decode(experts, range(count))
@@ -168,8 +171,12 @@ class GpuFiller(PageFiller):
         """
         gpu: TorchGpu = device.gpu
         self.space = Arena(gpu, [layer for layer, _ in layers], version, size)
-        self.gpu, self.device, self.version = gpu, device, version
-        self._layers, self._stored, self._none = tuple(layers), stored, torch.empty(0, dtype=torch.uint8)
+        self.gpu = gpu
+        self.device = device
+        self.version = version
+        self._layers = tuple(layers)
+        self._stored = stored
+        self._none = torch.empty(0, dtype=torch.uint8)
         self._slots = [_Slot(gpu.pinned(staging), gpu.memory(staging)) for _ in range(LOADERS)]
 
     def extent(self, position: int, expert: int) -> Tensor:
@@ -189,7 +196,8 @@ class GpuFiller(PageFiller):
 
         An extent in pinned memory is copied at once, another first read and digested in the loader's pinned buffer.
         """
-        slot, device = self._slots[loader], self.device
+        slot = self._slots[loader]
+        device = self.device
         slot.wait()
         stored = self._stored(position, expert)
         slot.held = device.hold(stored)
@@ -203,9 +211,13 @@ class GpuFiller(PageFiller):
 
     def fill(self, loader: int, packed: GpuPackedExtent, mapped: Mapped) -> GpuFilled:
         """Decode each matrix on its stream, after the copy of its bytes and all work on the slot's old page."""
-        slot, gpu, to = self._slots[loader], self.gpu, self.space.slot(mapped)
+        slot = self._slots[loader]
+        gpu = self.gpu
+        to = self.space.slot(mapped)
         is_read = packed.extent.data_ptr() == slot.device.data_ptr()
-        copied, events, reports = slot.busy if is_read else (), [], []
+        copied = slot.busy if is_read else ()
+        events = []
+        reports = []
         for matrix in range(len(self._layers[mapped.page[1]][0].matrices)):
             with gpu.loading(matrix % LOADS):
                 self.follow((*copied, *mapped.after))

@@ -31,8 +31,11 @@ def gpu_rates(bundle: Bundle, ladder: Ladder, device: torch.device) -> tuple[flo
     """
     version = paged_version(ladder)
     assert version is not None
-    gpu, store, layer = torch_cuda.TorchGpu(device), BackingStore(bundle), bundle.layers[0]
-    forms, size = make_forms(layer.matrices, version), version.resident_size(layer.matrices)
+    gpu = torch_cuda.TorchGpu(device)
+    store = BackingStore(bundle)
+    layer = bundle.layers[0]
+    forms = make_forms(layer.matrices, version)
+    size = version.resident_size(layer.matrices)
     try:
         stored = [store.stored(version.name, 0, e % layer.experts) for e in range(max(EXPERTS, LOADERS))]
         pinned = [gpu.pinned(s.size) for s in stored]

@@ -40,11 +40,15 @@ class PagesInPlace:
 
     def __init__(self, device: CudaDevice, layers: Sequence[LayerExperts], version: Version, size: InPlaceSize) -> None:
         """Allocate the slots."""
-        self.counts, self.filler = PagingCounts(), self
-        self._device, self._version, self._layers = device, version, tuple(x.of for x in layers)
+        self.counts = PagingCounts()
+        self.filler = self
+        self._device = device
+        self._version = version
+        self._layers = tuple(x.of for x in layers)
         self._bytes = device.gpu.block(size.bytes)
         parts = self._bytes[: size.bytes].split([size.experts * size.slot, size.experts * size.stage, size.places])
-        self._slots, self._places = parts[0].view(size.experts, size.slot), parts[2]
+        self._slots = parts[0].view(size.experts, size.slot)
+        self._places = parts[2]
         self._stage = parts[1].view(size.experts, size.stage).view(torch.int32)
         self._parts: dict[tuple[int, int], tuple[CodedPart, ...]] = {}
         self._of: list[Any] = []  # the `CodedLayer` of each layer, once all experts are loaded
@@ -52,7 +56,8 @@ class PagesInPlace:
         self._report = device.gpu.pinned(4 * len(layers)).view(torch.int32).zero_()
         self._reported: StreamMark | None = None
         for position, layer in enumerate(self._layers):
-            layer.in_place, layer.second = partial(self.decode, position), _coded_bytes
+            layer.in_place = partial(self.decode, position)
+            layer.second = _coded_bytes
 
     # --- handles
 
@@ -66,7 +71,8 @@ class PagesInPlace:
 
         Raises BundleError when they are malformed.
         """
-        of, key = self._layers[position], (position, expert)
+        of = self._layers[position]
+        key = (position, expert)
         if key not in self._parts:  # its bytes in host memory, which come first
             try:
                 self._parts[key] = parts_of(of.layer, extent.numpy())
@@ -117,7 +123,8 @@ class PagesInPlace:
 
     def _all_places(self) -> list[Any]:
         """Copy to the device where each expert's matrices are in its extent."""
-        out, begins = [], 0
+        out = []
+        begins = 0
         for position, of in enumerate(self._layers):
             made = self._places_in(position)
             given = np.concatenate([x.reshape(-1).view(np.uint8) for x in made])
@@ -128,16 +135,24 @@ class PagesInPlace:
             most = max(-(-m.weights // TILE) for m in of.layer.matrices), int(made[1].max())
             out.append(
                 exponent_triton.CodedLayer(
-                    fields.view(torch.int64).view(made[0].shape), tables.view(torch.uint16).view(made[2].shape),
-                    words.view(torch.int64), self._stage, self._slots, self._status[position : position + 1], most,
+                    fields.view(torch.int64).view(made[0].shape),
+                    tables.view(torch.uint16).view(made[2].shape),
+                    words.view(torch.int64),
+                    self._stage,
+                    self._slots,
+                    self._status[position : position + 1],
+                    most,
                     any(m.bias for m in of.layer.matrices),
                 )
-            )  # fmt: skip
+            )
         return out
 
     def _places_in(self, position: int) -> tuple[Array, Array, Array]:
         """Return a layer's `fields`, `sizes` and `tables`, as in `CodedLayer`."""
-        of, fields, tables, sizes = self._layers[position], [], [], []
+        of = self._layers[position]
+        fields = []
+        tables = []
+        sizes = []
         shape = of.layer.experts, len(of.layer.matrices)
         for e in range(of.layer.experts):
             end = 0
@@ -151,9 +166,10 @@ class PagesInPlace:
                 end = max(end, part.at + part.size, bias[0] + 2 * bias[2])
             sizes.append(-(-end // 16) * 4)  # blocks are whole pages
         return (
-            np.array(fields, np.int64).reshape(*shape, -1), np.array(sizes, np.int64),
+            np.array(fields, np.int64).reshape(*shape, -1),
+            np.array(sizes, np.int64),
             np.array(tables, np.uint16).reshape(*shape, -1),
-        )  # fmt: skip
+        )
 
     # --- the end
 

@@ -66,11 +66,15 @@ class Paging:
         `layers` is the number of layers with experts. `mark` returns an event that ends with the computation issued so
         far. With `ahead`, the next layer's experts may be loaded while a layer runs.
         """
-        self.filler, self.window, self.counts = filler, window, PagingCounts()
+        self.filler = filler
+        self.window = window
+        self.counts = PagingCounts()
         self.space = filler.space
         # Where experts have addresses, blocks are moved to them; else a block stays, and is filled where it is
         self._addresses = filler.space if isinstance(filler.space, CpuAddressSpace) else None
-        self._layers, self._mark, self._ahead = layers, mark, ahead
+        self._layers = layers
+        self._mark = mark
+        self._ahead = ahead
         self._lock = threading.RLock()  # taken directly: an interruption in Condition.__enter__ would leave it locked
         self._change = threading.Condition(self._lock)
         self._line: deque[object] = deque()  # runs that wait for blocks, in turn
@@ -100,7 +104,8 @@ class Paging:
         active = np.flatnonzero((chosen > 0) & paged).tolist()
         self._settle(step)
         began = time.perf_counter()
-        ahead, step.ahead = step.ahead, None
+        ahead = step.ahead
+        step.ahead = None
         if ahead is not None and ahead.pages[0][0].page[1] != position:
             self.let_go(ahead)
             ahead = None
@@ -133,7 +138,8 @@ class Paging:
 
         Raises BundleError when a load found damaged bytes. Other steps that read the page check it themselves.
         """
-        issued, step.issued = step.issued, []
+        issued = step.issued
+        step.issued = []
         wrong: BaseException | None = None
         for one in issued:
             error = one.ended()
@@ -285,7 +291,8 @@ class Paging:
         self.filler.rest(loader)
 
     def _bring(self, load: Load, loader: int) -> None:
-        left, filler = list(load.pages), self.filler
+        left = list(load.pages)
+        filler = self.filler
         try:
             for mapped in left:
                 self.place(mapped)

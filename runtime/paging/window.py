@@ -90,7 +90,8 @@ class Window:
         self._of = tuple(_Blocks() for _ in blocks)
         for d, of in enumerate(self._of):
             of.free |= {b: Mapped((d, 0, 0), b, None, ()) for b in reversed(range(blocks[d]))}
-        self._stale, self._keeps = STALE * layers, keeps
+        self._stale = STALE * layers
+        self._keeps = keeps
         self.taken = 0  # how many runs took pages so far
         self.hits = self.misses = 0  # pages that had, or lacked, a block when a run took them
 
@@ -132,12 +133,15 @@ class Window:
             left = (
                 of.free.pop(page, None) or of.free.popitem()[1]
             )  # the block bound to the page first: another must not be bound over it
-            at, after = left.at, left.after
+            at = left.at
+            after = left.after
         else:
             oldest = next(iter(of.idle.values()))
             left = oldest if self.taken - oldest.used > self._stale else next(reversed(of.idle.values()))
             del of.idle[left.page], of.pages[left.page]
-            left.state, at, after = State.EVICTING, left.page, left.reads
+            left.state = State.EVICTING
+            at = left.page
+            after = left.reads
         made = of.pages[page] = Mapped(page, left.block, at, _running(after), is_loading=True)
         if at is not None and at != page:
             of.evicting[at] = made
@@ -150,14 +154,18 @@ class Window:
         """
         if mapped.at is not None:
             self._of[mapped.page[0]].evicting.pop(mapped.at, None)
-        mapped.at, mapped.after, mapped.is_moving = mapped.page, (), False
+        mapped.at = mapped.page
+        mapped.after = ()
+        mapped.is_moving = False
 
     def loaded(self, mapped: Mapped, filled: Any = None) -> None:
         """Mark a page resident: its bytes are in place, or will be once the load `filled` has ended.
 
         Streams that read the page wait for `filled`, and its block is not moved before that.
         """
-        mapped.state, mapped.is_loading, mapped.filled = State.RESIDENT, False, filled
+        mapped.state = State.RESIDENT
+        mapped.is_loading = False
+        mapped.filled = filled
         self._unpin(mapped, () if filled is None else filled.events)
 
     def spoiled(self, mapped: Mapped, error: BaseException) -> None:
@@ -166,7 +174,8 @@ class Window:
         if mapped.state is not State.RESIDENT or of.pages.get(mapped.page) is not mapped:
             return
         of.idle.pop(mapped.page, None)
-        mapped.state, mapped.error = State.LOADING, error
+        mapped.state = State.LOADING
+        mapped.error = error
         mapped.pins += 1
         self._unpin(mapped, ())
 
@@ -175,14 +184,16 @@ class Window:
         assert mapped.is_moving
         if mapped.at is not None:
             self._of[mapped.page[0]].evicting.pop(mapped.at, None)
-        mapped.at, mapped.is_moving = None, False
+        mapped.at = None
+        mapped.is_moving = False
 
     def gave_up(self, mapped: Mapped, error: BaseException | None = None, after: Iterable[Completion] = ()) -> None:
         """Note a load that failed or was not done. A run that holds the page may load it, else its block is free.
 
         `after` holds events of work that may still write to the page.
         """
-        mapped.is_loading, mapped.error = False, error
+        mapped.is_loading = False
+        mapped.error = error
         mapped.after = (*mapped.after, *after)
         self._unpin(mapped, ())
 

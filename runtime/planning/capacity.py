@@ -36,7 +36,8 @@ def even_bytes(sizes: Sizes, experts: Sequence[int], room: int) -> list[int]:
 
     `sizes` [layers][placements] have the base last; `experts` are [layers].
     """
-    units, spans = [], []
+    units = []
+    spans = []
     for row, n in zip(sizes, experts, strict=True):
         above = sorted({size - row[-1] for size in row} | {0})
         unit = max(1, min((b - a for a, b in pairwise(above)), default=1))

@@ -28,7 +28,9 @@ from .config import TOP_K
 log = logging.getLogger("moepack.runtime")
 FAR = 4096  # the longest context measured has at least this many tokens: activations grow with the cache
 LOOPED = 2048  # the longest context measured for models whose number of operations (0.1 ms each) grows with the context
-ROUNDED, STAGED = 2 << 20, 20 << 20  # bytes, of torch's allocator (c10/core/AllocatorConfig.h)
+# bytes, of torch's allocator (c10/core/AllocatorConfig.h)
+ROUNDED = 2 << 20
+STAGED = 20 << 20
 KEPT = 8  # measurements kept in the process: one model is often planned and loaded several times
 
 
@@ -161,21 +163,30 @@ def plain_config(config: Any) -> dict[str, Any]:
 
 
 def _measure(
-    config: Any, dtype: torch.dtype, device: torch.device, layers: Sequence[ExpertLayer], workload: Workload,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    layers: Sequence[ExpertLayer],
+    workload: Workload,
     packed: bool,
-) -> tuple[MeasuredNeeds, int]:  # fmt: skip
+) -> tuple[MeasuredNeeds, int]:
     from .skeleton import SHORT, Probe, skeleton  # which imports transformers' models
 
     model, mode = skeleton(config, dtype)
     probe = Probe(model, layers, device, mode)
     shape = probe.kv_shape()
-    dense, lone, maps = dense_bytes(model, layers), lone_embedding(model), dense_shapes(model)
+    dense = dense_bytes(model, layers)
+    lone = lone_embedding(model)
+    maps = dense_shapes(model)
     cached = bool(shape.parts)
     probe.shorten()
     probe.headroom([SHORT], 1, cached=cached)
     short = probe.calls
-    activations, kept, passes = 0, 0, Activations()
-    tokens, batch = workload.prefill_tokens, workload.batch
+    activations = 0
+    kept = 0
+    passes = Activations()
+    tokens = workload.prefill_tokens
+    batch = workload.batch
     if tokens:
         activations = probe.headroom([tokens], batch, 0, workload.all_logits, cached)[0]
         most = LOOPED if probe.calls > 1.2 * short else 1 << 40
@@ -188,7 +199,8 @@ def _measure(
             passes = Activations((1, tokens), (near + tokens, far + tokens), corners)
         else:
             double = probe.headroom([2 * tokens], batch, 0, workload.all_logits, False)[0]
-            once, twice = activations / batch, double / batch
+            once = activations / batch
+            twice = double / batch
             passes = Activations((tokens, 2 * tokens), (0, 1), (once, once, twice, twice))
         activations = max(activations, passes.bytes(tokens, max(tokens, workload.kv_tokens), batch))
         if device.type == "cpu":

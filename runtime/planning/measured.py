@@ -109,9 +109,15 @@ def _write(file: Path, found: tuple[MeasuredNeeds, int]) -> None:
     needs, dense = found
     shape = needs.passes
     kept = {
-        "kv": needs.kv.parts, "activations": needs.activations, "passes": shape.passes, "lengths": shape.lengths,
-        "corners": shape.corners, "kept": needs.kept, "embedding": needs.embedding, "dense": dense,
-    }  # fmt: skip
+        "kv": needs.kv.parts,
+        "activations": needs.activations,
+        "passes": shape.passes,
+        "lengths": shape.lengths,
+        "corners": shape.corners,
+        "kept": needs.kept,
+        "embedding": needs.embedding,
+        "dense": dense,
+    }
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_whole(file, json.dumps(kept))

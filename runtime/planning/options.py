@@ -17,14 +17,26 @@ from .sizes import Bound, parse_bound, parse_size
 METHOD = "moepack"  # the name of the quantisation method in transformers
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Environment variables
-POLICY, DENSE, DEVICE_MEMORY, MEMORY = "MOEPACK_POLICY", "MOEPACK_DENSE", "MOEPACK_DEVICE_MEMORY", "MOEPACK_MEMORY"
+POLICY = "MOEPACK_POLICY"
+DENSE = "MOEPACK_DENSE"
+DEVICE_MEMORY = "MOEPACK_DEVICE_MEMORY"
+MEMORY = "MOEPACK_MEMORY"
 CHECKED = "MOEPACK_CHECKED"
 AUTO = "auto"  # the memory limit that follows from what the control group and the system have left
 WORKLOAD = ("kv_tokens", "batch", "prefill_tokens", "all_logits")
 SERVED = (
-    "policy", "dense", "max_tpot", "device_memory", "memory", "host_memory", "host_rate", "host_threads", "profile",
-    "checked", *WORKLOAD,
-)  # fmt: skip
+    "policy",
+    "dense",
+    "max_tpot",
+    "device_memory",
+    "memory",
+    "host_memory",
+    "host_rate",
+    "host_threads",
+    "profile",
+    "checked",
+    *WORKLOAD,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +198,8 @@ class LoadOptions:
                 self.filled(**{field: sizes[field]})
             except InputError as error:
                 raise InputError(f"{variable}: {error}") from None
-        policy, dense = os.environ.get(POLICY) or None, os.environ.get(DENSE) or None if has_dense else None
+        policy = os.environ.get(POLICY) or None
+        dense = os.environ.get(DENSE) or None if has_dense else None
         checked = True if os.environ.get(CHECKED, "") not in ("", "0") else None
         return self.filled(policy=policy, dense=dense, checked=checked, **sizes)
 

@@ -51,7 +51,8 @@ class Outputs:
         `given` are the pass's arguments by name, with defaults. `tokens` and `length` are the new tokens and the cached
         tokens of each of `batch` sequences.
         """
-        text, total = config.get_text_config(), tokens * batch
+        text = config.get_text_config()
+        total = tokens * batch
         hidden, attentions, router = (name not in self.flags and _is_on(text, given, name) for name in FLAGS)
         size = self._logits(given, tokens) * batch
         if hidden:

@@ -25,7 +25,10 @@ from moepack.runtime.policies.placements import PAGED, Where
 LOADERS = 2  # threads that load experts beside the forward pass
 # Bytes of torch's segments (c10/core/AllocatorConfig.h): blocks up to SMALL share 2 MiB, below LARGE 20 MiB; each
 # larger one takes whole 2 MiB
-SMALL, LARGE, SMALL_SEGMENT, LARGE_SEGMENT = 1 << 20, 10 << 20, 2 << 20, 20 << 20
+SMALL = 1 << 20
+LARGE = 10 << 20
+SMALL_SEGMENT = 2 << 20
+LARGE_SEGMENT = 20 << 20
 BRIEFLY = 0.08  # seconds for which the bandwidth of one source is measured
 
 
@@ -120,8 +123,10 @@ def measure_rates(bundle: Bundle, ladder: Ladder) -> tuple[float, ...]:
     """
     version = paged_version(ladder)
     assert version is not None
-    layer, threads = bundle.layers[0], torch.get_num_threads()
-    size, count = version.resident_size(layer.matrices), min(layer.experts, 4)
+    layer = bundle.layers[0]
+    threads = torch.get_num_threads()
+    size = version.resident_size(layer.matrices)
+    count = min(layer.experts, 4)
     outs = [np.empty(size, np.uint8) for _ in range(LOADERS)]
     stored = partial(bundle.extent, version.name, 0)  # reads and digests an expert's extent
     restore = partial(version.restore, layer.matrices)
@@ -143,9 +148,12 @@ def by_placement(ladder: Ladder, packed: float, stored: float) -> tuple[float, .
 def rate(work: Callable[[int], object]) -> float:
     """Return the highest rate of calls of `work`, in calls a second: other programs may slow some calls down."""
     work(0)  # the first call compiles a GPU's kernels
-    best, began, i = float("inf"), time.perf_counter(), 0
+    best = float("inf")
+    began = time.perf_counter()
+    i = 0
     while time.perf_counter() - began < BRIEFLY or i < 3:
         at = time.perf_counter()
         work(i)
-        best, i = min(best, time.perf_counter() - at), i + 1
+        best = min(best, time.perf_counter() - at)
+        i = i + 1
     return 1 / best

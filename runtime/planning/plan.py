@@ -114,7 +114,8 @@ class Plan:
 
     def is_of_base(self, number: int) -> bool:
         """Whether a placement has the bytes that the base has in host memory, but on the device."""
-        placement, near = self.ladder[number], Where.PACKED if self.in_place else Where.DEVICE
+        placement = self.ladder[number]
+        near = Where.PACKED if self.in_place else Where.DEVICE
         return self.reads_host and placement.where is near and placement.version == self.ladder[self.base].version
 
     def on_host(self, *where: Where) -> int:
@@ -202,7 +203,8 @@ class Plan:
         return tuple(out)
 
     def _divided_cache(self) -> tuple[tuple[int, ...], ...]:
-        left, sizes = sum(self.capacity()), [row[0] for row in self.growing()]
+        left = sum(self.capacity())
+        sizes = [row[0] for row in self.growing()]
         if left >= sum(n * size for n, size in zip(self.experts, sizes, strict=True)):
             return tuple((n, *[0] * self.base) for n in self.experts)
         largest = {size: max(n for n, s in zip(self.experts, sizes, strict=True) if s == size) for size in set(sizes)}
@@ -226,7 +228,7 @@ class Plan:
         assert policy.entry.make is not None
         setting = Setting(
             self.experts, self.ladder, self.growing(), self.traffic, self.losses, self.most, self.rates, self.together
-        )  # fmt: skip
+        )
         made = policy.entry.make(setting, policy.options)
         nothing = [np.zeros(n, np.int64) for n in self.experts]
         none = [np.zeros(n) for n in self.experts] if made.needs.gates else []
@@ -271,9 +273,21 @@ def make_plan(
         demand = max((row[0] * n for row, n in zip(sizes, experts, strict=True)), default=0) * options.on_demand
         work, most = options.workspace
         plan = Plan(
-            ladder, blocks, sizes, experts, 0, staging, budget, options.keeps_low, options.spare_blocks, traffic, loss,
-            None, window=window, critical=options.critical(len(experts)),
-        )  # fmt: skip
+            ladder,
+            blocks,
+            sizes,
+            experts,
+            0,
+            staging,
+            budget,
+            options.keeps_low,
+            options.spare_blocks,
+            traffic,
+            loss,
+            None,
+            window=window,
+            critical=options.critical(len(experts)),
+        )
         entries = page_entries(pinned_bytes(bundle, plan, host_memory)) if on_gpu else 0
         stage = stage_bytes(max(experts), plan.largest_pinned) if on_gpu else 0
         fixed = outside + staging + window + stage + entries
@@ -369,7 +383,8 @@ def calibration(bundle: Bundle, ladders: Sequence[Placements]) -> tuple[list[lis
         that each placement adds to the layer's output, gate weights included, float64 [experts, placements]. Whether
         losses of different layers can be compared, because all are multiplied by their reach.
     """
-    tables, traffic = bundle.calibration(), []
+    tables = bundle.calibration()
+    traffic = []
     losses: list[list[Floats]] = [[] for _ in ladders]
     for layer in tables.layers:
         tokens = layer.tokens.astype("float64")[:, None] + 1

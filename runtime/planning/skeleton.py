@@ -30,8 +30,13 @@ from moepack.runtime.kv.sizes import KvShape, cache_bytes, sliding_window, stora
 
 IMPLEMENTATION = "moepack-probe"
 EXPERT_PARAMETERS = (
-    "gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias",
-)  # fmt: skip
+    "gate_up_proj",
+    "up_proj",
+    "down_proj",
+    "gate_up_proj_bias",
+    "up_proj_bias",
+    "down_proj_bias",
+)
 SHORT = 8  # tokens; a cache's bytes a token are measured between this length and twice this length
 
 
@@ -137,7 +142,9 @@ class Probe:
         self, model: Any, layers: Sequence[ExpertLayer], device: torch.device, mode: FakeTensorMode | None = None
     ) -> None:
         """Prepare a model on `device`, or with `mode` a skeleton that stands for a model on `device`."""
-        self.model, self.calls, self._window = model, 0, 0
+        self.model = model
+        self.calls = 0
+        self._window = 0
         self._mode: AbstractContextManager[Any] = nullcontext() if mode is None else mode
         self._on = torch.device("cpu") if mode is not None else device
         kind = backends.backend(device)
@@ -153,7 +160,8 @@ class Probe:
                 return KvShape()
             short = list(storages(cache).values())
             self._forward(cache, SHORT)
-            double, far = list(storages(cache).values()), None
+            double = list(storages(cache).values())
+            far = None
             self._window = window = sliding_window(cache)
             if window:
                 far, further = (list(storages(self._forward(None, window + n * SHORT)).values()) for n in (2, 3))
@@ -180,7 +188,8 @@ class Probe:
         layers = next((m for m in holds if len(m) == getattr(config, "num_hidden_layers", 0)), None)
         if layers is None:
             return
-        kinds, needed = [_kind(layer) for layer in layers], 0
+        kinds = [_kind(layer) for layer in layers]
+        needed = 0
         for kind in set(kinds):
             needed = max(needed, *[i + 1 for i, other in enumerate(kinds) if other == kind][:2])
         del layers[needed:]
@@ -197,7 +206,8 @@ class Probe:
         with self._running() as live:
             cache = self._forward(None, context, batch) if context else None
             for tokens in passes:
-                live.peak, live.calls = live.now, 0
+                live.peak = live.now
+                live.calls = 0
                 cache = self._forward(cache, tokens, batch, all_logits, cached)
                 out.append(max(0, live.peak - cache_bytes(cache)))
             self.calls = live.calls
@@ -251,7 +261,8 @@ def probe_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weight
     tokens, top_k = top_k_index.shape
     x = hidden if hidden.dtype in (torch.float32, torch.bfloat16) else hidden.float()
     # of a GPU's sort, 12 bytes a slot and as many a block
-    out, order = torch.empty_like(x), top_k_index.new_empty(tokens * top_k * (2 if kind == "triton" else 1))
+    out = torch.empty_like(x)
+    order = top_k_index.new_empty(tokens * top_k * (2 if kind == "triton" else 1))
     h = _product(x, layer.matrices[0], tokens, top_k, kind)
     h = (module._apply_gate(h) if module.has_gate else module.act_fn(h)).contiguous()
     y = _product(h, layer.matrices[1], tokens, top_k, kind)
@@ -272,7 +283,8 @@ def _product(x: Tensor, m: Matrix, tokens: int, top_k: int, kind: str) -> Tensor
     """
     out = x.new_empty(tokens * top_k, m.rows)
     if kind == "triton":
-        width, terms = -(-m.cols // 128) * 128, 1 if x.dtype == torch.bfloat16 else 3
+        width = -(-m.cols // 128) * 128
+        terms = 1 if x.dtype == torch.bfloat16 else 3
         # what `arrange` makes: activations in BF16 numbers, and sums of groups, which have 16 columns at the least
         beside = [x.new_empty(terms, len(x), width, dtype=torch.bfloat16), x.new_empty(width // 16, len(x)).float()]
         return out

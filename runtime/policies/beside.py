@@ -13,7 +13,9 @@ from .mixed_cache import MixedCache
 
 MOVES = 24  # the most at a time, in all layers
 EACH = 2  # that begin at one layer: what the next layer waits for comes behind them
-MARGIN, SHARE = 8, 16  # free room for their blocks: so many of the largest, in a SHARE-th of all room; but one at least
+# free room for their blocks: so many of the largest, in a SHARE-th of all room; but one at least
+MARGIN = 8
+SHARE = 16
 
 
 class Moves:
@@ -21,7 +23,8 @@ class Moves:
 
     def __init__(self, cache: MixedCache, experts: Sequence[int], sizes: Sequence[Sequence[int]]) -> None:
         """Begin without any. `sizes` [layers][placements] are an expert's bytes, `experts` [layers] their number."""
-        self._cache, self._sizes = cache, sizes
+        self._cache = cache
+        self._sizes = sizes
         self._going: dict[Key, int] = {}  # where to
         self._gone: dict[Key, int] = {}  # where from
         self._moves = any(len(row) > 2 for row in sizes)  # else there is one version in memory: nothing moves
@@ -60,7 +63,8 @@ class Moves:
             room: bytes of all layers.
             answer: what else changes; experts in it at the base have left.
         """
-        held, to = self._cache.held, earned.tolist()
+        held = self._cache.held
+        to = earned.tolist()
         if not self._moves or len(self._going) + len(self._gone) >= MOVES:
             return
         needed = counts.nonzero()[0].tolist()
@@ -73,7 +77,8 @@ class Moves:
 
     def _shed(self, layer: int, counts: Ints, heat: Floats, to: list[int], room: int, answer: Changes) -> None:
         """Free the bytes of the coldest expert that is above what it earns: it leaves, or moves down."""
-        held, base = self._cache.held, self._cache.base
+        held = self._cache.held
+        base = self._cache.base
         above = [key for key in self._cache.of_layer(layer) if to[key[1]] > held[key] and self._is_still(key)]
         for key in sorted(above, key=lambda key: float(heat[key[1]])):
             if to[key[1]] < base and self._move(key, to[key[1]], room, answer):

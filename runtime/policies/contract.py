@@ -279,7 +279,8 @@ class DeviceOptions(LiveOptions):
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
         """Return one ladder for each possible pair of a best and a lowest version."""
-        names, low = [v.name for v in versions], self.lo.removesuffix(PINNED)
+        names = [v.name for v in versions]
+        low = self.lo.removesuffix(PINNED)
         for name in filter(None, (self.hi, low or self.lo)):
             find_version(name, versions)
         if self.reads_host:

@@ -21,7 +21,8 @@ class ExpertHeat:
     def __init__(self, traffic: Table, alpha: float, anchor: float, has_prior: bool) -> None:
         """Begin with calibration's `traffic` [layers][experts] as scores, or without `has_prior` with zeros."""
         rows = [np.array(row, np.float64) for row in traffic]
-        self._alpha, self._anchor = alpha, anchor if has_prior else 0.0
+        self._alpha = alpha
+        self._anchor = anchor if has_prior else 0.0
         self._prior = [row / row.sum() for row in rows]
         self.scores = [row.copy() if has_prior else np.zeros(len(row)) for row in rows]
         self._is_prior = [has_prior] * len(rows)
@@ -49,7 +50,9 @@ class ExpertHeat:
             counts[:] = 0
 
     def _with_counts(self, layer: int) -> Floats:
-        scores, counts, scale = self.scores[layer], self._counts[layer], 1.0
+        scores = self.scores[layer]
+        counts = self._counts[layer]
+        scale = 1.0
         if self._is_prior[layer] and counts.any():
             scale = counts.sum() / scores.sum()
         out: Floats = self._alpha * scale * scores + (1 - self._alpha) * counts

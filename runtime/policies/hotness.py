@@ -85,7 +85,8 @@ class HotnessOptions(DeviceOptions):
             return [(*map(Placement, tail), ABSENT) for tail in tails]
         if not self.on_demand:
             return DeviceOptions.ladders(self, versions)
-        names, small = [v.name for v in versions], [v for v in versions if v.bits + v.by_matrix <= 4] or versions
+        names = [v.name for v in versions]
+        small = [v for v in versions if v.bits + v.by_matrix <= 4] or versions
         high = find_version(self.hi, versions) if self.hi else small[0]
         below = versions[names.index(high.name) + 1 :] if self.between == "yes" else []
         return [(Placement(high), *(Placement(v) for v in below if v.bits >= LEAST), STORED)]
@@ -135,7 +136,8 @@ class Hotness:
     def __init__(self, setting: Setting, options: HotnessOptions | None = None) -> None:
         self.options = options = options or HotnessOptions()
         self.needs = Needs(interval=min(0.1, options.interval / 4))
-        self._setting, self._ladders = setting, []
+        self._setting = setting
+        self._ladders = []
         for sizes, losses in zip(setting.sizes, setting.losses, strict=True):
             known = losses if options.score == "loss" else np.broadcast_to(losses.mean(0), losses.shape)
             self._ladders.append(Ladder(sizes, known, setting.base))
@@ -160,13 +162,15 @@ class Hotness:
             self.heat.turn()
         self._capacity = list(event.capacity)
         self._values = self.heat.values()
-        before, self.placements = self.placements, list(in_turns(self._filled(event.capacity)))
+        before = self.placements
+        self.placements = list(in_turns(self._filled(event.capacity)))
         if all(np.array_equal(*pair) for pair in in_turns(zip(before, self.placements, strict=True))):
             return None
         return self.wanted()
 
     def _filled(self, capacity: Sequence[int]) -> Iterator[Placements]:
-        options, most = self.options, self._setting.most
+        options = self.options
+        most = self._setting.most
         for p, (ladder, values, held) in enumerate(zip(self._ladders, self._values, self.placements, strict=True)):
             limit = None if most is None else most[p]
             yield ladder.fill(values, capacity[p], held, options.margin, options.slack, limit)
@@ -186,7 +190,8 @@ class Hotness:
             keys += [(p, e) for e in chosen.tolist()]
             targets += placed[chosen].tolist()
             values.append(self._values[p][chosen] * ladder.rate_to(chosen, placed[chosen]))
-        order, wanted = np.argsort(-np.concatenate(values), kind="stable"), {}
+        order = np.argsort(-np.concatenate(values), kind="stable")
+        wanted = {}
         for at in in_turns(range(0, len(order), 256)):
             wanted.update({keys[i]: targets[i] for i in order[at : at + 256].tolist()})
         return wanted
@@ -196,9 +201,14 @@ def _make(setting: Setting, options: HotnessOptions) -> LivePolicy:
     if not options.on_demand:
         return Hotness(setting, options)
     return HotnessOnDemand(
-        setting, options.heat(setting), interval=options.interval, by_loss=options.score == "loss",
-        margin=options.margin, slack=options.slack, prefetch=options.prefetch == "yes",
-    )  # fmt: skip
+        setting,
+        options.heat(setting),
+        interval=options.interval,
+        by_loss=options.score == "loss",
+        margin=options.margin,
+        slack=options.slack,
+        prefetch=options.prefetch == "yes",
+    )
 
 
 def _parse(text: str) -> HotnessOptions:

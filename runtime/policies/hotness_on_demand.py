@@ -28,7 +28,8 @@ class _HottestStay(MixedCache):
 
     def leaving(self) -> Iterator[Key]:
         heat = np.where(self._here, self.heat, np.inf).ravel()
-        count, width = len(self.held), self.heat.shape[1]
+        count = len(self.held)
+        width = self.heat.shape[1]
         first = np.argpartition(heat, FIRST)[:FIRST] if count > FIRST else np.flatnonzero(self._here)
         yield from (divmod(i, width) for i in first[np.argsort(heat[first], kind="stable")].tolist())
         if count > FIRST:
@@ -57,13 +58,24 @@ class HotnessOnDemand:
     """
 
     def __init__(
-        self, setting: Setting, heat: ExpertHeat, *, interval: float = 1.0, by_loss: bool = True, margin: float = 0.1,
-        slack: int = 1, prefetch: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        setting: Setting,
+        heat: ExpertHeat,
+        *,
+        interval: float = 1.0,
+        by_loss: bool = True,
+        margin: float = 0.1,
+        slack: int = 1,
+        prefetch: bool = False,
+    ) -> None:
         """Take options of `HotnessOptions`; `by_loss` is `score=loss`."""
         self.needs = Needs(layers=True, prediction=prefetch)
-        self._setting, self._heat, self._interval = setting, heat, interval
-        self._margin, self._slack, self._lowest = margin, slack, setting.base - 1
+        self._setting = setting
+        self._heat = heat
+        self._interval = interval
+        self._margin = margin
+        self._slack = slack
+        self._lowest = setting.base - 1
         self._cache = _HottestStay(setting.experts, setting.sizes, setting.most)
         self._moves = Moves(self._cache, setting.experts, setting.sizes)
         wait = float(np.mean([(row[:, -1] - row[:, -2]).mean() for row in setting.losses]))
@@ -90,7 +102,8 @@ class HotnessOnDemand:
             return self._cache.fill({k: p for k in keys if (p := self._at(k)) != self._setting.base}, room)
         if not isinstance(event, LayerReached):
             return None
-        layer, placed = event.layer, event.placed
+        layer = event.layer
+        placed = event.placed
         self._heat.add_layer(layer, event.counts)
         self._warm(layer)
         if self._last is None or event.time - self._last >= self._interval:

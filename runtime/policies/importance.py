@@ -34,13 +34,15 @@ from .contract import (
     Wanted,
     in_turns,
     live_entry,
-)  # fmt: skip
+)
 from .heat import busiest
 from .lru import INTERVAL, NEWCOMERS
 from .mixed_cache import MixedCache
 from .placements import ABSENT, Placement, Where, find_version
 
-HIGH, LOW = 0, 1  # placements (indices into the ladder); with `lo=absent` LOW is the base
+# placements (indices into the ladder); with `lo=absent` LOW is the base
+HIGH = 0
+LOW = 1
 WORKSPACE = 1 << 18, 64 << 20  # least and most bytes to sum attention weights; the least is enough for 21,000 keys
 
 
@@ -158,14 +160,20 @@ class Importance:
 
     def __init__(self, setting: Setting, options: ImportanceOptions | None = None) -> None:
         self._options = options = options or ImportanceOptions()
-        gated, self._beside = options.by != "random", setting.ladder[-1].where is Where.PINNED
+        gated = options.by != "random"
+        self._beside = setting.ladder[-1].where is Where.PINNED
         self.needs = Needs(
-            INTERVAL, layers=not self._beside, gates=gated, prediction=options.foresees,
+            INTERVAL,
+            layers=not self._beside,
+            gates=gated,
+            prediction=options.foresees,
             importance=options.heavy if options.by == "importance" else 0.0,
-        )  # fmt: skip
+        )
         layers = len(setting.experts)
         self._shares = [retention(layer, layers, options.r) for layer in range(layers)]
-        self._base, self._room = setting.base, -1  # the room at the last decision
+        # the room at the last decision
+        self._base = setting.base
+        self._room = -1
         self._low = [min(LOW, setting.base)] * layers  # of each layer's experts that are not critical
         if self._beside and setting.most is not None:  # where no block of their size is at LOW, all fit at HIGH
             sizes = [row[LOW] for row in setting.sizes]
@@ -214,7 +222,9 @@ class Importance:
         ]
         if room == self._room and not rows:
             return None
-        self._room, held, left = room, self._cache.held, NEWCOMERS
+        self._room = room
+        held = self._cache.held
+        left = NEWCOMERS
         wants: dict[Key, int] = {}
         for _, key, version in sorted(rows):
             have = held.get(key, self._base)

@@ -33,7 +33,8 @@ from .placements import ABSENT, Placement, Where, find_version
 
 # Seconds between decisions beside passes, and the most experts that come in one: some 640 a second, 1.6 GB of a 30 B
 # model's at w4, so that copies leave the bus to the kernels that read there.
-INTERVAL, NEWCOMERS = 0.1, 64
+INTERVAL = 0.1
+NEWCOMERS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +82,12 @@ class Recent:
         self._beside = setting.ladder[-1].where is Where.PINNED  # whether experts come beside passes
         prediction = options is not None and options.prefetch == "yes"
         self.needs = Needs(INTERVAL, layers=not self._beside, prediction=prediction)
-        self._traffic, self._room = setting.traffic, -1  # the room at the last decision
+        # the room at the last decision
+        self._traffic = setting.traffic
+        self._room = -1
         sizes = [[max(1, int(row[0] - row[-1])), 0] for row in setting.sizes]
-        self._cache, self._strict = MixedCache(sizes, most=setting.most), setting.ladder[-1] == ABSENT
+        self._cache = MixedCache(sizes, most=setting.most)
+        self._strict = setting.ladder[-1] == ABSENT
         self.worth = self._cache.last_used
 
     def decide(self, event: Event) -> Wanted | None:

@@ -31,7 +31,8 @@ class MixedCache:
         """
         self.held: OrderedDict[Key, int] = OrderedDict()  # placements of the cached experts, least recently used first
         self.bytes = 0  # bytes of the cached experts
-        self._sizes, self._reuse = sizes, reuse
+        self._sizes = sizes
+        self._reuse = reuse
         self.base = len(sizes[0]) - 1 if sizes else 0  # the placement of experts outside
         self._layers: list[dict[int, None]] = [{} for _ in sizes]
         self._used: dict[Key, int] = {}

@@ -28,8 +28,11 @@ class PagedOptions(LiveOptions):
     """Options of `paged`."""
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
-        "share": ("even",), "stagger": ("yes", "no"), "ahead": ("yes", "no"), "lo": ("stored", "pinned")
-    }  # fmt: skip
+        "share": ("even",),
+        "stagger": ("yes", "no"),
+        "ahead": ("yes", "no"),
+        "lo": ("stored", "pinned"),
+    }
 
     alpha: float = 0.0  # the initial share of experts in device memory, up to 1; 0 chooses by bandwidths (equation 8)
     # The share of experts kept uncompressed in device memory, if there is room; 0 as in the paper's prototype, which
@@ -93,13 +96,15 @@ class Paged:
         self._setting = setting
         self._packed = setting.base - 1  # the placement of experts in memory: RESIDENT where there is no packed form
         self._order = [np.argsort(-np.array(row), kind="stable").tolist() for row in setting.traffic]
-        alpha, rates = options.alpha, setting.rates[self._packed :]
+        alpha = options.alpha
+        rates = setting.rates[self._packed :]
         if not alpha:
             alpha = rates[0] / sum(rates) if rates and rates[0] < float("inf") else 1.0
         self.held = [max(1, round(alpha * n)) for n in setting.experts]  # experts of each layer wanted on the device
         self.rho: float | None = None  # as of the last interval with decoding steps
         self._before: list[tuple[int, int]] = []
-        self._steps, self._computed = 0, 0.0
+        self._steps = 0
+        self._computed = 0.0
         self._loaded = [[0, 0] for _ in setting.experts]
         self._last: float | None = None
         self._turn = 0
@@ -122,7 +127,8 @@ class Paged:
         if self._steps and event.time - self._last >= self.options.interval:
             self._last = event.time
             self._adjust(event.capacity)
-            self._steps, self._computed = 0, 0.0
+            self._steps = 0
+            self._computed = 0.0
             self._loaded = [[0, 0] for _ in self._loaded]
         placed = [self._fit(p, room) for p, room in enumerate(event.capacity)]
         if self._setting.rates:
@@ -139,7 +145,8 @@ class Paged:
 
     def _fit(self, p: int, room: int) -> tuple[int, int]:
         """Return how many experts of a layer fit `room` bytes: uncompressed ones, and all in memory (equation 12)."""
-        whole, packed = self._setting.sizes[p][RESIDENT], self._setting.sizes[p][self._packed]
+        whole = self._setting.sizes[p][RESIDENT]
+        packed = self._setting.sizes[p][self._packed]
         held = min(self.held[p], max(0, room) // packed)
         resident = min(held, round(self.options.resident * self._setting.experts[p]))
         return min(resident, max(0, room - held * packed) // max(1, whole - packed)), held
@@ -149,7 +156,8 @@ class Paged:
         if not rates:
             return
         loads = [[size / self._steps for size in row] for row in self._loaded]
-        compute, loading = self._computed / self._steps, self._seconds(loads)
+        compute = self._computed / self._steps
+        loading = self._seconds(loads)
         self.rho = compute / loading if loading else float("inf")
         if self.options.theta <= self.rho <= 1 or not (loading or self._packed):
             return  # without a packed form and loads, what a step would load of an expert is not known
@@ -165,8 +173,10 @@ class Paged:
     def _changes(self, by: int, capacity: Sequence[int]) -> list[int]:
         """Return the change in each layer's number of experts: one in each, or all of them in one layer, in turn."""
         experts = self._setting.experts
-        most = [min(n, max(0, room) // row[self._packed])
-                for n, room, row in zip(experts, capacity, self._setting.sizes, strict=True)]  # fmt: skip
+        most = [
+            min(n, max(0, room) // row[self._packed])
+            for n, room, row in zip(experts, capacity, self._setting.sizes, strict=True)
+        ]
         free = [max(0, m - h) if by > 0 else max(0, h - 1) for m, h in zip(most, self.held, strict=True)]
         if self.options.stagger == "yes":
             return [by if n else 0 for n in free]

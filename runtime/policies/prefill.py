@@ -162,7 +162,8 @@ class Prefill:
         return [np.mean(np.stack(layer), axis=0) for layer in zip(*self._decoding(), strict=True)]
 
     def _fitting(self, capacity: Sequence[int]) -> list[int]:
-        setting, k = self._setting, self.options.k
+        setting = self._setting
+        k = self.options.k
         out = []
         for p, (n, sizes, room) in enumerate(zip(setting.experts, setting.sizes, capacity, strict=True)):
             fits = max(0, room) // max(1, sizes[0])
@@ -181,7 +182,8 @@ class Prefill:
 
     def _split(self, position: int, s: Floats, experts: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
         """Pair the host's experts, given most important first, with their placements."""
-        bits, losses = self.options.bits, self._setting.losses[position][experts, :0:-1]
+        bits = self.options.bits
+        losses = self._setting.losses[position][experts, :0:-1]
         if self.options.selector == "no" or not len(experts):
             widths = [int(bits)] * len(experts)
         else:

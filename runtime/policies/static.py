@@ -28,9 +28,11 @@ def static_map(bundle: Bundle, argument: str, room: int | None = None) -> Versio
     if argument == "allocation":
         if bundle.manifest.allocation is None:
             raise InputError(f"{bundle.path}: its manifest holds no allocation: name a version or a file")
-        where, table = f"{bundle.path}: allocation", bundle.manifest.allocation.versions
+        where = f"{bundle.path}: allocation"
+        table = bundle.manifest.allocation.versions
     elif argument.endswith(".json"):
-        where, table = argument, _read_map(argument)
+        where = argument
+        table = _read_map(argument)
     else:
         name = argument or present[0]
         if name not in present:

@@ -35,8 +35,12 @@ class Headroom:
                 version that a demotion may go to. With n blocks, n demotions can start in one step.
             kept: bytes that the KV reserve leaves to experts beside their base versions.
         """
-        self.tracker, self.reserve, self.kept = tracker, reserve, kept
-        self._residency, self._pools, self._on_host = residency, tuple(pools), tuple(on_host)
+        self.tracker = tracker
+        self.reserve = reserve
+        self.kept = kept
+        self._residency = residency
+        self._pools = tuple(pools)
+        self._on_host = tuple(on_host)
         self.shared = all(pool.returnable for pool in self._pools)  # whether pools can use each other's bytes
 
     def settled(self) -> int:
@@ -86,7 +90,8 @@ class Headroom:
         residency = self._residency
         with residency.lock:
             for position, expert in residency.above():
-                entry, least = residency.entries[position, expert], residency.size(position, residency.base)
+                entry = residency.entries[position, expert]
+                least = residency.size(position, residency.base)
                 coming = entry.flying.version if entry.flying is not None else entry.active
                 if max(residency.size(position, entry.active), residency.size(position, coming)) > least:
                     return True

@@ -47,8 +47,13 @@ class KvBudget:
 
         `config` is the model's. Error messages name `budget`. `outputs` computes the size of unmeasured outputs.
         """
-        self.waits, self.waited = 0, 0.0  # how many passes waited for room, and the seconds of that
-        self._config, self.needs, self._reserve, self._budget = config, needs, reserve, budget
+        # how many passes waited for room, and the seconds of that
+        self.waits = 0
+        self.waited = 0.0
+        self._config = config
+        self.needs = needs
+        self._reserve = reserve
+        self._budget = budget
         self.shape = needs.kv  # how a sequence's cache grows
         self._outputs = outputs if needs.workload.prefill_tokens else None
         self._caches: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -82,8 +87,10 @@ class KvBudget:
     def settle(self) -> None:
         """Give back bytes that caches no longer need, and wake waiting passes. Any thread may call it."""
         with self._lock:
-            needed, step = self._beyond(), self._step(1)
-            total, now = self._reserve.held + self._reserve.coming, time.monotonic()
+            needed = self._beyond()
+            step = self._step(1)
+            total = self._reserve.held + self._reserve.coming
+            now = time.monotonic()
             keep = _up(needed, step) + step if needed else 0
             if total <= keep + step * bool(needed):
                 self._needed_at = now
@@ -130,7 +137,9 @@ class KvBudget:
         """
         ids = inputs(given)
         batch, tokens = (int(n) for n in ids.shape[:2]) if ids is not None else (1, 0)
-        cache, length, size = cache_of(given), tokens, 0
+        cache = cache_of(given)
+        length = tokens
+        size = 0
         if type(cache).__name__ == "PagedAttentionCache":
             raise InputError(UNCOUNTED)
         if cache is not None:
@@ -173,7 +182,8 @@ class KvBudget:
             return cache.needed()
         from moepack.runtime.kv.growing import growth  # which imports transformers
 
-        kv, now = self.needs.kv, cache_bytes(cache)
+        kv = self.needs.kv
+        now = cache_bytes(cache)
         if whole := static_length(cache):
             return max(now, kv.bytes(whole, batch)), whole
         before = cached_tokens(cache) or 0
@@ -219,7 +229,8 @@ class KvBudget:
 
         A live cache dies only after further passes with it, so a pass with a live cache need not be next in the queue.
         """
-        reserve, step = self._reserve, self._step(batch)
+        reserve = self._reserve
+        step = self._step(batch)
         needed = self._beyond(mine)
         if needed and needed <= reserve.most:
             total = reserve.held + reserve.coming
@@ -240,7 +251,8 @@ class KvBudget:
 
     def _is_hopeless(self, mine: PassClaim) -> bool:
         """Return whether to refuse a pass: it is too large, waited too long or is blocked by caches that cannot die."""
-        needs, late = self.needs, mine.first is not None and time.perf_counter() - mine.first > PATIENCE
+        needs = self.needs
+        late = mine.first is not None and time.perf_counter() - mine.first > PATIENCE
         if late or mine.size - needs.kv_bytes + max(0, mine.beside - needs.activations) > self._reserve.most:
             return True
         return self._is_blocked(mine) and not self._passes and not self._may_end(mine)
@@ -250,7 +262,8 @@ class KvBudget:
 
         If the pass has a live cache, blocked passes may wait for that cache: it does not wait for theirs.
         """
-        own, threads = threading.current_thread(), threading.enumerate()
+        own = threading.current_thread()
+        threads = threading.enumerate()
         if self._reserve.one_at_a_time or all(t is own or t.name.startswith("moepack-") for t in threads):
             return False
         goes_on = mine.cache in self._caches
@@ -258,7 +271,8 @@ class KvBudget:
         return any(key != mine.cache and key not in stuck for key in self._caches)
 
     def _refused(self, mine: PassClaim, tokens: int, length: int, batch: int) -> BudgetExceeded:
-        kv, needs = self.shape, self.needs
+        kv = self.shape
+        needs = self.needs
         sequences = "1 sequence" if batch == 1 else f"{batch} sequences"
         if mine.began is not None and not self._is_blocked(mine):
             waited = time.perf_counter() - mine.began

@@ -98,11 +98,13 @@ class ResidencyManager:
         if not (self._can_shrink or wanted):  # all experts start at the base: each needs a block there
             plan = replace(plan, keep=True, most=None).divided()
             self.policy, wanted = plan.policy(policy)
-        self.plan, self._named = plan, policy
+        self.plan = plan
+        self._named = policy
         self._upset = False  # whether a load was interrupted
         direct = not self._on_gpu or plan.reads_host  # else the page cache would have all of host memory's experts, too
         self.store = BackingStore(bundle, not (self._blocking or plan.window), direct=direct)
-        self._process, self._one_at_a_time = os.getpid(), threading.RLock()
+        self._process = os.getpid()
+        self._one_at_a_time = threading.RLock()
         self.worker = Worker(self.round, self._shut, self.policy.needs.interval)
         wake = self.worker.wake
         self.device = opening.open_device(devices[0], self.store, plan, buffers, wake, host_memory, self._blocking)
@@ -138,7 +140,8 @@ class ResidencyManager:
 
     def _serve(self, bundle: Bundle, devices: Sequence[torch.device], wanted: Wanted, host_memory: int | None) -> None:
         """Make the pools, load the first placements, and set up what passes and the worker use."""
-        plan, options = self.plan, self._named.options
+        plan = self.plan
+        options = self._named.options
         self.tracker = BudgetTracker(plan.budget, plan.fixed)
         self.host = BudgetTracker(1 << 62 if host_memory is None else host_memory, 0)
         versions = bundle.manifest.versions
@@ -153,15 +156,27 @@ class ResidencyManager:
         self._tables = DeviceTables(plan.experts, devices[0], self.device.mark) if self._on_gpu else None
         pools = opening.make_pools(plan, self.device, self.tracker, self.host, self._can_shrink)
         self.residency = Residency(
-            plan.experts, plan.base, lambda p, v: pools.get((v, plan.blocks[p][v])), self._fetch, self._make,
-            self._publish, self.device.mark, plan.keep, self._snapshot,
-        )  # fmt: skip
+            plan.experts,
+            plan.base,
+            lambda p, v: pools.get((v, plan.blocks[p][v])),
+            self._fetch,
+            self._make,
+            self._publish,
+            self.device.mark,
+            plan.keep,
+            self._snapshot,
+        )
         on_device = [pool for pool in pools.values() if pool.budget_bytes]
         on_host = [pool for pool in pools.values() if not pool.budget_bytes]
         self.transitions = Transitions(
-            self.residency, self.tracker, on_device, plan.reserve, on_host, kept=plan.demand + plan.present,
+            self.residency,
+            self.tracker,
+            on_device,
+            plan.reserve,
+            on_host,
+            kept=plan.demand + plan.present,
             stays=plan.base - 1 if plan.present else None,
-        )  # fmt: skip
+        )
         named = partial(opening.name_of, bundle, plan) if plan.ladder[plan.base].version is None else None
         self.on_demand = OnDemandLoader(self.transitions, partial(opening.stored_bytes, bundle, plan), named)
         self.prediction: Prediction | None = None  # predicts the next layer's routing; set by the `ForwardWrapper`
@@ -173,7 +188,8 @@ class ResidencyManager:
         self.device.limit(options.bytes_per_second, 0 if self._blocking else FLOOR, hurried)
         self.each_round: Callable[[], None] = lambda: None  # called by the worker in every round
         self.statistics = RoutingStatistics(plan.experts, len(plan.ladder), self.policy.needs, devices[0])
-        self._decided_at, self._capacity = 0.0, [-1]
+        self._decided_at = 0.0
+        self._capacity = [-1]
         self._capacity_beside = functools.lru_cache(4)(plan.capacity)
 
     def _load(self, wanted: Wanted) -> None:
@@ -195,9 +211,11 @@ class ResidencyManager:
         ]
         with self.store.reading_ahead(copied):
             made = self.residency.place(
-                number.items(), 0 if self._on_gpu else AHEAD, lambda key, v: count.add(sizes.get((key, v), 0)),
+                number.items(),
+                0 if self._on_gpu else AHEAD,
+                lambda key, v: count.add(sizes.get((key, v), 0)),
                 fails if plan.present else self.transitions.note_failure,
-            )  # fmt: skip
+            )
             for (p, e), handle in made:
                 self.layers[p].publish(e, handle)
         if plan.stage:
@@ -217,7 +235,8 @@ class ResidencyManager:
 
     def _fetch(self, key: Key, version: int, target: Tensor) -> Any:
         position, expert = key
-        described, where = version_of(self.plan, version), self.plan.ladder[version].where
+        described = version_of(self.plan, version)
+        where = self.plan.ladder[version].where
         stored = partial(self.store.stored, described.name, position, expert)
         device = self._host_device if where in ON_HOST and self._host_device is not None else self.device
         here = self._pinned(key, version) if self.plan.reads_host else None
@@ -236,10 +255,12 @@ class ResidencyManager:
             return None if base is None else base.extent if base.packed is None else base.packed.extent
 
     def _make(self, key: Key, version: int, tensor: Tensor | None) -> Handle:
-        layer, placement = self.layers[key[0]], self.plan.ladder[version]
+        layer = self.layers[key[0]]
+        placement = self.plan.ladder[version]
         if placement.where in PAGED:
             assert self.paging is not None
-            described, packed = version_of(self.plan, version), None
+            described = version_of(self.plan, version)
+            packed = None
             if tensor is not None:
                 stored = self.store.stored(described.name, *key)
                 packed = self.paging.filler.over(*key, tensor[: stored.size], stored.where)
@@ -314,10 +335,16 @@ class ResidencyManager:
             if self.paging is not None:
                 self.paging.begin()
             return Step(
-                self.key, snapshots, self.statistics.counters(prompt, mask) if counted else None, prompt=prompt,
-                loader=self if self._blocking else None, paging=self.paging, number=number, table=table,
+                self.key,
+                snapshots,
+                self.statistics.counters(prompt, mask) if counted else None,
+                prompt=prompt,
+                loader=self if self._blocking else None,
+                paging=self.paging,
+                number=number,
+                table=table,
                 began=time.perf_counter(),
-            )  # fmt: skip
+            )
         except BaseException:
             self.residency.end(number)
             raise
@@ -365,7 +392,8 @@ class ResidencyManager:
             BundleError, InputError: when an expert without a resident version cannot be loaded.
         """
         important = step.importance.important(position, index) if step.importance is not None else None
-        predicted, gates = None, None
+        predicted = None
+        gates = None
         if step.prediction is not None:
             predicted, gates = step.prediction.ahead(position, hidden, index, step.counters.mask)
         # A load was interrupted while the policy decided, or before its whole answer was carried out: the policy's
@@ -378,9 +406,18 @@ class ResidencyManager:
         self._upset = True
         placed, coming = self.on_demand.where(position)
         event = LayerReached(
-            time.monotonic(), self.capacity(), position, step.counters.layer(position), step.counters.gates(position),
-            step.prompt.several, important, predicted, gates, placed, coming,
-        )  # fmt: skip
+            time.monotonic(),
+            self.capacity(),
+            position,
+            step.counters.layer(position),
+            step.counters.gates(position),
+            step.prompt.several,
+            important,
+            predicted,
+            gates,
+            placed,
+            coming,
+        )
         wanted = self.policy.decide(event)
         try:
             if wanted is not None:
@@ -414,7 +451,8 @@ class ResidencyManager:
             self.statistics.deliver(self._decide, self.capacity)
             capacity = self.capacity()
             if now - self._decided_at >= self.policy.needs.interval or capacity != self._capacity:
-                self._decided_at, self._capacity = now, capacity
+                self._decided_at = now
+                self._capacity = capacity
                 self._decide(self.statistics.interval(now, capacity))
         finally:
             self.transitions.tick()

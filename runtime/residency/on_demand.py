@@ -53,8 +53,13 @@ class OnDemandLoader:
                 ends the pass. Without it, the expert runs at its base version.
         """
         self.moved = MovedBytes()
-        self.waits, self.waited = 0, 0.0  # how many copies passes waited for, and the seconds of that
-        self._residency, self._transitions, self._size, self._name = transitions.residency, transitions, size, name
+        # how many copies passes waited for, and the seconds of that
+        self.waits = 0
+        self.waited = 0.0
+        self._residency = transitions.residency
+        self._transitions = transitions
+        self._size = size
+        self._name = name
         self._ahead: dict[Key, _Prefetch] = {}
         self._beside: dict[Key, _Prefetch] = {}  # whose present version serves meanwhile
         self._given_up: list[_Prefetch] = []
@@ -139,7 +144,8 @@ class OnDemandLoader:
 
     def _need(self, key: Key, version: int) -> bool:
         """Use a prefetched version that this layer needs, or start its copy; return whether to wait for a copy."""
-        entry, moved = self._residency.entries[key], self.moved
+        entry = self._residency.entries[key]
+        moved = self.moved
         ahead = self._ahead.get(key)
         if ahead is not None and ahead.version == version and not ahead.event.cancelled:
             del self._ahead[key]
@@ -159,7 +165,8 @@ class OnDemandLoader:
         return False
 
     def _foresee(self, key: Key, version: int) -> None:
-        entry, ahead = self._residency.entries[key], self._ahead.get(key)
+        entry = self._residency.entries[key]
+        ahead = self._ahead.get(key)
         if entry.active == version or (ahead is not None and ahead.version == version and entry.coming == version):
             return
         self._give_up(key)
@@ -170,7 +177,8 @@ class OnDemandLoader:
 
     def _begin(self, key: Key, version: int, must: bool) -> bool:
         """Publish a version if it is resident, else start its copy; return whether there is a copy to wait for."""
-        residency, entry = self._residency, self._residency.entries[key]
+        residency = self._residency
+        entry = self._residency.entries[key]
         if not (must and self._name) and not self._transitions.may_try(key, version):
             return False
         first = True

@@ -146,7 +146,8 @@ def make_pools(
     memory is divided among pools once, as the plan says, with spare base blocks for demotions: then it is one range, as
     torch's allocator rounds up whatever it is asked for.
     """
-    pools, whole = {}, dict[tuple[int, int], tuple[str, int]]()
+    pools = {}
+    whole = dict[tuple[int, int], tuple[str, int]]()
     for number, placement in enumerate(plan.ladder):
         on_host = placement.where in ON_HOST
         of, returnable = (host, True) if on_host else (tracker, can_shrink)

@@ -42,7 +42,8 @@ class Block:
 
     def check(self) -> None:
         """Raise StaleBlockError if the block was freed."""
-        pool, index = self.pool, self.index
+        pool = self.pool
+        index = self.index
         if not pool._taken[index] or pool._generation[index] != self.generation:
             raise StaleBlockError(f"pool {pool.name}: block {index} was freed while it was held")
 
@@ -60,13 +61,16 @@ class Pool:
         Raises:
             ValueError: when the memory is too small, or cannot be given back in parts and does not fit the budget.
         """
-        self.name, self.block_bytes, self.blocks = name, align(block_bytes, MEMORY_PAGE), blocks
+        self.name = name
+        self.block_bytes = align(block_bytes, MEMORY_PAGE)
+        self.blocks = blocks
         self.on_host = on_host
         self.budget_bytes = 0 if on_host else self.block_bytes  # bytes of the device's budget that a block takes
         self.returnable = memory.returnable  # whether free blocks can be given back
         if len(memory.tensor) < self.block_bytes * blocks:
             raise ValueError(f"pool {name}: {blocks} blocks of {self.block_bytes} bytes need more memory")
-        self._tracker, self._memory = tracker, memory
+        self._tracker = tracker
+        self._memory = memory
         self._lock = threading.Lock()
         self._generation = [0] * blocks
         self._taken = [False] * blocks
@@ -75,7 +79,8 @@ class Pool:
         if not self.returnable:
             if not tracker.try_reserve(name, self.block_bytes * blocks):
                 raise ValueError(f"pool {name}: {blocks} blocks of {self.block_bytes} bytes pass the budget")
-            self._reserved, self._untouched = self._untouched, []
+            self._reserved = self._untouched
+            self._untouched = []
 
     def allocate(self) -> Block | None:
         """Take a block; return None if the pool is empty or the budget refuses another. Never waits."""

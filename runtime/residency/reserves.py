@@ -40,8 +40,10 @@ class EvictionReserve:
     """A reserve that evicts experts to get bytes. It has the members of `FreeReserve`."""
 
     def __init__(self, manager: ResidencyManager) -> None:
-        self._transitions, self.one_at_a_time = manager.transitions, manager.policy.needs.layers
-        self.grow, self.shrink = manager.grow_kv, manager.transitions.shrink_kv
+        self._transitions = manager.transitions
+        self.one_at_a_time = manager.policy.needs.layers
+        self.grow = manager.grow_kv
+        self.shrink = manager.transitions.shrink_kv
         self.advance = manager.transitions.tick  # the worker calls `tick` too, but not under a policy that blocks
 
     @property

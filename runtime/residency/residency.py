@@ -55,8 +55,14 @@ class Residency:
         keeps_base: bool = False,
         snapshot: Callable[[], Any] = lambda: None,
     ) -> None:
-        self.experts, self.base, self.keeps_base = tuple(experts), base, keeps_base
-        self.pool, self._fetch, self._make, self._publish, self._mark = pool, fetch, make, publish, mark
+        self.experts = tuple(experts)
+        self.base = base
+        self.keeps_base = keeps_base
+        self.pool = pool
+        self._fetch = fetch
+        self._make = make
+        self._publish = publish
+        self._mark = mark
         self._snapshot = snapshot
         self.lock = threading.RLock()
         self.entries: dict[Key, ExpertState] = {}
@@ -212,7 +218,9 @@ class Residency:
     def _switch(self, key: Key) -> None:
         entry = self.entries[key]
         assert entry.ready is not None
-        old, entry.active, entry.ready = entry.active, entry.ready, None
+        old = entry.active
+        entry.active = entry.ready
+        entry.ready = None
         self.active[key[0]][key[1]] = entry.active
         del self.ready[key]
         (self._above.discard if entry.active == entry.base else self._above.add)(key)
@@ -300,7 +308,8 @@ class Residency:
     def _drop_ready(self, key: Key) -> None:
         """Withdraw the ready version, if there is one. If it was active before, a step may still read it."""
         entry = self.entries[key]
-        version, entry.ready = entry.ready, None
+        version = entry.ready
+        entry.ready = None
         if version is not None:
             del self.ready[key]
             self.counts.cancelled += 1
@@ -320,7 +329,8 @@ class Residency:
                 if not flying.event.done():
                     continue
                 del self.flying[key]
-                coming, entry.flying = entry.coming, None
+                coming = entry.coming
+                entry.flying = None
                 error = flying.event.error
                 if error is not None:
                     flying.block.pool.free(flying.block)
@@ -394,7 +404,8 @@ class Residency:
                 self._forget()
 
     def _forget(self) -> None:
-        others, self._waiting_to_go = self._waiting_to_go, ()
+        others = self._waiting_to_go
+        self._waiting_to_go = ()
         for mark in self.steps.ended.values() if others else ():  # the device may still read what is let go
             with contextlib.suppress(RuntimeError):  # the device may be gone
                 mark.wait()

@@ -39,7 +39,10 @@ class RoutingStatistics:
     def __init__(self, experts: Sequence[int], placements: int, needs: Needs, device: torch.device) -> None:
         """Count choices among `experts` [layers] experts and `placements` placements; passes count on `device`."""
         self.sequences = Sequences()
-        self._experts, self._placements, self._needs, self._device = tuple(experts), placements, needs, device
+        self._experts = tuple(experts)
+        self._placements = placements
+        self._needs = needs
+        self._device = device
         self._order = itertools.count()
         self._told: deque[tuple[int, Callable[[Sequence[int]], Event]]] = deque()  # made with the capacity at delivery
         self._ended: deque[tuple[int, Step]] = deque(maxlen=UNDELIVERED)
@@ -49,7 +52,8 @@ class RoutingStatistics:
     def _clear(self) -> None:
         self._counts: list[npt.NDArray[np.int64]] = [np.zeros(n, np.int64) for n in self._experts]
         self._gates: list[npt.NDArray[np.float64]] = [np.zeros(n) for n in self._experts if self._needs.gates]
-        self._steps, self._computed = 0, 0.0
+        self._steps = 0
+        self._computed = 0.0
         self._loaded = [[0] * self._placements for _ in self._experts]
 
     def counters(self, prompt: Prompt, mask: Tensor | None) -> Counters:
@@ -60,7 +64,8 @@ class RoutingStatistics:
         counters = self._take()
         counters.mask = mask
         if self._needs.prompts and prompt.tokens and prompt.parts:
-            start, counters.tokens = 0, prompt.length
+            start = 0
+            counters.tokens = prompt.length
             for one in prompt.parts:
                 if one.tokens:
                     counters.within.append((slice(start, start + one.length), self._take()))

@@ -47,7 +47,8 @@ class Sequences:
     @contextlib.contextmanager
     def reading(self, given: dict[str, Any]) -> Iterator[tuple[Prompt, Callable[[Any], None]]]:
         """Enclose a pass with these arguments and its step; yield its `Prompt` and a function that takes the result."""
-        ids, cache = inputs(given), cache_of(given)
+        ids = inputs(given)
+        cache = cache_of(given)
         if ids is None:
             yield NO_PROMPT, lambda out: None
             return
@@ -111,7 +112,8 @@ class Sequences:
         """Return the numbers of the sequences that have ended since the last call."""
         with self._lock:
             self._bury()
-            ended, self._over = self._over, []
+            ended = self._over
+            self._over = []
             return ended
 
 

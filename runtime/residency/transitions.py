@@ -75,9 +75,13 @@ class Transitions:
             clock: returns seconds.
             stays: a version to which experts go for the KV reserve before any goes to a base that takes no memory.
         """
-        self.residency, self.tracker, self.pools = residency, tracker, tuple(pools)
+        self.residency = residency
+        self.tracker = tracker
+        self.pools = tuple(pools)
         self.headroom = Headroom(residency, tracker, pools, reserve, on_host, kept)
-        self._limit, self._retry, self._clock = in_flight, retry_after, clock
+        self._limit = in_flight
+        self._retry = retry_after
+        self._clock = clock
         sizes = sorted({residency.size(p, v) for p in range(len(residency.experts)) for v in range(residency.base + 1)})
         self._least = min([b - a for a, b in itertools.pairwise(sizes)], default=0)  # the least that a promotion adds
         self.lock = threading.RLock()  # while it is held, no other thread changes transitions
@@ -104,14 +108,18 @@ class Transitions:
         no bytes stays. Transitions that are no longer wanted are cancelled.
         """
         with self.lock:
-            self._wanted, self._worth, self._exact = dict(wanted), worth, exact
+            self._wanted = dict(wanted)
+            self._worth = worth
+            self._exact = exact
             self._queue()
 
     def _queue(self) -> None:
         self._updates.clear()
-        residency, evicted = self.residency, []
+        residency = self.residency
+        evicted = []
         for key in in_turns(residency.above() | self._wanted.keys()):
-            entry, target = residency.entries[key], self._target(key)
+            entry = residency.entries[key]
+            target = self._target(key)
             if entry.coming is not None and entry.coming != target:
                 residency.cancel(key)
             if entry.active != target and entry.coming != target and self._lessens(key, target):
@@ -128,7 +136,8 @@ class Transitions:
         self._updates = leaving | self._updates
 
     def _lessens(self, key: Key, target: int) -> bool:
-        growth, base = self.residency.growth(key, target), self.residency.base
+        growth = self.residency.growth(key, target)
+        base = self.residency.base
         named = self._wanted.get(key) == target
         leaves = named and self._exact and not self.residency.size(key[0], target)
         return (growth < 0 and not leaves) or (target == base and not named)
@@ -163,7 +172,8 @@ class Transitions:
         each step has a reserve for demotions. With one reserve for all, four threads got a third of the promotions that
         one thread got.
         """
-        residency, steps = self.residency, max(1, len(self.residency.steps.open))
+        residency = self.residency
+        steps = max(1, len(self.residency.steps.open))
         ahead = AHEAD * steps
         headroom = self.headroom.settled() - (steps - 1) * self.headroom.reserve  # R
         after_evictions: int | None = None  # R + D + E, less what waiting updates keep; None while none waits
@@ -204,7 +214,8 @@ class Transitions:
 
     def _admit_divided(self) -> None:
         """Begin updates where pools cannot share bytes: an update without a block waits for an eviction in its pool."""
-        residency, waiting = self.residency, dict[int, int]()
+        residency = self.residency
+        waiting = dict[int, int]()
         for key, version in list(self._updates.items()):
             if len(residency.flying) >= self._limit or sum(waiting.values()) >= AHEAD:
                 break

@@ -23,12 +23,17 @@ class Worker:
 
     def __init__(self, round_: Callable[[float], None], shut: Callable[[], None], interval: float) -> None:
         """Prepare the thread. It calls `round_` with the time, and at its end `shut`, after it was told to stop."""
-        self._round, self._shut, self._interval = round_, shut, max(interval, 0.01)
+        self._round = round_
+        self._shut = shut
+        self._interval = max(interval, 0.01)
         # Not an Event: setting one takes its lock, and a finalizer that sets it may run on this very thread.
         self._wakeups: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._error: Exception | None = None
-        self._in_a_row, self._ended_at = 0, time.monotonic()
-        self.failures, self.closing = 0, False  # failed rounds; whether the thread was told to stop
+        self._in_a_row = 0
+        self._ended_at = time.monotonic()
+        # failed rounds; whether the thread was told to stop
+        self.failures = 0
+        self.closing = False
         self._thread = threading.Thread(target=self._run, name="moepack-transitions", daemon=True)
 
     def start(self) -> None:
@@ -64,9 +69,12 @@ class Worker:
             except Exception as error:
                 self._failed(error)
             else:
-                self._in_a_row, self._error = 0, None
+                self._in_a_row = 0
+                self._error = None
             self._ended_at = time.monotonic()
-        shut, self._round, self._shut = self._shut, _nothing, _nothing
+        shut = self._shut
+        self._round = _nothing
+        self._shut = _nothing
         shut()
 
     def _wait(self) -> None:
@@ -97,9 +105,12 @@ class Worker:
             state = "stuck" if since > max(10 * self._interval, 5.0) else "running"
         error = None if self._error is None else f"{type(self._error).__name__}: {self._error}"
         return {
-            "ok": state in ("none", "running"), "worker": state, "error": error, "failed_rounds": self.failures,
+            "ok": state in ("none", "running"),
+            "worker": state,
+            "error": error,
+            "failed_rounds": self.failures,
             "last_round_seconds_ago": since,
-        }  # fmt: skip
+        }
 
 
 def _nothing(*_: float) -> None:

@@ -41,9 +41,14 @@ def joined(parts: Iterable[Prompt]) -> Prompt:
     """Join the prompts of several sequences into that of a packed step."""
     of = tuple(parts)
     return Prompt(
-        0, sum(p.tokens for p in of), any(p.begins for p in of), any(p.decodes for p in of),
-        any(p.several for p in of), sum(p.length for p in of), of,
-    )  # fmt: skip
+        0,
+        sum(p.tokens for p in of),
+        any(p.begins for p in of),
+        any(p.decodes for p in of),
+        any(p.several for p in of),
+        sum(p.length for p in of),
+        of,
+    )
 
 
 NO_PROMPT = Prompt()

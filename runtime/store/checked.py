@@ -51,7 +51,8 @@ def recording(bundle: Bundle, wanted: bool) -> Iterator[None]:
         yield
         return
     places = _read(file)
-    known, token = dict(places), _record.set(places)
+    known = dict(places)
+    token = _record.set(places)
     try:
         yield
     finally:

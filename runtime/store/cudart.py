@@ -42,11 +42,15 @@ class Cudart:
 
         Raises OSError when torch has neither runtime.
         """
-        self._device, self._hip = device, torch.version.hip is not None
+        self._device = device
+        self._hip = torch.version.hip is not None
         self._library = library if library is not None else _rocms_library() if self._hip else _torchs_library()
         real = library is None and torch.cuda.is_available()
         self._current = functools.partial(torch.cuda.device, device) if real else contextlib.nullcontext
-        void, number, size, flags = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_uint
+        void = ctypes.c_void_p
+        number = ctypes.c_int
+        size = ctypes.c_size_t
+        flags = ctypes.c_uint
         for name, arguments in (
             ("DeviceGetAttribute", [ctypes.POINTER(number), number, number]),
             ("HostRegister", [void, size, flags]),
@@ -57,7 +61,8 @@ class Cudart:
             ("GetLastError", []),
         ):
             found = self._named(name)
-            found.argtypes, found.restype = arguments, number
+            found.argtypes = arguments
+            found.restype = number
         self._named("GetErrorString").argtypes = [number]
         self._named("GetErrorString").restype = ctypes.c_char_p
 

@@ -75,7 +75,9 @@ class Stored:
             BundleError: when the file cannot be read to the end, or the digest does not match; `out` is then invalid.
         """
         ready = self.ahead.take(self.place) if self.ahead is not None else None
-        digest, kept, done = hashlib.sha256(), len(out) >= self.size, 0
+        digest = hashlib.sha256()
+        kept = len(out) >= self.size
+        done = 0
         found = None if self.checked is None else state(self.file)  # before the first byte: it may change meanwhile
         known = self.checked is not None and self.checked.get(self.place) == found
         most = REQUEST if self.direct is not None else CHUNK
@@ -156,7 +158,8 @@ class BackingStore:
                 layer, at = self.bundle.dense_place(number)
                 described = self.bundle.dense_file(version, layer)
             else:
-                described, at = self.bundle.layer_file(version, position), number
+                described = self.bundle.layer_file(version, position)
+                at = number
             file = described.location
             if file not in self._files:
                 self._files[file] = open_file(self.bundle.path, described.layer.file(version))

@@ -38,7 +38,8 @@ class PinnedFiller:
         Returns the indices in `extents` of the good ones, and the region's memory (`None` if it was not pinned).
         `extents` are in the region's order, which must be the file's order while the chain's mode is MAPPED.
         """
-        chain, calls = self.chain, self.calls
+        chain = self.chain
+        calls = self.calls
         size = sum(stored.size for stored in extents)
         if chain.mode is Mode.MAPPED:
             # The mapping is registered before it is checked, so that the checked pages are the pinned ones.
@@ -124,7 +125,9 @@ def warm(extents: Sequence[Stored], threads: int, before: Callable[[int], None])
 
     def one(i: int) -> None:
         nonlocal complete
-        stored, room, at = extents[i], np.empty(CHUNK, np.uint8).data, 0
+        stored = extents[i]
+        room = np.empty(CHUNK, np.uint8).data
+        at = 0
         while at < stored.size:
             part = room[: min(CHUNK, stored.size - at)]
             before(len(part))
@@ -140,7 +143,8 @@ def warm(extents: Sequence[Stored], threads: int, before: Callable[[int], None])
 
 def in_threads(work: Callable[[int], None], items: Sequence[int], threads: int) -> None:
     """Call `work` on items in threads, which take them in order; the first error stops the threads and is raised."""
-    queue, lock = iter(items), threading.Lock()
+    queue = iter(items)
+    lock = threading.Lock()
     errors: list[BaseException] = []
 
     def run() -> None:

@@ -10,11 +10,13 @@ import resource
 from pathlib import Path
 from typing import Any
 
-CGROUPS, PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
+PROCESS = Path("/proc/self/cgroup")
 MARGIN = 16  # 1/16 of memory, at least 1 GiB, stays free: pinned pages are never swapped
 # What stays free in a control group under `auto`: 1/64 of its limit, at least 32 MiB. The group counts what the kernel
 # keeps for its processes and files, and cache that is being read.
-CAGE_MARGIN, CAGE_LEAST = 64, 32 << 20
+CAGE_MARGIN = 64
+CAGE_LEAST = 32 << 20
 
 
 def host_limits(root: Path = CGROUPS, process: Path = PROCESS) -> dict[str, Any]:
@@ -22,7 +24,8 @@ def host_limits(root: Path = CGROUPS, process: Path = PROCESS) -> dict[str, Any]
     no limit is set), `margin_bytes`, and `pinnable_bytes`, which is a store's default limit."""
     import psutil
 
-    memory, cgroup = psutil.virtual_memory(), cgroup_room(root, process)
+    memory = psutil.virtual_memory()
+    cgroup = cgroup_room(root, process)
     margin = max(1 << 30, memory.total // MARGIN)
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return {
@@ -48,7 +51,8 @@ def most_memory(root: Path = CGROUPS, process: Path = PROCESS) -> int:
     """
     import psutil
 
-    memory, held = psutil.virtual_memory(), resident()[0]
+    memory = psutil.virtual_memory()
+    held = resident()[0]
     most = held + memory.available - max(1 << 30, memory.total // MARGIN)
     for size, left in _limits(root, process):
         most = min(most, held + left - max(CAGE_LEAST, size // CAGE_MARGIN))

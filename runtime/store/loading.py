@@ -22,7 +22,8 @@ class LoadCount:
     """The bytes of one load. Any thread may call it."""
 
     def __init__(self, report: Report | None) -> None:
-        self._report, self._lock = report, threading.Lock()
+        self._report = report
+        self._lock = threading.Lock()
         self.done = self.total = 0
 
     def expect(self, size: int) -> None:

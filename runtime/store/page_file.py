@@ -27,7 +27,8 @@ class PageFile:
 
     def __init__(self, plain: int) -> None:
         """Open once more, for O_DIRECT, the file of the caller's descriptor `plain`, which `close` leaves open."""
-        self._plain, self._fd = plain, -1
+        self._plain = plain
+        self._fd = -1
         with contextlib.suppress(OSError):  # refused
             self._fd = os.open(f"/proc/self/fd/{plain}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         self.direct = self._fd >= 0
@@ -61,7 +62,8 @@ class PageFile:
 
 def is_cached(file: int, at: int, size: int) -> bool:
     """Return whether the page cache holds all of these bytes; False where the system does not say."""
-    asked, found = (ctypes.c_uint64 * 2)(at, size), (ctypes.c_uint64 * 5)()
+    asked = (ctypes.c_uint64 * 2)(at, size)
+    found = (ctypes.c_uint64 * 5)()
     failed = _libc.syscall(_CACHESTAT, file, asked, found, 0)
     touched = (at + size - 1) // MEMORY_PAGE - at // MEMORY_PAGE + 1
     return not failed and found[0] >= touched
@@ -73,7 +75,8 @@ def direct_rate(file: int, in_flight: int, request: int = 4 << 20) -> float | No
     Returns None where the system refuses O_DIRECT.
     """
     size = os.fstat(file).st_size // request * request
-    offsets, rooms = iter(range(0, size, request)), [_huge(request) for _ in range(in_flight)]
+    offsets = iter(range(0, size, request))
+    rooms = [_huge(request) for _ in range(in_flight)]
     with contextlib.closing(PageFile(file)) as pages, ThreadPoolExecutor(in_flight) as pool:
 
         def read(room: memoryview) -> None:

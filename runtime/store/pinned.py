@@ -71,13 +71,18 @@ class HostStore:
         piece: int = PIECE,
     ) -> None:
         """Prepare to pin up to `limit` bytes of `versions`, given most important first, in regions of `piece` bytes."""
-        self._store, self._versions, self._limit, self._piece = store, tuple(versions), limit, piece
+        self._store = store
+        self._versions = tuple(versions)
+        self._limit = limit
+        self._piece = piece
         self._chain = Chain(calls)
         self._filler = PinnedFiller(calls, self._chain, readers(), self._give_way, self._one_more, self._note)
         self._lock = threading.Lock()
         self._regions: dict[Place, _Region] = {}
         self._damaged: dict[str, str] = {}
-        self._closing, self.filled = threading.Event(), threading.Event()  # `filled`: the filling has ended
+        # `filled`: the filling has ended
+        self._closing = threading.Event()
+        self.filled = threading.Event()
         self._fetching = 0
         self._every = self._total = self._done = self._pinned = 0
         self._last: Mode | None = None
@@ -172,7 +177,8 @@ class HostStore:
         if pinned is None:
             return
         self._last = pinned.mode
-        at, begin = {}, 0
+        at = {}
+        begin = 0
         for i, stored in enumerate(extents):
             if i in good:
                 at[stored.place] = begin, stored.size
@@ -230,9 +236,13 @@ class HostStore:
         gave_up = "".join(f"; not {x['mode']}: {x['reason']}" for x in state["fallbacks"])
         log.info(
             "host memory: %s, %d bytes pinned, %d in files, %.2f s at %.2f GB/s%s",
-            state["mode"], state["pinned_bytes"], state["file_bytes"], state["seconds"],
-            state["bytes_per_second"] / 1e9, gave_up,
-        )  # fmt: skip
+            state["mode"],
+            state["pinned_bytes"],
+            state["file_bytes"],
+            state["seconds"],
+            state["bytes_per_second"] / 1e9,
+            gave_up,
+        )
 
     def close(self) -> None:
         """Stop filling and free the regions of which no extent is held. May be called twice."""
@@ -284,7 +294,8 @@ def plan_pieces(
         if in_place:
             pieces.sort(key=lambda p: (-sum(wanted[p.file][e] for e in p.experts) / p.size, p.experts))
         rounds.extend(enumerate(pieces))
-    out, left = [], limit
+    out = []
+    left = limit
     for _, piece in sorted(rounds, key=lambda r: r[0]):  # stable: in the order of files within a round
         if piece.size <= left:
             out.append(piece)
@@ -296,8 +307,11 @@ def _most_wanted(
     sizes: Mapping[File, Mapping[int, int]], wanted: Mapping[File, Sequence[float]], limit: int
 ) -> set[tuple[File, int]]:
     """Return extents that fit into `limit` bytes, chosen by traffic per byte, as (file, expert)."""
-    every = [(-wanted[file][e] / size, i, file, e, size) for i, (file, of) in enumerate(sizes.items())
-             for e, size in of.items()]  # fmt: skip
+    every = [
+        (-wanted[file][e] / size, i, file, e, size)
+        for i, (file, of) in enumerate(sizes.items())
+        for e, size in of.items()
+    ]
     kept = set()
     for _, _, file, e, size in sorted(every):
         if size <= limit:

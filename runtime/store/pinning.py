@@ -113,7 +113,8 @@ def probe(calls: Cudart, size: int = 64 << 20) -> list[dict[str, Any]]:
         One row for each way: `mode`, `works`, and the failure's `reason` or the `bytes_per_second` of pinning alone.
         `kernels_read` says whether kernels may read such memory: the device finds it at the host's address.
     """
-    chain, rows = Chain(calls), []
+    chain = Chain(calls)
+    rows = []
     given_up = dict(chain.reasons)
     with tempfile.TemporaryFile() as file:
         file.write(bytes(size))

@@ -36,12 +36,15 @@ class FilledFile:
             alignment: see `tensors`.
             sync: called with the file's descriptor each time SYNC bytes were written.
         """
-        self._path, at = path, len(head)
+        self._path = path
+        at = len(head)
         self._places: dict[str, tuple[int, int]] = {}  # offset and bytes
         for name, size in tensors.items():
             self._places[name] = at, size
             at += align(size, alignment)
-        self._lock, self._unsynced, self._sync = threading.Lock(), 0, sync
+        self._lock = threading.Lock()
+        self._unsynced = 0
+        self._sync = sync
         self._left = {name: size for name, size in tensors.items() if size}
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         os.truncate(self._fd, at)
@@ -79,7 +82,8 @@ class FilledFile:
     def _write(self, data: memoryview, at: int) -> None:
         while data:
             done = os.pwrite(self._fd, data, at)
-            data, at = data[done:], at + done
+            data = data[done:]
+            at = at + done
 
     def close(self) -> None:
         """Close the file, whole or not."""

@@ -37,7 +37,8 @@ def tensor_bytes(entry: tuple[str, tuple[int, ...]]) -> int:
 
 def cut(tensors: Mapping[str, T], size: Callable[[T], int], most: int) -> list[dict[str, T]]:
     """Cut tensors, in their order, into files of at most `most` bytes; a larger tensor has a file of its own."""
-    out, total = [dict[str, T]()], 0
+    out = [dict[str, T]()]
+    total = 0
     for name, tensor in tensors.items():
         total += size(tensor)
         if out[-1] and total > most:
@@ -55,7 +56,8 @@ class Workers:
 
     def __init__(self, threads: int = WORKERS, ahead: int = 2 * WORKERS) -> None:
         """Start threads, which at most `ahead` calls wait for or run on."""
-        self._pool, self._room = ThreadPoolExecutor(threads), threading.Semaphore(ahead)
+        self._pool = ThreadPoolExecutor(threads)
+        self._room = threading.Semaphore(ahead)
         self._error: BaseException | None = None
 
     def submit(self, call: Callable[..., None], *given: Any) -> None:
@@ -119,7 +121,11 @@ class Files:
         alignment: int = 1,
     ) -> None:
         """`parts`: bytes of each tensor, by the name of its file. `head`: a file's header. See FilledFile."""
-        self._work, self._folder, self._parts, self._head, self._alignment = work, folder, parts, head, alignment
+        self._work = work
+        self._folder = folder
+        self._parts = parts
+        self._head = head
+        self._alignment = alignment
         self._file_of = {name: file for file, part in parts.items() for name in part}
         self._open: dict[str, FilledFile] = {}
         self._full = set[str]()  # those whose last byte is written

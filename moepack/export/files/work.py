@@ -36,12 +36,16 @@ class ExportDirectory:
 
         Raises TargetError for a directory that is no export's, and while another export is at work in it.
         """
-        self._target, self._output = target, target.absolute()  # a rename may remove the current directory
+        # a rename may remove the current directory
+        self._target = target
+        self._output = target.absolute()
         self._whole: dict[str, tuple[int, str]] = {}
         self.root = self._output.with_name(f".{self._output.name}.exporting")
         self._key = hashlib.sha256(json.dumps(made_for, sort_keys=True).encode()).hexdigest()
-        self._stack, self._recording = contextlib.ExitStack(), threading.Lock()
-        record, there = self.root / _RECORD, set(_names(self.root))
+        self._stack = contextlib.ExitStack()
+        self._recording = threading.Lock()
+        record = self.root / _RECORD
+        there = set(_names(self.root))
         if self.root.is_symlink() or (_RECORD not in there and there - {LOCK, f"{_RECORD}.partial"}):
             raise TargetError(f"{self.root}: is no export's, and an export works there: remove it")
         self._lock = hold(self.root, f"{target}: another export is writing it: wait for it")
@@ -148,7 +152,8 @@ class ExportDirectory:
             self.root.rmdir()
 
     def _kept(self, where: str) -> str:
-        count, size = len(self._whole), sum(size for size, _ in self._whole.values())
+        count = len(self._whole)
+        size = sum(size for size, _ in self._whole.values())
         return (
             f"{count} whole files ({size:,} bytes) are {where}" if count > 1 else f"a file ({size:,} bytes) is {where}"
         )

@@ -25,7 +25,8 @@ from ..zeros import extents, zero_points
 from .file import BF16, F32, MXFP4, Q1_0, Q4_0, Q8_0, Type
 
 Bytes = npt.NDArray[np.uint8]
-BLOCK, BLOCK_1 = 32, Q1_0.block
+BLOCK = 32
+BLOCK_1 = Q1_0.block
 _TINY = 0x0080  # BF16 bits of the scale of a group of zeros (quantize.grid.fix_scale): any scale gives its values
 
 
@@ -73,7 +74,9 @@ def _beyond_fp16(bundle: Bundle, version: Version, dense: bool) -> int:
     """The number of scales that FP16 does not hold."""
     if version.scale_dtype == "F16":
         return 0
-    count, half = 0, np.float32(0.5 if version.bits == 1 else 1)  # levels of one bit are half a scale
+    # levels of one bit are half a scale
+    count = 0
+    half = np.float32(0.5 if version.bits == 1 else 1)
     for matrices, extent in extents(bundle, version, dense):
         parts = {(s.matrix, s.kind): section_array(extent, s) for s in version.sections(matrices)}
         for matrix in range(len(matrices)):
@@ -88,12 +91,14 @@ def _beyond_fp16(bundle: Bundle, version: Version, dense: bool) -> int:
 
 def blocks(values: Values, rows: slice, kind: Type) -> Bytes:
     """The bytes of some rows of a matrix, in a type: its version's, or rounded to BF16."""
-    version, decoded = values.version, values.decoded
+    version = values.version
+    decoded = values.decoded
     if kind is BF16:
         return values.weight[rows].contiguous().view(_bits()).numpy().reshape(-1)
     codes = decoded.codes[rows]
     each = codes.reshape(-1, kind.block)
-    repeat, per_row = version.group_size // kind.block, codes.shape[1] // kind.block
+    repeat = version.group_size // kind.block
+    per_row = codes.shape[1] // kind.block
     scale = np.repeat(decoded.scale[rows], repeat, axis=1)[:, :per_row]
     if kind is MXFP4:
         return np.concatenate([scale.reshape(-1, 1), _halves(each)], axis=1).reshape(-1)

@@ -19,7 +19,14 @@ from moepack.pack.sections import align
 from ..files import ExportDirectory, Files, cut
 
 ALIGNMENT = 32
-_UINT16, _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 2, 4, 5, 6, 7, 8, 9  # types of values
+# types of values
+_UINT16 = 2
+_UINT32 = 4
+_INT32 = 5
+_FLOAT32 = 6
+_BOOL = 7
+_STRING = 8
+_ARRAY = 9
 FILE = "model"
 
 Metadata = Mapping[str, int | float | bool | str | np.uint16 | np.int32 | Sequence[str] | Sequence[int]]
@@ -35,10 +42,12 @@ class Type:
     size: int
 
 
-F32, Q4_0, Q8_0, BF16, MXFP4, Q1_0 = (
-    Type("F32", 0, 1, 4), Type("Q4_0", 2, 32, 18), Type("Q8_0", 8, 32, 34), Type("BF16", 30, 1, 2),
-    Type("MXFP4", 39, 32, 17), Type("Q1_0", 41, 128, 18),
-)  # fmt: skip
+F32 = Type("F32", 0, 1, 4)
+Q4_0 = Type("Q4_0", 2, 32, 18)
+Q8_0 = Type("Q8_0", 8, 32, 34)
+BF16 = Type("BF16", 30, 1, 2)
+MXFP4 = Type("MXFP4", 39, 32, 17)
+Q1_0 = Type("Q1_0", 41, 128, 18)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +67,8 @@ def header(metadata: Metadata, tensors: Mapping[str, Tensor]) -> bytes:
     """All bytes before the data, padded."""
     out = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(metadata))
     out += b"".join(_text(key) + _value(value) for key, value in metadata.items())
-    at, infos = 0, []
+    at = 0
+    infos = []
     for name, t in tensors.items():
         dims = t.shape[::-1]
         infos.append(_text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, t.type.number, at))

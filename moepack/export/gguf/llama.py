@@ -24,9 +24,16 @@ from moepack.pack.errors import InputError
 from moepack.shared.progress import Reporter
 
 MIXES = {
-    "Q2_K": 10, "Q3_K_S": 11, "Q3_K_M": 12, "Q3_K_L": 13, "Q4_K_S": 14, "Q4_K_M": 15, "Q5_K_S": 16, "Q5_K_M": 17,
+    "Q2_K": 10,
+    "Q3_K_S": 11,
+    "Q3_K_M": 12,
+    "Q3_K_L": 13,
+    "Q4_K_S": 14,
+    "Q4_K_M": 15,
+    "Q5_K_S": 16,
+    "Q5_K_M": 17,
     "Q6_K": 18,
-}  # fmt: skip # llama.h's llama_ftype
+}  # llama.h's llama_ftype
 _BUFFER = 1 << 30  # bytes of tensors' rows that it holds at once
 _CODE = f"""
 import ctypes, sys
@@ -65,18 +72,22 @@ class Llama:
     @cached_property
     def _base(self) -> ctypes.CDLL:
         base = ctypes.CDLL(str(self._folder / "libggml-base.so"))
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        pointer = ctypes.c_void_p
+        number = ctypes.c_int64
         for name, result, arguments in (
-            ("gguf_init_from_file", pointer, (ctypes.c_char_p, _InitParams)), ("gguf_free", None, (pointer,)),
-            ("gguf_get_n_tensors", number, (pointer,)), ("gguf_get_data_offset", ctypes.c_size_t, (pointer,)),
+            ("gguf_init_from_file", pointer, (ctypes.c_char_p, _InitParams)),
+            ("gguf_free", None, (pointer,)),
+            ("gguf_get_n_tensors", number, (pointer,)),
+            ("gguf_get_data_offset", ctypes.c_size_t, (pointer,)),
             ("gguf_get_tensor_name", ctypes.c_char_p, (pointer, number)),
             ("gguf_get_tensor_offset", ctypes.c_size_t, (pointer, number)),
             ("gguf_get_tensor_size", ctypes.c_size_t, (pointer, number)),
             ("gguf_get_tensor_type", ctypes.c_int, (pointer, number)),
             ("ggml_type_name", ctypes.c_char_p, (ctypes.c_int,)),
-        ):  # fmt: skip
+        ):
             function = getattr(base, name)
-            function.restype, function.argtypes = result, arguments
+            function.restype = result
+            function.argtypes = arguments
         return base
 
     def quantise(self, source: Path, target: Path, mix: str, split: bool, reporter: Reporter) -> None:
@@ -88,7 +99,8 @@ class Llama:
         threads = len(os.sched_getaffinity(0))
         command = [sys.executable, "-c", _CODE, str(source), str(target), str(MIXES[mix]), str(threads)]
         path = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        said, total = [""], 0
+        said = [""]
+        total = 0
         with subprocess.Popen(
             [*command, "split" if split else ""], env=path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         ) as process:
@@ -119,9 +131,11 @@ class Llama:
         if not file:
             raise InputError(f"{path}: llama.cpp does not read what it wrote")
         try:
-            begin, mapped = base.gguf_get_data_offset(file), np.memmap(path, np.uint8, "r")
+            begin = base.gguf_get_data_offset(file)
+            mapped = np.memmap(path, np.uint8, "r")
             for i in range(base.gguf_get_n_tensors(file)):
-                at, size = begin + base.gguf_get_tensor_offset(file, i), base.gguf_get_tensor_size(file, i)
+                at = begin + base.gguf_get_tensor_offset(file, i)
+                size = base.gguf_get_tensor_size(file, i)
                 kind = base.ggml_type_name(base.gguf_get_tensor_type(file, i)).decode()
                 yield Blocks(base.gguf_get_tensor_name(file, i).decode(), kind, mapped[at : at + size])
         finally:
@@ -133,9 +147,11 @@ class Llama:
             return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
         if kind == "f16":
             return data.view(np.float16).astype(np.float32)
-        out, data = np.empty(count, np.float32), np.ascontiguousarray(data)
+        out = np.empty(count, np.float32)
+        data = np.ascontiguousarray(data)
         function = getattr(self._base, f"dequantize_row_{kind}")
-        function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64), None
+        function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+        function.restype = None
         function(data.ctypes.data, out.ctypes.data, count)
         return out
 

@@ -76,7 +76,8 @@ class Lossy(Gguf):
         names = self.write_into(_BETWEEN, job, work, reporter)
         made = [f"{ExportDirectory.FILES}/{name}" for name in names]
         if not all(map(work.has, made)):
-            first, split = work.path(_BETWEEN, names[0]), len(names) > 1
+            first = work.path(_BETWEEN, names[0])
+            split = len(names) > 1
             out = work.path(ExportDirectory.FILES, first.name.partition("-")[0] if split else first.name)
             Llama().quantise(first, out, self.mix, split, reporter)
             work.finish(*made)
@@ -84,7 +85,9 @@ class Lossy(Gguf):
 
     def lost(self, job: ExportJob, paths: list[Path], reporter: Reporter) -> Lost:
         """See Target: the squared error against the version, over the version's squares, by kind of matrix."""
-        llama, sums, size = Llama(), defaultdict[str, _Sum](_Sum), 0
+        llama = Llama()
+        sums = defaultdict[str, _Sum](_Sum)
+        size = 0
         found = {t.name: t for path in paths for t in llama.tensors(path)}
         reporter.stage("measure what is lost", 1 + len(job.bundle.layers))
         reporter.step("outside the experts")
@@ -101,7 +104,8 @@ class Lossy(Gguf):
                 for m, values in zip(layer.matrices, Values.of_expert(job.bundle, version, position, e), strict=True):
                     parts = model_family(job).experts[m.name]
                     for part, exact in zip(parts, values.exact.float().numpy().reshape(len(parts), -1), strict=True):
-                        t, rows = own[f"blk.{layer.index}.{part}.weight"], range(e, e + 1)
+                        t = own[f"blk.{layer.index}.{part}.weight"]
+                        rows = range(e, e + 1)
                         _add(sums, llama, t, exact, rows, layer.experts)
         error = {kind: s.squares / s.power if s.power else 0.0 for kind, s in sums.items()}
         types = {kind: ", ".join(sorted(s.types)) for kind, s in sums.items()}

@@ -67,17 +67,27 @@ def _qwen3moe(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _QWEN3_LAYER = {
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate": "ffn_gate_inp",
-}  # fmt: skip
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate": "ffn_gate_inp",
+}
 _OTHER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 FAMILIES = {
     "qwen3_moe": Family(
-        "qwen3moe", _QWEN3_LAYER, _OTHER, ("ffn_gate_inp",),
-        {"gate_up": ("ffn_gate_exps", "ffn_up_exps"), "down": ("ffn_down_exps",)}, _qwen3moe,
+        "qwen3moe",
+        _QWEN3_LAYER,
+        _OTHER,
+        ("ffn_gate_inp",),
+        {"gate_up": ("ffn_gate_exps", "ffn_up_exps"), "down": ("ffn_down_exps",)},
+        _qwen3moe,
     ),
-}  # fmt: skip
+}
 
 
 def family_of(where: str, config: Mapping[str, Any]) -> Family:

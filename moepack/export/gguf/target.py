@@ -58,7 +58,9 @@ class Gguf(Target):
         return ("the file has no tokenizer: llama.cpp has no name here for how the model's cuts text",)
 
     def _layer(self, job: ExportJob, position: int, version: Version) -> dict[str, Tensor]:
-        layer, family, out = job.bundle.layers[position], model_family(job), dict[str, Tensor]()
+        layer = job.bundle.layers[position]
+        family = model_family(job)
+        out = dict[str, Tensor]()
         kind = self.type_of(version)
         for m in layer.matrices:
             parts = family.experts[m.name]
@@ -68,7 +70,9 @@ class Gguf(Target):
 
     def _other(self, job: ExportJob) -> dict[str, tuple[str, Tensor]]:
         """The tensors outside the experts: their names in the bundle, by those in the file."""
-        family, dense, out = model_family(job), job.bundle.dense(), dict[str, tuple[str, Tensor]]()
+        family = model_family(job)
+        dense = job.bundle.dense()
+        out = dict[str, tuple[str, Tensor]]()
         shapes = {name: (shape, BF16) for name, shape in dense.items()}
         for d, version in job.dense_pairs():
             kind = self.type_of(version)
@@ -113,7 +117,8 @@ class Gguf(Target):
         files = open_files(work, folder, _metadata(job), self._tensors(job), job.shard)
         reporter.stage("export", 1 + len(job.bundle.layers))
         reporter.step("outside the experts")
-        dense, versions = job.bundle.dense(), {f"{d.module}.weight": (d, v) for d, v in job.dense_pairs()}
+        dense = job.bundle.dense()
+        versions = {f"{d.module}.weight": (d, v) for d, v in job.dense_pairs()}
         for theirs, (name, tensor) in self._other(job).items():
             if not files.wants((theirs,)):
                 continue
@@ -133,7 +138,8 @@ class Gguf(Target):
         return files.names
 
     def _write_layer(self, job: ExportJob, position: int, files: Files) -> None:
-        layer, family = job.bundle.layers[position], model_family(job)
+        layer = job.bundle.layers[position]
+        family = model_family(job)
         tensors = self._layer(job, position, job.version(position, 0))
 
         def write(e: int) -> None:

@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-_NORMAL, _CONTROL, _USER, _UNUSED = 1, 3, 4, 5  # types of tokens
+# types of tokens
+_NORMAL = 1
+_CONTROL = 3
+_USER = 4
+_UNUSED = 5
 # The expression that cuts text before BPE -> llama.cpp's name for it; None is GPT-2's own.
 _CUTS = {
     None: "gpt-2",
@@ -28,7 +32,8 @@ def tokenizer(path: Path, vocabulary: int) -> dict[str, Any] | None:
 
 
 def _keys(document: dict[str, Any], settings: dict[str, Any], chat: Any, vocabulary: int) -> dict[str, Any] | None:
-    model, cut = document["model"], _cut(document["pre_tokenizer"])
+    model = document["model"]
+    cut = _cut(document["pre_tokenizer"])
     odd = any(model.get(part) for part in ("continuing_subword_prefix", "end_of_word_suffix", "ignore_merges"))
     normal = document.get("normalizer") or {"type": "NFC"}  # llama.cpp takes text as it is given
     if model.get("type") != "BPE" or odd or cut not in _CUTS or normal["type"] != "NFC":

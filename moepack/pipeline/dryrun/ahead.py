@@ -41,7 +41,8 @@ class OutlineRun(DryRun):
     def __init__(self, outline: Outline, native: Version, *arguments: Any) -> None:
         """`native`: the version of experts as released. Other arguments are those of `DryRun`; ids have any values."""
         super().__init__(*arguments)
-        self._outline, self._native = outline, native
+        self._outline = outline
+        self._native = native
         self._operations = 0.0  # floating-point operations of a batch, through all layers so far
         self._samples: dict[str, tuple[float, float]] = {}  # version -> bits a weight when encoded, seconds a weight
         self._top_k = top_k(self._stream.model.config.get_text_config())
@@ -70,16 +71,19 @@ class OutlineRun(DryRun):
 
     def result(self, rates: Mapping[str, Any], keep: bool, linked: bool) -> Estimate:
         """As in `DryRun`; dense tensors count in the dtypes of the outline."""
-        hidden, device = self._stream.model.config.get_text_config().hidden_size, self._stream.device
+        hidden = self._stream.model.config.get_text_config().hidden_size
+        device = self._stream.device
         self._forward = self._again = self._operations / operations(hidden, self._dtype, device) / self.layers
-        size, rate = self._outline.bytes or self._released(), float(rates.get("read_bytes_per_second", 0.0))
+        size = self._outline.bytes or self._released()
+        rate = float(rates.get("read_bytes_per_second", 0.0))
         self.seconds["read"] = size / rate if rate else 0.0
         made = super().result(rates, keep, linked)
         return replace(made, checkpoint_bytes=size, outline=self._outline.source)
 
     def _released(self) -> int:
         """About the checkpoint's bytes: its experts in their native version, all else in BF16."""
-        native, parts = self._native, (None, *range(self.layers))
+        native = self._native
+        parts = (None, *range(self.layers))
         size = sum(self._stream.part_bytes(part) for part in parts)
         for layer in self._experts:
             plain = sum(2 * (m.weights + m.rows * m.bias) for m in layer.matrices)
@@ -122,7 +126,8 @@ class OutlineRun(DryRun):
 
         from moepack.quantize.expert_batch import expert_batches
 
-        layer, settings = experts.layer, batch_settings(self._recipe)
+        layer = experts.layer
+        settings = batch_settings(self._recipe)
         batches = expert_batches(layer, settings)
         blocks = [v.rotation.block for v in settings.versions if v.rotation]
         few = small_experts(layer, min(PROBED, len(batches[0])), experts.transposed, max([64, *blocks]))
@@ -170,7 +175,8 @@ def small_experts(layer: ExpertLayer, few: int, transposed: bool, step: int = 64
 
     from moepack.calibrate.experts import ExpertWeights
 
-    first, second = layer.matrices[0], layer.matrices[-1]
+    first = layer.matrices[0]
+    second = layer.matrices[-1]
     share = min(1.0, WIDE / max(first.cols, second.cols))
     hidden, inner = (max(step, int(share * cols) // step * step) for cols in (first.cols, second.cols))
     rows = inner * first.rows // second.cols, hidden
@@ -205,7 +211,8 @@ def sample(version: Version, cols: int) -> tuple[float, float]:
     if version.released:  # E4M3 codes: the greatest of those that share a scale is near 448
         from moepack.pack.codec.released import ReleasedMatrix
 
-        width, stored = version.group_size or matrix.cols, version.sections((matrix,))[1]
+        width = version.group_size or matrix.cols
+        stored = version.sections((matrix,))[1]
         rows = width if len(stored.shape) == 2 else 1  # scales without rows are for square blocks
         groups = values.view(-1, rows, matrix.cols // width, width)
         most = groups.abs().amax((1, 3), keepdim=True) / 448

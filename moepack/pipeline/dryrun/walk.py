@@ -53,12 +53,17 @@ class DryRun:
         needs: BuildNeeds,
         how: MemoryPlan,
     ) -> None:
-        self._stream, self._recipe, self._ids, self._reporter = stream, recipe, ids, reporter
+        self._stream = stream
+        self._recipe = recipe
+        self._ids = ids
+        self._reporter = reporter
         self._experts = list(stream.expert_layers.values())
-        self.layers, self._batches = len(stream.layers), -(-len(ids) // how.batch_size)
+        self.layers = len(stream.layers)
+        self._batches = -(-len(ids) // how.batch_size)
         self._reuses = how.reuse and self._batches > 2  # batches after a layer's second reuse memory
         self._dtype = recipe.calibration.torch_dtype
-        self._needs, self._how = needs, how
+        self._needs = needs
+        self._how = how
         self._walk: CalibrationPass | None = None
         self._sizes = {}  # version -> bytes of its files; extents that are entropy-coded are added later
         for v in recipe.version_specs():
@@ -181,9 +186,11 @@ class DryRun:
 
     def _add_dense(self, part: int | None, tensors: dict[str, torch.Tensor]) -> None:
         """Count a part's bytes outside the experts, all versions of its dense matrices included, and their work."""
-        layer, versions = self._matrices.get(part), self._recipe.dense_specs()
+        layer = self._matrices.get(part)
+        versions = self._recipe.dense_specs()
         packed: set[str] = set()
-        beside, before = self._at_once(part), sum(self._dense_sizes.values())
+        beside = self._at_once(part)
+        before = sum(self._dense_sizes.values())
         for described in layer.matrices if layer else ():
             weight, bias = (f"{described.module}.{name}" for name in ("weight", "bias"))
             packed |= {weight, bias}
@@ -223,7 +230,8 @@ class DryRun:
         device = self._stream.device
         task = row_shard_tasks((matrix,), self._recipe, "", device.type)[-1]
         task = replace(task, versions=lossy(task.versions))
-        white, seconds = torch.eye(matrix.matrix.cols, device=device), 0.0
+        white = torch.eye(matrix.matrix.cols, device=device)
+        seconds = 0.0
         for together in (1, beside):  # the first round loads libraries
             began = time.perf_counter()
             with ThreadPoolExecutor(together) as pool:
@@ -236,7 +244,9 @@ class DryRun:
 
         `seen`: what reached them, `_shared_out`. `batches`: the layer's expert batches.
         """
-        settings, device, few = batch_settings(self._recipe), self._stream.device, range(experts.layer.experts)
+        settings = batch_settings(self._recipe)
+        device = self._stream.device
+        few = range(experts.layer.experts)
 
         def make(some: range) -> None:
             task = ExpertBatchTask("", index, some, settings.versions, settings, device.type)
@@ -244,7 +254,8 @@ class DryRun:
 
         began = time.perf_counter()
         make(range(1))  # loads and compiles
-        first, began = time.perf_counter() - began, time.perf_counter()
+        first = time.perf_counter() - began
+        began = time.perf_counter()
         # --memory may allow more batches at once than the memory that is available now.
         at_once = min(self._how.batches, workers(device, max(size for _, size in self._needs.batches)))
         beside = min(at_once, batches)
@@ -266,7 +277,8 @@ class DryRun:
         batches = self._batches
         cold = min(2, batches)
         versions = sum(self._sizes.values()) + sum(self._dense_sizes.values())
-        needs, how = self._needs, self._how
+        needs = self._needs
+        how = self._how
         kept = needs.hidden * (1 + (self.layers > EVERY)) if keep else 0
         filed = needs.experts * how.experts_on_disk
         spilt = needs.hidden * how.hidden_on_disk + needs.seen * how.seen_on_disk + filed
@@ -287,9 +299,18 @@ class DryRun:
         pieces = max(versions // len(self._experts) + spilt, behind)
         work_bytes = kept + max(pieces, self._dense + versions * (not linked))
         return Estimate(
-            self._sizes, self._dense, work_bytes, peak(needs, how)[1], seconds, count, len(self._experts),
-            self._dense_sizes if self._matrices else {}, how.batch_size, how.on_disk, self._stream.checkpoint.bytes,
-        )  # fmt: skip
+            self._sizes,
+            self._dense,
+            work_bytes,
+            peak(needs, how)[1],
+            seconds,
+            count,
+            len(self._experts),
+            self._dense_sizes if self._matrices else {},
+            how.batch_size,
+            how.on_disk,
+            self._stream.checkpoint.bytes,
+        )
 
 
 def _shared_out(observation: Observation, tokens: int, experts: int, few: int) -> Observation:

@@ -32,11 +32,13 @@ class Local:
 
     def begin(self, source: WorkerCheckpoint, folder: Path, device: torch.device, how: MemoryPlan) -> None:
         """Set the checkpoint, the work directory, the device, and how many tasks may run at once in this process."""
-        self._device, self._how = device, how
+        self._device = device
+        self._how = how
 
     def submit(self, work: LayerWork, inputs: LayerInputs, advance: Advance) -> None:
         """Take a part's tasks, and return once there is room for another part. `advance` is told what is finished."""
-        device, missing = self._device, work.missing
+        device = self._device
+        missing = work.missing
         advance(sum(task.count for i, task in enumerate(work.tasks) if i not in missing))
 
         def one(i: int) -> int:
@@ -84,7 +86,8 @@ def _at_once(one: Callable[[int], int], items: list[int], most: int, advance: Ad
             advance(one(i))
             trim()
         return
-    left, running = list(items), set[Future[int]]()
+    left = list(items)
+    running = set[Future[int]]()
     with ThreadPoolExecutor(most, "moepack-batch") as pool:
         while left or running:
             while left and len(running) < most:

@@ -82,7 +82,8 @@ class OnRay:
         """See `Local`."""
         ray = self._ray
         self._probe = DirectoryProbe.leave(folder.absolute())
-        self._source, self._gpus = ray.put(source), int(device.type == "cuda")
+        self._source = ray.put(source)
+        self._gpus = int(device.type == "cuda")
         self.traffic.orders += len(pickle.dumps(source))
         nodes = [n for n in ray.nodes() if n["Alive"]]
         here = ray.get_runtime_context().get_node_id()
@@ -96,7 +97,9 @@ class OnRay:
 
     def submit(self, work: LayerWork, inputs: LayerInputs, advance: Advance) -> None:
         """See `Local`."""
-        ray, layer, missing = self._ray, _LayerInFlight(work, advance), work.missing
+        ray = self._ray
+        layer = _LayerInFlight(work, advance)
+        missing = work.missing
         self._layers.append(layer)
         advance(sum(task.count for i, task in enumerate(work.tasks) if i not in missing))
         if missing:
@@ -119,7 +122,8 @@ class OnRay:
                 layer.put[group] = ray.put(what)
             del sent, what
             for i, group in groups.items():
-                task, need = work.tasks[i], needs(work.memory(i), self._gpus)
+                task = work.tasks[i]
+                need = needs(work.memory(i), self._gpus)
                 options = {"num_cpus": need["CPU"], "memory": need["memory"], "num_gpus": self._gpus}
                 layer.running[self._remote(run_task, options, WorkerOrder(task, work.kept[i]), layer.put[group])] = i
         self._write(layer)
@@ -156,7 +160,8 @@ class OnRay:
     def _full(self, more: int) -> bool:
         """Whether the next layer, of `more` bytes of tokens and moments, has to wait."""
         busy = [layer for layer in self._layers if layer.running]
-        out, held = sum(len(layer.running) for layer in busy), sum(layer.bytes for layer in busy)
+        out = sum(len(layer.running) for layer in busy)
+        held = sum(layer.bytes for layer in busy)
         crowded = len(busy) > 1 and out >= AHEAD * self._slots
         return bool(busy) and (crowded or held + more > SHARE * self._store)
 
@@ -179,7 +184,8 @@ class OnRay:
         i = layer.running[task]
         path = layer.work.kept[i]
         own = path.with_name(f"{path.stem}.{secrets.token_hex(4)}")
-        digest, expected = hashlib.sha256(), ""
+        digest = hashlib.sha256()
+        expected = ""
         with own.open("wb") as file:
             for reference in task:
                 answer = self._get(reference)
@@ -217,7 +223,8 @@ class OnRay:
     def _written(self, layer: _LayerInFlight, task: Any) -> None:
         note = self._get(next(task))
         self.traffic.answers += len(pickle.dumps(note))
-        layer.writing, layer.note = None, write_layer(layer.work) if note is None else note
+        layer.writing = None
+        layer.note = write_layer(layer.work) if note is None else note
 
     def _get(self, reference: Any) -> Any:
         ray = self._ray

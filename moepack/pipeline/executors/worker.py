@@ -136,7 +136,8 @@ def _make(task: RowShardTask | ExpertBatchTask, source: WorkerCheckpoint, shared
 
     from moepack.calibrate.forward import Observation
 
-    stream, device = _stream(source.path), torch.device(task.device)
+    stream = _stream(source.path)
+    device = torch.device(task.device)
 
     def check(files: set[str]) -> None:
         for name in sorted({"config.json", *files}):

@@ -161,7 +161,8 @@ def make_expert_batch(
     from moepack.quantize.expert_batch import quantise_batch
     from moepack.quantize.pooling import MEASURED, PARTS, measured_row
 
-    matrices, names = weights.layer.matrices, [v.name for v in task.versions]
+    matrices = weights.layer.matrices
+    names = [v.name for v in task.versions]
     shape = len(task.experts), len(names)
     losses = {k: torch.zeros(shape, dtype=torch.float64) for k in MEASURED}
     made = TaskResult({}, {}, losses | {"method": torch.zeros(shape, dtype=torch.uint8)})

@@ -42,7 +42,8 @@ def logits_tables(
     path = work.piece("calibrate", None, PROBE)
     if not path.exists():
         raise InputError(f"{work.path}: was calibrated before losses were weighed by logits: calibrate anew, --fresh")
-    stream, described = StreamedModel(open_checkpoint(record["checkpoint"])), {x.index: x for x in layers}
+    stream = StreamedModel(open_checkpoint(record["checkpoint"]))
+    described = {x.index: x for x in layers}
     measured = lossy(tuple(stages))
     reporter.stage("weigh layers by the logits", len(stream.layers))
 

@@ -78,12 +78,14 @@ def row_shard_tasks(
     """The tasks of dense matrices at the recipe's versions, matrix by matrix and in the order of rows."""
     from moepack.quantize.dense_matrix import row_shards
 
-    versions, how = recipe.dense_specs(), recipe.quantize
+    versions = recipe.dense_specs()
+    how = recipe.quantize
     cut_up = lossy(versions)
     exact = tuple(v for v in versions if v not in cut_up)
     out = []
     for m in matrices:
-        every, shards = range(m.matrix.rows), row_shards(m.matrix.rows, m.matrix.cols)
+        every = range(m.matrix.rows)
+        shards = row_shards(m.matrix.rows, m.matrix.cols)
         whole = len(shards) == 1 or not cut_up
         cut = [(every, versions)] if whole else [(every, exact), *((rows, cut_up) for rows in shards)]
         out += [RowShardTask(checkpoint, m, rows, wanted, how.method, how.zeros, device) for rows, wanted in cut]
@@ -117,11 +119,14 @@ def make_row_shard(
 
     weight, bias = (tensors.get(f"{task.matrix.module}.{name}") for name in ("weight", "bias"))
     assert weight is not None
-    own, at = (task.shard,), slice(task.rows.start, task.rows.stop)
-    rows, bits = weight[at].to(torch.bfloat16), None if bias is None else bits_of(bias[at])
+    own = (task.shard,)
+    at = slice(task.rows.start, task.rows.stop)
+    rows = weight[at].to(torch.bfloat16)
+    bits = None if bias is None else bits_of(bias[at])
     made = TaskResult({}, {}, {k: torch.zeros(1, len(task.versions), dtype=torch.float64) for k in ("error", "power")})
     made.losses["method"] = torch.zeros(1, len(task.versions), dtype=torch.uint8)
-    wanted, threads = lossy(task.versions), threads_on(device)
+    wanted = lossy(task.versions)
+    threads = threads_on(device)
     with fixed_threads():
         for version in task.versions:
             if version.released:

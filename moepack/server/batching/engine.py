@@ -30,7 +30,8 @@ log = logging.getLogger("moepack.server")
 # Passes of many lengths on one thread fragment the heap: 800 passes of up to 256 tokens left 200 MB of free holes.
 TRIM = 5.0  # seconds between two returns of free heap memory to the system
 # The default of the most bytes of kept chunks: KEPT, in a budget at most a SHARE-th of it.
-KEPT, SHARE = 1 << 30, 8
+KEPT = 1 << 30
+SHARE = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +67,8 @@ class Engine:
 
         `most_kept` is the most bytes of kept chunks of prompts: 0 keeps none, None takes the default.
         """
-        self._model, self._step = model, step_tokens
+        self._model = model
+        self._step = step_tokens
         self.device: torch.device = model.device  # device of the logits
         self._native = model.config._attn_implementation
         self._trimmed = time.monotonic()
@@ -125,7 +127,8 @@ class Engine:
         if slot.cache is not None and self._rows is not None:
             self._rows.remove(slot.cache)
             self._recount()
-        slot.cache, slot.length = None, 0
+        slot.cache = None
+        slot.length = 0
 
     def _recount(self) -> None:
         """Tell the budget that the rows or the kept chunks became fewer."""
@@ -214,7 +217,8 @@ class Engine:
         """
         if self._watch is None:
             return True
-        shape, tokens = self._watch.shape, sum(len(i.tokens) for i in items)
+        shape = self._watch.shape
+        tokens = sum(len(i.tokens) for i in items)
         longest = max((i.start + len(i.tokens) for i in items), default=0)
         if self._rows is not None:
             size = self._rows.after(_row_inputs(items), kept)
@@ -289,7 +293,8 @@ class Engine:
         return [next(parts) if item.wanted else None for item in items]
 
     def _alone_pass(self, item: StepInput) -> Tensor | None:
-        slot, count = item.slot, len(item.tokens)
+        slot = item.slot
+        count = len(item.tokens)
         positions = list(range(slot.length, slot.length + count))
         kept = list(range(count - max(1, item.wanted), count))
         logits, slot.cache = self._pass(list(item.tokens), positions, slot.cache, kept)

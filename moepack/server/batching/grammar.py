@@ -23,7 +23,9 @@ class Grammars:
     """Make masks of allowed tokens for one tokenizer. Any thread may call any method."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: frozenset[int]) -> None:
-        self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, ends
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._ends = ends
         self._made: Any = None
         self._lock = threading.Lock()
 
@@ -83,7 +85,8 @@ class JsonMask:
     """The tokens that a grammar allows next, for one sequence."""
 
     def __init__(self, matcher: Any, param: str) -> None:
-        self._matcher, self._param = matcher, param
+        self._matcher = matcher
+        self._param = param
 
     def allowed(self, vocabulary: int) -> Tensor:
         """The allowed tokens, bool [vocabulary]."""

@@ -31,10 +31,22 @@ GRAIN = 32  # a row has room (allocated memory) for a multiple of this many toke
 AHEAD = 64  # when a row grows: the least tokens of room beyond the need
 # Arguments of attention that packed attention does not need: the rows imply masks and windows.
 IGNORED = (
-    "dropout", "is_causal", "sliding_window", "position_ids", "use_cache", "output_attentions", "output_hidden_states",
-    "return_dict", "output_router_logits", "cache_position", "logits_to_keep", "cu_seq_lens_q", "cu_seq_lens_k",
-    "max_length_q", "max_length_k",
-)  # fmt: skip
+    "dropout",
+    "is_causal",
+    "sliding_window",
+    "position_ids",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "output_router_logits",
+    "cache_position",
+    "logits_to_keep",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+)
 
 
 class NotPackable(Exception):
@@ -130,22 +142,29 @@ class PackedKvCache(Cache, PackedCache):
     """
 
     def __init__(
-        self, windows: Sequence[int | None], shape: CacheShape | None, step: int, most_kept: int = 0,
+        self,
+        windows: Sequence[int | None],
+        shape: CacheShape | None,
+        step: int,
+        most_kept: int = 0,
         table: RowTable | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Start empty. `windows`: attention windows by layer, tokens, None for full; `step`: the most tokens a pass.
 
         `most_kept` is the most bytes of kept chunks; 0 unless every layer is full. `table` is the model's, on a GPU.
         """
         layers: list[Any] = [_Layer(self, n) for n in range(len(windows))]
         super().__init__(layers=layers)
-        self.windows, self.shape, self.step = tuple(windows), shape, step
+        self.windows = tuple(windows)
+        self.shape = shape
+        self.step = step
         self.rows: list[SequenceCache] = []
         self.prefixes = Prefixes(most_kept)
         self.began = False  # whether the last pass has written into rows
         self._parts: list[_PassPart] = []
         self._passed: list[tuple[Tensor, Tensor] | None] = [None] * len(windows)
-        self._table, self._written = table, False
+        self._table = table
+        self._written = False
         self.table: RowTable | None = None  # where the running pass finds its rows, if it does so by a table
 
     # --- rows
@@ -183,7 +202,8 @@ class PackedKvCache(Cache, PackedCache):
 
     def new_chunks(self, one: RowInput) -> range:
         """Return which of a prompt's chunks a pass completes and keeps, by their place in the prompt, from 0."""
-        first, whole = one.start // CHUNK, min(len(one.row.keys), one.end // CHUNK)
+        first = one.start // CHUNK
+        whole = min(len(one.row.keys), one.end // CHUNK)
         if first >= whole or not one.keeps:
             return range(0)
         have = len(self.prefixes.find(one.row.keys))
@@ -203,9 +223,11 @@ class PackedKvCache(Cache, PackedCache):
 
         If the pass fails once `began` is set, its rows are invalid.
         """
-        start, self.began = 0, False
+        start = 0
+        self.began = False
         for one in inputs:
-            span, start = slice(start, start + one.count), start + one.count
+            span = slice(start, start + one.count)
+            start = start + one.count
             chunks = self.prefixes.find(one.row.keys) if one.taken else []
             assert not one.taken or one.start <= CHUNK * len(chunks), "a chunk left after the pass was planned"
             self._parts.append(_PassPart(one, span, one.room, chunks, self.new_chunks(one)))
@@ -217,16 +239,20 @@ class PackedKvCache(Cache, PackedCache):
                 yield
             for part in self._parts:
                 self._keep(part)
-                part.of.row.length, part.of.row.room = part.of.end, part.room
+                part.of.row.length = part.of.end
+                part.of.row.room = part.room
         finally:
-            self._parts, self._passed = [], [None] * len(self.windows)
-            self.table, self._written = None, False
+            self._parts = []
+            self._passed = [None] * len(self.windows)
+            self.table = None
+            self._written = False
 
     def _keep(self, part: _PassPart) -> None:
         """Keep copies of the chunks that a pass has completed: no more than its claim counts."""
         if not part.new:
             return
-        row, found = part.of.row, self.prefixes.find(part.of.row.keys)
+        row = part.of.row
+        found = self.prefixes.find(part.of.row.keys)
         for n in range(len(found), part.new.stop):
             at = slice(n * CHUNK, (n + 1) * CHUNK)
             layers = [(_given(held.keys)[:, :, at], _given(held.values)[:, :, at]) for held in row.layers]
@@ -242,7 +268,8 @@ class PackedKvCache(Cache, PackedCache):
         self.began = self._written = True
         found = []
         for part in self._parts:
-            row, at = part.of.row, part.of.row.where
+            row = part.of.row
+            at = part.of.row.where
             grows = at is None or bool((at[:, END] >= at[:, ROOM]).any())
             for layer, held in enumerate(row.layers):
                 held.end = self._room(part, layer, held.keys, held.values) if grows else held.end + 1
@@ -267,7 +294,9 @@ class PackedKvCache(Cache, PackedCache):
 
     def _room(self, part: _PassPart, layer: int, keys: Any, values: Any) -> int:
         """Make room in a row's layer for the pass's tokens, like `keys` and `values`; return where they end."""
-        one, window, held = part.of, self.windows[layer], part.of.row.layers[layer]
+        one = part.of
+        window = self.windows[layer]
+        held = part.of.row.layers[layer]
         end = held.end + one.taken + one.count
         if held.keys is not None and end <= held.keys.shape[2]:
             return end
@@ -286,12 +315,16 @@ class PackedKvCache(Cache, PackedCache):
             return keys, values
         self.began = True
         for part in self._parts:
-            one, held, part.of.row.where = part.of, part.of.row.layers[layer], None
+            one = part.of
+            held = part.of.row.layers[layer]
+            part.of.row.where = None
             end = self._room(part, layer, keys, values)
             assert held.keys is not None and held.values is not None
             for n in range(one.row.length // CHUNK, -(-one.start // CHUNK) if one.taken else 0):
-                kept, first = part.chunks[n].layers[layer], n * CHUNK
-                low, high = max(one.row.length, first), min(one.start, first + CHUNK)
+                kept = part.chunks[n].layers[layer]
+                first = n * CHUNK
+                low = max(one.row.length, first)
+                high = min(one.start, first + CHUNK)
                 held.keys[:, :, low:high] = kept[0][:, :, low - first : high - first]
                 held.values[:, :, low:high] = kept[1][:, :, low - first : high - first]
             held.keys[:, :, end - one.count : end] = keys[:, :, part.span]
@@ -301,12 +334,14 @@ class PackedKvCache(Cache, PackedCache):
 
     def attend(self, module: Any, query: Tensor, key: Tensor, scaling: float | None, sinks: Tensor | None) -> Tensor:
         """Attend within each row, queries over the row's keys: [1, heads, tokens, dim] to [1, tokens, heads, dim]."""
-        layer, expand = module.layer_idx, getattr(module, "expand_kv", None)
+        layer = module.layer_idx
+        expand = getattr(module, "expand_kv", None)
         passed = self._passed[layer]
         if passed is None or (expand is None and key is not passed[0]):
             raise NotPackable(f"{type(module).__name__} changes what its cache returns")
         if self.table is not None:
-            one, window = self._parts[0].of.row.layers[layer], self.windows[layer]
+            one = self._parts[0].of.row.layers[layer]
+            window = self.windows[layer]
             made = None if expand is not None else self.table.attend(layer, query, one, scaling, window, sinks)
             if made is not None:
                 return made
@@ -314,7 +349,8 @@ class PackedKvCache(Cache, PackedCache):
         out = []
         for part in self._parts:
             held = part.of.row.layers[layer]
-            k, v = _given(held.keys)[:, :, : held.end], _given(held.values)[:, :, : held.end]
+            k = _given(held.keys)[:, :, : held.end]
+            v = _given(held.values)[:, :, : held.end]
             if expand is not None:
                 k, v = expand(k, v)
             out.append(_attend(query[:, :, part.span], k, v, scaling, self.windows[layer], sinks))
@@ -336,7 +372,9 @@ class _Layer:
     is_compileable = False
 
     def __init__(self, rows: PackedKvCache, number: int) -> None:
-        self._rows, self._number = weakref.proxy(rows), number  # a reference cycle would keep the rows' memory
+        # a reference cycle would keep the rows' memory
+        self._rows = weakref.proxy(rows)
+        self._number = number
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store new keys and values and return both unchanged; `attend` reads the rows instead."""
@@ -363,10 +401,13 @@ def _moved(old: Tensor | None, end: int, keep: int, size: int, like: Tensor) -> 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None, sinks: Tensor | None) -> Tensor:
     """Attend with a sequence's last queries [1, heads, n, dim] over its keys [1, kv heads, length, dim]."""
-    n, length, heads = q.shape[2], k.shape[2], k.shape[1]
+    n = q.shape[2]
+    length = k.shape[2]
+    heads = k.shape[1]
     mask = None
     if n == 1 and window is not None and length > window:
-        k, v = k[:, :, -window:], v[:, :, -window:]
+        k = k[:, :, -window:]
+        v = v[:, :, -window:]
     elif n > 1 and (sinks is not None or length > n or (window is not None and length > window)):
         mask = torch.ones(n, length, dtype=torch.bool, device=q.device).tril_(length - n)
         if window is not None:
@@ -405,7 +446,8 @@ def _attention(
     step = current()
     if step is None or step.packed is None:  # set by PackedKvCache.passing
         raise NotPackable("a pass that is not packed reached packed attention")
-    scaling, sinks = given.pop("scaling", None), given.pop("s_aux", None)
+    scaling = given.pop("scaling", None)
+    sinks = given.pop("s_aux", None)
     if given.get("sliding_window", 0) is None and step.packed.windows[module.layer_idx] is not None:
         raise NotPackable(f"{type(module).__name__} sees all keys, and its cache keeps those of a window")
     unknown = [n for n, value in given.items() if n not in IGNORED and value is not None and value is not False]

@@ -38,7 +38,8 @@ class Prefixes:
 
     def __init__(self, most: int) -> None:
         """Start empty."""
-        self.most, self.bytes = most, 0
+        self.most = most
+        self.bytes = 0
         self._chunk_bytes = 0  # of any chunk; known once one was added
         # The least recently used first. A chunk is used with all chunks before it and they are moved behind it, so the
         # first one of all never has a chunk that depends on it.

@@ -17,7 +17,9 @@ from moepack.runtime.attach import serves_dense
 
 Where = npt.NDArray[np.int64]  # of a row, [layers, FIELDS]: where keys and values lie, where they end, their room
 REFUSED = 8  # passes after which the next ones are not expected to be replayed either
-END, ROOM = 2, 3  # the fields that change as a row grows
+# the fields that change as a row grows
+END = 2
+ROOM = 3
 
 
 def where(layers: Sequence[Any]) -> Where:

@@ -61,7 +61,8 @@ class Sampler:
     def __init__(
         self, how: Sampling, prompt: Sequence[int], device: torch.device, mask: JsonMask | None = None
     ) -> None:
-        self._how, self._mask = how, mask
+        self._how = how
+        self._mask = mask
         self._prompt = frozenset(prompt) if how.repetition != 1.0 else frozenset()
         self._counts: Counter[int] = Counter()
         self._random: torch.Generator | None = None
@@ -86,7 +87,8 @@ class Sampler:
 
         Raises NotFiniteError for logits whose greatest is NaN or infinite.
         """
-        how, token = self._how, likeliest
+        how = self._how
+        token = likeliest
         if token is None:
             changed = self._changed(logits)
             chosen = greatest(changed) if self._random is None else draw(changed, how, self._random)
@@ -103,7 +105,8 @@ class Sampler:
 
     def _changed(self, logits: Tensor) -> Tensor:
         """Apply penalties, bias and mask; without any, return `logits` itself."""
-        how, device = self._how, logits.device
+        how = self._how
+        device = logits.device
         if self._counts or self._prompt or how.bias or self._mask is not None:
             logits = logits.float().clone()
         if how.repetition != 1.0 and (seen := [*self._prompt | self._counts.keys()]):

@@ -86,8 +86,12 @@ class Scheduler:
         self, engine: Engine, tokens: Tokens, limits: Limits, post: Callable[[list[tuple[Job, JobEvent]]], None]
     ) -> None:
         """Prepare; `start` starts the thread, on which `post` receives each step's events."""
-        self.limits, self.totals, self.turns = limits, Totals(), Turns[_Sequence]()
-        self._engine, self._tokens, self._post = engine, tokens, post
+        self.limits = limits
+        self.totals = Totals()
+        self.turns = Turns[_Sequence]()
+        self._engine = engine
+        self._tokens = tokens
+        self._post = post
         self._arrived: deque[_Sequence] = deque()
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
@@ -136,7 +140,8 @@ class Scheduler:
         Raises:
             ApiError: if the prompt can never be served; the message names the most tokens that can.
         """
-        limits, context = self.limits, min(self.limits.context, self.limits.kv_tokens)
+        limits = self.limits
+        context = min(self.limits.context, self.limits.kv_tokens)
         if prompt > (most := min(limits.prompt, context - 1)):
             raise too_long(f"the prompt has {prompt} tokens: this server takes {most} at the most")
         if not self._engine.holds(prompt + 1):
@@ -207,7 +212,8 @@ class Scheduler:
             self._post_events()
 
     def _post_events(self) -> None:
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         if events:
             self._post(events)
 
@@ -300,7 +306,8 @@ class Scheduler:
         self.totals.preempted += 1
 
     def _next_inputs(self, keeps: int) -> list[tuple[_Sequence, StepInput]]:
-        planned, room = [], self._token_limit
+        planned = []
+        room = self._token_limit
         being_read: set[tuple[bytes, ...]] = set()  # chunks that the step reads and keeps, by all keys up to theirs
         reading = [one for one in self._running if one.left > 1]
         at_once = None if reading else self._engine.at_once()
@@ -327,7 +334,9 @@ class Scheduler:
         return one.job.wants_prompt and len(one.prompt) < len(one.job.prompt)
 
     def _step(self, planned: list[tuple[_Sequence, StepInput]]) -> None:
-        ready, began, waited = len(self._decoding()), time.monotonic(), self._engine.waited()
+        ready = len(self._decoding())
+        began = time.monotonic()
+        waited = self._engine.waited()
         try:
             out = self._engine.run([item for _, item in planned])
             likeliest: list[int | None] = [None] * len(out)
@@ -350,11 +359,13 @@ class Scheduler:
             self._drop(lost, failed("the model failed on this request"))
             self._evict_all()  # without a budget, memory may have been short
             return
-        self._token_limit, self._error = self.limits.step_tokens, None
+        self._token_limit = self.limits.step_tokens
+        self._error = None
         self._crowded = self._refusing = False
         self.totals.steps += 1
         if not any(item.is_prompt for _, item in planned):
-            seconds, waited = time.monotonic() - began, self._engine.waited() - waited
+            seconds = time.monotonic() - began
+            waited = self._engine.waited() - waited
             self.turns.record([one for one, _ in planned], ready, seconds, waited)
         for (one, item), logits, token in zip(planned, out, likeliest, strict=True):
             if item.is_prompt and not one.made:
@@ -400,7 +411,8 @@ class Scheduler:
             return
         prompt: tuple[Scored, ...] = ()
         if self._scores(one):  # each token by the logits of the token before it
-            top, start = one.job.sampling.top_logprobs or 0, item.slot.length - len(item.tokens)
+            top = one.job.sampling.top_logprobs or 0
+            start = item.slot.length - len(item.tokens)
             if not start:
                 one.prompt.append(Scored(one.job.prompt[0]))
             for row, token in zip(logits, one.job.prompt[start + 1 :], strict=False):
@@ -416,7 +428,8 @@ class Scheduler:
     def _append_token(self, one: _Sequence, logits: Tensor, prompt: tuple[Scored, ...], likeliest: int | None) -> None:
         assert one.sampler is not None
         chosen = one.sampler.choose(logits, likeliest)
-        job, now = one.job, time.monotonic()
+        job = one.job
+        now = time.monotonic()
         job.first = job.first or now
         job.last = now
         one.made += 1
@@ -452,7 +465,9 @@ class Scheduler:
         if not cut:
             more, cut = one.stops.push(one.pieces.end())
             more += "" if cut else one.stops.end()
-            text, one.shown, why = text + more, one.shown + len(more), "stop" if cut else why
+            text = text + more
+            one.shown = one.shown + len(more)
+            why = "stop" if cut else why
         tokens = self._released(one, one.shown if cut else 1 << 60)
         self._running.remove(one)
         self._remove(one)

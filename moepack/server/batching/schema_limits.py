@@ -11,23 +11,38 @@ from typing import Any
 
 from moepack.server.errors import ApiError, bad
 
-DEPTH, VALUES, FIELDS = 48, 4000, 500  # of all schemas of a request together: levels, values, named fields
+# of all schemas of a request together: levels, values, named fields
+DEPTH = 48
+VALUES = 4000
+FIELDS = 500
 TEXT = 64 << 10  # characters in names and values
-PATTERN, WRITTEN = 500, 2000  # characters of a pattern, and with its counts written out
-LARGEST, MULTIPLE = 10**19, 10**5  # of a number, which 64 bits hold, and of one that numbers are to be multiples of
+# characters of a pattern, and with its counts written out
+PATTERN = 500
+WRITTEN = 2000
+# of a number, which 64 bits hold, and of one that numbers are to be multiples of
+LARGEST = 10**19
+MULTIPLE = 10**5
 MERGED = 256  # parts of all `allOf` times choices of all `anyOf` and `oneOf`, which their grammar multiplies
 # What llguidance may spend on one grammar and on one mask: a fifth of its defaults, some 10 ms each.
 FUEL: dict[str, Any] = {
-    "initial_lexer_fuel": 300_000, "step_lexer_fuel": 50_000, "step_max_items": 20_000, "max_lexer_states": 20_000,
-    "max_grammar_size": 100_000, "verbose_errors": False,
-}  # fmt: skip
+    "initial_lexer_fuel": 300_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
 _PIECE = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d*),?(\d*)\}|.", re.DOTALL)
 _WORDS = ("description", "title", "$comment", "examples", "default")  # keys whose values no grammar has
 
 
 def check_schemas(param: str, schemas: Iterable[dict[str, Any]]) -> None:
     """Refuse schemas that are together too large. Raises ApiError."""
-    values, fields, text, parts, choices = 0, 0, 0, 0, 0
+    values = 0
+    fields = 0
+    text = 0
+    parts = 0
+    choices = 0
     left: list[tuple[Any, int]] = [(schema, 1) for schema in schemas]
     while left:
         one, depth = left.pop()
@@ -71,7 +86,9 @@ def _is_word(name: str, value: Any) -> bool:
 
 def _written(pattern: str) -> int:
     """Count a pattern's letters as if its counts were written out: (ab{3}){2} has 8."""
-    sums, last = [0], 0  # of the open groups, and of what a count would repeat
+    # of the open groups, and of what a count would repeat
+    sums = [0]
+    last = 0
     for piece in _PIECE.finditer(pattern):
         if piece[0] == "(":
             sums.append(0)

@@ -29,7 +29,8 @@ class Pieces:
         return self._piece(True)
 
     def _piece(self, broken: bool) -> str:
-        before, now = self._decode(self._tokens[: self._read]), self._decode(self._tokens)
+        before = self._decode(self._tokens[: self._read])
+        now = self._decode(self._tokens)
         if len(now) <= len(before) or (now.endswith(BROKEN) and not broken):
             return ""
         self._tokens = self._tokens[self._read :]  # these tokens are the context of the next piece
@@ -41,7 +42,8 @@ class Stops:
     """Hold text back while it may begin a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops, self._held = tuple(stops), ""
+        self._stops = tuple(stops)
+        self._held = ""
         self.found: str | None = None  # the stop string that came
 
     def push(self, text: str) -> tuple[str, bool]:
@@ -52,15 +54,19 @@ class Stops:
         found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
             end, at = min(found)
-            shown, self.found, self._held = self._held[:at], self._held[at:end], ""
+            shown = self._held[:at]
+            self.found = self._held[at:end]
+            self._held = ""
             return shown, True
         most = max((len(stop) for stop in self._stops), default=1) - 1
         ends = range(max(0, len(self._held) - most), len(self._held))  # where the text that is held back may begin
         at = next((i for i in ends if any(stop.startswith(self._held[i:]) for stop in self._stops)), len(self._held))
-        shown, self._held = self._held[:at], self._held[at:]
+        shown = self._held[:at]
+        self._held = self._held[at:]
         return shown, False
 
     def end(self) -> str:
         """Return what was held back, at the end of the answer."""
-        shown, self._held = self._held, ""
+        shown = self._held
+        self._held = ""
         return shown

@@ -12,9 +12,13 @@ from typing import Generic, Protocol, TypeVar
 
 WAITS = 0.3  # the share of steps' time that is waits above which fewer sequences at a time are tried
 GAIN = 1.1  # how many times as many tokens a second a number must give to be kept
-WINDOW, STEPS = 6.0, 4  # seconds and steps, at least, over which a number is measured: turns change within them
+# seconds and steps, at least, over which a number is measured: turns change within them
+WINDOW = 6.0
+STEPS = 4
 PATIENCE = 32  # the most windows between two trials; it doubles with each trial in vain
-CYCLE, TURN = 48.0, (2.0, 8.0)  # seconds in which every sequence has a turn; the least and the most of one turn
+# seconds in which every sequence has a turn; the least and the most of one turn
+CYCLE = 48.0
+TURN = (2.0, 8.0)
 
 
 class Turning(Protocol):
@@ -34,10 +38,16 @@ class Turns(Generic[One]):
         self._mine: list[One] = []
         self._ends = 0.0  # when the turn does
         self._step = 0
-        self._tokens, self._steps, self._seconds, self._waited = 0, 0, 0.0, 0.0  # of this window
+        # of this window
+        self._tokens = 0
+        self._steps = 0
+        self._seconds = 0.0
+        self._waited = 0.0
         self._before: tuple[int | None, float] | None = None  # the number before this trial, and its tokens a second
         self._tries = 0  # trials in vain since the number changed
-        self._hold, self._patience = 0, 1  # windows until the next trial, and after the next one in vain
+        # windows until the next trial, and after the next one in vain
+        self._hold = 0
+        self._patience = 1
 
     def choose(self, ready: Sequence[One], now: float, at_once: int | None = None) -> list[One]:
         """Return which of the sequences that could decode do so; `now` in seconds of any clock.
@@ -71,11 +81,16 @@ class Turns(Generic[One]):
         self._step += 1
         for one in decoded:
             one.served = self._step
-        self._tokens, self._steps = self._tokens + len(decoded), self._steps + 1
-        self._seconds, self._waited = self._seconds + seconds, self._waited + waited
+        self._tokens = self._tokens + len(decoded)
+        self._steps = self._steps + 1
+        self._seconds = self._seconds + seconds
+        self._waited = self._waited + waited
         if self._seconds >= WINDOW and self._steps >= STEPS:
             self._close(ready, self._tokens / self._seconds, self._waited / self._seconds)
-            self._tokens, self._steps, self._seconds, self._waited = 0, 0, 0.0, 0.0
+            self._tokens = 0
+            self._steps = 0
+            self._seconds = 0.0
+            self._waited = 0.0
 
     def _close(self, ready: int, rate: float, waits: float) -> None:
         """Judge the trial that a window was, or begin one."""
@@ -83,10 +98,13 @@ class Turns(Generic[One]):
             most, least = self._before
             self._before = None
             if rate >= GAIN * least:
-                self._tries, self._patience = 0, 1
+                self._tries = 0
+                self._patience = 1
             else:
-                self.most, self._tries = most, self._tries + 1
-                self._hold, self._patience = self._patience, min(2 * self._patience, PATIENCE)
+                self.most = most
+                self._tries = self._tries + 1
+                self._hold = self._patience
+                self._patience = min(2 * self._patience, PATIENCE)
                 return
         if self._hold:
             self._hold -= 1
@@ -96,4 +114,5 @@ class Turns(Generic[One]):
         others = [n for n in numbers if n > size or (n < size and waits > WAITS)]
         if others:
             found = others[self._tries % len(others)]
-            self._before, self.most = (self.most, rate), None if found == ready else found
+            self._before = (self.most, rate)
+            self.most = None if found == ready else found

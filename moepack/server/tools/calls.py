@@ -54,7 +54,8 @@ class MarkedReader(StateReader):
         super().__init__(self.text)
         self.form = form
         around = tuple(mark.strip() for mark in form.section or ())
-        self._opens, self.ends = (*around[:1], form.open), (form.close, *around[1:])
+        self._opens = (*around[:1], form.open)
+        self.ends = (form.close, *around[1:])
 
     def text(self) -> bool:
         """Outside of calls and their section."""

@@ -81,7 +81,8 @@ def _call_of(body: str) -> tuple[str, str] | None:
     """Read a call with fields in another order, or without arguments; None if it is no call."""
     try:
         given = json.loads(body)
-        name, arguments = given["name"], given.get("arguments", given.get("parameters")) or {}
+        name = given["name"]
+        arguments = given.get("arguments", given.get("parameters")) or {}
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
@@ -91,27 +92,55 @@ def _call_of(body: str) -> tuple[str, str] | None:
 
 
 HERMES = Delimited(
-    "hermes", "<tool_call>", "<tool_call>", "</tool_call>",
-    '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "\n",
+    "hermes",
+    "<tool_call>",
+    "<tool_call>",
+    "</tool_call>",
+    '<tool_call>\n{"name": "NAME", "arguments": ',
+    "}\n</tool_call>",
+    "\n",
     re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'),
     marks=("<tool_call>", "</tool_call>"),
-)  # fmt: skip
+)
 _OPEN, _CLOSE, _SEP, *_BOTH = (
     f"<\uff5ctool▁{name}\uff5c>" for name in ("call▁begin", "call▁end", "sep", "calls▁begin", "calls▁end")
 )
 _ALL = (_BOTH[0], _BOTH[1])
 DEEPSEEK_V3 = Delimited(
-    "deepseek-v3", "```json", _OPEN, _CLOSE, f"{_OPEN}function{_SEP}NAME\n```json\n", f"\n```{_CLOSE}", "\n",
-    re.compile(rf"\w*{_SEP}\s*(\S+)\s*```json\s*(?=\{{)"), _ALL, (*_ALL, _OPEN, _CLOSE, _SEP),
-)  # fmt: skip
+    "deepseek-v3",
+    "```json",
+    _OPEN,
+    _CLOSE,
+    f"{_OPEN}function{_SEP}NAME\n```json\n",
+    f"\n```{_CLOSE}",
+    "\n",
+    re.compile(rf"\w*{_SEP}\s*(\S+)\s*```json\s*(?=\{{)"),
+    _ALL,
+    (*_ALL, _OPEN, _CLOSE, _SEP),
+)
 DEEPSEEK = Delimited(
-    "deepseek-v3.1", _OPEN, _OPEN, _CLOSE, f"{_OPEN}NAME{_SEP}", _CLOSE, "",
-    re.compile(rf"\s*(\S+?)\s*{_SEP}\s*(?=\{{)"), _ALL, (*_ALL, _OPEN, _CLOSE, _SEP),
-)  # fmt: skip
+    "deepseek-v3.1",
+    _OPEN,
+    _OPEN,
+    _CLOSE,
+    f"{_OPEN}NAME{_SEP}",
+    _CLOSE,
+    "",
+    re.compile(rf"\s*(\S+?)\s*{_SEP}\s*(?=\{{)"),
+    _ALL,
+    (*_ALL, _OPEN, _CLOSE, _SEP),
+)
 _SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _OPEN, _ARGUMENTS, _CLOSE = (f"<|tool_call_{name}|>" for name in ("begin", "argument_begin", "end"))
 KIMI = Delimited(
-    "kimi", _ARGUMENTS, _OPEN, _CLOSE, f"{_OPEN}functions.NAME:#{_ARGUMENTS}", _CLOSE, "",
+    "kimi",
+    _ARGUMENTS,
+    _OPEN,
+    _CLOSE,
+    f"{_OPEN}functions.NAME:#{_ARGUMENTS}",
+    _CLOSE,
+    "",
     re.compile(r"\s*(?=(\S+?)\s*<\|)(?:functions\.)?([^\s:<]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*(?=\{)"),
-    _SECTION, (*_SECTION, _OPEN, _CLOSE, _ARGUMENTS),
-)  # fmt: skip
+    _SECTION,
+    (*_SECTION, _OPEN, _CLOSE, _ARGUMENTS),
+)

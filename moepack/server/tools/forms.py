@@ -39,8 +39,16 @@ class CallForm(Protocol):
 # A new form is one line here. The first whose sign a template holds is the model's: GLM's and Qwen3-Coder's templates
 # have Hermes's mark too, and DeepSeek V3's has that of V3.1.
 FORMS: tuple[CallForm, ...] = (
-    HARMONY, DEEPSEEK_V32, DEEPSEEK_V4, DEEPSEEK_V3, DEEPSEEK, KIMI, GLM, QWEN_CODER, HERMES,
-)  # fmt: skip
+    HARMONY,
+    DEEPSEEK_V32,
+    DEEPSEEK_V4,
+    DEEPSEEK_V3,
+    DEEPSEEK,
+    KIMI,
+    GLM,
+    QWEN_CODER,
+    HERMES,
+)
 
 
 class Manners:

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from .lark import BREAK, Lark
 from .parts import AnswerReader, Functions, StateReader, Tools
 
-CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
+CHANNEL = "<|channel|>"
+MESSAGE = "<|message|>"
+START = "<|start|>"
+CONSTRAIN = "<|constrain|>"
 FINAL = f"{CHANNEL}final{MESSAGE}"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _TO = re.compile(r"to=functions\.([^\s<]+)")
@@ -43,7 +46,8 @@ class Harmony:
 
 
 def _thought(lark: Lark) -> str:
-    begins, goes_on = lark.text(CHANNEL + "analysis" + MESSAGE), lark.text(START + "assistant")
+    begins = lark.text(CHANNEL + "analysis" + MESSAGE)
+    goes_on = lark.text(START + "assistant")
     return lark.rule(f"{begins} {lark.through('<|end|>')} {goes_on}") + "?"
 
 
@@ -62,7 +66,8 @@ class _Reader(StateReader):
             if self.ended and not self._looks_like_header(head):
                 self.add("content", head)  # no channel at all: an answer of another form
             return False
-        self.held, self.state = rest, self._message
+        self.held = rest
+        self.state = self._message
         channel = _CHANNEL.search(head)
         if (to := _TO.search(head)) is not None:
             self._kind = "arguments"

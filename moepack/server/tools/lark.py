@@ -18,7 +18,8 @@ class Lark:
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         """Begin a grammar; `tokens` has the added tokens by name: llguidance takes none of them for its text."""
-        self._tokens, self._rules = tokens, list[str]()
+        self._tokens = tokens
+        self._rules = list[str]()
         self._marks = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
 
     def rule(self, body: str, prefix: str = "r", options: str = "") -> str:

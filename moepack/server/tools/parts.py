@@ -56,7 +56,9 @@ class StateReader:
     """Reads by a state: a function that takes text from `held`, adds to `parts`, and says whether it got further."""
 
     def __init__(self, state: Callable[[], bool]) -> None:
-        self.held, self.parts, self.ended = "", list[AnswerPart](), False
+        self.held = ""
+        self.parts = list[AnswerPart]()
+        self.ended = False
         self.state = state
 
     def push(self, text: str) -> list[AnswerPart]:
@@ -133,13 +135,16 @@ class JsonEnd:
     _SIGNS = re.compile(r'[{}\[\]"]|\\')
 
     def __init__(self) -> None:
-        self._depth, self._quoted, self._escaped = 0, False, False
+        self._depth = 0
+        self._quoted = False
+        self._escaped = False
 
     def find(self, text: str) -> int | None:
         """Read the next piece; return how many of its characters belong to the value if it ends there, else None."""
         at = 0
         if self._escaped and text:
-            at, self._escaped = 1, False
+            at = 1
+            self._escaped = False
         while (sign := self._SIGNS.search(text, at)) is not None:
             at = sign.end()
             if sign[0] == "\\":

@@ -57,7 +57,8 @@ class Tagged(Marked):
             return f"{lark.json(schema)} {lark.text(closes)}"
         if (values := _values(schema)) is not None:
             return f"{lark.one_of([lark.text(v) for v in values])} {lark.text(closes)}"
-        least, most = schema.get("minLength", 0), schema.get("maxLength", MOST_LETTERS)
+        least = schema.get("minLength", 0)
+        most = schema.get("maxLength", MOST_LETTERS)
         if not all(type(n) is int and 0 <= n <= MOST_LETTERS for n in (least, most)):
             raise ValueError(f"minLength and maxLength of an argument must be from 0 to {MOST_LETTERS}")
         return lark.through(closes, least, schema.get("maxLength"))
@@ -89,7 +90,8 @@ def _values(schema: dict[str, Any]) -> list[Any] | None:
 class _Reader(MarkedReader):
     def __init__(self, form: Tagged, functions: Functions) -> None:
         super().__init__(form)
-        self._form, self._functions = form, functions
+        self._form = form
+        self._functions = functions
         self._properties: dict[str, Any] = {}
         self._seen: set[str] = set()
 
@@ -141,7 +143,8 @@ def _read(text: str, schema: Any) -> str:
     """Return an argument's text as JSON: itself if it is JSON of a type that the schema allows, else a string."""
     if not is_text(schema):
         try:
-            value, types = json.loads(text), _types(schema)
+            value = json.loads(text)
+            types = _types(schema)
             if "string" not in types or types & _NAMES[type(value)]:
                 return json.dumps(value, ensure_ascii=False, allow_nan=False)
         except (ValueError, RecursionError):
@@ -161,37 +164,63 @@ def _types(schema: Any) -> set[str]:
 
 
 _NAMES = {
-    bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, type(None): {"null"}, str: {"string"},
-    list: {"array"}, dict: {"object"},
-}  # fmt: skip
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"number"},
+    type(None): {"null"},
+    str: {"string"},
+    list: {"array"},
+    dict: {"object"},
+}
 
 # What a tag says of its value, as a schema: it is more certain than the function's own.
 _TOLD: dict[str | None, dict[str, Any]] = {"true": {"type": "string"}, "false": {}}
 
 
-_CALL, _END = "<tool_call>", "</tool_call>"
+_CALL = "<tool_call>"
+_END = "</tool_call>"
 GLM = Tagged(
-    "glm", "<arg_key>", _CALL, _END, "<tool_call>NAME\n", _END, "\n",
+    "glm",
+    "<arg_key>",
+    _CALL,
+    _END,
+    "<tool_call>NAME\n",
+    _END,
+    "\n",
     re.compile(r"\s*([^\s<]+)\s*(?=<arg_key>|</tool_call>)"),
     marks=(_CALL, _END, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     argument=("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n"),
     pair=re.compile(r"\s*<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>\s*", re.DOTALL),
-)  # fmt: skip
+)
 QWEN_CODER = Tagged(
-    "qwen3-coder", "<function=", _CALL, _END, "<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>", "\n",
-    re.compile(r"\s*<function=([^>]+)>\s*"), marks=(_CALL, _END),
+    "qwen3-coder",
+    "<function=",
+    _CALL,
+    _END,
+    "<tool_call>\n<function=NAME>\n",
+    "</function>\n</tool_call>",
+    "\n",
+    re.compile(r"\s*<function=([^>]+)>\s*"),
+    marks=(_CALL, _END),
     argument=("<parameter=KEY>\n", "\n</parameter>\n"),
     pair=re.compile(r"\s*<parameter=(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>\s*", re.DOTALL),
-)  # fmt: skip
+)
 _DSML = "\uff5cDSML\uff5c"
 
 
 def _dsml(name: str, section: str) -> Tagged:
     """Return DeepSeek's form, in which templates write tags as "<" and the mark and more, so only the mark is whole."""
     return Tagged(
-        name, f"{section}>", f"<{_DSML}invoke", f"</{_DSML}invoke>", f'<{_DSML}invoke name="NAME">\n',
-        f"</{_DSML}invoke>", "\n", re.compile(r'\s+name="([^"<]+)"\s*>\s*'),
-        (f"<{_DSML}{section}>\n", f"\n</{_DSML}{section}>"), (_DSML,),
+        name,
+        f"{section}>",
+        f"<{_DSML}invoke",
+        f"</{_DSML}invoke>",
+        f'<{_DSML}invoke name="NAME">\n',
+        f"</{_DSML}invoke>",
+        "\n",
+        re.compile(r'\s+name="([^"<]+)"\s*>\s*'),
+        (f"<{_DSML}{section}>\n", f"\n</{_DSML}{section}>"),
+        (_DSML,),
         argument=(f'<{_DSML}parameter name="KEY" string="IS_TEXT">', f"</{_DSML}parameter>\n"),
         pair=re.compile(
             rf'\s*<{_DSML}parameter\s+name="(?P<key>[^"]*)"(?:\s+string="(?P<is_text>true|false)")?\s*>(?P<value>.*?)'
@@ -199,7 +228,7 @@ def _dsml(name: str, section: str) -> Tagged:
             re.DOTALL,
         ),
         empty="\n",
-    )  # fmt: skip
+    )
 
 
 DEEPSEEK_V32 = _dsml("deepseek-v3.2", "function_calls")

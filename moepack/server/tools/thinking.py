@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from .parts import AnswerPart, AnswerReader, StateReader
 
-OPEN, CLOSE = "<think>", "</think>"
+OPEN = "<think>"
+CLOSE = "</think>"
 
 
 class Thinking(StateReader):
@@ -13,7 +14,8 @@ class Thinking(StateReader):
     def __init__(self, inner: AnswerReader, opened: bool) -> None:
         """Read an answer; `opened` says that its prompt ends with the opening tag."""
         super().__init__(self._reasoning if opened else self._begin)
-        self._inner, self._began = inner, False
+        self._inner = inner
+        self._began = False
 
     def end(self) -> list[AnswerPart]:
         """Return what was held back, at the end of the answer."""
@@ -22,7 +24,8 @@ class Thinking(StateReader):
     def _begin(self) -> bool:
         text = self.held.lstrip()
         if text.startswith(OPEN):
-            self.held, self.state = text[len(OPEN) :], self._reasoning
+            self.held = text[len(OPEN) :]
+            self.state = self._reasoning
         elif not self.ended and (not text or OPEN.startswith(text)):
             return False
         else:
@@ -51,6 +54,7 @@ class Thinking(StateReader):
         return bool(self.held)
 
     def _rest(self) -> bool:
-        text, self.held = self.held, ""
+        text = self.held
+        self.held = ""
         self.parts += self._inner.push(text)
         return False

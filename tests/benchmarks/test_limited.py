@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import ROOT
+from support import PATIENCE, ROOT
 
 sys.path.insert(0, str(ROOT))
 
@@ -163,17 +163,19 @@ def test_a_refusal_is_a_row(bundle: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("program", "said"),
+    ("program", "seconds", "said"),
     [
-        ("b'1' * (200 << 20)", "killed: out of memory, before its first token"),
-        ("import time; time.sleep(60)", "stopped after 3 s"),
-        ("raise SystemExit('no such model')", "ended with status 1: no such model"),
+        ("b'1' * (200 << 20)", PATIENCE, "killed: out of memory, before its first token"),
+        ("import time; time.sleep(6000)", 3, "stopped after 3 s"),
+        ("raise SystemExit('no such model')", PATIENCE, "ended with status 1: no such model"),
     ],
 )
-def test_an_end_is_a_row(cage: Cage, program: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_end_is_a_row(
+    cage: Cage, program: str, seconds: int, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(measured.Asked, "command", lambda self, shape: [sys.executable, "-c", program])
     monkeypatch.setattr(measured, "home", lambda shape: tmp_path)
-    row = measured.measure(measured.Asked("llama:Q4_K_M", 96 << 20, 32, 4, 3, 1, cold=False), TINY)
+    row = measured.measure(measured.Asked("llama:Q4_K_M", 96 << 20, 32, 4, seconds, 1, cold=False), TINY)
     assert row["result"] == said and row["peak GB"] <= 0.11
 
 

@@ -5,6 +5,7 @@ Needs nothing but this clone. Writes to demo-output/ (removed first).
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,10 @@ MODEL = HERE / "mini-qwen3-moe"
 TEXT = HERE / "text"
 OUT = HERE.parent / "demo-output"
 PROMPT = "The history of"
-LARGER = 1_000_000  # bytes that the budget has beyond all experts at w2: about a third of what bf16 takes more
+STILL = "hotness:hi=bf16,lo=w1,interval=1e9"  # experts stay where calibration's traffic put them
+FOLLOWING = "hotness:hi=bf16,lo=w1,interval=0,rate=0,anchor=0"  # decides again after every pass
+LARGER = 100_000  # bytes that the budget has beyond all experts at w1: a twentieth of what bf16 takes more
+LENGTH = 256  # tokens of a window
 
 
 def run(*command: str | Path) -> None:
@@ -35,8 +39,46 @@ def run(*command: str | Path) -> None:
     subprocess.run([sys.executable, "-m", "moepack", *map(str, command)], check=True)
 
 
+def split_by_source(text: Path, folder: Path) -> dict[str, str]:
+    """Write the rows of a JSON-lines file to one file a source; return the files by source, in order."""
+    rows: dict[str, list[str]] = {}
+    for line in text.read_text().splitlines():
+        rows.setdefault(json.loads(line)["source"], []).append(line)
+    files = {}
+    for number, (source, lines) in enumerate(rows.items()):
+        path = folder / f"text-{number}.jsonl"
+        path.write_text("\n".join(lines) + "\n")
+        files[source] = str(path)
+    return files
+
+
+def show_a_shift(bundle: Path, console: Console) -> None:
+    """Serve prose, then maths, then code in one session and one budget: with experts held still, and moving.
+
+    Raises:
+        SystemExit: when no expert moved, or moving did not lower the perplexity of the last text.
+    """
+    files = split_by_source(TEXT / "evaluation.jsonl", bundle.parent)
+    asked = LoadOptions(device_memory=0, policy=STILL, batch=1, prefill_tokens=LENGTH, all_logits=False)
+    budget = plan(bundle, asked).least_bytes + LARGER
+    still, following = (
+        evaluate(bundle, list(files.values()), LoadOptions(policy=policy, device_memory=budget, batch=1), length=LENGTH)
+        for policy in (STILL, FOLLOWING)
+    )
+    table = Table("text", "experts held still", "experts follow the text", title=f"one session in {budget:,} bytes")
+    for source, held, moved in zip(files, still.files, following.files, strict=True):
+        change = f"{100 * (moved.perplexity / held.perplexity - 1):+.1f} %"
+        table.add_row(source, f"{held.perplexity:.2f}", f"{moved.perplexity:.2f} ({change})")
+    console.print(table)
+    moves = f"{following.promotions:,} promotions, {following.demotions:,} demotions, {following.forward_waits} waits"
+    peak = max(still.resident_bytes_peak, following.resident_bytes_peak)
+    console.print(f"perplexity; {moves}, peak {peak:,} of {budget:,} bytes")
+    if following.promotions == 0 or following.files[-1].perplexity >= still.files[-1].perplexity:
+        sys.exit("the experts did not follow the text: this is a fault of moepack")
+
+
 def main() -> None:
-    """Build, inspect, verify; serve every version and show what it costs; serve high and low ones in a budget."""
+    """Build, inspect, verify; serve every version and show what it costs; show experts that follow a shift of text."""
     quiet_libraries()
     began = time.monotonic()
     shutil.rmtree(OUT, ignore_errors=True)
@@ -60,14 +102,7 @@ def main() -> None:
     console.print(table)
     for name, text in texts.items():
         console.print(f"[bold]{name:>5}[/bold]  {PROMPT}[dim] {' '.join(text.split())}[/dim]", highlight=False)
-    mixed = "hotness:hi=bf16,lo=w2"
-    length = 256
-    least = plan(
-        bundle, LoadOptions(device_memory=0, policy=mixed, batch=4, prefill_tokens=length, all_logits=False)
-    ).least_bytes
-    budget = least + LARGER
-    shown = ("--data", TEXT / "evaluation.jsonl", "--length", str(length))
-    run("eval", bundle, *shown, "--policy", mixed, "--device-memory", str(budget))
+    show_a_shift(bundle, console)
     took = time.monotonic() - began
     console.print(f"\nThe bundle and a picture of its losses are in {OUT.name}/. All of it took {took:.0f} s.")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,17 +27,25 @@ MTP = "a layer for multi-token prediction"
 NO_WEIGHTS = "of an expert that has no weights"
 IGNORED = "ignored by the model's class in transformers"
 ZERO = "a bias of zeros, which the model does not add"
-# Rules by which tensors that the model has no place for are left out: the reason, and the names that it holds for.
-RULES: tuple[tuple[str, str], ...] = (
+Shape = Sequence[int]
+# Rules by which tensors that the model has no place for are left out: the reason, the names that it holds for, and the
+# shapes: under such a name, another shape is another thing.
+RULES: tuple[tuple[str, str, Callable[[Shape], bool]], ...] = (
     (
         "a table of rotary embeddings or positions, which the model computes",
         r"(^|\.)(inv_freq|cos_cached|sin_cached|rope\.freqs|position_ids)$",
+        lambda shape: True,
     ),
-    ("a mask of attention, which the model computes", r"\.(attn|attention|self_attn)\.(masked_)?bias$"),
+    (
+        "a mask of attention, which the model computes",
+        r"\.(attn|attention|self_attn)\.(masked_)?bias$",
+        lambda shape: not shape or (len(shape) > 2 and shape[-1] == shape[-2]),  # a bias that is added has one axis
+    ),
     (
         "a scale of activations or of a cache, neither of which is quantised",
         r"\.(act|activation|input|input_global|output|[kvq]|kv|[kv]_cache|kv_cache|prob|prob_output|softmax)"
         r"_(activation_)?(scale|zero_point)$",
+        lambda shape: sum(size > 1 for size in shape) < 2,  # a matrix is a weight
     ),
 )
 
@@ -72,7 +80,7 @@ class Ledger:
             encoded = checkpoint.encoded.get(weight)
             out |= dict.fromkeys((weight,) if encoded is None else encoded.names, fate)
             for name in () if encoded is None else encoded.leftovers:
-                if (why := _rule(name)) is not None:
+                if (why := _rule(name, checkpoint.shape(name))) is not None:
                     out[name] = Fate("left out", why)
         return out
 
@@ -276,7 +284,10 @@ def _leave_out(
     config = model.config.get_text_config().to_dict()
     used = {key for keys in ledger.targets.values() for key in keys}
     multi_token = set(mtp_layers(unplaced, used, decoder_layers, config))
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    # A class names the MTP layers of its released models by their numbers, for example `model.layers.61.*`. In another
+    # model such a number is a decoder layer's, so these patterns count for nothing: `mtp_layers` knows MTP layers.
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    ignored = [pattern for pattern in patterns if not re.search(r"layers\\?\.\d", pattern)]
     for key, target in unplaced.items():
         reason = next(_reasons(checkpoint, key, target, multi_token, used, ignored), None)
         if reason is None:
@@ -290,7 +301,7 @@ def _reasons(
     """The reasons for which a weight without a place may be left out."""
     if key in multi_token:
         yield MTP
-    if (why := _rule(key)) is not None:
+    if (why := _rule(key, checkpoint.shape(key))) is not None:
         yield why
     if any(re.search(pattern, name) for pattern in ignored for name in (key, target)):
         yield IGNORED
@@ -299,8 +310,8 @@ def _reasons(
         yield ZERO
 
 
-def _rule(tensor: str) -> str | None:
-    return next((why for why, pattern in RULES if re.search(pattern, tensor)), None)
+def _rule(tensor: str, shape: Shape) -> str | None:
+    return next((why for why, pattern, fits in RULES if re.search(pattern, tensor) and fits(shape)), None)
 
 
 def _no_place(key: str, decoder_layers: int) -> str:

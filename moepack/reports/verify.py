@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,16 +61,18 @@ def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list
         raise InputError(f"{bundle.path}: holds {exact.name} experts, those of {checkpoint} are {stream.native.name}")
     if tuple(stream.expert_layers.values()) != bundle.layers:
         return [Problem(str(bundle.path), "layers", f"its experts are not those of {checkpoint}: another model")]
-    problems = _compare_models(bundle, stream)
+    problems = _compare_models(bundle, stream) + _compare_companions(bundle, stream.checkpoint.path)
     positions = {layer.index: p for p, layer in enumerate(bundle.layers)}
     dense = bundle.dense(check_digests=False)  # verified above
     packed = {f"{d.module}.{part}": (d.module, part) for d in bundle.manifest.dense for part in ("weight", "bias")}
+    not_compared = set(dense)  # such a tensor would be served too: transformers unties a head that is there
     reporter.stage("compare with checkpoint", len(stream.layers) + 1)
     for i in (None, *range(len(stream.layers))):
         reporter.step("outside the layers" if i is None else f"layer {i}")
         tensors = stream.load(i)
         codes = dict[str, Any]()
         rest, experts = (tensors, None) if i is None else stream.split(i, tensors)
+        not_compared -= set(rest)
         for name, tensor in rest.items():
             if dense_exact is not None and name in packed and dense_exact.released:
                 codes |= {packed[name][0]: tensors.get(f"{packed[name][0]}.bias")}
@@ -86,30 +89,42 @@ def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list
             assert dense_exact is not None
             problems += _compare_dense_codes(bundle, dense_exact, module, bias, stream)
     for group in stream.mtp_groups(_AT_ONCE) if bundle.manifest.model.get("mtp") == "keep" else ():
+        not_compared -= set(group)
         for name, tensor in group.items():
             problems += _compare(dense, str(bundle.path), name, tensor)
         group.clear()  # frees the tensors before the next group is read
+    for name in sorted(not_compared):
+        what = f"has a tensor {name}, which the checkpoint's model lacks"
+        problems.append(Problem(str(bundle.path), "unexpected", what))
     problems += _compare_carried(bundle, stream)
     reporter.step("done")
     return problems
 
 
 def _compare_models(bundle: Bundle, stream: StreamedModel) -> list[Problem]:
-    """Compare the model that the bundle's config.json makes with the checkpoint's: settings, tensors, ties."""
+    """Compare the model that the bundle's config.json makes with the checkpoint's: settings, tensors, ties.
+
+    The settings are those that transformers' class reads, with its own values where config.json has none.
+    """
     import torch
 
-    from moepack.calibrate.checkpoint import read_config, untied
+    from moepack.calibrate.checkpoint import make_config, read_config
     from moepack.runtime.planning.config import read_config as served_config
     from moepack.runtime.planning.skeleton import on_meta
 
     where = str(bundle.path / CONFIG)
-    document = read_config(stream.checkpoint.path)
-    ours = _settings(read_config(bundle.path))
-    theirs = _settings(untied(document) if stream.untied else document)
+    checkpoint = stream.checkpoint
+    own_config = make_config(bundle.path, read_config(bundle.path))
+    if stream.untied:
+        config = checkpoint.untied().config
+    else:
+        config = make_config(checkpoint.path, read_config(checkpoint.path))
+    ours = _settings(own_config.to_dict())
+    theirs = _settings(config.to_dict())
     problems = [
-        Problem(where, "value", f"{name} is {ours.get(name)!r}, the checkpoint's {theirs.get(name)!r}")
-        for name in sorted(ours.keys() | theirs.keys())
-        if ours.get(name) != theirs.get(name)
+        Problem(where, "value", f"{'.'.join(at)} is {ours.get(at)!r}, the checkpoint's {theirs.get(at)!r}")
+        for at in sorted(ours.keys() | theirs.keys())
+        if ours.get(at) != theirs.get(at)
     ]
     served = on_meta(served_config(bundle.path, bundle.manifest), torch.bfloat16)
     own, other = (set(m.state_dict()) - set(m.all_tied_weights_keys) for m in (served, stream.model))
@@ -119,16 +134,42 @@ def _compare_models(bundle: Bundle, stream: StreamedModel) -> list[Problem]:
     return problems
 
 
-def _settings(config: dict[str, Any], within: str = "") -> dict[str, Any]:
+def _compare_companions(bundle: Bundle, checkpoint: Path) -> list[Problem]:
+    """Compare the files that a build copies: tokenizers, chat templates, settings of generation, licences."""
+    from moepack.calibrate.checkpoint import companions
+
+    ours, theirs = set(companions(bundle.path)) & set(bundle.files), set(companions(checkpoint))
+    problems = [Problem(str(bundle.path / n), "missing", "the checkpoint has this file") for n in theirs - ours]
+    problems += [Problem(str(bundle.path / n), "unexpected", "the checkpoint has no such file") for n in ours - theirs]
+    for name in ours & theirs:
+        if _meaning(bundle.path / name) != _meaning(checkpoint / name):
+            problems.append(Problem(str(bundle.path / name), "bits", "differs from the checkpoint's"))
+    return sorted(problems, key=lambda problem: problem.location)
+
+
+def _meaning(file: Path) -> Any:
+    """What a copied file holds: of JSON its values, without those that say how it was saved."""
+    data = file.read_bytes()
+    try:
+        value = json.loads(data) if file.suffix == ".json" else data
+    except (ValueError, RecursionError):
+        return data
+    return {k: v for k, v in value.items() if k not in _BOOKKEEPING} if isinstance(value, dict) else value
+
+
+_Path = tuple[str, ...]  # the names that lead to a configuration's value
+
+
+def _settings(config: dict[str, Any], within: _Path = ()) -> dict[_Path, Any]:
     """A configuration's values by their path, without those that say how it was saved."""
-    out: dict[str, Any] = {}
+    out: dict[_Path, Any] = {}
     for name, value in config.items():
         if name in _BOOKKEEPING:
             continue
         if isinstance(value, dict):
-            out |= _settings(value, f"{within}{name}.")
+            out |= _settings(value, (*within, str(name)))
         else:
-            out[f"{within}{name}"] = value
+            out[*within, str(name)] = value
     return out
 
 

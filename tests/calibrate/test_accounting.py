@@ -40,8 +40,9 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import families
 
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
-QUERY, EXPERTS = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.mlp.experts"
-ROTARY, _, SCALE = (why for why, _ in RULES)
+ATTENTION, EXPERTS = "model.layers.1.self_attn", "model.layers.1.mlp.experts"
+QUERY = f"{ATTENTION}.q_proj.weight"
+ROTARY, MASK, SCALE = (why for why, *_ in RULES)
 Tensors = dict[str, Tensor]
 Change = Callable[[Tensors], object]
 
@@ -123,6 +124,8 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "fused and separate": (stacked, f"{EXPERTS}.down_proj and .* are both {EXPERTS}.down_proj"),
     "a layer more": (a_layer_more, r"model\.layers\.2\..* beyond the 2 of config.json"),
     "neither head nor table": (lambda t: t.pop(TABLE), f"nothing for {TABLE}"),
+    "a bias named as a mask": (more(model__layers__1__self_attn__bias=torch.ones(128)), r"self_attn\.bias has no"),
+    "a matrix named as a scale": (more(model__layers__1__self_attn__q_scale=torch.ones(8, 8)), r"\.q_scale has no"),
     "a bias of a matrix without one": (
         more(model__layers__1__self_attn__q_proj__bias=torch.ones(8)),
         "q_proj.bias has",
@@ -165,6 +168,20 @@ def test_a_layer_of_another_kind_is_no_layer_for_multi_token_prediction(demo_mod
             StreamedModel(open_checkpoint(path))
 
 
+def test_a_decoder_layer_whose_number_a_class_ignores(demo_model: Path, tmp_path: Path) -> None:
+    """GLM-4.5's class ignores `model.layers.46.*`, MTP in one released model and a decoder layer in another."""
+    path = tmp_path / "checkpoint"
+    families.save(families.small("glm4_moe"), path, demo_model)
+    own = next(n for n in load_file(path / "model.safetensors") if n.endswith("layers.1.input_layernorm.weight"))
+    lost = own.replace("layers.1.", "layers.46.")
+    edit_tensors(path, lambda t: t.update({lost: t[own].clone()}))
+    with pytest.raises(InputError, match=r"layers\.46\.input_layernorm\.weight is of a layer beyond the \d+ of config"):
+        account(path)
+    beside = lost.replace("input_layernorm", "eh_proj")
+    edit_tensors(path, lambda t: t.update({beside: torch.ones(1)}))
+    assert account(path)[lost] == account(path)[beside] == Fate("left out", MTP)
+
+
 def test_what_lies_in_two_places(short_model: Path, tmp_path: Path) -> None:
     """A tensor in two files, or not where the index says; two checkpoints, or an adapter, in one directory."""
     whole = load_file(short_model / "model.safetensors")
@@ -193,6 +210,8 @@ def test_what_lies_in_two_places(short_model: Path, tmp_path: Path) -> None:
 LEFT_OUT = {
     "model.rotary_emb.inv_freq": ROTARY,
     "model.layers.0.self_attn.rotary_emb.cos_cached": ROTARY,
+    "model.layers.1.self_attn.masked_bias": MASK,
+    "model.layers.1.self_attn.bias": MASK,
     "model.layers.1.self_attn.k_scale": SCALE,
     "model.layers.1.self_attn.v_proj.output_scale": SCALE,
     "model.layers.1.mlp.experts.3.up_proj.input_scale": SCALE,
@@ -208,6 +227,7 @@ def test_left_out_by_a_rule_that_says_why(short_model: Path, tmp_path: Path) -> 
     def change(tensors: Tensors) -> None:
         a_layer_more(tensors)
         tensors |= {name: torch.zeros(1) for name in LEFT_OUT}
+        tensors |= {f"{ATTENTION}.bias": torch.ones(1, 1, 8, 8).tril(), f"{ATTENTION}.masked_bias": torch.tensor(-1e9)}
 
     path = planted(short_model, tmp_path / "planted", change)
     fates = account(path)
@@ -377,10 +397,24 @@ def test_a_bundle_that_lacks_a_tensor_is_not_filled_with_random_numbers(
             moepack.load(victim.path, policy="static:bf16")
         victim.restore()
         document = json.loads((bundle / "config.json").read_text()) | UNTIED | {"rms_norm_eps": 0.5}
+        document |= {f"rope_parameters.{name}": value for name, value in document.pop("rope_parameters").items()}
         victim.rewrite("config.json", json.dumps(document).encode())
     found = " ".join(map(str, verify(victim.path, demo_model)))
     assert f"{HEAD} is a tensor of its own in the bundle alone" in found
     assert "rms_norm_eps is 0.5, the checkpoint's 1e-06" in found
+    assert "rope_parameters.rope_theta is 10000.0, the checkpoint's None" in found  # a setting of that whole name
+
+
+def test_what_a_bundle_has_more_than_its_checkpoint_is_found(bundle: Path, demo_model: Path, tmp_path: Path) -> None:
+    """A head beside config.json's tie is served, and other files than tensors make what a model reads and says."""
+    victim = Victim(bundle, tmp_path)
+    more = load_file(bundle / "model.safetensors")
+    victim.rewrite("model.safetensors", save(more | {HEAD: more[TABLE].flip(0).contiguous()}, {"format": "pt"}))
+    settings = json.loads((bundle / "tokenizer_config.json").read_text())
+    victim.rewrite("tokenizer_config.json", json.dumps({**settings, "eos_token": "the"}).encode())
+    found = " ".join(map(str, verify(victim.path, demo_model)))
+    assert f"has a tensor {HEAD}, which the checkpoint's model lacks" in found
+    assert "tokenizer_config.json: differs from the checkpoint's" in found
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "minimax_m2"])

@@ -7,6 +7,10 @@ parameter `level`, an instruction set, `make test` runs the best one that the pr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import pytest
+
 WITHOUT_FULL = "not full"  # pytest's -m in `make test`
 
 # Names that files, or tests of a file, begin with: `make test-all` alone runs them. Beside each: why, and where
@@ -87,7 +91,7 @@ FULL: dict[str, str] = {
 # Of these tests' cases `make test` runs those whose ids contain one of the words.
 FEW: dict[str, tuple[str, ...]] = {
     "runtime/kernels/test_affine_triton.py::test_every_width_and_group": ("[w3-3-32]",),
-    "runtime/kernels/test_affine_triton.py::test_released_weights": ("[nvfp4-16]", "[mxfp4-32]"),
+    "runtime/kernels/test_affine_triton.py::test_released_weights_are_the": ("[nvfp4-16]", "[mxfp4-32]"),
     "runtime/kernels/test_affine_triton.py::test_many_tokens_of_every_width": ("[True-w4-4-128]", "[False-w1-1-32]"),
     "runtime/kernels/test_affine_triton.py::test_few_tokens_weights": ("[w3-3-32]", "[mxfp4-4-32]"),
     "runtime/kernels/test_affine_triton.py::test_five_versions_share": ("[3]",),
@@ -170,3 +174,17 @@ def is_full(name: str) -> bool:
         if test.startswith(prefix):
             return not any(word in f"[{case}" for word in words)
     return False
+
+
+def check_few(names: Sequence[str]) -> None:
+    """Raise UsageError where FEW leaves out more than it says: no case has a word of it, or a test has no case left.
+
+    `names` are of all cases of some files.
+    """
+    for prefix, words in FEW.items():
+        cases = [(test, f"[{case}") for test, _, case in (n.partition("[") for n in names) if test.startswith(prefix)]
+        for word in words if cases else ():
+            if not any(word in case for _, case in cases):
+                raise pytest.UsageError(f"tests/helpers/suites.py: no case of {prefix} has {word} in its id")
+        for test in {test for test, _ in cases} - {test for test, case in cases if any(w in case for w in words)}:
+            raise pytest.UsageError(f"tests/helpers/suites.py: {prefix} leaves no case of {test}")

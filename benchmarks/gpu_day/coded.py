@@ -44,7 +44,7 @@ def experts(setting: Setting) -> Measured:
     rate = found[0]["decode GB/s"]
     size = 2 * 32 * 3 * 2048 * 768
     more = {"GB/s": rate, "of the byte floor": targets[0].value}
-    return Measured(size / rate / 1e3, "us", setting.predicted("decoder", "us"), more=more)
+    return Measured(size / rate / 1e3, "us", more=more)
 
 
 def beside(setting: Setting) -> Measured:

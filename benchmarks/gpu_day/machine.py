@@ -18,8 +18,7 @@ from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.store import pinning
 from moepack.runtime.store.cudart import Cudart
 
-from .devices import named
-from .predictions import VERSIONS
+from .bundles import VERSIONS
 from .rows import Entry, Measured, Rows, Setting
 
 PROGRAMS = (24, 192)
@@ -52,15 +51,15 @@ def from_host(setting: Setting) -> Measured:
     there = torch.empty(size, dtype=torch.uint8, device=setting.torch)
     host = torch.empty(size, dtype=torch.uint8, pin_memory=setting.on_gpu)
     took = seconds(lambda: there.copy_(host, non_blocking=True), 5)
-    return Measured(size / took / 1e9, "GB/s", setting.predicted("rates", "host to device GB/s"))
+    return Measured(size / took / 1e9, "GB/s")
 
 
 def reads(setting: Setting, way: str, version: str, programs: int) -> Measured:
     """Gigabytes a second at which products of one token read matrices in pinned memory, launch after launch in a graph.
 
     Matrices have 32 rows for each program, and together take over four times the L2. The first one's product is
-    compared with that of a copy in device memory. Beside the rate stand that of one copy of the same memory to the
-    device, and the least time of a launch by what the bus carries.
+    compared with that of a copy in device memory. Beside the rate stands that of one copy of the same memory to the
+    device.
 
     Args:
         setting: where it is measured.
@@ -92,9 +91,7 @@ def reads(setting: Setting, way: str, version: str, programs: int) -> Measured:
     finally:
         pinned.close()
     more = {"us a launch": took / count * 1e6, "copy GB/s": len(host) / copied / 1e9, "of the copy": copied / took}
-    if (gpu := named(setting.gpu)) is not None:
-        more["bus's floor us a launch"] = each / gpu.link * 1e6
-    return Measured(len(host) / took / 1e9, "GB/s", setting.predicted("rates", "host to device GB/s"), more=more)
+    return Measured(len(host) / took / 1e9, "GB/s", more=more)
 
 
 def _registered(calls: Cudart, size: int) -> pinning.Pinned:
@@ -123,7 +120,7 @@ def inside(setting: Setting) -> Measured:
     size = 1 << (20 if setting.small else 31)
     room = torch.empty(size, dtype=torch.uint8, device=setting.torch)
     took = seconds(lambda: room[: size // 2].copy_(room[size // 2 :]), 20)
-    return Measured(size / took / 1e9, "GB/s", setting.predicted("rates", "device copy GB/s"))
+    return Measured(size / took / 1e9, "GB/s")
 
 
 def launch(setting: Setting) -> Measured:
@@ -138,4 +135,4 @@ def launch(setting: Setting) -> Measured:
     for _ in range(count):
         x = x + 0.0
     took = (time.perf_counter() - began) / count
-    return Measured(took * 1e6, "us", setting.predicted("rates", "launch us"))
+    return Measured(took * 1e6, "us")

@@ -7,7 +7,6 @@ import gc
 import importlib.util
 import logging
 import statistics
-import threading
 import time
 from collections.abc import Iterator
 from functools import lru_cache, partial
@@ -22,17 +21,15 @@ from moepack.families.arguments import cache_in, with_cache
 from moepack.pack.reader import open_bundle
 from moepack.runtime.devices import cuda
 from moepack.runtime.planning.exceeded import TooSmallError
-from moepack.runtime.store import pinning
 from moepack.runtime.store.files import BackingStore
-from moepack.runtime.store.pinned import PIECE
 
 from .bundles import made_bundle, sized
-from .predictions import SLOTS
 from .rows import Entry, Measured, Rows, Setting, Skipped
 
 DEEP = SHAPES["deep"]  # 48 layers, small experts
 WIDE = Shape("wide", 1, 128, 8, 2048, 768, 32, 4, 128, 2400, 1)  # one layer of Qwen3-30B-A3B's experts
 POLICY = "hotness:hi=w4,lo=w2,between=no,prior=none,interval=1e9,rate=0,margin=0,slack=0"
+SLOTS = (1, 2, 8)  # copies under way
 SPARE = 8  # experts that are left at the low version, with room for a KV reserve
 PATIENCE, QUIET = 120.0, 0.3  # seconds for transitions to end, and without any that are taken for the end
 
@@ -42,7 +39,6 @@ def rows(setting: Setting) -> Rows:
     out = {"generated bundles": Entry(lambda: bundles(setting), on_cpu=True)}
     for n in SLOTS:
         out[f"promotions, {n} slot{'s' * (n > 1)}"] = Entry(partial(promotions, setting, n))
-    out["launch while memory is registered, p99"] = Entry(lambda: registering(setting))
     out["token, no promotions"] = Entry(lambda: token(setting, False), on_cpu=True)
     out["token, promotions going on"] = Entry(lambda: token(setting, True), on_cpu=True)
     out["half-fitting budget: the driver's count"] = Entry(lambda: memory(setting), on_cpu=True)
@@ -93,42 +89,11 @@ def promotions(setting: Setting, slots: int) -> Measured:
         device.close()
         store.close()
     more = {"GB/s": count * size / took / 1e9, "MB each": size / 1e6, "host memory": mode}
-    return Measured(count / took, "a second", setting.predicted("promotions", str(slots)), more=more)
+    return Measured(count / took, "a second", more=more)
 
 
 def _same(stored: Any) -> Any:
     return stored
-
-
-def registering(setting: Setting) -> Measured:
-    """The 99th percentile of a launch's host time while another thread pins memory in regions of the runtime's size."""
-    at = torch.cuda.current_device() if setting.on_gpu else 0
-    calls = cuda.Cudart(at)  # type: ignore[attr-defined]  # where stand-ins replace it
-    size, x, times = PIECE >> (6 * setting.small), torch.ones(16, device=setting.torch), list[float]()
-    done = threading.Event()
-    pinned = 0
-
-    def pin() -> None:
-        nonlocal pinned
-        try:
-            for _ in range(4 if setting.small else 64):
-                memory = pinning.anonymous(size)
-                memory.fill(1)
-                pinning.pin_filled(calls, memory).close()
-                pinned += size
-        finally:
-            done.set()
-
-    thread = threading.Thread(target=pin)
-    thread.start()
-    while not done.is_set() or len(times) < 200:
-        began = time.perf_counter()
-        x = x + 0.0
-        times.append(time.perf_counter() - began)
-    thread.join()
-    p99 = statistics.quantiles(times, n=100)[98]
-    more = {"median us": statistics.median(times) * 1e6, "longest us": max(times) * 1e6, "GB pinned": pinned / 1e9}
-    return Measured(p99 * 1e6, "us", setting.predicted("rates", "launch while registering, p99 us"), more=more)
 
 
 # --- a served model

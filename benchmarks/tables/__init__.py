@@ -20,9 +20,8 @@ from .common import RESULTS, ROOT, machine, results, table
 from .formats import (
     formats,
 )
-from .gpu import gpu_assumed, gpu_counted, gpu_kernels, gpu_steps, gpu_steps_fused
 from .gpu_day import gpu_layers, gpu_measured, gpu_token
-from .kernels import codec, kernels, released_kernels, rotated_kernels, shapes, small_kernels, whole_model
+from .kernels import codec, kernels, released_kernels, whole_model
 from .peers import limited, limited_released, peer_layers, peer_models, peer_mxfp4, peer_quality, peer_versions
 from .serving import (
     alpha,
@@ -69,7 +68,6 @@ TABLES: dict[str, Callable[[], str]] = {
         codec,
         kernels,
         whole_model,
-        shapes,
         released_kernels,
         residency,
         tpot,
@@ -96,13 +94,8 @@ TABLES: dict[str, Callable[[], str]] = {
         peer_models,
         peer_quality,
         peer_versions,
-        gpu_assumed,
-        gpu_counted,
-        gpu_kernels,
         gpu_layers,
         gpu_measured,
-        gpu_steps,
-        gpu_steps_fused,
         gpu_token,
         formats,
         limited,
@@ -111,8 +104,6 @@ TABLES: dict[str, Callable[[], str]] = {
         limited_soak,
         limited_export,
         start_cold,
-        rotated_kernels,
-        small_kernels,
     )
 }
 _TABLE = re.compile(r"<!-- table: ([a-z0-9_]+) -->\n.*?<!-- end of table -->", re.S)

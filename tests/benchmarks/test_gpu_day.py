@@ -1,4 +1,4 @@
-"""The run on a GPU, where none is: skipped rows by name, halves behind stand-ins; and predictions, the model's."""
+"""The run on a GPU, where none is: skipped rows by name, and halves behind stand-ins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import select
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,9 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import resources
 from benchmarks.gpu_day import __main__ as day
-from benchmarks.gpu_day import bundles, large, machine, model, predictions, products, run, served, whole
-from benchmarks.gpu_day.devices import GPUS, named
-from benchmarks.gpu_day.issue import longest
+from benchmarks.gpu_day import bundles, large, machine, products, run, served, whole
 from benchmarks.gpu_day.rows import Measured, Setting, Skipped, shown
 from benchmarks.gpu_day.run import Stage
 from benchmarks.limited import bundle
@@ -41,85 +38,10 @@ from moepack.reports.verify import verify
 from moepack.runtime.kernels import affine_triton
 from moepack.runtime.kernels.forms import Form
 
-H100 = GPUS["H100"]
-KERNEL = model.Kernel(16, 32, 4096, False, 4, 3, 64, 8192, 10.0)
-
-
-# --- predictions
-
-
-def test_the_file_is_what_the_model_says() -> None:
-    """Of inputs that were counted in the kernels of today; `python -m benchmarks.gpu_day --predict` writes it anew."""
-    kept = predictions.kept()
-    inputs = kept["inputs"]
-    assert inputs["of"]["kernels"] == committed()[2], "the kernels have changed"
-    assert inputs["assumed"] == predictions.rounded(asdict(model.Assumed()))
-    assert inputs["gpus"] == predictions.rounded({name: asdict(gpu) for name, gpu in GPUS.items()})
-    assert kept["predictions"] == predictions.rounded(predictions.predicted(inputs))
-    assert set(kept["predictions"]) == set(GPUS)
-    for of in kept["predictions"].values():
-        assert all(row["us"] > row["products us"] >= 0.99 * row["byte floor us"] for row in of["layers"].values())
-        assert all(
-            r["tokens/s"]["graph"] < r["tokens/s"]["byte floor"] for s in of["steps"].values() for r in s.values()
-        )
-
-
-def test_each_limit_binds_where_it_should() -> None:
-    """By hand: a thousand programs of 32 rows and 2,048 columns, 4 bits a weight."""
-    a, weights = model.Assumed(), 32 * 2048
-    found = model.limits(H100, a, KERNEL, 1056, weights, 1056 * weights / 2)
-    assert found.bytes == pytest.approx(1056 * weights / 2 / (3350e9 * 0.9))
-    assert found.issue == pytest.approx(
-        8 * weights * 10 / 32 / 4 / 1.83e9
-    )  # 8 programs on each of 132 SMs, four at once
-    assert found.tensor == pytest.approx(2 * 16 * weights * 1056 / (989.4e12 * 0.6))
-    assert found.seconds == found.issue and found.bound_by == "issue"
-    lean = model.limits(H100, a, replace(KERNEL, instructions=1.0), 1056, weights, 1056 * weights / 2)
-    assert lean.bound_by == "bytes"
-    # One warp has one instruction every two cycles, and few loads are under way.
-    alone = model.limits(H100, a, replace(KERNEL, warps=1), 132, weights, 132 * weights / 2)
-    assert alone.issue == pytest.approx(weights * 10 / 32 / 0.5 / 1.83e9)
-    assert alone.flight == pytest.approx(132 * weights / 2 * 0.7e-6 / (132 * 4096 / 2 * 2))
-    assert model.resident(H100, replace(KERNEL, registers=128)) == 4
-    assert model.resident(H100, replace(KERNEL, shared=100 << 10)) == 2
-    assert model.distinct(128, 8, 1) == pytest.approx(8) and model.distinct(128, 8, 1000) == pytest.approx(128)
-
-
-def test_a_step_is_its_nodes_or_the_hosts_time() -> None:
-    kept = predictions.kept()["inputs"]
-    counted, version = kept["steps"]["Qwen3-30B-A3B"], predictions.VERSIONS["w4"]
-    assert counted["layers"] == 48 and counted["synchronisations"] == 0
-    assert 240 <= counted["matrices"] <= 250 and counted["bytes of matrices"] == pytest.approx(2.459e9, rel=1e-3)
-    found = model.step(H100, model.Assumed(), kept["kernels"], counted, version)
-    assert found is not None and found.eager == pytest.approx(max(found.device, counted["operations"] * 8.5e-6))
-    free = model.step(H100, model.Assumed(node=0.0, host=0.0), kept["kernels"], counted, version)
-    assert free is not None and free.eager == free.device > found.floor
-    misses = model.offloaded(found, model.Assumed(), H100, counted, version, 0.75)
-    size = version.resident_size(model.shape_of(counted).matrices)
-    assert 1 / misses["graph"] - found.device == pytest.approx(48 * 2 * size / (63e9 * 0.8))
-
-
-def test_instructions_are_counted_in_the_innermost_longest_loop() -> None:
-    jumps = {9: "@P0 BRA 0x20", 12: "@!P1 BRA 0xa0", 15: "BRA 0x10", 17: "BRA 0x110"}
-    lines = [f"        /*{16 * i:04x}*/     {jumps.get(i, 'MOV R1, R2')} ;   /* 0x0000 */" for i in range(18)]
-    assert longest("\n".join(lines)) == 8  # lines 2 to 9; the loop around both is not counted, nor the jump to itself
-    assert longest("") == 0
-
-
-def test_names_of_gpus() -> None:
-    assert named("NVIDIA H100 80GB HBM3") == H100 and named("NVIDIA GeForce RTX 5090") == GPUS["RTX 5090"]
-    assert named("NVIDIA H200") == GPUS["H200"] and named("NVIDIA RTX 5090D") is None and named("") is None
-
-
 # --- the run
 
 
 def test_verdicts() -> None:
-    assert shown("a", Measured(12.0, "us", 10.0), True)["verdict"] == "as predicted"
-    assert shown("a", Measured(20.0, "us", 10.0), True)["verdict"] == "above the prediction"
-    assert shown("a", Measured(5.0, "us", 10.0), True) | {"ratio": 0.5, "verdict": "below the prediction"} == shown(
-        "a", Measured(5.0, "us", 10.0), True
-    )
     assert shown("a", Measured(1.0, "us"), True)["verdict"] == "measured"
     assert shown("a", Measured(0, "extents", limit=0), False)["verdict"] == "holds"
     assert shown("a", Measured(1, "extents", limit=0), False)["verdict"] == "FAILS"
@@ -345,7 +267,6 @@ def test_promotions_and_budgets_behind_stand_ins(small: Setting, monkeypatch: py
     gpu = install(monkeypatch, patience=0, computes=False)
     found = served.promotions(small, 8)
     assert found.value > 0 and found.more["host memory"] == "mapped"
-    assert served.registering(small).more["GB pinned"] == pytest.approx(4 * (served.PIECE >> 6) / 1e9)
     assert served.token(small, True).more["promotions"] > 0
     memory = served.memory(small)
     assert 0 < memory.value <= memory.limit == memory.more["budget MB"]
@@ -384,8 +305,8 @@ def test_a_whole_model_by_graph(small: Setting, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Replay)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert whole.by_graph(small, "w4").more["tokens/s"] > 0
-    assert whole.eager(small, "w2").unit == "ms"
+    assert whole.by_graph(small).more["tokens/s"] > 0
+    assert whole.eager(small).unit == "ms"
 
 
 def test_a_wrong_extent_is_seen(small: Setting, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.tables.common import ROOT, TEXTS, mean_rise, results
 
 from .limited import limited
-from .style import GREY, INK, OURS, PAPER, THEIRS, THIRD, label_points, plain_axes
+from .style import GREY, INK, OURS, PAPER, THEIRS, THIRD, plain_axes
 
 IMAGES = ROOT / "docs" / "images"
 VERSIONS = {"bf16": "#0b4f8a", "w4": "#1f7fc4", "w3": "#5fb0de", "w2": "#f2a65a", "w1": "#d9730d"}
@@ -161,65 +161,11 @@ def budgets() -> Any:
     return figure
 
 
-def peers() -> Any:
-    """Speed against divergence: moepack's versions and llama.cpp's types. Speed is of the generated model in tokens a
-    second, divergence what the same bits cost on a trained one."""
-    import matplotlib.pyplot as plt
-
-    divergence, best, threads = _speeds()
-    figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")
-    plain_axes(axis)
-    axis.set_xscale("log")
-    axis.set(ylim=(0, 1.2 * max(best.values())), xlim=(0.3, 60))
-    points = []
-    for (who, rest), (mark, filled) in SIDES.items():
-        colour = OURS if who == "moepack" else THEIRS
-        mine = [(divergence[e], rate, e) for (w, r, e), rate in best.items() if (w, r) == (who, rest)]
-        label = f"{who}, BF16 beside experts" if rest == "BF16" else f"{who}, all quantised"
-        face = colour if filled else PAPER
-        if mine:
-            axis.plot([m[0] for m in mine], [m[1] for m in mine], mark, color=colour, markerfacecolor=face,
-                      markeredgewidth=2, markersize=10, label=label)  # fmt: skip
-        points += [(*point, colour) for point in mine]
-    axis.set_xlabel("divergence (KL) that its bits cost, thousandths of a nat", fontsize=15, color=INK)
-    title = f"Decoding, tokens a second, {threads} thread{'s' * (threads > 1)}"
-    axis.set_title(title, fontsize=16, color=INK, loc="left", weight="bold")
-    axis.legend(fontsize=12, frameon=False, labelcolor=INK, loc="lower right")
-    label_points(figure, axis, points)
-    return figure
-
-
-SIDES = {
-    ("moepack", "BF16"): ("o", True), ("moepack", "as served"): ("o", False),
-    ("llama.cpp", "BF16"): ("s", True), ("llama.cpp", "as served"): ("s", False),
-}  # fmt: skip
-
-
-def _speeds() -> tuple[dict[str, float], dict[tuple[str, str, str], float], int]:
-    """Divergence by encoding; the best rate by program, what stands beside the experts and encoding; the threads."""
-    rows = results("peers")["rows"]
-    measured = [r for r in rows if r["part"] == "quality" and "KL, mnat" in r]
-    divergence = {r["encoding"]: r["KL, mnat"] for r in measured if r["model"] == measured[0]["model"]}
-    models = [r for r in rows if r["part"] == "models" and "decode tokens/s" in r]
-    threads = min(r["threads"] for r in models)
-    best: dict[tuple[str, str, str], float] = {}
-    for row in models:
-        who, _, what = row["side"].partition(" ")
-        encoding, served = what if who == "moepack" else what.split()[0], row["rest"] != "BF16"
-        if served and who != "moepack" and f"{encoding} mix" in divergence:
-            encoding += " mix"
-        plain = served and who == "moepack" and "," not in encoding
-        if row["threads"] == threads and encoding in divergence and not plain:
-            key = who, row["rest"], encoding
-            best[key] = max(best.get(key, 0.0), row["decode tokens/s"])
-    return divergence, best, threads
-
-
 def policies() -> Any:
     """Divergence from all-bf16 by time per output token, a panel a budget."""
     import matplotlib.pyplot as plt
 
-    rows = [r for r in results("policies-tiny-qwen3-moe")["rows"] if r["budget"] and "KL, mnat" in r]
+    rows = [r for r in results("policies-tiny-qwen3-moe")["rows"] if r["budget"] and "TPOT p50 ms" in r]
     shares = list(dict.fromkeys(r["budget"] for r in rows))
     names = list(dict.fromkeys(r["policy"] for r in rows))
     figure, axes = plt.subplots(
@@ -240,7 +186,7 @@ def policies() -> Any:
     return figure
 
 
-PICTURES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (bundle, process, budgets, peers, policies, limited)}
+PICTURES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (bundle, process, budgets, policies, limited)}
 
 
 def draw(out: Path, png: bool = False) -> list[Path]:

@@ -4,9 +4,9 @@
                                  [--work DIR] [--json FILE]
 
 Rates of the machine, also of kernels that read pinned memory; a model of 30 B in budgets, by launches and by graph, and
-in the server's passes; what every kernel takes, and whether it is exact; layers by version and batch against the byte
-floor and torch's grouped product; the exponents' decoder and DFloat11's; promotions and what they cost passes; a budget
-beside the driver's count; a thousand promotions, byte by byte; transformers' own model.
+in the server's passes; whether every kernel is exact; layers by version and batch against the byte floor and torch's
+grouped product; the exponents' decoder; promotions; a budget beside the driver's count; a thousand promotions, byte by
+byte; transformers' own model.
 
 Each stage is a process with a time of its own. When the time is over, the process is killed: the row that had begun is
 "cut", the others are skipped, and rows measured before stay. A crash costs the row that had begun. `--match` runs only
@@ -42,7 +42,6 @@ FILE = "gpu-day.json"
 STAGES: dict[str, tuple[str, str, float, bool]] = {
     "machine": ("machine", "rows", 75, False),
     "large": ("large", "rows", 450, True),
-    "resources": ("products", "resources", 100, False),
     "exact": ("products", "exact", 120, True),
     "layers": ("products", "layers", 150, True),
     "coded": ("coded", "rows", 60, True),

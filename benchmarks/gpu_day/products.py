@@ -1,13 +1,9 @@
-"""The experts' kernels: what each takes of the GPU, whether each is exact, and how long a layer takes."""
+"""The experts' kernels: whether each is exact, and how long a layer takes."""
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import lru_cache, partial
-from multiprocessing import get_context
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,50 +24,6 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 BATCHES = (1, 4, 16, 512, 2048)
 INTERPRETED = ("bf16", "w4-128", "mxfp4-32")  # forms that are tried without a GPU
 SMALL = (256, 128, 8, 2)  # hidden, inner, experts, top_k: numbers as divisible as a real layer's, so the same kernels
-
-
-# --- what kernels take
-
-
-def resources(setting: Setting) -> Rows:
-    """A row a form: its variants compiled on this machine, beside the committed table."""
-    from benchmarks.resources import FORMS
-
-    forms = [f"{n}-{g}" if g else n for n, g in FORMS] + ["exponents'"]
-    return {
-        f"registers, {form}": Entry(partial(_taken, setting, form), on_cpu=form == "exponents'", needs="")
-        for form in forms
-    }
-
-
-def _compile(name: str, capability: int) -> tuple[str, Any]:
-    from benchmarks.resources import taken, variants
-
-    return name, taken(variants()[name](capability))
-
-
-@lru_cache(1)
-def _all_taken(capability: int, names: tuple[str, ...]) -> dict[str, Any]:
-    """Every variant compiled, by all cores: Triton keeps what it made, for the stages that follow."""
-    with ProcessPoolExecutor(min(len(names), os.cpu_count() or 1), get_context("spawn")) as pool:
-        return dict(pool.map(partial(_compile, capability=capability), names))
-
-
-def _taken(setting: Setting, form: str) -> Measured:
-    """The most registers of a form's variants; which variants differ from the table, as "now, table"."""
-    from benchmarks.resources import committed, variants
-
-    table, made, _ = committed()
-    capability = setting.capability or 90
-    names = list(variants())
-    mine = [n for n in names if n.split()[0] == form]
-    now = _all_taken(capability, tuple(names if setting.on_gpu else mine))
-    nearest = max((c for _, c in table if c <= capability), default=90)
-    differ = {n: f"{now[n]}, {table[n, nearest]}" for n in mine if now[n] != table.get((n, nearest))}
-    most, listed = max(now[n].registers for n in mine), max(table[n, nearest].registers for n in mine)
-    spilled = [n for n in mine if now[n].stack]
-    more = {"variants": len(mine), "table's Triton": made, "differ": differ, "spill": spilled}
-    return Measured(most, "registers", limit=listed, more=more)
 
 
 # --- whether they are exact
@@ -150,4 +102,3 @@ def layer(setting: Setting, version: Version, tokens: int) -> Measured:
     (row,) = rows
     more = {k: row[k] for k in ("torch BF16 us", "bytes floor us", "over floor", "MB")}
     return Measured(row["ours us"], "us", more=more)
-

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.util
 import logging
-import statistics
 import time
 from collections.abc import Iterator
 from functools import lru_cache, partial
@@ -39,13 +37,9 @@ def rows(setting: Setting) -> Rows:
     out = {"generated bundles": Entry(lambda: bundles(setting), on_cpu=True)}
     for n in SLOTS:
         out[f"promotions, {n} slot{'s' * (n > 1)}"] = Entry(partial(promotions, setting, n))
-    out["token, no promotions"] = Entry(lambda: token(setting, False), on_cpu=True)
-    out["token, promotions going on"] = Entry(lambda: token(setting, True), on_cpu=True)
     out["half-fitting budget: the driver's count"] = Entry(lambda: memory(setting), on_cpu=True)
     out["1,000 promotions: wrong extents"] = Entry(lambda: checked(setting), on_cpu=True)
-    lacks = "" if importlib.util.find_spec("moepack.runtime.decode_graph") else "the runtime has no graphs of its own"
-    out["token, by the runtime's graph"] = Entry(lambda: by_graph(setting), needs=lacks)
-    out["graph, replayed after promotions"] = Entry(lambda: replayed(setting), needs=lacks)
+    out["graph, replayed after promotions"] = Entry(lambda: replayed(setting))
     return out
 
 
@@ -154,40 +148,14 @@ def _settle(live: Any) -> None:
             seen, since = now, time.monotonic()
 
 
-def _steps(model: Any, setting: Setting, steps: int, before: Any = lambda: None) -> list[float]:
-    """Seconds of decoding steps, each with the host's wait for its logits."""
-    times = []
+def _steps(model: Any, setting: Setting, steps: int) -> None:
+    """Read a prompt, and decode so many tokens."""
     with torch.inference_mode():
         out = model(torch.ones(1, 16, dtype=torch.long, device=setting.torch), use_cache=True)
         for step in range(steps):
-            before()
-            began = time.perf_counter()
             ids = torch.full((1, 1), 5 + step, device=setting.torch)
             out = model(ids, use_cache=True, **with_cache(model, cache_in(out)))
             out.logits[0, -1, 0].item()
-            times.append(time.perf_counter() - began)
-    return times
-
-
-def token(setting: Setting, promoting: bool) -> Measured:
-    """Milliseconds of a token, in the median; `promoting` keeps one half of the experts after the other coming."""
-    with served(setting, 0.5) as model:
-        live = model.moepack.manager
-        halves = _halves(live)
-
-        def swap() -> None:
-            if promoting and not live.transitions.queues().updates and not len(live.residency.flying):
-                halves.reverse()
-                live.transitions.want(halves[0])
-                live.worker.wake()
-
-        times = _steps(model, setting, 6 if setting.small else 100, swap)[2:]
-        counts, moved = live.residency.counts, live.device.moved
-        live.transitions.want({})
-        _settle(live)
-        more = {"p99 ms": 1e3 * statistics.quantiles(times, n=100)[98], "promotions": counts.promotions,
-                "demotions": counts.demotions, "MB copied": moved / 1e6, "waits": live.waits}  # fmt: skip
-        return Measured(1e3 * statistics.median(times), "ms", more=more)
 
 
 def _used(setting: Setting) -> float:
@@ -271,19 +239,16 @@ def captures() -> Iterator[list[str]]:
         log.setLevel(level)
 
 
-def _decode(model: Any, cache: Any, setting: Setting, steps: int, graphs: bool = True) -> tuple[Any, list[float]]:
-    """The last logits and the seconds of steps after a prompt, in a cache that is emptied first."""
+def _decode(model: Any, cache: Any, setting: Setting, steps: int, graphs: bool = True) -> Any:
+    """The last logits of steps after a prompt, in a cache that is emptied first."""
     cache.reset()
-    times, out = list[float](), None
+    out = None
     with torch.set_grad_enabled(not graphs):  # a pass that may have gradients is not captured
         model(torch.ones(1, 4, dtype=torch.long, device=setting.torch), use_cache=True, **with_cache(model, cache))
         for step in range(steps):
-            began = time.perf_counter()
             ids = torch.full((1, 1), 5 + step, device=setting.torch)
             out = model(ids, use_cache=True, **with_cache(model, cache)).logits.detach()
-            out[0, -1, 0].item()
-            times.append(time.perf_counter() - began)
-    return out, times
+    return out
 
 
 @contextlib.contextmanager
@@ -299,13 +264,6 @@ def _captured(setting: Setting) -> Iterator[tuple[Any, Any, list[str]]]:
         yield model, cache, said
 
 
-def by_graph(setting: Setting) -> Measured:
-    """Milliseconds of a token by the runtime's graph, in the median."""
-    with _captured(setting) as (model, cache, said):
-        _, times = _decode(model, cache, setting, 6 if setting.small else 100)
-        return Measured(1e3 * statistics.median(times[2:]), "ms", more={"log": said})
-
-
 def replayed(setting: Setting) -> Measured:
     """The greatest difference of logits between a replay after promotions and the same step launched one by one."""
     with _captured(setting) as (model, cache, said):
@@ -313,7 +271,7 @@ def replayed(setting: Setting) -> Measured:
         before = live.residency.counts.promotions
         live.transitions.want(_halves(live)[0])
         _settle(live)
-        got, _ = _decode(model, cache, setting, 3)
-        want, _ = _decode(model, cache, setting, 3, graphs=False)
+        got = _decode(model, cache, setting, 3)
+        want = _decode(model, cache, setting, 3, graphs=False)
         more = {"promotions": live.residency.counts.promotions - before, "log": said}
         return Measured(float((got - want).abs().max()), "logits", limit=0.0, more=more)

@@ -11,18 +11,16 @@ import json
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.common import EXAMPLES
-from moepack.pack.spec import version_names
 
 from .gguf_layout import MIXES
 from .worker import PeerError, Worker
 
 KINDS = 4
-VERSIONS = ("bf16", "w8", "w4", "w2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +98,11 @@ def save_checkpoint(path: Path, size: Size) -> None:
 
 def recipe(group_size: int) -> str:
     """What the bundle is built by: rounded to nearest, which has the same bytes as any method and takes minutes."""
-    from moepack.pipeline.recipe import Recipe
-
-    versions = [v for v in VERSIONS if v in version_names()]
-    lines = [
-        f"versions: [{', '.join(versions)}]",
-        f"quantize: {{method: rtn, group_size: {group_size}, loss_tokens: 256}}",
-        "calibration: {samples: 4, length: 128, batch_size: 4}",
-    ]
-    if "dense" in {f.name for f in fields(Recipe)}:
-        lines.append(f"dense: [{', '.join(v for v in ('w8', 'w4') if v in versions)}]")
-    return "\n".join(lines) + "\n"
+    return f"""versions: [bf16, w4, w2]
+quantize: {{method: rtn, group_size: {group_size}, loss_tokens: 256}}
+calibration: {{samples: 4, length: 128, batch_size: 4}}
+dense: [w8, w4]
+"""
 
 
 def _save(path: str, size: Size) -> None:

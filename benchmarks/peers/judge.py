@@ -23,16 +23,7 @@ SERVED = (
 
 def judged(rows: Sequence[dict[str, Any]]) -> list[Target]:
     """The targets, of rows that each say their part."""
-    return [*_layers(rows), *_models(rows), *_quality(rows)]
-
-
-def _layers(rows: Sequence[dict[str, Any]]) -> list[Target]:
-    out = []
-    for row in rows:
-        if row["part"] == "layers" and "llama.cpp's best over ours" in row and row["tokens"] <= 16:
-            name = f"{row['shape']}, {row['side']}, {row['tokens']} tokens, {row['threads']} threads: llama.cpp's best"
-            out.append(Target(f"{name} over ours", row["llama.cpp's best over ours"], 1.0, "higher"))
-    return out
+    return [*_models(rows), *_quality(rows)]
 
 
 def _models(rows: Sequence[dict[str, Any]]) -> list[Target]:

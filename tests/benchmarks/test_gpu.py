@@ -81,4 +81,3 @@ def test_a_regression_is_missed() -> None:
     assert all(t.met for t in judged({key: table[key]}))
     for worse in ({"stack": 32}, {"shared": 1 << 20}, {"registers": 256}, {"load": 4}):
         assert sum(not t.met for t in judged({key: replace(table[key], **worse)})) == 1, worse
-

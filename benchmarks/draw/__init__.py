@@ -10,14 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables.common import ROOT, TEXTS, mean_rise, results
+from benchmarks.tables.common import ROOT, results
 
 from .limited import limited
-from .style import GREY, INK, OURS, PAPER, THEIRS, THIRD, plain_axes
+from .style import GREY, INK, PAPER
 
 IMAGES = ROOT / "docs" / "images"
 VERSIONS = {"bf16": "#0b4f8a", "w4": "#1f7fc4", "w3": "#5fb0de", "w2": "#f2a65a", "w1": "#d9730d"}
-FLOOR = 0.01  # thousandths of a nat: drawn for a policy that serves bf16 itself
 LIBRARIES, KEPT = "#cfd8e3", "#e9e6df"
 
 
@@ -119,74 +118,7 @@ def process() -> Any:
     return figure
 
 
-def budgets() -> Any:
-    """What a budget costs: the rise in perplexity over all-BF16, by memory and policy."""
-    import matplotlib.pyplot as plt
-
-    rows = [r for r in results("residency-tiny-qwen3-moe")["rows"] if set(TEXTS) <= r.keys()]
-    best = next(r for r in rows if r["policy"] == "all bf16")
-    low = next(r for r in rows if r["policy"] == "all w2")
-    figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")
-    plain_axes(axis)
-    for policy, colour, mark in (
-        ("static, first file, most used", THEIRS, "s--"), ("static, first file, by loss", THIRD, "D--"),
-        ("hotness, the two", "#5fb0de", "o-"), ("hotness", OURS, "o-"),
-    ):  # fmt: skip
-        mine = (
-            [low, *(r for r in rows if r["policy"] == policy)]
-            if policy != "hotness"
-            else [r for r in rows if r["policy"] == policy]
-        )
-        label = {
-            "hotness, the two": "hotness, bf16 over w2",
-            "hotness": "hotness, all versions",
-        }
-        shown = label.get(policy, policy.replace("static, first file,", "static map,"))
-        axis.plot(
-            [r["peak MB"] for r in mine],
-            [mean_rise(r, best) for r in mine],
-            mark,
-            color=colour,
-            linewidth=2.5,
-            markersize=9,
-            label=shown,
-        )
-    axis.axvline(best["peak MB"], ymax=0.55, color=GREY, linestyle=":")
-    axis.text(best["peak MB"] - 0.5, 1.2, "all bf16", fontsize=14, color=GREY, ha="right")
-    axis.text(low["peak MB"] + 0.7, mean_rise(low, best), "all w2", fontsize=14, color=GREY, va="center")
-    axis.set_xlabel("memory taken at the peak, MB", fontsize=15, color=INK)
-    axis.set_title("Rise in perplexity over all-BF16, %", fontsize=16, color=INK, loc="left", weight="bold")
-    axis.set(ylim=(-0.05, 2.4))
-    axis.legend(fontsize=14, frameon=False, labelcolor=INK, loc="upper right")
-    return figure
-
-
-def policies() -> Any:
-    """Divergence from all-bf16 by time per output token, a panel a budget."""
-    import matplotlib.pyplot as plt
-
-    rows = [r for r in results("policies-tiny-qwen3-moe")["rows"] if r["budget"] and "TPOT p50 ms" in r]
-    shares = list(dict.fromkeys(r["budget"] for r in rows))
-    names = list(dict.fromkeys(r["policy"] for r in rows))
-    figure, axes = plt.subplots(
-        1, len(shares), figsize=(4 * len(shares), 4.2), facecolor=PAPER, layout="constrained", sharey=True
-    )
-    colours = plt.get_cmap("tab20")
-    for axis, share in zip(axes, shares, strict=True):
-        plain_axes(axis)
-        for row in (r for r in rows if r["budget"] == share):
-            kl = max(row["KL, mnat"], FLOOR)
-            axis.errorbar(row["TPOT p50 ms"], kl, yerr=min(row["+-"], 0.9 * kl), fmt="o", label=row["policy"],
-                          color=colours(names.index(row["policy"])), markersize=8)  # fmt: skip
-        axis.set(xlabel="TPOT, median, ms", yscale="log")
-        axis.set_title(f"budget: {share}", fontsize=14, color=INK, loc="left", weight="bold")
-    axes[0].set_ylabel("KL from all bf16, mnat a token", fontsize=13)
-    handles = {label: h for a in axes for h, label in zip(*a.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside right center", fontsize=11, frameon=False)
-    return figure
-
-
-PICTURES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (bundle, process, budgets, policies, limited)}
+PICTURES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (bundle, process, limited)}
 
 
 def draw(out: Path, png: bool = False) -> list[Path]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 PAPER, INK, GREY = "#fcfbf8", "#1d1d1f", "#6d6d72"
-OURS, THEIRS, THIRD, FOURTH = "#0b6bcb", "#c25700", "#3a8a3e", "#8a4fb0"
+OURS, THEIRS = "#0b6bcb", "#c25700"
 
 
 def plain_axes(axis: Any) -> None:

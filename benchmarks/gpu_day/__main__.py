@@ -3,7 +3,7 @@
     python -m benchmarks.gpu_day [--quick] [--only STAGE ...] [--match ROW ...] [--minutes N] [--stage-seconds N]
                                  [--work DIR] [--json FILE]
 
-Rates of the machine, also of kernels that read pinned memory; a model of 30 B in budgets, by launches and by graph, and
+Rates of the machine; a model of 30 B in budgets, by launches and by graph, and
 in the server's passes; whether every kernel is exact; layers by version and batch against the byte floor and torch's
 grouped product; the exponents' decoder; promotions; a budget beside the driver's count; a thousand promotions, byte by
 byte; transformers' own model.

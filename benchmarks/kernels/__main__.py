@@ -295,17 +295,6 @@ def main() -> None:
             gc.collect()  # gigabytes of experts
     rows = [{"instructions": LEVELS[level], **row} for row in rows]
     targets = judged(rows)
-    if torch.cuda.is_available():
-        from . import gpu
-
-        for shape in args.shape or ["Qwen3-30B-A3B"]:
-            on_gpu, wanted = gpu.measure(shape, SHAPES[shape], VERSIONS, 5 if args.quick else 30, torch.device("cuda"))
-            rows, targets = rows + on_gpu, targets + wanted
-    elif args.quick:
-        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-        from . import gpu
-
-        rows += gpu.measure("interpreted", (128, 32, 4, 2), VERSIONS, 1, torch.device("cpu"), (1, 33))[0]
     more: list[dict[str, Any]] = []
     if not args.version:
         more, held = end_to_end(args.checkpoint, 2 if args.quick else 7, ("bf16", "w4", "w2", "w1"))

@@ -26,15 +26,12 @@ from support import ROOT
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_day import __main__ as day
-from benchmarks.gpu_day import bundles, large, machine, run, served, whole
+from benchmarks.gpu_day import bundles, large, run, served, whole
 from benchmarks.gpu_day.rows import Measured, Setting, Skipped, shown
 from benchmarks.gpu_day.run import Stage
 from benchmarks.limited import bundle
 from benchmarks.limited.shapes import Shape
-from moepack.pack.spec import Matrix
 from moepack.reports.verify import verify
-from moepack.runtime.kernels import affine_triton
-from moepack.runtime.kernels.forms import Form
 
 # --- the run
 
@@ -306,37 +303,6 @@ def test_a_wrong_extent_is_seen(small: Setting, monkeypatch: pytest.MonkeyPatch)
     real = Bundle.extent
     monkeypatch.setattr(Bundle, "extent", lambda self, *place: real(self, *place) ^ (place[1:] == (0, 1)))
     assert served.checked(small).value >= 1
-
-
-@pytest.mark.parametrize("way", machine.WAYS)
-def test_kernels_read_pinned_memory(way: str, small: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In both layouts and as many programs as the row says; memory is pinned while it is read, and given back."""
-    gpu = install(monkeypatch)
-    grids: list[Any] = []
-    real = affine_triton.few
-
-    class Watched:
-        def __getitem__(self, grid: Any) -> Any:
-            grids.append(grid)
-            assert gpu.cudart.registered or gpu.cudart.allocated
-            return real[grid]
-
-    monkeypatch.setattr(affine_triton, "few", Watched())
-    for version in ("w4", "w8"):
-        for programs in machine.PROGRAMS:
-            found = machine.reads(small, way, version, programs)
-            assert found.value > 0 and found.more["of the copy"] > 0 and set(grids) == {(1, programs)}
-            grids.clear()
-    dense = affine_triton.dense
-
-    def wrong(matrix: Matrix, form: Form, extent: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
-        dense(matrix, form, extent, x, out)
-        out += gpu.cudart.is_pinned(extent.data_ptr(), 1)
-
-    monkeypatch.setattr(affine_triton, "dense", wrong)
-    with pytest.raises(ValueError, match="a product from pinned memory is not that from device memory"):
-        machine.reads(small, way, "w4", 24)
-    assert gpu.leaks() == [] and not gpu.cudart.allocated and gpu.wrong() == []
 
 
 def test_a_paged_model_and_one_with_pinned_experts(small: Setting, monkeypatch: pytest.MonkeyPatch) -> None:

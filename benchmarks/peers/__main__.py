@@ -1,7 +1,7 @@
 """moepack beside llama.cpp on a CPU, in one run.
 
     python -m benchmarks.peers [--threads N ...] [--checkpoint MODEL ...] [--calibration FILE] [--data FILE]
-                               [--only models|quality ...] [--work DIR] [--install]
+                               [--only models|quality ...] [--install]
 
 llama-cpp-python, compiled for this processor without BLAS, is installed into an environment of its own, under the
 user's cache, when it is not there; `--install` does no more, and `--quick` installs nothing. With MOEPACK_ISA=avx2 it
@@ -9,9 +9,9 @@ is compiled for AVX2, in another environment. If it cannot be had, the reason is
 side is a process of its own on the same processors with as many threads; sides take turns; lower quartiles. moepack's
 kernels are tuned for each number of threads first, as `moepack doctor --kernels` does.
 
-models: a generated Qwen3-MoE of true layer shapes, 4 layers, decoding one token at a time and a prompt of 512. Once
-with all matrices beside the experts in BF16 on both sides, once as a user would run each: llama.cpp's own mixes, and
-moepack's dense versions where it has them. About 22 GB of files are generated and kept there: `--work`.
+models: four layers of `benchmarks.limited`'s generated model, decoding one token at a time and a prompt of 512, as a
+user would run each side: llama.cpp's own mixes, and moepack's dense versions. Its files, 7 GB, are generated beside
+those of `benchmarks.limited` and kept.
 quality: error and divergence at so many bits a weight, both sides from the same matrices and moments: generated ones of
 true shape, and those of each `--checkpoint`, a small trained Qwen3-MoE (default: the one in examples/, whose rows are
 too short for K-quants); then with attention quantised as well, as users run them.
@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import EXAMPLES, arguments, finish, show
+from benchmarks.limited.make import make
+from benchmarks.limited.shapes import SHAPES
 
 from . import environments
-from .generated import FULL, QUICK, prepare
-from .gguf_layout import MIXES
 from .judge import judged
 from .worker import PeerError, Worker
 
@@ -38,6 +38,7 @@ AVX2 = os.environ.get("MOEPACK_ISA") in ("plain", "avx2")
 PEER = environments.LLAMA_AVX2 if AVX2 else environments.LLAMA
 MODULES = {"moepack": "ours", "llama.cpp": "llama"}
 PARTS = ("models", "quality")
+DISK = 12e9  # bytes that the files of the model may take
 COLUMNS = {
     "models": ["rest", "threads", "side", "decode tokens/s", "prefill tokens/s", "decode over llama.cpp's best",
                "prefill over llama.cpp's best", "not measured"],
@@ -101,7 +102,6 @@ def main() -> None:
     parser.add_argument("--data", action="append", help="text to measure on")
     parser.add_argument("--group-size", type=int, default=64, help="of moepack's versions")
     parser.add_argument("--only", action="append", choices=PARTS, help="default: both parts")
-    parser.add_argument("--work", type=Path, default=environments.cache() / "models", help="where models are kept")
     parser.add_argument("--install", action="store_true", help="install llama.cpp and stop")
     args = parser.parse_args()
     most = len(os.sched_getaffinity(0))
@@ -132,21 +132,18 @@ def _models(sides: Sides, args: Any, threads: list[int], peers: dict[str, str]) 
     """Rows of whole models by number of threads; what moepack's kernels are is added to `peers`."""
     from .whole import MATCHES, measure
 
-    with ExitStack() as stack:
-        writer = None
-        if "llama.cpp" in sides.python:
-            writer = stack.enter_context(sides.start("llama.cpp", len(os.sched_getaffinity(0))))
-        try:
-            bundle, home = prepare(args.work, QUICK if args.quick else FULL, args.group_size, MIXES, writer)
-        except PeerError as error:
-            raise SystemExit(str(error)) from None
+    shape = SHAPES["tiny" if args.quick else "four"]
+    try:
+        make(shape, [match.mix for match in MATCHES] if "llama.cpp" in sides.python else [], DISK)
+    except PeerError as error:
+        raise SystemExit(str(error)) from None
     rows = []
     for count in threads:
         with ExitStack() as stack:
             workers = {who: stack.enter_context(sides.start(who, count)) for who in sides.python}
             peers[f"moepack, {count} threads"] = workers["moepack"].call("tune")
             for match in MATCHES:
-                rows += measure(workers, bundle, home, match, *((8, 2.0) if args.quick else (24, 20.0)), count)
+                rows += measure(workers, shape, match, *((8, 2.0) if args.quick else (24, 20.0)), count)
     return rows
 
 

@@ -27,14 +27,13 @@ def judged(rows: Sequence[dict[str, Any]]) -> list[Target]:
 
 
 def _models(rows: Sequence[dict[str, Any]]) -> list[Target]:
-    """Of rows with BF16 beside the experts each is held to one; as served, the best of moepack's beside a mix."""
+    """The best of moepack's rows of a version beside the best of the mix."""
     best: dict[str, dict[str, float]] = {}
     for row in rows:
         if row["part"] != "models" or "decode over llama.cpp's best" not in row:
             continue
         version = row["side"].partition(",")[0]
-        name = f"{version}, {row['rest']} beside the experts" if row["rest"] == "BF16" else f"{version}, as served"
-        rates = best.setdefault(f"{name}, {row['threads']} threads", {})
+        rates = best.setdefault(f"{version}, as served, {row['threads']} threads", {})
         for what in ("decode", "prefill"):
             rates[what] = max(rates.get(what, 0.0), row[f"{what} over llama.cpp's best"])
     out = []

@@ -5,7 +5,6 @@ llama-cpp-python, gguf and NumPy, and not torch; what it is asked comes from the
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,29 +32,6 @@ def _spread(kind: GgmlType, matrices: Sequence[npt.NDArray[np.float32]]) -> Iter
         with ThreadPoolExecutor(threads()) as workers:
             parts = np.array_split(matrix, max(1, min(len(matrix), 4 * threads())))
             yield np.concatenate(list(workers.map(lambda part: _g.quantise(part, kind), parts)))
-
-
-class Checkpoint:
-    """BF16 tensors of a safetensors checkpoint, mapped."""
-
-    def __init__(self, path: Path) -> None:
-        self._where: dict[str, tuple[Path, int, int, list[int]]] = {}
-        for file in sorted(path.glob("*.safetensors")):
-            with file.open("rb") as f:
-                size = int.from_bytes(f.read(8), "little")
-                header = json.loads(f.read(size))
-            for name, entry in header.items():
-                if name == "__metadata__":
-                    continue
-                if entry["dtype"] != "BF16":
-                    raise ValueError(f"{file}: {name} is {entry['dtype']}, not BF16")
-                first, last = entry["data_offsets"]
-                self._where[name] = (file, 8 + size + first, last - first, entry["shape"])
-
-    def bits(self, name: str) -> npt.NDArray[np.uint16]:
-        """A tensor as its bits."""
-        file, start, size, shape = self._where[name]
-        return np.memmap(file, np.uint16, "r", start, (size // 2,)).reshape(shape)
 
 
 def _floats(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
@@ -90,14 +66,8 @@ def _data(tensor: GgufTensor, checkpoint: Source, kinds: int) -> Bytes | npt.NDA
     return np.concatenate([stacked] * -(-len(tensor.sources) // len(made)))[: len(tensor.sources)]
 
 
-def write_gguf(checkpoint: str, out: str, mix: str, kinds: int) -> int:
-    """Write a checkpoint as GGUF, the experts of a layer repeating after `kinds`; the file's bytes."""
-    config = json.loads((Path(checkpoint) / "config.json").read_text())
-    return write_tensors(Checkpoint(Path(checkpoint)), config, out, mix, kinds)
-
-
 def write_tensors(source: Source, config: Mapping[str, Any], out: str, mix: str, kinds: int) -> int:
-    """Write the tensors of a source, as `write_gguf` does."""
+    """Write tensors as GGUF, the experts of a layer repeating after `kinds`; return the file's bytes."""
     gguf, plan = importlib.import_module("gguf"), tensors(config, mix)
     part = f"{out}.{os.getpid()}"
     writer = gguf.GGUFWriter(part, "qwen3moe")
@@ -202,7 +172,7 @@ def versions() -> dict[str, str]:
 
 if __name__ == "__main__":
     calls = (
-        write_gguf, open_model, run_model, close_model, quantised,
+        open_model, run_model, close_model, quantised,
         versions,
     )  # fmt: skip
     answer({f.__name__: f for f in calls})

@@ -25,8 +25,8 @@ def peer_models() -> str:
             f"{row[k]:.2f}" if (k := f"{what} over llama.cpp's best") in row else "" for what in ("decode", "prefill")
         ]
         if "not measured" not in row:
-            out.append([row["rest"], str(row["threads"]), _own(row["side"]), *rates, *over])
-    columns = ["rest", "threads", "side", "decode, tokens/s", "prefill, tokens/s"]
+            out.append([str(row["threads"]), _own(row["side"]), *rates, *over])
+    columns = ["threads", "side", "decode, tokens/s", "prefill, tokens/s"]
     return table([*columns, "decode over llama.cpp's best", "prefill over its best"], out)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from support import ROOT, python
 
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.limited.shapes import SHAPES
 from benchmarks.peers import gguf_layout
 from benchmarks.peers.judge import judged
 from benchmarks.peers.worker import PeerError, Worker
@@ -100,7 +102,7 @@ def test_the_llama_side_imports_nothing_of_moepack() -> None:
     assert json.loads(python("-c", code, cwd=ROOT)) == [0x3F80, 0x3F80, 0x3F82, 0xC020]
 
 
-def test_a_side_that_dies_in_a_whole_model_is_a_row(tmp_path: Path) -> None:
+def test_a_side_that_dies_in_a_whole_model_is_a_row() -> None:
     """At its second turn: its row says why, and the other side's has rates and nothing to compare with."""
     from benchmarks.peers.whole import MATCHES, PROMPT, measure
 
@@ -114,9 +116,10 @@ def test_a_side_that_dies_in_a_whole_model_is_a_row(tmp_path: Path) -> None:
                 raise PeerError("its process ended with status -4")
             return {"prefill": 0.5, "decode": [0.1, 0.1]}
 
-    sides = {"moepack": Side(99), "llama.cpp": Side(1)}
-    rows = measure(sides, tmp_path, tmp_path, MATCHES[0], 2, 0.0, 1)  # type: ignore[arg-type]
-    dead, ours = sorted(rows, key=lambda row: row["side"])
-    assert dead["side"] == "llama.cpp BF16 plain" and dead["not measured"] == "its process ended with status -4"
+    sides = {"moepack": Side(99), "llama.cpp": Side(2)}  # its two layouts have a turn each
+    rows = measure(sides, SHAPES["tiny"], replace(MATCHES[0], dense=("w4",)), 2, 0.0, 1)  # type: ignore[arg-type]
+    *dead, ours = sorted(rows, key=lambda row: row["side"])
+    assert [row["side"] for row in dead] == ["llama.cpp Q4_K_M plain", "llama.cpp Q4_K_M repacked"]
+    assert {row["not measured"] for row in dead} == {"its process ended with status -4"}
     assert (ours["decode tokens/s"], ours["prefill tokens/s"]) == (10.0, PROMPT / 0.5)
     assert not any("over" in key for key in ours)

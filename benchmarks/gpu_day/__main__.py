@@ -6,7 +6,7 @@
 Rates of the machine; a model of 30 B in budgets, by launches and by graph, and
 in the server's passes; whether every kernel is exact; layers by version and batch against the byte floor and torch's
 grouped product; the exponents' decoder; promotions; a budget beside the driver's count; a thousand promotions, byte by
-byte; transformers' own model.
+byte.
 
 Each stage is a process with a time of its own. When the time is over, the process is killed: the row that had begun is
 "cut", the others are skipped, and rows measured before stay. A crash costs the row that had begun. `--match` runs only
@@ -46,7 +46,6 @@ STAGES: dict[str, tuple[str, str, float, bool]] = {
     "layers": ("products", "layers", 150, True),
     "coded": ("coded", "rows", 60, True),
     "served": ("served", "rows", 240, False),
-    "whole": ("whole", "rows", 120, True),
 }
 PROBE = """
 import json, torch

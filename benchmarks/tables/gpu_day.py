@@ -28,7 +28,7 @@ def gpu_layers() -> str:
 def gpu_measured() -> str:
     """The other rows, and the limits of those that have one."""
     rows = []
-    for r in _rows("machine", "coded", "served", "whole", "large"):
+    for r in _rows("machine", "coded", "served", "large"):
         held, value = r["limit"], r["value"]
         more = r.get("more", {}).get("tokens/s")
         shown = f"{value:,.4g} {r['unit']}" + (f" ({more:.4g} tokens/s)" if more else "")

@@ -18,7 +18,6 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
-import torch
 import torch_products
 from gpu_stand_in import install
 from support import ROOT
@@ -26,7 +25,7 @@ from support import ROOT
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_day import __main__ as day
-from benchmarks.gpu_day import bundles, large, run, served, whole
+from benchmarks.gpu_day import bundles, large, run, served
 from benchmarks.gpu_day.rows import Measured, Setting, Skipped, shown
 from benchmarks.gpu_day.run import Stage
 from benchmarks.limited import bundle
@@ -279,22 +278,6 @@ def test_a_step_that_does_not_follow_a_promotion_is_seen(small: Setting, monkeyp
 
     monkeypatch.setattr(served, "_decode", old)
     assert shown("a", served.replayed(small), True)["verdict"] == "FAILS"
-
-
-class Replay:
-    """A graph that was captured."""
-
-    def replay(self) -> None:
-        """Do nothing."""
-
-
-def test_a_whole_model_by_graph(small: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind a stand-in of torch's graphs."""
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Replay)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert whole.by_graph(small).more["tokens/s"] > 0
-    assert whole.eager(small).unit == "ms"
 
 
 def test_a_wrong_extent_is_seen(small: Setting, monkeypatch: pytest.MonkeyPatch) -> None:

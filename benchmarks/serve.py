@@ -4,7 +4,6 @@
     python -m benchmarks.serve --bundle BUNDLE --soak 480 [--clients N] [--policy POLICY] [--dense VERSION]
         [--memory SIZE]
     python -m benchmarks.serve --bundle BUNDLE --memory SIZE [--policy POLICY] [--dense VERSION]
-    python -m benchmarks.serve --shared [--bundle BUNDLE] [--device-memory SIZE]
 
 Every server is a process of its own; clients stream from this one, over plain sockets. Each of 1, 4, 16 and 32 clients
 asks for one answer after another, with prompts from the files in turn. `transformers serve` has one set of sampling
@@ -12,9 +11,7 @@ parameters for all and no `ignore_eos`: there what came is what counts, and only
 `--soak SECONDS` loads one server instead, with the files changing every 30 seconds and clients that leave half-way, and
 says how its memory grew after a tenth of the time. With `--memory` the server runs under `--memory auto` in a control
 group of that size, which must not kill it; without a soak 1, 4 and 16 clients stand in a table, with what their passes
-waited and fetched. `--shared` compares TTFT with and without `--prefix-cache off`: 16 clients
-ask at once, with one system prompt of 400 tokens and 20 tokens of their own: one that nobody has read, and again.
-Both servers run, and take turns. Without arguments: the model and texts in examples/.
+waited and fetched. Without arguments: the model and texts in examples/.
 """
 
 from __future__ import annotations
@@ -44,10 +41,6 @@ POLICIES = ("hotness", "uniform", "lru")
 CLIENTS = (1, 4, 16, 32)
 TIMED = ["TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"]
 PATIENCE = 120  # seconds that a client of a soak waits for the end of an answer
-# with --shared: clients, tokens of their system prompt, tokens of each's own
-SHARING = 16
-SYSTEM = 400
-OWN = 20
 
 
 @contextlib.contextmanager
@@ -269,65 +262,6 @@ def compare(
     ]
 
 
-def tokens_of(port: int, text: str) -> list[int]:
-    """A text's tokens, as the server has them."""
-    body = json.dumps({"prompt": text, "add_special_tokens": False}).encode()
-    asked = urllib.request.Request(f"http://127.0.0.1:{port}/tokenize", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(asked) as answer:
-        return list(json.load(answer)["tokens"])
-
-
-def at_once(port: int, prompts: Sequence[list[int]]) -> list[float]:
-    """TTFT in ms of one client for each prompt, all at once."""
-
-    async def all_of() -> list[Reply]:
-        body = {"model": "model", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-        return await asyncio.gather(*(stream(port, "/v1/completions", {**body, "prompt": p}) for p in prompts))
-
-    replies = asyncio.run(all_of())
-    if failed := [r.error for r in replies if r.error is not None]:
-        raise SystemExit(failed[0])
-    return [r.first * 1e3 for r in replies]
-
-
-def shared(bundle: Path, memory: str | None, prompts: list[list[str]], rounds: int) -> tuple[list[Any], list[Target]]:
-    """TTFT of clients with one system prompt, with and without kept prompts."""
-    times: dict[tuple[str, str], list[float]] = {}
-    budget = () if memory is None else ("--device-memory", memory)
-    with contextlib.ExitStack() as stack:
-        ports = {
-            kept: stack.enter_context(moepack_serve(bundle, *budget, *more))[0]
-            for kept, more in (("off", ("--prefix-cache", "off")), ("on", ()))
-        }
-        tokens = tokens_of(ports["on"], "\n".join(text for pool in prompts for text in pool))
-        size = SYSTEM + 2 * SHARING * OWN
-        if len(tokens) < (rounds + 1) * size:
-            raise SystemExit(f"the texts have {len(tokens)} tokens: {rounds} rounds take {(rounds + 1) * size}")
-        for n in range(rounds + 1):  # the first warms up
-            part = tokens[n * size : (n + 1) * size]
-            own = [part[at : at + OWN] for at in range(SYSTEM, size, OWN)]
-            for read, ends in (("new", own[:SHARING]), ("again", own[SHARING:])):
-                for kept, port in ports.items():
-                    found = at_once(port, [part[:SYSTEM] + end for end in ends])
-                    times.setdefault((kept, read), []).extend(found if n else ())
-    rows = [
-        {
-            "kept prompts": kept,
-            "system prompt": read,
-            "TTFT p50": percentile(found, 0.5),
-            "TTFT p99": percentile(found, 0.99),
-        }
-        for (kept, read), found in times.items()
-    ]
-    p50 = {which: percentile(found, 0.5) for which, found in times.items()}
-    return rows, [
-        Target(
-            f"TTFT by that without kept prompts, system prompt {read}", p50["on", read] / p50["off", read], 0.4, "lower"
-        )
-        for read in ("new", "again")
-    ]
-
-
 def built(work: Path, checkpoint: Path) -> Path:
     """A bundle of a checkpoint, rounded to nearest."""
     from moepack.pipeline.build import build
@@ -357,16 +291,13 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--bundle", type=Path, help="what is served; a small one is built without it")
     parser.add_argument("--checkpoint", type=Path, help="for transformers serve, and for a bundle where none is named")
-    parser.add_argument(
-        "--device-memory", help="the budget; without it twice the least that the policies need, with --shared none"
-    )
+    parser.add_argument("--device-memory", help="the budget; without it twice the least that the policies need")
     parser.add_argument("--data", type=Path, nargs="+", default=[EXAMPLES / "text" / "evaluation.jsonl"])
     parser.add_argument("--seconds", type=float, default=15.0, help="of a row")
     parser.add_argument("--tokens", type=int, help="of an answer; 64, or with --soak 8, 32 or 96")
     parser.add_argument("--length", type=int, default=200, help="characters of a prompt")
     parser.add_argument("--soak", type=float, help="seconds of one long load instead")
     parser.add_argument("--clients", type=int, default=16, help="with --soak")
-    parser.add_argument("--shared", action="store_true", help="a system prompt that clients share instead")
     parser.add_argument("--policy", default="hotness", help="with --soak or --memory: what is served")
     parser.add_argument("--dense", help="with --soak or --memory: the version of matrices beside the experts")
     parser.add_argument("--memory", help="bytes of a control group, in which the server takes what there is")
@@ -378,7 +309,7 @@ def main() -> None:
         checkpoint = options.checkpoint or (None if options.bundle else EXAMPLES / "mini-qwen3-moe")
         bundle = options.bundle or built(Path(work), checkpoint or EXAMPLES / "mini-qwen3-moe")
         policies = POLICIES[: 1 if options.quick or options.soak else None]
-        if not (options.memory or options.shared):
+        if not options.memory:
             options.device_memory = options.device_memory or enough(bundle, policies)
         serving = ["--policy", options.policy, *(["--dense", options.dense] if options.dense else [])]
         if options.soak:
@@ -397,9 +328,6 @@ def main() -> None:
                 "steps",
                 "process MB",
             ]
-        elif options.shared:
-            rows, targets = shared(bundle, options.device_memory, prompts, 1 if options.quick else 5)
-            columns = ["kept prompts", "system prompt", "TTFT p50", "TTFT p99"]
         elif options.memory:
             with Cage(parse_size(options.memory) or 0) as cage:
                 rows, targets = in_cage(bundle, prompts, cage, serving, options)

@@ -1,22 +1,15 @@
 """How long it takes from the start of a command to its first token, and what of that is importing, or the disk.
 
     python -m benchmarks.start [BUNDLE] [--repeat N]
-    python -m benchmarks.start BUNDLE --memory SIZE [--policy POLICY]    from an empty page cache, beside a bare read
-    python -m benchmarks.start BUNDLE --memory SIZE --speed              tokens a second: predicted and measured
+    python -m benchmarks.start BUNDLE --memory SIZE [--policy POLICY]    tokens a second: predicted and measured
 
 `moepack generate` of one token, in a process of its own each time that finds its bytecode, beside a process that
 imports torch and the model's class from transformers and does nothing else, with and without the libraries that
 moepack leaves out (runtime/patches.py). Processor time is printed beside the clock's: on a shared machine they differ.
-
-With `--memory` the page cache is emptied before each turn. The bare read takes as many bytes of the same files as the
-budget holds, four requests past the page cache at a time: into four buffers that are used again, and into memory of its
-own, which a system that lends memory out, as a virtual machine's, has to get back first. It digests nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
 import os
 import resource
@@ -25,22 +18,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import EXAMPLES, Target, arguments, finish
-from benchmarks.limited.cage import forget
 from benchmarks.serve import built
 
 IMPORTS = "import torch, transformers.models.qwen3_moe.modeling_qwen3_moe"
 COMMAND = "moepack generate, one token"
 BOUND = 5.0  # seconds to the first token
-COLD = 1.3  # times the bare read
 NEAR = 0.25  # how far a prediction may be from what is measured
-REQUEST = 8 << 20
-BARE = "a bare read, into four buffers"
-KEPT = "a bare read, into memory of its own"
 
 
 def timed(command: list[str]) -> tuple[float, float]:
@@ -59,31 +46,23 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("bundle", nargs="?", help="without it a small one is built")
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--memory", help="begin with an empty page cache, in this limit")
+    parser.add_argument("--memory", help="predict tokens a second in this limit, and measure them")
     parser.add_argument("--policy", default="hotness:lo=stored")
-    parser.add_argument("--speed", action="store_true", help="predict tokens a second in this limit, and measure them")
-    parser.add_argument("--tokens", type=int, default=128, help="with --speed: tokens that are decoded")
-    parser.add_argument("--data", type=Path, default=EXAMPLES / "text" / "evaluation.jsonl", help="with --speed")
+    parser.add_argument("--tokens", type=int, default=128, help="with --memory: tokens that are decoded")
+    parser.add_argument("--data", type=Path, default=EXAMPLES / "text" / "evaluation.jsonl", help="with --memory")
     args = parser.parse_args()
     turns = 1 if args.quick else args.repeat
     with tempfile.TemporaryDirectory() as work:
         bundle = args.bundle or str(built(Path(work), EXAMPLES / "mini-qwen3-moe"))
-        if args.speed:
+        if args.memory:
             columns = ["what", "tokens/s", "ms memory", "ms processor", "ms disk", "ms of this thread", "MB fetched"]
             rows, targets = predicted(bundle, args)
             finish(f"{args.policy} in {args.memory}", columns, rows, targets, args.json)
             return
-        if args.memory:
-            rows = cold(bundle, args.memory, args.policy, turns)
-            took = {row["what"]: row["s"] for row in rows}
-            targets = [
-                Target(f"first token over {what}", took[COMMAND] / took[what], COLD, "lower") for what in (BARE, KEPT)
-            ]
-        else:
-            rows = measured(bundle, turns)
-            first = next(row["s"] for row in rows if row["what"] == COMMAND)
-            targets = [Target("seconds to the first token", first, BOUND, "lower")]
-    columns = ["what", "s", "processor s", *(["GB", "GB/s"] if args.memory else [])]
+        rows = measured(bundle, turns)
+    first = next(row["s"] for row in rows if row["what"] == COMMAND)
+    targets = [Target("seconds to the first token", first, BOUND, "lower")]
+    columns = ["what", "s", "processor s"]
     finish(f"from start to token, {os.cpu_count()} processors", columns, rows, targets, args.json)
 
 
@@ -107,68 +86,6 @@ def measured(bundle: str, repeat: int) -> list[dict[str, Any]]:
 
 def _row(name: str, of: list[tuple[float, float]]) -> dict[str, Any]:
     return {"what": name, "s": statistics.median(s for s, _ in of), "processor s": statistics.median(c for _, c in of)}
-
-
-def cold(bundle: str, memory: str, policy: str, repeat: int) -> list[dict[str, Any]]:
-    """Medians from an empty page cache, in turns: both bare reads, importing, and the first token."""
-    from moepack.generation import NEW_TOKENS
-    from moepack.reports.plan import plan
-    from moepack.runtime.planning.options import LoadOptions
-
-    options = LoadOptions(memory=memory, policy=policy, kv_tokens=NEW_TOKENS, prefill_tokens=1, all_logits=False)
-    held = plan(bundle, options)
-    size = held.used_bytes - held.fixed_bytes + held.fixed.dense
-    named = ("--prompt", "The", "--max-new-tokens", "1", "--memory", memory, "--policy", policy)
-    bare = [
-        sys.executable,
-        "-c",
-        "import sys, benchmarks.start as s; s.read(sys.argv[1], int(sys.argv[2]), sys.argv[3])",
-    ]
-    ways = {
-        BARE: [*bare, bundle, str(size), ""],
-        KEPT: [*bare, bundle, str(size), "kept"],
-        "importing torch and the model's class": [sys.executable, "-c", IMPORTS],
-        COMMAND: [sys.executable, "-m", "moepack", "generate", bundle, *named],
-    }
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for _, (name, command) in itertools.product(range(repeat), ways.items()):
-        forget(Path(bundle).rglob("*.safetensors"))
-        found[name].append(timed(command))
-    rows = [_row(name, of) for name, of in found.items()]
-    figures = (
-        {} if row["what"].startswith("importing") else {"GB": size / 1e9, "GB/s": size / 1e9 / row["s"]} for row in rows
-    )
-    return [row | more for row, more in zip(rows, figures, strict=True)]
-
-
-def read(bundle: str, size: int, kept: str) -> None:
-    """Read so many bytes of a bundle past the page cache, tensors first; `kept`: each into memory of its own."""
-    from moepack.runtime.devices.cpu import READERS, CpuMemory
-    from moepack.runtime.store.page_file import PageFile
-
-    rooms = CpuMemory(size + REQUEST if kept else READERS * REQUEST)
-    rooms.take(0, len(rooms.tensor))
-    data = rooms.tensor.numpy().data
-    free = list(range(0, READERS * REQUEST, REQUEST))
-    with contextlib.ExitStack() as stack, ThreadPoolExecutor(READERS) as pool:
-
-        def one(request: tuple[PageFile, int, int, int]) -> None:
-            file, at, count, to = request
-            where = to if kept else free.pop()
-            file.read(data[where : where + count], at)
-            if not kept:
-                free.append(where)
-
-        requests = []
-        done = 0
-        for path in sorted(Path(bundle).rglob("*.safetensors"), key=lambda p: ("experts" in p.parts, str(p))):
-            fd = stack.enter_context(path.open("rb")).fileno()
-            file = stack.enter_context(contextlib.closing(PageFile(fd)))
-            for at in range(0, os.fstat(fd).st_size // REQUEST * REQUEST, REQUEST):
-                if done < size:
-                    requests.append((file, at, REQUEST, done))
-                    done += REQUEST
-        list(pool.map(one, requests))
 
 
 def predicted(bundle: str, args: Any) -> tuple[list[dict[str, Any]], list[Target]]:

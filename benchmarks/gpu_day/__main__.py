@@ -1,24 +1,22 @@
-"""One run on a machine with a CUDA GPU, of half an hour at the most, beside what was predicted of it.
+"""One run on a machine with a CUDA GPU, of half an hour at the most: rates, times, and what must hold.
 
     python -m benchmarks.gpu_day [--quick] [--only STAGE ...] [--match ROW ...] [--minutes N] [--stage-seconds N]
                                  [--work DIR] [--json FILE]
-    python -m benchmarks.gpu_day --predict
 
-Rates of the machine, also of kernels that read pinned memory; a model of 30 B in budgets, by launches and by graph, and
-in the server's passes; what every kernel takes, and whether it is exact; layers by version and batch against the byte
-floor, torch's grouped product and gemlite; the exponents' decoder and DFloat11's; promotions and what they cost passes;
-a budget beside the driver's count; a thousand promotions, byte by byte; a model without moepack's norms and attention.
+Rates of the machine; a model of 30 B in budgets, by launches and by graph, and
+in the server's passes; whether every kernel is exact; layers by version and batch against the byte floor and torch's
+grouped product; the exponents' decoder; promotions; a budget beside the driver's count; a thousand promotions, byte by
+byte.
 
 Each stage is a process with a time of its own. When the time is over, the process is killed: the row that had begun is
 "cut", the others are skipped, and rows measured before stay. A crash costs the row that had begun. `--match` runs only
 rows with one of these texts in their names. `--work` keeps the generated bundles, so that several shorter runs can
 share them. FILE is written after every row (default: gpu-day.json in DIR, or on a GPU in the current directory); rows
-that it has from this machine stay until they are measured anew. The last table has each value, its prediction or limit,
-their ratio and a verdict.
+that it has from this machine stay until they are measured anew. The last table has each value, its limit if it has one,
+and a verdict.
 
 Without a GPU rows that need one are skipped by name. Others run in Triton's interpreter or on the CPU, to see that they
-do. `--predict` counts the model's inputs anew, in minutes and without a GPU, and writes
-benchmarks/results/gpu-predictions.json.
+do.
 """
 
 from __future__ import annotations
@@ -31,14 +29,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import arguments, machine, show
 
-from .model import Assumed
-from .predictions import FILE as PREDICTIONS
 from .rows import Rows, Setting, write
 from .run import ROOT, Stage, child
 
@@ -47,12 +42,10 @@ FILE = "gpu-day.json"
 STAGES: dict[str, tuple[str, str, float, bool]] = {
     "machine": ("machine", "rows", 75, False),
     "large": ("large", "rows", 450, True),
-    "resources": ("products", "resources", 100, False),
     "exact": ("products", "exact", 120, True),
     "layers": ("products", "layers", 150, True),
     "coded": ("coded", "rows", 60, True),
     "served": ("served", "rows", 240, False),
-    "whole": ("whole", "rows", 120, True),
 }
 PROBE = """
 import json, torch
@@ -145,7 +138,7 @@ def _put(document: dict[str, Any], row: dict[str, Any]) -> None:
         {
             "name": f"{r['stage']}: {r['row']}",
             "value": r["value"],
-            "target": r["prediction"],
+            "target": r["limit"],
             "better": "lower",
             "met": r["verdict"] == "holds",
         }
@@ -163,22 +156,16 @@ def probed() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Parse arguments; measure, be a child, or predict."""
+    """Parse arguments; measure, or be a child."""
     parser = arguments(__doc__)
     parser.add_argument("--only", nargs="+", choices=list(STAGES), default=[], help="stages; default: all")
     parser.add_argument("--match", nargs="+", metavar="ROW", default=[], help="only rows with this in their names")
     parser.add_argument("--minutes", type=float, default=30.0, help="that the whole run may take")
     parser.add_argument("--stage-seconds", type=float, help="that each stage may take; default: a share of its own")
     parser.add_argument("--work", type=Path, metavar="DIR", help="keep generated bundles there; default: nowhere")
-    parser.add_argument("--predict", action="store_true", help="write the predictions anew, and stop")
     for hidden in ("--stage", "--setting", "--rows"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.predict:
-        from . import predictions
-
-        predictions.write()
-        return
     if args.stage:
         asked = json.loads(args.setting)
         setting = Setting(**{**asked, "work": Path(asked["work"])})
@@ -198,10 +185,9 @@ def main() -> None:
         except ValueError as error:
             parser.error(str(error))
         rows = measure(setting, names, args.minutes, args.stage_seconds, out, document)
-    columns = ["stage", "row", "value", "unit", "prediction", "ratio", "verdict"]
+    columns = ["stage", "row", "value", "unit", "limit", "verdict"]
     cells = [{k: "" if v is None else v for k, v in row.items()} for row in rows]
     show(f"GPU day: {setting.gpu or 'no CUDA device'}", columns, cells)
-    print("predictions:", PREDICTIONS.name, json.dumps(asdict(Assumed())))
     raise SystemExit(any(row["verdict"] == "FAILS" for row in rows))
 
 

@@ -16,10 +16,13 @@ from benchmarks import limited
 from benchmarks.limited.shapes import Shape
 from moepack.pack.errors import BundleError
 from moepack.pack.reader import open_bundle
+from moepack.pack.spec import Version
 
 from .rows import Setting
 
 FEW = Shape("few", 2, 8, 2, 128, 128, 4, 2, 32, 2400)  # without a GPU, and with --quick
+GROUPS = {"bf16": 0, "w8": 128, "w4": 128, "w3": 128, "w2": 64, "w1": 64, "nvfp4": 16, "mxfp4": 32}  # as recipes have
+VERSIONS = {name: Version.of(name, group) for name, group in GROUPS.items()}
 DIGITS = 16  # of a digest in a folder's name
 
 

@@ -22,7 +22,6 @@ from moepack.runtime.planning.exceeded import TooSmallError
 from .bundles import made_bundle, sized
 from .rows import Entry, Measured, Rows, Setting
 from .served import captures
-from .whole import calls_of
 
 WHOLE = SHAPES["qwen3-moe"]
 QUARTER = SHAPES["quarter"]
@@ -139,13 +138,11 @@ def token(setting: Setting, graphs: bool) -> Measured:
         _, times = _times(model, cache, setting)
     taken = (torch.cuda.memory_reserved() if setting.on_gpu else 0) - before
     took = statistics.median(times)
-    way = "matrices in 8 bits, 15 nodes a layer"
-    rate = setting.predicted("steps", f"Qwen3-30B-A3B {way}", "w4", "tokens/s", "graph") if graphs else None
     more = {"tokens/s": 1 / took, "p90 ms": 1e3 * statistics.quantiles(times, n=10)[8], "load s": loading, "log": said}
     more["MB taken by the cache and the graph"] = taken / 1e6
     if graphs:
         more["kernels us"] = _kernels(lambda: _pass(model, cache, _ids(setting)[1][:1], setting))
-    return Measured(took * 1e3, "ms", 1e3 / rate if rate else None, more=more)
+    return Measured(took * 1e3, "ms", more=more)
 
 
 def _kernels(run: Callable[[], object]) -> dict[str, float]:
@@ -177,6 +174,21 @@ def calls(setting: Setting, kind: str) -> Measured:
         one = torch.ones(1, 1, dtype=torch.long, device=setting.torch)
         counted, more = calls_of(lambda: model(one, use_cache=True, **with_cache(model, cache)), kind, setting)
     return Measured(counted, "calls", limit=0 if kind == "Synchronize" else None, more=more)
+
+
+def calls_of(work: Callable[[], object], kind: str, setting: Setting) -> tuple[int, dict[str, Any]]:
+    """How often work calls the runtime's functions of a kind once it is warm, and which, by torch.profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    for _ in range(3):
+        work()
+    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * setting.on_gpu]) as seen:
+        work()
+    averages = seen.key_averages()
+    calls = {e.key: e.count for e in averages if e.key.startswith("cu") and kind in e.key}
+    calls = {k: n - (k == "cudaDeviceSynchronize") for k, n in calls.items()}  # one is the profiler's own, at its end
+    operations = sum(e.count for e in averages if e.key.startswith("aten::"))
+    return sum(calls.values()), {"calls": calls, "aten operations": operations}
 
 
 def server(setting: Setting, sequences: int) -> Measured:

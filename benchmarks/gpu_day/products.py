@@ -1,15 +1,9 @@
-"""The experts' kernels: what each takes of the GPU, whether each is exact, and how long a layer takes."""
+"""The experts' kernels: whether each is exact, and how long a layer takes."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import lru_cache, partial
-from multiprocessing import get_context
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,58 +16,14 @@ from moepack.runtime.experts.gpu import forward
 from moepack.runtime.experts.handles import LayerCall, LayerExperts, Snapshot
 from moepack.runtime.kernels.affine_triton import TERMS
 
-from .predictions import BATCHES, VERSIONS
+from .bundles import VERSIONS
 from .rows import Entry, Measured, Rows, Setting
 
 LIMITS = {torch.bfloat16: 0.01, torch.float16: 2e-3, torch.float32: 1e-4}  # relative errors of two rounded products
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+BATCHES = (1, 4, 16, 512, 2048)
 INTERPRETED = ("bf16", "w4-128", "mxfp4-32")  # forms that are tried without a GPU
 SMALL = (256, 128, 8, 2)  # hidden, inner, experts, top_k: numbers as divisible as a real layer's, so the same kernels
-
-
-# --- what kernels take
-
-
-def resources(setting: Setting) -> Rows:
-    """A row a form: its variants compiled on this machine, beside the committed table."""
-    from benchmarks.resources import FORMS
-
-    forms = [f"{n}-{g}" if g else n for n, g in FORMS] + ["exponents'"]
-    return {
-        f"registers, {form}": Entry(partial(_taken, setting, form), on_cpu=form == "exponents'", needs="")
-        for form in forms
-    }
-
-
-def _compile(name: str, capability: int) -> tuple[str, Any]:
-    from benchmarks.resources import taken, variants
-
-    return name, taken(variants()[name](capability))
-
-
-@lru_cache(1)
-def _all_taken(capability: int, names: tuple[str, ...]) -> dict[str, Any]:
-    """Every variant compiled, by all cores: Triton keeps what it made, for the stages that follow."""
-    with ProcessPoolExecutor(min(len(names), os.cpu_count() or 1), get_context("spawn")) as pool:
-        return dict(pool.map(partial(_compile, capability=capability), names))
-
-
-def _taken(setting: Setting, form: str) -> Measured:
-    """The most registers of a form's variants; which variants differ from the table, as "now, table"."""
-    from benchmarks.resources import committed, variants
-
-    table, made, _ = committed()
-    capability = setting.capability or 90
-    names = list(variants())
-    mine = [n for n in names if n.split()[0] == form]
-    now = _all_taken(capability, tuple(names if setting.on_gpu else mine))
-    nearest = max((c for _, c in table if c <= capability), default=90)
-    differ = {n: f"{now[n]}, {table[n, nearest]}" for n in mine if now[n] != table.get((n, nearest))}
-    most = max(now[n].registers for n in mine)
-    listed = max(table[n, nearest].registers for n in mine)
-    spilled = [n for n in mine if now[n].stack]
-    more = {"variants": len(mine), "table's Triton": made, "differ": differ, "spill": spilled}
-    return Measured(most, "registers", limit=listed, more=more)
 
 
 # --- whether they are exact
@@ -140,8 +90,6 @@ def layers(setting: Setting) -> Rows:
         for tokens in BATCHES:
             tried = name == "w4" and tokens in (1, 16)
             out[f"layer, {name}, {tokens} tokens"] = Entry(partial(layer, setting, version, tokens), on_cpu=tried)
-    lacks = "" if importlib.util.find_spec("gemlite") else "gemlite is not installed"
-    out["gemlite, 4 bits, as many bytes, 1 token"] = Entry(partial(gemlite, setting), needs=lacks)
     return out
 
 
@@ -159,26 +107,5 @@ def layer(setting: Setting, version: Version, tokens: int) -> Measured:
         mixed=False,
     )
     (row,) = rows
-    key = f"{version.name} {tokens}"
     more = {k: row[k] for k in ("torch BF16 us", "bytes floor us", "over floor", "MB")}
-    more["predicted byte floor us"] = setting.predicted("layers", key, "byte floor us")
-    return Measured(row["ours us"], "us", setting.predicted("layers", key, "us"), more=more)
-
-
-def gemlite(setting: Setting) -> Measured:
-    """gemlite's product of one token with a matrix of 4 bits in groups of 128, as large as 8 experts' gate and up."""
-    from gemlite.helper import A16Wn
-
-    rows = 8 * 2 * 768
-    cols = 2048
-    make = A16Wn(setting.device)
-    made = list[Any]()
-    for i in range(4 * setting.cache // (rows * cols // 2) + 1):
-        torch.manual_seed(i)
-        codes = torch.randint(0, 16, (rows, cols), dtype=torch.uint8, device=setting.torch)
-        scales = torch.full((rows * cols // 128, 1), 0.01, dtype=torch.float16, device=setting.torch)
-        made.append(make.from_weights(codes, scales, torch.full_like(scales, 8), 4, 128))
-    x = torch.randn(1, cols, dtype=torch.float16, device=setting.torch)
-    work: Callable[[], object] = partial(gpu._all, lambda one: one(x), made)
-    took = gpu.seconds(gpu.replayed(work), 20) / len(made)
-    return Measured(took * 1e6, "us", more={"GB/s": rows * cols * (0.5 + 4 / 128) / took / 1e9})
+    return Measured(row["ours us"], "us", more=more)

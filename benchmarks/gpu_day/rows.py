@@ -1,4 +1,4 @@
-"""What a stage gives: rows by name, each measured on its own, beside what was predicted of it."""
+"""What a stage gives: rows by name, each measured on its own, some held to a limit."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .devices import named
-
 if TYPE_CHECKING:
     import torch
 
-NEAR = 1.5  # a time or a rate within this factor is as predicted
 NO_GPU = "no CUDA device"
 
 
@@ -44,16 +41,6 @@ class Setting:
 
         return torch.device(self.device, 0) if self.on_gpu else torch.device(self.device)
 
-    def predicted(self, *path: str) -> float | None:
-        """A number of the committed predictions for this GPU; `None` where there is none."""
-        from . import predictions
-
-        gpu = named(self.gpu)
-        found: Any = predictions.kept()["predictions"].get(gpu.name) if gpu is not None else None
-        for key in path:
-            found = found.get(key) if isinstance(found, dict) else None
-        return float(found) if isinstance(found, int | float) else None
-
     @property
     def small(self) -> bool:
         """Whether sizes are to be small: without a GPU, too."""
@@ -62,11 +49,10 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A value, and what it is held to: a prediction (a time or a rate is near it), or a limit that it must not pass."""
+    """A value, and the limit that it must not pass, if it has one."""
 
     value: float
     unit: str
-    prediction: float | None = None
     limit: float | None = None
     more: dict[str, Any] = field(default_factory=dict)
 
@@ -84,33 +70,18 @@ Rows = dict[str, Entry]
 
 
 def shown(name: str, found: Measured, on_gpu: bool) -> dict[str, Any]:
-    """A finished row, with its ratio and its verdict."""
-    held = found.limit if found.limit is not None else found.prediction
-    ratio = found.value / held if held else None
+    """A finished row, with its verdict."""
     if found.limit is not None:
         verdict = "holds" if found.value <= found.limit else "FAILS"
-    elif not on_gpu:
-        verdict = "runs"
-    elif ratio is None:
-        verdict = "measured"
-    elif 1 / NEAR <= ratio <= NEAR:
-        verdict = "as predicted"
     else:
-        verdict = "above the prediction" if ratio > 1 else "below the prediction"
-    row = {
-        "row": name,
-        "value": found.value,
-        "unit": found.unit,
-        "prediction": held,
-        "ratio": ratio,
-        "verdict": verdict,
-    }
+        verdict = "measured" if on_gpu else "runs"
+    row = {"row": name, "value": found.value, "unit": found.unit, "limit": found.limit, "verdict": verdict}
     return row | ({"more": found.more} if found.more else {})
 
 
 def without(name: str, verdict: str) -> dict[str, Any]:
     """A row that has no value, and why."""
-    return {"row": name, "value": None, "unit": "", "prediction": None, "ratio": None, "verdict": verdict}
+    return {"row": name, "value": None, "unit": "", "limit": None, "verdict": verdict}
 
 
 def write(out: Path | None, document: dict[str, Any]) -> None:

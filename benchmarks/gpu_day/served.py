@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.util
 import logging
-import statistics
-import threading
 import time
 from collections.abc import Iterator
 from functools import lru_cache, partial
@@ -22,17 +19,15 @@ from moepack.families.arguments import cache_in, with_cache
 from moepack.pack.reader import open_bundle
 from moepack.runtime.devices import cuda
 from moepack.runtime.planning.exceeded import TooSmallError
-from moepack.runtime.store import pinning
 from moepack.runtime.store.files import BackingStore
-from moepack.runtime.store.pinned import PIECE
 
 from .bundles import made_bundle, sized
-from .predictions import SLOTS
 from .rows import Entry, Measured, Rows, Setting, Skipped
 
 DEEP = SHAPES["deep"]  # 48 layers, small experts
 WIDE = Shape("wide", 1, 128, 8, 2048, 768, 32, 4, 128, 2400, 1)  # one layer of Qwen3-30B-A3B's experts
 POLICY = "hotness:hi=w4,lo=w2,between=no,prior=none,interval=1e9,rate=0,margin=0,slack=0"
+SLOTS = (1, 2, 8)  # copies under way
 SPARE = 8  # experts that are left at the low version, with room for a KV reserve
 # seconds for transitions to end, and without any that are taken for the end
 PATIENCE = 120.0
@@ -44,14 +39,9 @@ def rows(setting: Setting) -> Rows:
     out = {"generated bundles": Entry(lambda: bundles(setting), on_cpu=True)}
     for n in SLOTS:
         out[f"promotions, {n} slot{'s' * (n > 1)}"] = Entry(partial(promotions, setting, n))
-    out["launch while memory is registered, p99"] = Entry(lambda: registering(setting))
-    out["token, no promotions"] = Entry(lambda: token(setting, False), on_cpu=True)
-    out["token, promotions going on"] = Entry(lambda: token(setting, True), on_cpu=True)
     out["half-fitting budget: the driver's count"] = Entry(lambda: memory(setting), on_cpu=True)
     out["1,000 promotions: wrong extents"] = Entry(lambda: checked(setting), on_cpu=True)
-    lacks = "" if importlib.util.find_spec("moepack.runtime.decode_graph") else "the runtime has no graphs of its own"
-    out["token, by the runtime's graph"] = Entry(lambda: by_graph(setting), needs=lacks)
-    out["graph, replayed after promotions"] = Entry(lambda: replayed(setting), needs=lacks)
+    out["graph, replayed after promotions"] = Entry(lambda: replayed(setting))
     return out
 
 
@@ -97,44 +87,11 @@ def promotions(setting: Setting, slots: int) -> Measured:
         device.close()
         store.close()
     more = {"GB/s": count * size / took / 1e9, "MB each": size / 1e6, "host memory": mode}
-    return Measured(count / took, "a second", setting.predicted("promotions", str(slots)), more=more)
+    return Measured(count / took, "a second", more=more)
 
 
 def _same(stored: Any) -> Any:
     return stored
-
-
-def registering(setting: Setting) -> Measured:
-    """The 99th percentile of a launch's host time while another thread pins memory in regions of the runtime's size."""
-    at = torch.cuda.current_device() if setting.on_gpu else 0
-    calls = cuda.Cudart(at)  # type: ignore[attr-defined]  # where stand-ins replace it
-    size = PIECE >> (6 * setting.small)
-    x = torch.ones(16, device=setting.torch)
-    times = list[float]()
-    done = threading.Event()
-    pinned = 0
-
-    def pin() -> None:
-        nonlocal pinned
-        try:
-            for _ in range(4 if setting.small else 64):
-                memory = pinning.anonymous(size)
-                memory.fill(1)
-                pinning.pin_filled(calls, memory).close()
-                pinned += size
-        finally:
-            done.set()
-
-    thread = threading.Thread(target=pin)
-    thread.start()
-    while not done.is_set() or len(times) < 200:
-        began = time.perf_counter()
-        x = x + 0.0
-        times.append(time.perf_counter() - began)
-    thread.join()
-    p99 = statistics.quantiles(times, n=100)[98]
-    more = {"median us": statistics.median(times) * 1e6, "longest us": max(times) * 1e6, "GB pinned": pinned / 1e9}
-    return Measured(p99 * 1e6, "us", setting.predicted("rates", "launch while registering, p99 us"), more=more)
 
 
 # --- a served model
@@ -198,46 +155,14 @@ def _settle(live: Any) -> None:
             since = time.monotonic()
 
 
-def _steps(model: Any, setting: Setting, steps: int, before: Any = lambda: None) -> list[float]:
-    """Seconds of decoding steps, each with the host's wait for its logits."""
-    times = []
+def _steps(model: Any, setting: Setting, steps: int) -> None:
+    """Read a prompt, and decode so many tokens."""
     with torch.inference_mode():
         out = model(torch.ones(1, 16, dtype=torch.long, device=setting.torch), use_cache=True)
         for step in range(steps):
-            before()
-            began = time.perf_counter()
             ids = torch.full((1, 1), 5 + step, device=setting.torch)
             out = model(ids, use_cache=True, **with_cache(model, cache_in(out)))
             out.logits[0, -1, 0].item()
-            times.append(time.perf_counter() - began)
-    return times
-
-
-def token(setting: Setting, promoting: bool) -> Measured:
-    """Milliseconds of a token, in the median; `promoting` keeps one half of the experts after the other coming."""
-    with served(setting, 0.5) as model:
-        live = model.moepack.manager
-        halves = _halves(live)
-
-        def swap() -> None:
-            if promoting and not live.transitions.queues().updates and not len(live.residency.flying):
-                halves.reverse()
-                live.transitions.want(halves[0])
-                live.worker.wake()
-
-        times = _steps(model, setting, 6 if setting.small else 100, swap)[2:]
-        counts = live.residency.counts
-        moved = live.device.moved
-        live.transitions.want({})
-        _settle(live)
-        more = {
-            "p99 ms": 1e3 * statistics.quantiles(times, n=100)[98],
-            "promotions": counts.promotions,
-            "demotions": counts.demotions,
-            "MB copied": moved / 1e6,
-            "waits": live.waits,
-        }
-        return Measured(1e3 * statistics.median(times), "ms", more=more)
 
 
 def _used(setting: Setting) -> float:
@@ -326,20 +251,16 @@ def captures() -> Iterator[list[str]]:
         log.setLevel(level)
 
 
-def _decode(model: Any, cache: Any, setting: Setting, steps: int, graphs: bool = True) -> tuple[Any, list[float]]:
-    """The last logits and the seconds of steps after a prompt, in a cache that is emptied first."""
+def _decode(model: Any, cache: Any, setting: Setting, steps: int, graphs: bool = True) -> Any:
+    """The last logits of steps after a prompt, in a cache that is emptied first."""
     cache.reset()
-    times = list[float]()
     out = None
     with torch.set_grad_enabled(not graphs):  # a pass that may have gradients is not captured
         model(torch.ones(1, 4, dtype=torch.long, device=setting.torch), use_cache=True, **with_cache(model, cache))
         for step in range(steps):
-            began = time.perf_counter()
             ids = torch.full((1, 1), 5 + step, device=setting.torch)
             out = model(ids, use_cache=True, **with_cache(model, cache)).logits.detach()
-            out[0, -1, 0].item()
-            times.append(time.perf_counter() - began)
-    return out, times
+    return out
 
 
 @contextlib.contextmanager
@@ -355,13 +276,6 @@ def _captured(setting: Setting) -> Iterator[tuple[Any, Any, list[str]]]:
         yield model, cache, said
 
 
-def by_graph(setting: Setting) -> Measured:
-    """Milliseconds of a token by the runtime's graph, in the median."""
-    with _captured(setting) as (model, cache, said):
-        _, times = _decode(model, cache, setting, 6 if setting.small else 100)
-        return Measured(1e3 * statistics.median(times[2:]), "ms", more={"log": said})
-
-
 def replayed(setting: Setting) -> Measured:
     """The greatest difference of logits between a replay after promotions and the same step launched one by one."""
     with _captured(setting) as (model, cache, said):
@@ -369,7 +283,7 @@ def replayed(setting: Setting) -> Measured:
         before = live.residency.counts.promotions
         live.transitions.want(_halves(live)[0])
         _settle(live)
-        got, _ = _decode(model, cache, setting, 3)
-        want, _ = _decode(model, cache, setting, 3, graphs=False)
+        got = _decode(model, cache, setting, 3)
+        want = _decode(model, cache, setting, 3, graphs=False)
         more = {"promotions": live.residency.counts.promotions - before, "log": said}
         return Measured(float((got - want).abs().max()), "logits", limit=0.0, more=more)

@@ -9,8 +9,7 @@ lie in huge pages where the system gives them (`--pages 4k`: in small ones, whos
 turns; lower quartiles, because medians on a machine that others use are times of waiting for it, and of one thread its
 own time. Decode walks through more experts than caches hold. `--checkpoint` (default: the one in examples/) is built
 into a bundle, rounded to nearest, and served end to end beside transformers' own experts implementations. `--version`
-leaves that and torch's side out. `--beside` measures the named versions beside the same ones whose down multiplies
-rotated inputs, or whose scales are bytes.
+leaves that and torch's side out.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ import torch
 from benchmarks.common import EXAMPLES, Target, arguments, finish, lower_quartile
 from moepack.pack.spec import Matrix
 
-from .layers import MIXED, RELEASED, SHAPES, VERSIONS, Layer, Module, Pool, changed, routed, torch_forward
+from .layers import MIXED, RELEASED, SHAPES, VERSIONS, Layer, Module, Pool, routed, torch_forward
 
 CACHES = 512 << 20  # bytes of experts that decode walks through: more than a server's last-level cache
 # must hold, ambition
@@ -55,7 +54,6 @@ def measure(
     mixed: bool,
     pages: str,
     versions: Sequence[str] = (),
-    beside: str = "",
 ) -> list[dict[str, Any]]:
     """A row a version (bf16 and those of `versions`, or all), and one for a layer whose experts are in all of them."""
     from moepack.runtime.experts.cpu import forward
@@ -72,7 +70,6 @@ def measure(
     x = torch.randn(tokens, hidden, generator=generator).bfloat16()
     gates = torch.full(index.shape, 1 / top_k)
     pools = dict[str, Pool]()
-    variants = dict[str, Pool]()
     every = (*VERSIONS, *RELEASED, *(v for v in MIXED if v.name in versions))
     for v in [v for v in every if not versions or v.name in ("bf16", *versions)]:
         least = len(used) * 2 if tokens < 64 else len(used)
@@ -82,14 +79,13 @@ def measure(
     work = {}
     clock = _clock()
 
-    def layer_of(versions: list[str], change: str = "") -> Callable[[int], object]:
-        layer = Layer(matrices, experts, change)
+    def layer_of(versions: list[str]) -> Callable[[int], object]:
+        layer = Layer(matrices, experts)
 
         def run(i: int) -> object:
             for k, e in enumerate(used):
-                pool = variants[versions[k]] if change else pools[versions[k]]
-                far = len(pool) // 2 * bool(change)  # from those that the plain layer has just brought into the caches
-                layer.use(e, pool, (i * len(used) + k + far) % len(pool))
+                pool = pools[versions[k]]
+                layer.use(e, pool, (i * len(used) + k) % len(pool))
             began = clock()
             forward(LayerCall(module, layer, x, index, gates))  # type: ignore[arg-type]
             spent.append(clock() - began)
@@ -130,10 +126,6 @@ def measure(
 
     for name, pool in pools.items():
         work[name] = layer_of([name] * len(used))
-        if beside and not pool.version.holds:
-            version = changed(pool.version, beside, inner)
-            variants[name] = pool if beside == "rotated" else Pool(matrices, version, len(pool), pages)
-            work[f"{name} {beside}"] = layer_of([name] * len(used), beside)
         work[f"read {name}"] = reading(pool)
     if mixed:
         names = itertools.cycle([v.name for v in VERSIONS])
@@ -143,18 +135,13 @@ def measure(
         work["torch"] = torch_run()
     with torch.inference_mode():
         for i in range(runs + 1):
-            for one in list(work.values())[:: -1 if beside and i % 2 else 1]:  # each as often after the other
+            for one in work.values():
                 one(i)
     seconds = {name: lower_quartile(one.spent[1:]) for name, one in work.items()}  # type: ignore[attr-defined]
     rows = []
     for name, pool in pools.items():
         rows.append(_row(shape, name, tokens, seconds[name], seconds.get("torch"), seconds[f"read {name}"]))
         rows[-1]["MB"] = pool.size * len(used) / 1e6
-        if (other := f"{name} {beside}") in seconds:
-            size = variants[name].size
-            rows.append(_row(shape, other, tokens, seconds[other], None, seconds[f"read {name}"] * size / pool.size))
-            rows[-1] |= {"over plain": seconds[other] / seconds[name], "MB": size * len(used) / 1e6}
-            continue
         if (peer := BESIDE.get(name)) in pools:
             own = seconds[name] / pool.size
             others = seconds[peer] / pools[peer].size
@@ -277,8 +264,6 @@ def judged(rows: Sequence[dict[str, Any]]) -> list[Target]:
             targets.append(Target(f"{name}: over torch's BF16, ambition", r["speed-up"], ambition, "higher"))
             targets.append(Target(f"{name}: time over the bytes floor", r["over floor"], 2.0, "lower"))
             targets.append(Target(f"{name}: time over the bytes floor, ambition", r["over floor"], 1.3, "lower"))
-        if "over plain" in r:
-            targets.append(Target(f"{name}: time over the plain version's", r["over plain"], 1.03, "lower"))
         if r["tokens"] == 1 and r["version"] in BESIDE:
             label = f"{name}: time a byte over {BESIDE[r['version']]}'s"
             targets.append(Target(label, r["a byte's time over"], 1.1, "lower"))
@@ -295,7 +280,6 @@ def main() -> None:
     parser.add_argument("--shape", action="append", choices=list(SHAPES), help="default: Qwen3-30B-A3B")
     parser.add_argument("--tokens", action="append", type=int, help="default: 1, 4, 16 and 512")
     parser.add_argument("--version", action="append", help="default: all")
-    parser.add_argument("--beside", choices=("rotated", "bytes"), default="", help="beside each, the same changed so")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--pages", choices=("huge", "4k"), default="huge")
     parser.add_argument("--checkpoint", type=Path, default=EXAMPLES / "mini-qwen3-moe")
@@ -308,25 +292,13 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for shape in args.shape or ["Qwen3-30B-A3B"]:
         for tokens in args.tokens or ((1, 16) if args.quick else (1, 4, 16, 512)):
-            runs = (8 if args.quick else 400 if args.beside else 40) if tokens < 64 else 5
+            runs = (8 if args.quick else 40) if tokens < 64 else 5
             caches = CACHES // 8 if args.quick else CACHES
             named = args.version or ()
-            rows += measure(shape, tokens, runs, caches, not named, args.pages, named, args.beside if named else "")
+            rows += measure(shape, tokens, runs, caches, not named, args.pages, named)
             gc.collect()  # gigabytes of experts
     rows = [{"instructions": LEVELS[level], **row} for row in rows]
     targets = judged(rows)
-    if torch.cuda.is_available():
-        from . import gpu
-
-        for shape in args.shape or ["Qwen3-30B-A3B"]:
-            on_gpu, wanted = gpu.measure(shape, SHAPES[shape], VERSIONS, 5 if args.quick else 30, torch.device("cuda"))
-            rows = rows + on_gpu
-            targets = targets + wanted
-    elif args.quick:
-        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-        from . import gpu
-
-        rows += gpu.measure("interpreted", (128, 32, 4, 2), VERSIONS, 1, torch.device("cpu"), (1, 33))[0]
     more: list[dict[str, Any]] = []
     if not args.version:
         more, held = end_to_end(args.checkpoint, 2 if args.quick else 7, ("bf16", "w4", "w2", "w1"))
@@ -342,7 +314,6 @@ def main() -> None:
         "speed-up",
         "over floor",
         "a byte's time over",
-        "over plain",
         "over uniform",
         "over dequantise",
         "decode tokens/s",

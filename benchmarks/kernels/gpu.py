@@ -1,8 +1,8 @@
-"""The GPU half of `benchmarks.kernels`: experts from their packed bytes beside torch's BF16 grouped product.
+"""Experts from their packed bytes on a GPU, beside torch's BF16 grouped product: the layers of `benchmarks.gpu_day`.
 
 Each pass is captured in a CUDA graph and replayed, so that launches cost what they cost a server. The floor is the
 bytes of the experts that have tokens over the rate of a copy inside the device, its reads and its writes both counted.
-With `--quick` and without a GPU it runs in Triton's interpreter, on a layer that is small enough.
+Without a GPU it runs in Triton's interpreter, on a layer that is small enough.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 from contextlib import suppress
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 
 from moepack.pack.codec.affine import AffineMatrix
 from moepack.pack.codec.released import CODES, ReleasedMatrix
-from moepack.pack.spec import BLOCKS, ExpertLayer, Matrix, Rotation, Version
+from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.kernels.forms import handle
 from moepack.runtime.kernels.reference import plain_weights, sections_of
 
@@ -28,15 +27,6 @@ VERSIONS = (Version.of("bf16"), *(Version.of(f"w{bits}", 128) for bits in (8, 4,
 RELEASED = tuple(Version.of(n) for n in ("mxfp4", "nvfp4", "fp8", "mxfp8", "fp8row"))  # which a GPU does not run yet
 MIXED = tuple(Version.of(f"w{bits}d{bits + 1}") for bits in (4, 3, 2, 1))  # measured where they are named
 HUGE = 2 << 20
-
-
-def changed(version: Version, change: str, cols: int) -> Version:
-    """The same version `rotated`, in the largest blocks of `cols` columns that fit, or with scales of `bytes`."""
-    if version.holds or not change:
-        return version
-    if change == "rotated":
-        return replace(version, rotation=Rotation(min(cols & -cols, BLOCKS[-1])))
-    return Version.of(version.name, version.group_size, scale_bits=8)
 
 
 def paged(count: int, size: int, pages: str) -> torch.Tensor:
@@ -80,8 +70,6 @@ def _random(m: Matrix, version: Version, rng: np.random.Generator) -> AffineMatr
     shape = (m.rows, -(-m.cols // version.group_size))
     drawn = torch.from_numpy(rng.uniform(0.005, 0.01, shape))
     scale = (drawn.half() if version.scale_dtype == "F16" else drawn.bfloat16()).view(torch.uint16).numpy()
-    if version.scale_bits == 8:
-        scale &= np.uint16(0xFFFC)  # five bits of mantissa
     zero = rng.integers(64, 192, shape).astype(np.uint8) if version.zero == "stored" else None
     return AffineMatrix(rng.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8), scale, zero)
 
@@ -106,14 +94,13 @@ def _released(m: Matrix, version: Version, rng: np.random.Generator) -> Released
 class Layer:
     """What the forward reads of a layer and its snapshot: handles that a benchmark moves from expert to expert."""
 
-    def __init__(self, matrices: tuple[Matrix, ...], experts: int, change: str = "") -> None:
-        """With `change`, all versions are `changed`."""
+    def __init__(self, matrices: tuple[Matrix, ...], experts: int) -> None:
         from moepack.runtime.kernels.affine_native import LayerForms
 
         self.of = self
         self.layer = ExpertLayer(0, "experts", experts, matrices)
         self.device = torch.device("cpu")
-        self.versions = tuple(changed(v, change, matrices[1].cols) for v in (*VERSIONS, *RELEASED, *MIXED))
+        self.versions = (*VERSIONS, *RELEASED, *MIXED)
         self.native = LayerForms(matrices, self.versions)
         self.gated: Any = None
         self.table = np.zeros(experts, np.uint64)

@@ -111,7 +111,9 @@ SHAPES = {
         Shape(
             "gpt-oss", 24, 32, 4, 2880, 2880, 64, 8, 64, 201_088, groups=(("mxfp4", 32), ("w2", 64)), released="MXFP4"
         ),
-        Shape("four", 4, 128, 8, 2048, 768, 32, 4, 128, 151_936),
+        Shape(
+            "four", 4, 128, 8, 2048, 768, 32, 4, 128, 151_936, groups=(("w4", 64), ("w2", 64))
+        ),  # of `benchmarks.peers`
         # A quarter of Qwen3-30B-A3B, whose experts are in BF16, entropy-coded.
         Shape("quarter", 12, 128, 8, 2048, 768, 32, 4, 128, 151_936, groups=(("bf16", 0),)),
         Shape("tiny", 4, 32, 4, 256, 256, 4, 2, 64, 4096),

@@ -1,7 +1,6 @@
-"""The peers' own environments, under the user's cache: made once, used again until what is asked for changes.
+"""llama.cpp's own environment, under the user's cache: made once, used again until what is asked for changes.
 
-llama-cpp-python is compiled here, for this processor and without BLAS; kt-kernel comes compiled for many. kt-kernel
-finds torch in the benchmark's own environment, which saves gigabytes.
+llama-cpp-python is compiled here, for this processor and without BLAS.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,8 +27,6 @@ class Peer:
         requirements: what pip is asked for.
         options: pip's, beside those that every install has.
         env: what it is built with.
-        compiles: whether it needs a C++ compiler.
-        borrows: whether it sees the packages of the benchmark's own environment.
         imports: the module that must be importable afterwards.
     """
 
@@ -38,8 +34,6 @@ class Peer:
     requirements: tuple[str, ...]
     options: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    compiles: bool = False
-    borrows: bool = False
     imports: str = ""
 
     def stamp(self) -> dict[str, object]:
@@ -53,7 +47,6 @@ LLAMA = Peer(
     ("llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy"),
     ("--no-binary", "llama-cpp-python"),
     {"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
-    compiles=True,
     imports="llama_cpp",
 )
 LLAMA_AVX2 = replace(
@@ -61,7 +54,6 @@ LLAMA_AVX2 = replace(
     name="llama-cpp-avx2",
     env={"CMAKE_ARGS": "-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON"},
 )
-KT = Peer("kt-kernel", ("kt-kernel==0.7.2", "gguf==0.19.0"), ("--no-deps",), borrows=True, imports="kt_kernel")
 
 
 def cache() -> Path:
@@ -93,15 +85,12 @@ def environment(peer: Peer, root: Path, install: bool = True) -> Path:
     python, stamp = _places(peer, root)
     if not install:
         raise PeerError(f"{peer.requirements[0]} is not installed: python -m benchmarks.peers --install")
-    if peer.compiles and not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))):
+    if not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))):
         raise PeerError(f"{peer.requirements[0]} is compiled here, and there is no C++ compiler")
-    print(f"installing {peer.requirements[0]} into {where}{' (compiles for many minutes)' * peer.compiles}", flush=True)
+    print(f"installing {peer.requirements[0]} into {where} (compiles for many minutes)", flush=True)
     shutil.rmtree(where, ignore_errors=True)
     try:
         venv.create(where, with_pip=True)
-        if peer.borrows:
-            packages = next((where / "lib").glob("python*/site-packages"))
-            (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
     except (OSError, subprocess.CalledProcessError) as error:
         raise PeerError(f"{where} cannot be made: {error}") from None
     # Without pip's cache: it would hand out what was compiled before, with whatever flags.

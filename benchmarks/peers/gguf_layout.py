@@ -13,7 +13,7 @@ from typing import Any
 from .ggml_types import TYPES
 
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
-MIXES = ("BF16", "Q4_K experts", "Q2_K experts", "Q4_K_M", "Q2_K", "MXFP4")
+MIXES = ("BF16", "Q4_K_M", "Q2_K", "MXFP4")
 ATTENTION = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"}
 
 
@@ -44,7 +44,7 @@ def tensors(config: Mapping[str, Any], mix: str) -> list[GgufTensor]:
 
     Args:
         config: the checkpoint's config.json, of a Qwen3-MoE with an lm_head of its own.
-        mix: one of MIXES. "X experts": the experts in X and BF16 elsewhere. Q4_K_M and Q2_K: as llama.cpp's own
+        mix: one of MIXES. Q4_K_M and Q2_K: as llama.cpp's own
             quantiser mixes types under these names for a model with neither 8 experts nor 70 B parameters. MXFP4: the
             experts in MXFP4 and the rest in Q8_0, as gpt-oss' files are published.
     """
@@ -99,10 +99,8 @@ def type_of(part: str, layer: int, layers: int, mix: str) -> str:
     """
     if mix not in MIXES:
         raise ValueError(f"mix {mix!r} is unknown: there are {', '.join(MIXES)}")
-    if mix == "BF16" or (mix.endswith(" experts") and part not in EXPERTS):
+    if mix == "BF16":
         return "BF16"
-    if mix.endswith(" experts"):
-        return mix.removesuffix(" experts")
     if mix == "MXFP4":
         return "MXFP4" if part in EXPERTS else "Q8_0"
     if part == "output":

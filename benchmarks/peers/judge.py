@@ -23,27 +23,17 @@ SERVED = (
 
 def judged(rows: Sequence[dict[str, Any]]) -> list[Target]:
     """The targets, of rows that each say their part."""
-    return [*_layers(rows), *_models(rows), *_quality(rows)]
-
-
-def _layers(rows: Sequence[dict[str, Any]]) -> list[Target]:
-    out = []
-    for row in rows:
-        if row["part"] == "layers" and "llama.cpp's best over ours" in row and row["tokens"] <= 16:
-            name = f"{row['shape']}, {row['side']}, {row['tokens']} tokens, {row['threads']} threads: llama.cpp's best"
-            out.append(Target(f"{name} over ours", row["llama.cpp's best over ours"], 1.0, "higher"))
-    return out
+    return [*_models(rows), *_quality(rows)]
 
 
 def _models(rows: Sequence[dict[str, Any]]) -> list[Target]:
-    """Of rows with BF16 beside the experts each is held to one; as served, the best of moepack's beside a mix."""
+    """The best of moepack's rows of a version beside the best of the mix."""
     best: dict[str, dict[str, float]] = {}
     for row in rows:
         if row["part"] != "models" or "decode over llama.cpp's best" not in row:
             continue
         version = row["side"].partition(",")[0]
-        name = f"{version}, {row['rest']} beside the experts" if row["rest"] == "BF16" else f"{version}, as served"
-        rates = best.setdefault(f"{name}, {row['threads']} threads", {})
+        rates = best.setdefault(f"{version}, as served, {row['threads']} threads", {})
         for what in ("decode", "prefill"):
             rates[what] = max(rates.get(what, 0.0), row[f"{what} over llama.cpp's best"])
     out = []

@@ -1,11 +1,10 @@
-"""The llama.cpp side: a layer's experts, whole models, files of its own format. Runs in an environment that has
+"""The llama.cpp side: whole models, files of its own format. Runs in an environment that has
 llama-cpp-python, gguf and NumPy, and not torch; what it is asked comes from the benchmark's process.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .ggml import Bytes, Experts, Ggml, bf16
+from .ggml import Bytes, Ggml
 from .ggml_types import TYPES, GgmlType
 from .gguf_layout import GgufTensor, metadata, tensors
 from .worker import answer, threads
@@ -25,85 +24,15 @@ CONTEXT = 1024
 PROMPT = 512
 _SLICE = 1 << 24  # weights that are float32 at a time
 _g = Ggml()
-_layers: dict[str, tuple[Experts, int]] = {}
 _models: dict[str, tuple[Any, Any]] = {}
-_packed: dict[str, list[Bytes]] = {}
-
-
-def open_layer(key: str, encoding: str, sizes: Sequence[int], pool: int, repacked: bool) -> dict[str, float]:
-    """Hold a layer's experts: `sizes` are hidden, intermediate and top_k; at least `pool` bytes and experts[3]."""
-    kind, (hidden, inner, top_k, least) = TYPES[encoding], sizes
-    one = _one_expert(kind, hidden, inner)
-    size = sum(part.nbytes for part in one)
-    count = max(least, -(-pool // size))
-    _layers[key] = Experts(_g, kind, (hidden, inner, count, top_k), one, repacked), count
-    return {"bytes": size, "bits": kind.bits, "experts": count}
-
-
-def _one_expert(kind: GgmlType, hidden: int, inner: int) -> list[Bytes]:
-    name = f"{kind.name} {hidden} {inner}"
-    if name not in _packed:
-        _packed.clear()
-        rng = np.random.default_rng(0)
-        shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
-        drawn = [rng.standard_normal(shape, np.float32) * np.float32(0.02) for shape in shapes]
-        _packed[name] = list(_spread(kind, drawn))
-    return _packed[name]
 
 
 def _spread(kind: GgmlType, matrices: Sequence[npt.NDArray[np.float32]]) -> Iterator[Bytes]:
     """Matrices in a type, row slices on all threads."""
     for matrix in matrices:
-        if kind.name == "BF16":
-            yield bf16(matrix).view(np.uint8)
-            continue
         with ThreadPoolExecutor(threads()) as workers:
             parts = np.array_split(matrix, max(1, min(len(matrix), 4 * threads())))
             yield np.concatenate(list(workers.map(lambda part: _g.quantise(part, kind), parts)))
-
-
-def run_layer(key: str, index: list[list[int]], step: int, first: int, passes: int, warm: int) -> list[float]:
-    """Seconds of each of so many passes after `warm` others; pass i takes the experts `index` + i * `step`."""
-    experts, count = _layers[key]
-    ids = np.array(index, np.int32)
-    x = np.random.default_rng(1).standard_normal((len(ids), experts._hidden), np.float32)
-    times = [experts.run((ids + i * step) % count, x, threads())[0] for i in range(first, first + warm + passes)]
-    return times[warm:]
-
-
-def close_layer(key: str) -> None:
-    """Give its memory back."""
-    _layers.pop(key)[0].close()
-
-
-def dump_expert(encoding: str, hidden: int, inner: int, path: str) -> list[int]:
-    """Write one expert's gate, up and down one after the other, for a side that reads ggml's types; their bytes."""
-    parts = _one_expert(TYPES[encoding], hidden, inner)
-    Path(path).write_bytes(b"".join(part.tobytes() for part in parts))
-    return [part.nbytes for part in parts]
-
-
-class Checkpoint:
-    """BF16 tensors of a safetensors checkpoint, mapped."""
-
-    def __init__(self, path: Path) -> None:
-        self._where: dict[str, tuple[Path, int, int, list[int]]] = {}
-        for file in sorted(path.glob("*.safetensors")):
-            with file.open("rb") as f:
-                size = int.from_bytes(f.read(8), "little")
-                header = json.loads(f.read(size))
-            for name, entry in header.items():
-                if name == "__metadata__":
-                    continue
-                if entry["dtype"] != "BF16":
-                    raise ValueError(f"{file}: {name} is {entry['dtype']}, not BF16")
-                first, last = entry["data_offsets"]
-                self._where[name] = (file, 8 + size + first, last - first, entry["shape"])
-
-    def bits(self, name: str) -> npt.NDArray[np.uint16]:
-        """A tensor as its bits."""
-        file, start, size, shape = self._where[name]
-        return np.memmap(file, np.uint16, "r", start, (size // 2,)).reshape(shape)
 
 
 def _floats(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
@@ -139,14 +68,8 @@ def _data(tensor: GgufTensor, checkpoint: Source, kinds: int) -> Bytes | npt.NDA
     return np.concatenate([stacked] * -(-len(tensor.sources) // len(made)))[: len(tensor.sources)]
 
 
-def write_gguf(checkpoint: str, out: str, mix: str, kinds: int) -> int:
-    """Write a checkpoint as GGUF, the experts of a layer repeating after `kinds`; the file's bytes."""
-    config = json.loads((Path(checkpoint) / "config.json").read_text())
-    return write_tensors(Checkpoint(Path(checkpoint)), config, out, mix, kinds)
-
-
 def write_tensors(source: Source, config: Mapping[str, Any], out: str, mix: str, kinds: int) -> int:
-    """Write the tensors of a source, as `write_gguf` does."""
+    """Write tensors as GGUF, the experts of a layer repeating after `kinds`; return the file's bytes."""
     gguf = importlib.import_module("gguf")
     plan = tensors(config, mix)
     part = f"{out}.{os.getpid()}"
@@ -257,11 +180,6 @@ def versions() -> dict[str, str]:
 
 if __name__ == "__main__":
     calls = (
-        open_layer,
-        run_layer,
-        close_layer,
-        dump_expert,
-        write_gguf,
         open_model,
         run_model,
         close_model,

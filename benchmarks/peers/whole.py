@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common import lower_quartile
+from benchmarks.limited.make import bundle_of, gguf_of
+from benchmarks.limited.shapes import Shape
 
-from .generated import gguf_file
 from .worker import PeerError, Worker
 
 PROMPT = 512
+REST = "as served"  # the matrices beside experts, as each side's user would have them
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,34 +22,27 @@ class Match:
     """What is compared with what.
 
     Attributes:
-        rest: the matrices beside experts: "BF16" on both sides, or "as served": as each side's user would have them.
-        ours: (version, dense) of the bundle; dense None leaves the rest as the checkpoint has it.
-        theirs: the mix of the GGUF file.
+        version: of moepack's experts.
+        dense: moepack's versions of the matrices beside experts, a side each.
+        mix: of llama.cpp's file.
     """
 
-    rest: str
-    ours: tuple[tuple[str, str | None], ...]
-    theirs: str
+    version: str
+    dense: tuple[str, ...]
+    mix: str
 
 
-MATCHES = (
-    Match("BF16", (("bf16", None),), "BF16"),
-    Match("BF16", (("w4", None),), "Q4_K experts"),
-    Match("BF16", (("w2", None),), "Q2_K experts"),
-    Match("as served", (("w4", "w8"), ("w4", "w4"), ("w4", None)), "Q4_K_M"),
-    Match("as served", (("w2", "w8"), ("w2", "w4"), ("w2", None)), "Q2_K"),
-)
+MATCHES = (Match("w4", ("w8", "w4"), "Q4_K_M"), Match("w2", ("w8", "w4"), "Q2_K"))
 
 
 def measure(
-    workers: dict[str, Worker], bundle: Path, home: Path, match: Match, steps: int, seconds: float, threads: int
+    workers: dict[str, Worker], shape: Shape, match: Match, steps: int, seconds: float, threads: int
 ) -> list[dict[str, Any]]:
     """Rows of one match, a side each; a side that cannot be measured says why.
 
     Args:
         workers: the sides' processes.
-        bundle: moepack's.
-        home: the directory of the GGUF files.
+        shape: of the generated model, which was made.
         match: what is compared.
         steps: tokens that are decoded after each prompt.
         seconds: that the rounds may take, about.
@@ -57,22 +51,22 @@ def measure(
     rows: list[dict[str, Any]] = []
     opened: dict[str, tuple[Worker, bool]] = {}
     asked: list[tuple[str, Worker, dict[str, Any]]] = []
-    for version, dense in match.ours:
-        name = f"moepack {version}" + (f", dense {dense}" if dense else "")
-        asked.append((name, workers["moepack"], {"bundle": str(bundle), "version": version, "dense": dense}))
+    for dense in match.dense:
+        order = {"bundle": str(bundle_of(shape)), "version": match.version, "dense": dense}
+        asked.append((f"moepack {match.version}, dense {dense}", workers["moepack"], order))
     if "llama.cpp" in workers:
-        for layout in ("plain",) if match.theirs == "BF16" else ("repacked", "plain"):
-            more = {"path": str(gguf_file(home, match.theirs)), "repacked": layout == "repacked"}
-            asked.append((f"llama.cpp {match.theirs} {layout}", workers["llama.cpp"], more))
+        for layout in ("repacked", "plain"):
+            more = {"path": str(gguf_of(shape, match.mix)), "repacked": layout == "repacked"}
+            asked.append((f"llama.cpp {match.mix} {layout}", workers["llama.cpp"], more))
     try:
         for name, worker, arguments in asked:
             try:
                 worker.call("open_model", key=name, **arguments)
                 opened[name] = worker, name.startswith("moepack")
             except PeerError as error:
-                rows.append({"rest": match.rest, "threads": threads, "side": name, "not measured": str(error)})
+                rows.append({"rest": REST, "threads": threads, "side": name, "not measured": str(error)})
         if any(ours for _, ours in opened.values()):
-            rows += _rates(opened, match, steps, seconds, threads)
+            rows += _rates(opened, steps, seconds, threads)
     finally:
         for name, (worker, _) in opened.items():
             with suppress(PeerError):
@@ -80,9 +74,7 @@ def measure(
     return rows
 
 
-def _rates(
-    opened: dict[str, tuple[Worker, bool]], match: Match, steps: int, seconds: float, threads: int
-) -> list[dict[str, Any]]:
+def _rates(opened: dict[str, tuple[Worker, bool]], steps: int, seconds: float, threads: int) -> list[dict[str, Any]]:
     """Rows of the sides that are open. One that fails meanwhile is a row that says why, and leaves `opened`."""
     rows: list[dict[str, Any]] = []
     prompt = [(37 * i + 11) % 4000 for i in range(PROMPT)]
@@ -95,7 +87,7 @@ def _rates(
             try:
                 got = worker.call("run_model", key=name, prompt=prompt, steps=steps)
             except PeerError as error:
-                rows.append({"rest": match.rest, "threads": threads, "side": name, "not measured": str(error)})
+                rows.append({"rest": REST, "threads": threads, "side": name, "not measured": str(error)})
                 del opened[name]
                 continue
             if turns:
@@ -110,7 +102,7 @@ def _rates(
         for name in opened
     }
     for name, (_, ours) in opened.items():
-        rows.append({"rest": match.rest, "threads": threads, "side": name, **rates[name]})
+        rows.append({"rest": REST, "threads": threads, "side": name, **rates[name]})
         theirs = [rates[other] for other, (_, mine) in opened.items() if not mine]
         if ours and theirs:
             for what in rates[name]:

@@ -1,7 +1,6 @@
 """What changing versions while serving is worth, and what it costs: quality in a budget, and TPOT, in one run.
 
     python -m benchmarks.residency --checkpoint MODEL --calibration FILE... --data FILE...
-    python -m benchmarks.residency --overlap     promotions while passes overlap, on 1, 2, 4 and 8 threads
 
 Builds one bundle with `bf16`, `w4`, `w3` and `--low`. One session reads the files of `--data` one after another, so the
 workload shifts twice where there are three. At each of three budgets between all-low and all-bf16 it serves them under:
@@ -12,21 +11,19 @@ workload shifts twice where there are three. At each of three budgets between al
 - `hotness` with bf16 and low alone, with two versions of its own choice, and with all versions;
 - `lru`, which loads what a pass needs and waits.
 
-Then it decodes token by token, with and without swaps at the rate limit, in turns. Last, passes overlap while a policy
-wants other experts all the time. Without arguments: the model and texts in examples/.
+Then it decodes token by token, with and without swaps at the rate limit, in turns. Without arguments: the model and
+texts in examples/.
 """
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from benchmarks.common import Target, built, finish, model_arguments, texts
+from benchmarks.common import built, finish, model_arguments, texts
 from moepack.runtime.patches import quiet_libraries
 
 from .decoding import tpot
-from .overlap import overlap
 from .quality import quality
 
 
@@ -42,9 +39,6 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=200.0, help="megabytes a second for promotions")
     parser.add_argument("--turns", type=int, default=16, help="of decoding, half of them with promotions")
     parser.add_argument("--steps", type=int, default=100, help="tokens a turn")
-    parser.add_argument("--overlap", action="store_true", help="only the passes that overlap")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of passes that overlap, a number of threads")
-    parser.add_argument("--tokens", type=int, default=192, help="of a pass that overlaps others")
     args = parser.parse_args()
     quiet_libraries()
     _, data = texts(args)
@@ -53,24 +47,15 @@ def main() -> None:
         args.samples = 32
         args.turns = 4
         args.steps = 40
-        args.seconds = 2.0
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         versions = ", ".join(dict.fromkeys(["bf16", "w4", "w3", args.low]))
         bundle = args.bundle or built(args, work / "bundle", versions, length=256)
-        rows: list[dict[str, Any]] = []
-        targets: list[Target] = []
-        if not args.overlap:
-            rows, targets = quality(bundle, args.low, data, args, work)
-            more, others = tpot(bundle, args.low, args)
-            rows = [*rows, *more]
-            targets = [*targets, *others]
-        more, others = overlap(bundle, args.low, data, args)
+        rows, targets = quality(bundle, args.low, data, args, work)
+        more, others = tpot(bundle, args.low, args)
     names = [Path(f).stem for f in data]
     columns = ["budget", "policy", *names, "promotions", "demotions", "MB copied", "waits", "tokens/s", "peak MB"]
     columns += ["TPOT median ms", "TPOT p99 ms", "MB/s"]
-    if args.overlap:
-        columns = list(more[0])
     finish(f"residency of {args.checkpoint.name}", columns, [*rows, *more], [*targets, *others], args.json)
 
 

@@ -18,7 +18,6 @@ DOCUMENTS = (
     ROOT / "docs" / "families.md",
     ROOT / "docs" / "formats.md",
     ROOT / "docs" / "gpu.md",
-    ROOT / "docs" / "gpu-predictions.md",
     ROOT / "docs" / "limited.md",
     ROOT / "docs" / "memory.md",
     ROOT / "docs" / "papers.md",

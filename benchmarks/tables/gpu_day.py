@@ -26,15 +26,15 @@ def gpu_layers() -> str:
 
 
 def gpu_measured() -> str:
-    """The other rows, beside what was predicted."""
+    """The other rows, and the limits of those that have one."""
     rows = []
-    for r in _rows("machine", "coded", "served", "whole", "large"):
-        held = r["prediction"]
+    for r in _rows("machine", "coded", "served", "large"):
+        held = r["limit"]
         value = r["value"]
         more = r.get("more", {}).get("tokens/s")
         shown = f"{value:,.4g} {r['unit']}" + (f" ({more:.4g} tokens/s)" if more else "")
         rows.append([f"{r['stage']}: {r['row']}", shown, "" if held is None else f"{held:,.4g}", r["verdict"]])
-    return table(["row", "measured", "predicted or limit", "verdict"], rows)
+    return table(["row", "measured", "limit", "verdict"], rows)
 
 
 def gpu_token() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .common import VERSIONS, ratio, results, table
+from .common import ratio, results, table
 
 
 def codec() -> str:
@@ -21,7 +21,7 @@ def kernels() -> str:
     """A layer's experts at true size, one thread."""
     out = []
     for row in results("kernels-tiny-qwen3-moe")["rows"]:
-        if "tokens" not in row:
+        if row.get("tokens") not in (1, 16, 512):
             continue
         rest = [
             ratio(row[k]) if k in row else "" for k in ("speed-up", "over floor", "over uniform", "over dequantise")
@@ -41,47 +41,21 @@ def whole_model() -> str:
     return table(["experts by", "decode, tokens/s", "prefill, tokens/s"], out)
 
 
-def shapes() -> str:
-    """The same at other models' shapes, two threads: how far from their bytes, and from torch."""
-    rows = [r for r in results("kernels-shapes")["rows"] if "tokens" in r and r["version"] != "mixed"]
-    out = []
-    for shape in dict.fromkeys(r["shape"] for r in rows):
-        for tokens in dict.fromkeys(r["tokens"] for r in rows):
-            mine = {r["version"]: r for r in rows if r["shape"] == shape and r["tokens"] == tokens}
-            if not mine:
-                continue
-            key = "over floor" if tokens == 1 else "speed-up"
-            what = "ours over reading the bytes" if tokens == 1 else "torch BF16 over ours"
-            out.append([shape, f"{tokens}: {what}", *(f"{mine[v][key]:.2f}" if v in mine else "" for v in VERSIONS)])
-    return table(["experts of", "tokens", *VERSIONS], out)
-
-
 def released_kernels() -> str:
-    """Every version's experts on one thread, released ones beside bf16 and w4, with AVX2 and all that there is."""
-    rows = [r for n in ("kernels-released-avx2", "kernels-released") for r in results(n)["rows"] if "MB" in r]
-    pace = {(r["instructions"], r["tokens"], r["version"]): r["ours us"] / r["MB"] for r in rows}
+    """Every version's experts for one token on one thread, with AVX2 alone and with all instructions that there are."""
+    rows = [
+        r
+        for n in ("kernels-released-avx2", "kernels-released")
+        for r in results(n)["rows"]
+        if "MB" in r and r["tokens"] == 1
+    ]
+    pace = {(r["instructions"], r["version"]): r["ours us"] / r["MB"] for r in rows}
     out = []
     for row in rows:
-        *key, mine = row["instructions"], row["tokens"], row["ours us"] / row["MB"]
-        over = [ratio(mine / pace[*key, v]) for v in ("bf16", "w4")]
-        out.append([*map(str, key), row["version"], f"{row['ours us'] / 1000:.2f} ms", f"{1 / mine * 1000:.1f}", *over])
-    columns = ["instructions", "tokens", "version", "ours", "GB/s"]
+        mine = row["ours us"] / row["MB"]
+        over = [ratio(mine / pace[row["instructions"], v]) for v in ("bf16", "w4")]
+        out.append(
+            [row["instructions"], row["version"], f"{row['ours us'] / 1000:.2f} ms", f"{1 / mine * 1000:.1f}", *over]
+        )
+    columns = ["instructions", "version", "ours", "GB/s"]
     return table([*columns, "a byte's time over bf16's", "over w4's"], out)
-
-
-def rotated_kernels() -> str:
-    """Versions whose down multiplies rotated inputs over the same without, one thread."""
-    return _over_plain("kernels-rotated")
-
-
-def small_kernels() -> str:
-    """Versions whose scales are bytes over the same with BF16 ones, one thread."""
-    return _over_plain("kernels-bytes")
-
-
-def _over_plain(name: str) -> str:
-    rows = [r for r in results(name)["rows"] if "over plain" in r]
-    names = list(dict.fromkeys(r["version"] for r in rows))
-    found = {(r["tokens"], r["version"]): f"{r['over plain']:.3f}" for r in rows}
-    out = [[str(n), *(found[n, v] for v in names)] for n in dict.fromkeys(r["tokens"] for r in rows)]
-    return table(["tokens", *(f"`{v.partition(' ')[0]}`" for v in names)], out)

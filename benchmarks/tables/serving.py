@@ -47,17 +47,6 @@ def tpot() -> str:
     )
 
 
-def overlap() -> str:
-    """Promotions by the number of threads."""
-    out = []
-    for row in results("overlap-tiny-qwen3-moe")["rows"]:
-        counts = [f"{row[name]:,}" for name in ("promotions", "demotions", "waits")]
-        times = [f"{row[name]:.1f}" for name in ("processor ms a pass", "and for promotions")]
-        out.append([row["policy"], f"{row['passes a second']:.0f}", *counts, *times])
-    columns = ["passes on", "passes a second", "promotions", "demotions", "waits"]
-    return table([*columns, "processor, ms a pass", "for promotions, ms a pass"], out)
-
-
 def policies() -> str:
     """All policies at equal bytes of device memory."""
     out = []
@@ -68,7 +57,7 @@ def policies() -> str:
             out.append([share, name, f"needs {row['least MB']:.1f} MB", *[""] * 9])
             continue
         kl = f"{row['KL, mnat']:.2f} ± {row['+-']:.2f}" if "KL, mnat" in row else ""
-        times = [f"{row[k]:.1f}" for k in ("TTFT ms", "TPOT p50 ms", "TPOT p99 ms")]
+        times = [f"{row[k]:.1f}" if k in row else "" for k in ("TTFT ms", "TPOT p50 ms", "TPOT p99 ms")]
         moved = [_megabytes(row[k]) for k in ("MB demand", "MB ahead", "MB host")]
         waits = f"{row['waits']:,}" if row["waits"] else ""
         out.append([share, name, *(figures(row[t]) for t in TEXTS), kl, *times, *moved, waits])
@@ -168,27 +157,11 @@ def limited_soak() -> str:
         targets = found["targets"]
         last = rows[-1]
         peak = next(t["value"] for t in targets if t["name"].startswith("peak of the process"))
-        answers = sum(row["answers"] for row in rows)
-        cancelled = last["left"] + last.get("gave up", 0)
-        times = [f"{last['minutes']:.0f}", str(answers), str(cancelled), str(last["errors"]), f"{last['steps']:,}"]
-        out.append([clients, str(limit), policy, *times, f"{last['process MB'] / 1e3:.2f}", f"{peak:.3f}"])
-    columns = ["clients", "limit, GB", "policy", "minutes", "requests", "of these cancelled", "errors", "passes"]
-    return table([*columns, "process, GB", "of the limit"], out)
-
-
-def kept_prompts() -> str:
-    """Clients with one system prompt, with and without kept prompts."""
-    return as_is("kept-prompts")
-
-
-def start_cold() -> str:
-    """From an empty page cache to the first token of a model of true size, beside bare reads of its bytes."""
-    return as_is("start-cold")
-
-
-def limited_export() -> str:
-    """Exports of four layers of true size, beside the disk's time for as many bytes."""
-    return as_is("limited-export")
+        answers = str(sum(row["answers"] for row in rows))
+        counts = [f"{last['minutes']:.0f}", answers, str(last["errors"])]
+        out.append([clients, str(limit), policy, *counts, f"{last['process MB'] / 1e3:.2f}", f"{peak:.3f}"])
+    columns = ["clients", "limit, GB", "policy", "minutes", "requests", "errors", "process, GB", "of the limit"]
+    return table(columns, out)
 
 
 def start() -> str:

@@ -1,10 +1,11 @@
-"""What stands beside llama.cpp and kt-kernel: layouts, types, protocol and judgement. Needs neither of them."""
+"""What stands beside llama.cpp: layouts, types, protocol and judgement. Needs no llama.cpp."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ from support import ROOT, python
 
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.limited.shapes import SHAPES
 from benchmarks.peers import gguf_layout
 from benchmarks.peers.judge import judged
-from benchmarks.peers.layers import rounds
 from benchmarks.peers.worker import PeerError, Worker
 
 CONFIG = {
@@ -38,31 +39,10 @@ def test_every_tensor_of_a_checkpoint_is_in_the_file_once(tmp_path: Path) -> Non
         assert tuple(header[t.sources[0]]["shape"]) == t.shape[-2:], t.name
 
 
-def test_sides_take_turns_and_a_side_that_fails_is_left_out() -> None:
-    order: list[str] = []
-
-    def side(name: str, seconds: float):  # type: ignore[no-untyped-def]
-        def run(first: int, passes: int, warm: int) -> list[float]:
-            order.append(f"{name} {first}")
-            if name == "bad" and first:
-                raise PeerError("gone")
-            return [seconds] * passes
-
-        return run
-
-    got, failed = rounds({n: side(n, s) for n, s in (("a", 1.0), ("bad", 2.0), ("b", 3.0))}, 16, 0.0)
-    assert got == {"a": 1.0, "b": 3.0} and failed == {"bad": "gone"}
-    assert order[:6] == ["a 0", "bad 0", "b 0", "a 5", "bad 5", "b 5"]
-    assert not any(x.startswith("bad") for x in order[6:])
-
-
 def test_targets_follow_from_rows() -> None:
-    best, over = "llama.cpp's best over ours", "over llama.cpp's best"
-    layer = {"part": "layers", "shape": "S", "side": "moepack w4", "threads": 1}
+    over = "over llama.cpp's best"
     model = {"part": "models", "rest": "as served", "threads": 2}
     rows = [
-        {**layer, "tokens": 1, best: 0.9},
-        {**layer, "tokens": 512, best: 2.0},
         {**model, "side": "moepack w4, dense w8", f"decode {over}": 1.1, f"prefill {over}": 0.7},
         {**model, "side": "moepack w4, dense w4", f"decode {over}": 1.3, f"prefill {over}": 0.6},
         {"part": "quality", "model": "M", "encoding": "w4", "error": 1.0, "KL, mnat": 10.0},
@@ -71,7 +51,6 @@ def test_targets_follow_from_rows() -> None:
     ]
     found = {t.name: (t.value, t.met) for t in judged(rows)}
     assert found == {
-        "S, moepack w4, 1 tokens, 1 threads: llama.cpp's best over ours": (0.9, False),
         "moepack w4, as served, 2 threads: decode over llama.cpp's best": (1.3, True),
         "moepack w4, as served, 2 threads: the same, ambition": (1.3, True),
         "moepack w4, as served, 2 threads: prefill over llama.cpp's best": (0.7, False),
@@ -116,14 +95,14 @@ def test_the_llama_side_imports_nothing_of_moepack() -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['moepack'] = None\n"
         "import benchmarks.peers.ggml, benchmarks.peers.gguf_layout, benchmarks.peers.worker\n"
-        "from benchmarks.peers.ggml import bf16\n"
-        "import numpy as np; print(bf16(np.array([1.0, 1.00390625, 1.01171875, -2.5], np.float32)).tolist())"
+        "from benchmarks.limited.weights import to_bf16\n"
+        "import numpy as np; print(to_bf16(np.array([1.0, 1.00390625, 1.01171875, -2.5], np.float32)).tolist())"
     )
     # ties to even: 1 + 2^-8 goes down to 1, 1 + 3 * 2^-8 up to 1 + 2^-6
     assert json.loads(python("-c", code, cwd=ROOT)) == [0x3F80, 0x3F80, 0x3F82, 0xC020]
 
 
-def test_a_side_that_dies_in_a_whole_model_is_a_row(tmp_path: Path) -> None:
+def test_a_side_that_dies_in_a_whole_model_is_a_row() -> None:
     """At its second turn: its row says why, and the other side's has rates and nothing to compare with."""
     from benchmarks.peers.whole import MATCHES, PROMPT, measure
 
@@ -137,9 +116,10 @@ def test_a_side_that_dies_in_a_whole_model_is_a_row(tmp_path: Path) -> None:
                 raise PeerError("its process ended with status -4")
             return {"prefill": 0.5, "decode": [0.1, 0.1]}
 
-    sides = {"moepack": Side(99), "llama.cpp": Side(1)}
-    rows = measure(sides, tmp_path, tmp_path, MATCHES[0], 2, 0.0, 1)  # type: ignore[arg-type]
-    dead, ours = sorted(rows, key=lambda row: row["side"])
-    assert dead["side"] == "llama.cpp BF16 plain" and dead["not measured"] == "its process ended with status -4"
+    sides = {"moepack": Side(99), "llama.cpp": Side(2)}  # its two layouts have a turn each
+    rows = measure(sides, SHAPES["tiny"], replace(MATCHES[0], dense=("w4",)), 2, 0.0, 1)  # type: ignore[arg-type]
+    *dead, ours = sorted(rows, key=lambda row: row["side"])
+    assert [row["side"] for row in dead] == ["llama.cpp Q4_K_M plain", "llama.cpp Q4_K_M repacked"]
+    assert {row["not measured"] for row in dead} == {"its process ended with status -4"}
     assert (ours["decode tokens/s"], ours["prefill tokens/s"]) == (10.0, PROMPT / 0.5)
     assert not any("over" in key for key in ours)

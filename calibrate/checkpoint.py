@@ -351,7 +351,8 @@ def native_version(checkpoint: Checkpoint, weights: list[str]) -> Version:
         raise InputError(
             f"{checkpoint.name}: expert weights {are}; moepack keeps groups of {', '.join(map(str, sizes))}"
         )
-    return Version.of(name, group)
+    symmetric = all(e.zeros_in is None for w in weights if (e := checkpoint.encoded.get(w)))
+    return Version.of(name, group, symmetric=symmetric)
 
 
 def source_dtype(checkpoint: Checkpoint, weights: list[str]) -> str:

@@ -6,7 +6,6 @@ Versions and sections are defined in encodings/ and sections.py, and may be impo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .encodings.base import BLOCKS, KNOWN, SCALE_BITS, Rotation, Version, encoding_of, lossless, lossy, version_names
@@ -36,21 +35,13 @@ __all__ = [
 ]
 
 FORMAT_NAME = "moepack"
-FORMAT_VERSION = 3  # the version that is written, but for bundles with what only a later one has (`needed_format`)
-READABLE = (2, 3, 4, 5)  # the versions that are read: 2 has neither all encodings nor versions of dense matrices
-DENSE_SINCE = 3  # the first version of the format in which dense matrices have versions
+FORMAT_VERSION = 6  # the one version that is written and read
 HINT = "import moepack first: this is a moepack bundle"  # a tensor's name that plain transformers reports as unknown
 LOSSLESS = next(v.name for v in KNOWN if v.holds and not v.released)  # holds BF16 checkpoints
-RELEASED_DTYPES = ("MXFP8", "NVFP4", "INT8", "INT4")  # of experts, since version 4 of the format
 MAX_DIM = 1 << 24  # rows or columns of a matrix
 MAX_EXPERTS = 1 << 16
 MAX_LAYERS = 1 << 12
 MAX_DENSE = 1 << 16  # dense matrices that have versions
-
-
-def needed_format(expert_dtype: object, versions: Iterable[Version]) -> int:
-    """The version of the format that a bundle with these versions and experts of this dtype is written in."""
-    return max(FORMAT_VERSION, 4 if expert_dtype in RELEASED_DTYPES else 0, *(v.since for v in versions))
 
 
 @dataclass(frozen=True, slots=True)

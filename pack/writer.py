@@ -23,7 +23,6 @@ from types import TracebackType
 
 from .errors import TargetError
 from .manifest import MANIFEST, ExpertFileEntry, FileEntry, Manifest
-from .spec import needed_format
 
 LOCK = "lock"  # the file in a folder by which it is held
 # AT_FDCWD and RENAME_EXCHANGE (renameat2(2))
@@ -224,8 +223,7 @@ class BundleWriter:
 
     def with_files(self, manifest: Manifest) -> Manifest:
         """A copy of the manifest that lists the files added so far."""
-        number = needed_format(manifest.model.get("expert_dtype"), (*manifest.versions, *manifest.dense_versions))
-        return replace(manifest, files=dict(self._files), expert_files=dict(self._expert_files), format_version=number)
+        return replace(manifest, files=dict(self._files), expert_files=dict(self._expert_files))
 
     def finish(self, manifest: Manifest) -> Manifest:
         """Write the manifest, with the files that were added, and make the bundle appear; returns that manifest."""

@@ -239,7 +239,7 @@ class Work:
         for i, version in enumerate(versions):
             lanes = slice(i * self._rows, (i + 1) * self._rows)
             codes = torch.stack([c[p].T for c, p in zip(self.codes[..., lanes], place, strict=True)])
-            zero = fix_zero(self.zero[..., lanes], version.bits) if version.stores_zeros else None
+            zero = None if version.zero == "midpoint" else fix_zero(self.zero[..., lanes], version.bits)
             out.append(
                 Quantised(
                     codes.contiguous(),

@@ -25,7 +25,7 @@ def quantise_widths(weight: Tensor, moments: Tensor | None, versions: Sequence[V
 
 def quantise(weight: Tensor, version: Version) -> Quantised:
     """Quantise float32 [experts, rows, cols]."""
-    if not version.stores_zeros:
+    if version.zero == "midpoint":
         return rtn.quantise(weight, version)
     experts, rows, cols = weight.shape
     tail = cols % version.group_size

@@ -52,8 +52,8 @@ class Lanes:
         bits = spread([v.bits for v in versions])
         top = 2.0**bits - 1
         unit = 2.0 ** (8 - bits)
-        middle = spread([2.0 ** (v.bits - 1) if v.stores_zeros else (2.0**v.bits - 1) / 2 for v in versions])
-        fixed = [symmetric or not v.stores_zeros for v in versions]
+        middle = spread([(2.0**v.bits - (v.zero == "midpoint")) / 2 for v in versions])
+        fixed = [symmetric or v.zero == "midpoint" for v in versions]
         midpoint = torch.tensor(fixed, device=device).repeat_interleave(rows) if any(fixed) else None
         if zeros == FREE:
             return Lanes(top, unit, torch.full_like(top, 255), middle, midpoint, scale_bits)

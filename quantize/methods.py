@@ -117,7 +117,7 @@ def libraries() -> tuple[Library, ...]:
 def method_for(name: str, version: Version) -> Method:
     """The method that makes a version if a recipe names `name`."""
     entry = get(name)
-    return get(entry.one_bit) if not version.stores_zeros and entry.one_bit is not None else entry
+    return get(entry.one_bit) if version.zero == "midpoint" and entry.one_bit is not None else entry
 
 
 def fallbacks(name: str, version: Version) -> tuple[Method, ...]:

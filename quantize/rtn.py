@@ -23,7 +23,7 @@ def quantise(weight: Tensor, version: Version) -> Quantised:
     At one bit, where a grid from minimum to maximum would be worse than zeroing the weights, the levels are plus and
     minus the group's mean magnitude.
     """
-    if not version.stores_zeros:
+    if version.zero == "midpoint":
         used = grouped(torch.ones_like(weight[:1, :1]), version.group_size).sum(-1)
         scale = fix_scale(2 * grouped(weight.abs(), version.group_size).sum(-1) / used, version.scale_bits)
         return round_to_grid(weight, scale, None, version)

@@ -21,10 +21,9 @@ def open_model(key: str, bundle: str, version: str, dense: str | None) -> dict[s
     from moepack.runtime.load import load
     from moepack.runtime.patches import quiet_libraries
 
-    more = {} if dense is None else {"dense": dense}
     quiet_libraries()
     began = time.perf_counter()
-    _models[key] = load(bundle, policy=f"static:{version}", **more)
+    _models[key] = load(bundle, policy=f"static:{version}", dense=dense)
     return {"seconds": time.perf_counter() - began}
 
 

@@ -12,10 +12,10 @@ FORMATS = (
     ("fp8", 128, "E4M3 codes, an FP32 scale for 128 columns of 16 rows", "8 + 32/(16*128)"),
     ("fp8", 32, "the same for 32 columns", "8 + 32/(16*32)"),
     ("fp8row", 0, "E4M3 codes, an FP32 scale a row", "8 + 32/c"),
-    ("int4", 32, "4-bit integers, a BF16 scale and a zero point for 32 columns", "4 + 16/32 + 8/32"),
+    ("int4", 32, "4-bit integers, symmetric, a BF16 scale for 32 columns", "4 + 16/32"),
     ("int4fp16", 128, "4-bit integers, an FP16 scale and a zero point for 128 columns", "4 + 16/128 + 8/128"),
-    ("int8", 128, "8-bit integers, a BF16 scale and a zero point for 128 columns", "8 + 16/128 + 8/128"),
-    ("int8fp16", 128, "the same with an FP16 scale", "8 + 16/128 + 8/128"),
+    ("int8", 128, "8-bit integers, symmetric, a BF16 scale for 128 columns", "8 + 16/128"),
+    ("int8fp16", 128, "8-bit integers, an FP16 scale and a zero point for 128 columns", "8 + 16/128 + 8/128"),
 )  # fmt: skip
 COLS = 4096  # columns of the matrix that the bits are counted for
 
@@ -25,7 +25,8 @@ def bits(version: str, group: int) -> float:
     from moepack.pack.spec import Matrix, Version
 
     matrix = Matrix("weight", COLS, COLS)
-    sections = Version.of(version, group).sections((matrix,))
+    symmetric = version in ("int4", "int8")  # as compressed-tensors has them, and GPTQ has not
+    sections = Version.of(version, group, symmetric=symmetric).sections((matrix,))
     return 8 * sum(s.size for s in sections) / matrix.weights
 
 

@@ -57,18 +57,19 @@ def _compressed(weights: Mapping[str, Any], form: Any) -> Version:
         return _of(_PACKED[form])
     if weights["type"] == "float":
         return _fp8(weights.get("block_structure") if weights.get("strategy") == "block" else None)
-    return _integers(weights["num_bits"], 0 if weights.get("strategy") == "channel" else weights["group_size"])
+    group = 0 if weights.get("strategy") == "channel" else weights["group_size"]
+    return _integers(weights["num_bits"], group, weights.get("symmetric", True))
 
 
-def _integers(kind: object, group: int) -> Version:
+def _integers(kind: object, group: int, symmetric: bool = False) -> Version:
     """Integers with a scale for `group` columns, or with one a row (0 or -1), which stands in the widest groups."""
-    return _of(f"int{kind}", max(group, 0))
+    return _of(f"int{kind}", max(group, 0), symmetric)
 
 
-def _of(name: str, group: int = 0) -> Version:
+def _of(name: str, group: int = 0, symmetric: bool = False) -> Version:
     """The version with this group size, or with the only one that it has."""
     sizes = encoding_of(name).group_sizes
-    return Version.of(name, sizes[0] if len(sizes) == 1 else group)
+    return Version.of(name, sizes[0] if len(sizes) == 1 else group, symmetric=symmetric)
 
 
 def _fp8(block: Any) -> Version:

@@ -48,7 +48,7 @@ class Coded(SafetensorsTarget):
             return ROTATED
         if version.by_matrix:
             return "its down has other bits than the matrix before it"
-        if not isinstance(version, Affine) or not version.stores_zeros:
+        if not isinstance(version, Affine) or version.zero == "midpoint":
             return "it is not integer codes of 2 to 8 bits with zero points"
         return not_whole(bundle, version, dense) or _unequal_groups(bundle, version, dense)
 

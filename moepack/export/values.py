@@ -156,6 +156,8 @@ class Values:
     @cached_property
     def zero(self) -> Tensor:
         """The whole zero points of an affine version, uint8 [rows, groups], in codes."""
+        if self.version.zero == "symmetric":
+            return torch.full(self.scale.shape, 1 << (self.version.bits - 1), dtype=torch.uint8)
         return torch.from_numpy(from_blocks(self._blocks("zero"), self._rows) >> (8 - self.version.bits))
 
 

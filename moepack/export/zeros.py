@@ -30,7 +30,7 @@ class ZeroPoints:
 
 @lru_cache(maxsize=32)
 def zero_points(bundle: Bundle, version: Version, dense: bool) -> ZeroPoints:
-    """Read all zero points of an affine version with stored ones; nothing else is read, and no digest checked."""
+    """Read all stored zero points of an affine version; nothing else is read, and no digest checked."""
     total = fractional = apart = 0
     step = 1 << (8 - version.bits)
     middle = 128

@@ -37,13 +37,14 @@ def run_record(directory: WorkDirectory) -> dict[str, Any]:
         directory.settings()["calibrate"], record["recipe"], record["expert_layers"]
     except (OSError, ValueError, KeyError, TypeError):
         raise InputError(f"{directory.path}: is not calibrated yet: run moepack calibrate first") from None
-    return {"dense": []} | record  # an older record has no "dense"
+    return record
 
 
 def natives_of(record: Mapping[str, Any]) -> tuple[Version, Version]:
     """The versions that hold experts and dense matrices as released, from the record of the run."""
-    bf16 = Version.of(LOSSLESS).record()  # older records have neither
-    return Version.read(record.get("native", bf16)), Version.read(record.get("native_dense", bf16))
+    if "native" not in record:  # the recipe keeps nothing as released
+        return Version.of(LOSSLESS), Version.of(LOSSLESS)
+    return Version.read(record["native"]), Version.read(record["native_dense"])
 
 
 def quantised_recipe(directory: WorkDirectory) -> Recipe:

@@ -361,7 +361,7 @@ def _provenance(
         "checkpoint": checkpoint,
         "calibration": {
             "sources": record["sources"],
-            "windows": record.get("windows"),  # unknown in an older work directory
+            "windows": record["windows"],
             "samples": record["samples"],
             "length": record["length"],
             "tokens_sha256": record["digest"],

@@ -35,7 +35,6 @@ NATIVE = "native"  # in a recipe's versions: the one that keeps the checkpoint's
 MOMENTS = ("routed", "gated", "all")
 
 ALLOCATORS = ("greedy", "prefix_split", "uniform")
-OLD_ALLOCATORS = {"milp": "greedy"}  # milp solved greedy's problem, with gains too small to measure
 WEIGHTS = ("gates", "tokens", "none", "logits")
 MOST = 8  # the default of `most` is this many times `samples`
 
@@ -129,7 +128,14 @@ class Recipe:
     def version(self, name: str, size: int) -> Version:
         """A version of experts as the recipe has it, in groups of this size."""
         rotation = Rotation(self.quantize.rotate) if self.quantize.rotate else None
-        return Version.of(name, size, rotation, self.quantize.scale_bits)
+        return Version.of(name, size, rotation, self.quantize.scale_bits, self._symmetric(name))
+
+    def _symmetric(self, name: str) -> bool:
+        """Whether the recipe's codes of a version have the middle code as zero point."""
+        return self.quantize.zeros == methods.SYMMETRIC and not encoding_of(name).holds
+
+    def _dense_version(self, name: str, size: int) -> Version:
+        return Version.of(name, size, symmetric=self._symmetric(name))
 
     @property
     def keeps_released(self) -> bool:
@@ -139,7 +145,7 @@ class Recipe:
     def dense_specs(self) -> tuple[Version, ...]:
         """The versions of dense matrices, including the lossless one; empty if the recipe names no version of them."""
         kept = any(encoding_of(name).released for name in self.dense)
-        return self._specs(self.dense if kept or not self.dense else (LOSSLESS, *self.dense), Version.of)
+        return self._specs(self.dense if kept or not self.dense else (LOSSLESS, *self.dense), self._dense_version)
 
     @property
     def fits_dense(self) -> bool:
@@ -348,7 +354,6 @@ def _sources(at: str, value: Any) -> tuple[TextSource, ...]:
 def _allocation(at: str, value: Any, versions: Sequence[str], dense: Sequence[str]) -> Allocate:
     a = _settings(at, value, Allocate, {"weight": WEIGHTS})
     method = a.get("method", "greedy")
-    method = OLD_ALLOCATORS.get(method, method) if isinstance(method, str) else method
     bits = _number(f"{at}.average_bits", a.get("average_bits"), 1, 20)
     how = Allocate(**a | {"average_bits": bits, "method": _choice(f"{at}.method", method, ALLOCATORS)})
     if how.method == "prefix_split" and not {"w4", "w3", "w2", "w1"} <= set(versions):

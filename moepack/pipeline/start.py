@@ -304,8 +304,6 @@ def quantize_settings(recipe: Recipe) -> dict[str, Any]:
 
     by_recipe = asdict(recipe.quantize)
     del by_recipe["group_size"], by_recipe["rotate"], by_recipe["scale_bits"]  # each version's record has them
-    if not recipe.quantize.refine:  # older work directories do not have it
-        del by_recipe["refine"]
     return by_recipe | {
         "versions": [v.record() for v in recipe.version_specs()],
         "estimate of losses": ESTIMATE,

@@ -20,8 +20,6 @@ from typing import Any
 from moepack.pack.errors import InputError, TargetError
 from moepack.pack.writer import LOCK, existing, replace_file, sync
 
-from .recipe import OLD_ALLOCATORS
-
 _SETTINGS = "settings.json"
 _OBJECT = re.compile(r"[0-9a-f]{64}\.safetensors")
 _REMOVED = "removed-"  # prefix of folders that are being removed
@@ -68,12 +66,7 @@ class WorkDirectory:
             return {}
         except (OSError, ValueError):
             raise TargetError(f"{self.path / _SETTINGS}: cannot be read: use --fresh to start over") from None
-        if not isinstance(document, dict):
-            return {}
-        for how in document.values():
-            if (how.get("allocation") or {}).get("method") in OLD_ALLOCATORS:
-                how["allocation"]["method"] = OLD_ALLOCATORS[how["allocation"]["method"]]
-        return document
+        return document if isinstance(document, dict) else {}
 
     def begin(self, stage: str, wanted: Mapping[str, Any], fresh: bool) -> None:
         """Start or resume a stage with these settings. `fresh` discards the stage, and with "calibrate" all others.

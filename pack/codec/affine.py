@@ -21,6 +21,8 @@ from .bits import Bf16Bits, Buffer, Codes, bf16_to_float32, from_blocks, join_pl
 # The values of scales of a byte: three bits of exponent, five of mantissa, from 1 on.
 BYTE_SCALES = ((1 + np.arange(256) % 32 / 32) * 2.0 ** (np.arange(256) // 32)).astype(np.float32)
 
+MIDDLE = 128  # the zero point 2^(bits-1), as it is stored
+
 
 @dataclass(frozen=True, slots=True)
 class AffineMatrix:
@@ -28,13 +30,14 @@ class AffineMatrix:
 
     codes: Codes  # uint8 [rows, cols], below 2**bits
     scale: Bf16Bits  # BF16 bits, uint16 [rows, groups]
-    zero: npt.NDArray[np.uint8] | None  # uint8 [rows, groups] in units of 2**(bits-8), or None for "midpoint"
+    zero: npt.NDArray[np.uint8] | None  # uint8 [rows, groups] in units of 2**(bits-8), or None where none are stored
     bias: Bf16Bits | None = None  # BF16 bits, uint16 [rows], or None
 
     def grid(self, version: Version) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """The zero points, in codes, and the scales, float32 [rows, groups]."""
         if self.zero is None:
-            zero = np.full(self.scale.shape, ((1 << version.bits) - 1) / 2, np.float32)
+            middle = 2 ** (version.bits - 1) if version.zero == "symmetric" else (2**version.bits - 1) / 2
+            zero = np.full(self.scale.shape, middle, np.float32)
         else:
             zero = self.zero.astype(np.float32) * np.float32(2.0 ** (version.bits - 8))
         half = version.scale_dtype == "F16"
@@ -61,6 +64,8 @@ def encode(matrices: Sequence[Matrix], version: Version, values: Sequence[Any]) 
     for m, v in zip(matrices, values, strict=True):
         if v.codes.shape != (m.rows, m.cols):
             raise ValueError(f"{m.name}: codes are {v.codes.shape}, not {(m.rows, m.cols)}")
+        if version.zero == "symmetric" and (zero := getattr(v, "zero", None)) is not None and (zero != MIDDLE).any():
+            raise ValueError(f"{m.name}: a zero point is not the middle code, as those of symmetric codes are")
     packed = [split_planes(v.codes, version.at(i).planes) for i, v in enumerate(values)]
     scales = [
         bytes_of(v.scale, m.name) if version.scale_bits == 8 else {} for m, v in zip(matrices, values, strict=True)

@@ -1,4 +1,4 @@
-"""Affine encodings: value = scale * (code - zero), a scale and a zero point for each group of columns of a row."""
+"""Affine encodings: value = scale * (code - zero), a scale for each group of columns of a row, and a zero point."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ class Affine(Version):
         return codec("checks").check_affine(matrices, self, extent)  # type: ignore[no-any-return]
 
 
-def affine(name: str, bits: int, planes: tuple[int, ...], since: int, zero: str = "stored") -> Affine:
+def affine(name: str, bits: int, planes: tuple[int, ...], zero: str = "stored") -> Affine:
     """Describe an affine encoding. Its number in kernels is its bits."""
-    return Affine(name, "affine", bits, bits, since, planes, zero, GROUPS)
+    return Affine(name, "affine", bits, bits, planes, zero, GROUPS)
 
 
 # One bit has no room for a zero point: its levels are -scale/2 and +scale/2.
 ENCODINGS = (
-    affine("w8", 8, (8,), 3),
-    affine("w4", 4, (4,), 2),
-    affine("w3", 3, (2, 1), 2),
-    affine("w2", 2, (2,), 2),
-    affine("w1", 1, (1,), 2, "midpoint"),
+    affine("w8", 8, (8,)),
+    affine("w4", 4, (4,)),
+    affine("w3", 3, (2, 1)),
+    affine("w2", 2, (2,)),
+    affine("w1", 1, (1,), "midpoint"),
 )

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 Part = tuple[str, tuple[int, ...], int]  # a section that has no offset yet: kind, shape, bytes of an element
 BLOCKS = (16, 32, 64, 128, 256)  # columns that a rotation may mix: few enough for a first cache
 SEEDS = 1 << 32
-OPTIONS_SINCE = 5  # the first version of the format with rotations and with scales of a byte
 SCALE_BITS = (16, 8)  # of a scale that a quantiser makes: BF16, or a byte (FORMAT.md, "Scales of a byte")
 
 
@@ -44,10 +43,11 @@ class Version(ABC):
     encoding: str  # the manifest's word for the family of encodings
     bits: int  # bits of a code, at most 8; 16 for BF16
     kernel: int = field(compare=False)  # the version's number in kernels (runtime/kernels/forms.py)
-    since: int = field(compare=False)  # the first version of the format with this encoding
     # Bits of a code (1, 2, 4 or 8) by plane, least significant first; none where codes have no planes.
     planes: tuple[int, ...] = field(default=(), compare=False)
-    zero: str = "none"  # "stored", "midpoint" (half the greatest code, not stored) or "none"
+    # The zero points of codes: "stored", one a group; or not stored: "symmetric" (2^(bits-1)), "midpoint" (half the
+    # greatest code) or "none".
+    zero: str = "none"
     group_sizes: tuple[int, ...] = field(default=(), compare=False)  # the numbers of columns that may share a scale
     group_size: int = 0  # columns that share a scale; 0 without groups
     # Of the input of an expert's `down`, whose codes are then those of the rotated weights; None for a plain version.
@@ -67,9 +67,16 @@ class Version(ABC):
     extent_boundary: ClassVar[int] = PAGE  # alignment of an extent's end in memory
 
     @staticmethod
-    def of(name: str, group_size: int = 0, rotation: Rotation | None = None, scale_bits: int = 16) -> Version:
+    def of(
+        name: str,
+        group_size: int = 0,
+        rotation: Rotation | None = None,
+        scale_bits: int = 16,
+        symmetric: bool = False,
+    ) -> Version:
         """Find a version by name. Encodings without groups ignore the size; 0 stands for the largest.
 
+        With `symmetric` zero points are the middle code, and an encoding that would store them stores none.
         Encodings that hold a checkpoint ignore `rotation` and `scale_bits`. Raises ValueError for an unknown name, or a
         group size that the encoding does not have.
         """
@@ -77,7 +84,9 @@ class Version(ABC):
         if scale_bits not in SCALE_BITS:
             raise ValueError(f"{name}: scales are of 16 or 8 bits, not {scale_bits}")
         if (rotation is not None or scale_bits != SCALE_BITS[0]) and not e.holds:
-            e = replace(e, rotation=rotation, scale_bits=scale_bits, since=max(e.since, OPTIONS_SINCE))
+            e = replace(e, rotation=rotation, scale_bits=scale_bits)
+        if symmetric and e.stores_zeros:
+            e = replace(e, zero="symmetric")
         if not e.group_sizes:
             return e
         group_size = group_size or max(e.group_sizes)
@@ -91,7 +100,9 @@ class Version(ABC):
         turn = record.get("rotation")
         rotation = None if turn is None else Rotation(turn["block"], turn["seed"])
         scale_bits = record.get("scale_bits", SCALE_BITS[0])
-        made = Version.of(str(record.get("name")), record.get("group_size") or 0, rotation, scale_bits)
+        name = str(record.get("name"))
+        group_size = record.get("group_size") or 0
+        made = Version.of(name, group_size, rotation, scale_bits, record.get("zero") == "symmetric")
         if made.record() != record:
             raise ValueError(f"this moepack does not know this form of {made.name}")
         return made
@@ -199,13 +210,9 @@ def codec(name: str) -> Any:
     return importlib.import_module(f"moepack.pack.codec.{name}")
 
 
-def version_names(format_version: int | None = None, dense: bool = False) -> tuple[str, ...]:
-    """The versions' names in a version of the format (default: the latest), from the most to the least precise.
-
-    With `dense`, those that a dense matrix may have.
-    """
-    known = [e for e in KNOWN if format_version is None or e.since <= format_version]
-    return tuple(e.name for e in known if not (dense and e.by_matrix))
+def version_names(dense: bool = False) -> tuple[str, ...]:
+    """The versions' names, from the most to the least precise. With `dense`, those that a dense matrix may have."""
+    return tuple(e.name for e in KNOWN if not (dense and e.by_matrix))
 
 
 def encoding_of(name: str) -> Version:

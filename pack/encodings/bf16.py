@@ -95,4 +95,4 @@ class LosslessBf16(Version):
         return int(codec("lossless").payload(len(matrices), extent))
 
 
-ENCODINGS = (LosslessBf16("bf16", "exponent-huffman", 16, 16, 2),)
+ENCODINGS = (LosslessBf16("bf16", "exponent-huffman", 16, 16),)

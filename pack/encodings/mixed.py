@@ -26,14 +26,14 @@ class MixedAffine(affine.Affine):
         """See Version."""
         bits = self.bits + (matrix > 0)
         zero = self.zero if bits > 1 else "midpoint"
-        args = self.since, PLANES[bits], zero, self.group_sizes, self.group_size, self.rotation, self.scale_bits
+        args = PLANES[bits], zero, self.group_sizes, self.group_size, self.rotation, self.scale_bits
         return affine.Affine(self.name, self.encoding, bits, bits, *args)
 
 
 def mixed(bits: int) -> MixedAffine:
     """Describe a mixed encoding. Its number in kernels only names their limits: they read each matrix by its bits."""
     name = f"w{bits}d{bits + 1}"
-    return MixedAffine(name, "affine-mixed", bits, 23 + bits, 5, PLANES[bits], "stored", (128,))
+    return MixedAffine(name, "affine-mixed", bits, 23 + bits, PLANES[bits], "stored", (128,))
 
 
 # With zero points: without them a matrix takes as many bits for its error on trained models, but 2.4 times the error

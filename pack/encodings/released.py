@@ -185,13 +185,13 @@ class Int4Fp16(Int4):
 
 # A number in kernels stands for a way to read the bytes: int8 and int4 are read as w8 and w4.
 ENCODINGS = (
-    Fp8("fp8", "fp8-blocks", 8, 20, 4, (8,), "none", (128, 32)),
-    Fp8Row("fp8row", "fp8-rows", 8, 21, 4, (8,)),
-    Mxfp8("mxfp8", "mxfp8", 8, 19, 4, (8,), "none", (32,)),
-    Int8("int8", "affine", 8, 8, 4, (8,), "stored", GROUPS),
-    Int8Fp16("int8fp16", "affine-fp16", 8, 23, 4, (8,), "stored", GROUPS),
-    Mxfp4("mxfp4", "mxfp4", 4, 17, 4, (4,), "none", (32,)),
-    Nvfp4("nvfp4", "nvfp4", 4, 18, 4, (4,), "none", (16,)),
-    Int4("int4", "affine", 4, 4, 4, (4,), "stored", GROUPS),
-    Int4Fp16("int4fp16", "affine-fp16", 4, 22, 4, (4,), "stored", GROUPS),
+    Fp8("fp8", "fp8-blocks", 8, 20, (8,), "none", (128, 32)),
+    Fp8Row("fp8row", "fp8-rows", 8, 21, (8,)),
+    Mxfp8("mxfp8", "mxfp8", 8, 19, (8,), "none", (32,)),
+    Int8("int8", "affine", 8, 8, (8,), "stored", GROUPS),
+    Int8Fp16("int8fp16", "affine-fp16", 8, 23, (8,), "stored", GROUPS),
+    Mxfp4("mxfp4", "mxfp4", 4, 17, (4,), "none", (32,)),
+    Nvfp4("nvfp4", "nvfp4", 4, 18, (4,), "none", (16,)),
+    Int4("int4", "affine", 4, 4, (4,), "stored", GROUPS),
+    Int4Fp16("int4fp16", "affine-fp16", 4, 22, (4,), "stored", GROUPS),
 )

@@ -75,7 +75,6 @@ class Manifest:
     expert_files: Mapping[str, ExpertFileEntry]  # the layer files, of experts and of dense matrices
     provenance: Mapping[str, Any] = field(default_factory=dict)  # strings, integers, lists and objects of them
     allocation: Allocation | None = None
-    format_version: int = FORMAT_VERSION  # a manifest that was read keeps its own; new ones have the latest
     dense: tuple[DenseMatrix, ...] = ()  # the matrices outside the experts that have versions, in model order
     dense_versions: tuple[Version, ...] = ()
 
@@ -117,7 +116,7 @@ class Manifest:
         files = {k: asdict(v) for k, v in self.files.items()} | {k: asdict(v) for k, v in self.expert_files.items()}
         document: dict[str, Any] = {
             "format": FORMAT_NAME,
-            "format_version": self.format_version,
+            "format_version": FORMAT_VERSION,
             "model": dict(self.model),
             "layers": [asdict(layer) for layer in self.layers],
             "versions": [v.record() for v in self.versions],

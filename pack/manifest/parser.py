@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from .. import manifest, spec
-from ..encodings.base import OPTIONS_SINCE, SEEDS
+from ..encodings.base import SEEDS
 from ..errors import BundleError, Kind, Problem
 from ..spec import DenseLayer, DenseMatrix, ExpertLayer, Matrix, Rotation, Version
 from . import Allocation, ExpertFileEntry, FileEntry, Manifest, canonical, strict_json
@@ -91,9 +91,8 @@ def parse_manifest(data: bytes) -> Manifest:
     if not isinstance(document, dict) or document.get("format") != spec.FORMAT_NAME:
         raise BundleError.single(manifest.MANIFEST, "format", "not a moepack manifest")
     number = document.get("format_version")
-    if type(number) is not int or number not in spec.READABLE:
-        known = " and ".join(map(str, spec.READABLE))
-        message = f"format version {show(number)}; this moepack reads {known}"
+    if type(number) is not int or number != spec.FORMAT_VERSION:
+        message = f"format version {show(number)}, and this moepack reads {spec.FORMAT_VERSION}: build the bundle again"
         raise BundleError.single(manifest.MANIFEST, "format-version", message)
     try:
         again = canonical(document)
@@ -107,18 +106,16 @@ def parse_manifest(data: bytes) -> Manifest:
         raise BundleError.single(manifest.MANIFEST, "digest", "its digest does not match: damaged or edited")
     check = Checker()
     keys = ["format", "format_version", "model", "layers", "versions", "files", "provenance", "allocation"]
-    has_dense = number >= spec.DENSE_SINCE and "dense" in document
+    has_dense = "dense" in document
     check.object("top level", document, [*keys, "dense"] if has_dense else keys)
     layers = _layers(check, document.get("layers"))
-    may_rotate = layers if number >= OPTIONS_SINCE else ()
-    versions = _versions(check, "versions", document.get("versions"), spec.version_names(number), may_rotate)
-    dense, dense_versions = _dense(check, document["dense"], number) if has_dense else ((), ())
-    packed = manifest.PACKED if number >= spec.DENSE_SINCE else manifest.PACKED[:1]
-    files, expert_files = _files(check, document.get("files"), packed)
-    found = Manifest({}, layers, versions, files, expert_files, {}, None, number, dense, dense_versions)
+    versions = _versions(check, "versions", document.get("versions"), spec.version_names(), layers)
+    dense, dense_versions = _dense(check, document["dense"]) if has_dense else ((), ())
+    files, expert_files = _files(check, document.get("files"))
+    found = Manifest({}, layers, versions, files, expert_files, dense=dense, dense_versions=dense_versions)
     if not check.problems:
         _layer_files(check, found)
-    model = _model(check, document.get("model"), number, layers, dense)
+    model = _model(check, document.get("model"), layers, dense)
     provenance = check.object("provenance", document.get("provenance"))
     allocation = _allocation(check, document.get("allocation"), found)
     if check.problems:
@@ -126,14 +123,11 @@ def parse_manifest(data: bytes) -> Manifest:
     return replace(found, model=model, provenance=provenance, allocation=allocation)
 
 
-def _model(
-    check: Checker, value: Any, number: int, layers: Sequence[ExpertLayer], dense: Sequence[DenseMatrix]
-) -> dict[str, Any]:
+def _model(check: Checker, value: Any, layers: Sequence[ExpertLayer], dense: Sequence[DenseMatrix]) -> dict[str, Any]:
     model = check.object("model", value)
-    dtypes = [d for d in spec.EXPERT_DTYPES if number > 3 or d not in spec.RELEASED_DTYPES]
     for key in ("model_type", "architecture"):
         check.matching(f"model.{key}", model.get(key), _NAME, "a name of letters, digits, '.', '_' and '-'")
-    check.text("model.expert_dtype", model.get("expert_dtype"), dtypes)
+    check.text("model.expert_dtype", model.get("expert_dtype"), list(spec.EXPERT_DTYPES))
     count = check.integer("model.decoder_layers", model.get("decoder_layers"), 1, spec.MAX_LAYERS)
     last = {"experts": [x.index for x in layers], "dense matrices": [d.layer for d in dense if d.layer is not None]}
     for what, indices in last.items():
@@ -184,7 +178,7 @@ def _shapes(first: Matrix, down: Matrix) -> str:
     return ""
 
 
-def _dense(check: Checker, value: Any, number: int) -> tuple[tuple[DenseMatrix, ...], tuple[Version, ...]]:
+def _dense(check: Checker, value: Any) -> tuple[tuple[DenseMatrix, ...], tuple[Version, ...]]:
     document = check.object("dense", value, ["matrices", "versions"])
     out: list[DenseMatrix] = []
     modules: set[str] = set()
@@ -206,7 +200,7 @@ def _dense(check: Checker, value: Any, number: int) -> tuple[tuple[DenseMatrix, 
         out.append(DenseMatrix(layer, module, matrix))
     if not out:
         check.wrong("dense.matrices", "count", "no matrix has versions")
-    known = spec.version_names(number, dense=True)
+    known = spec.version_names(dense=True)
     return tuple(out), _versions(check, "dense.versions", document.get("versions"), known)
 
 
@@ -239,7 +233,8 @@ def _versions(
         size = item.get("group_size")
         sizes = spec.encoding_of(name).group_sizes
         scale_bits = 8 if "scale_bits" in more else 16
-        expected = Version.of(name, size if size in sizes else max(sizes, default=0), rotation, scale_bits)
+        group_size = size if size in sizes else max(sizes, default=0)
+        expected = Version.of(name, group_size, rotation, scale_bits, item.get("zero") == "symmetric")
         if canonical(item) != canonical(replace(expected, rotation=None).record()):  # as JSON: in Python, True == 1
             check.wrong(at, "encoding", f"this moepack does not know this form of {name}: {show(item)}")
         out.append(expected)
@@ -284,16 +279,14 @@ def _safe_part(part: str) -> bool:
     return 0 < len(part.encode(errors="replace")) <= manifest.MAX_NAME and part[0] not in ". " and part[-1] not in ". "
 
 
-def _files(
-    check: Checker, value: Any, packed: Sequence[str]
-) -> tuple[dict[str, FileEntry], dict[str, ExpertFileEntry]]:
+def _files(check: Checker, value: Any) -> tuple[dict[str, FileEntry], dict[str, ExpertFileEntry]]:
     files: dict[str, FileEntry] = {}
     expert_files: dict[str, ExpertFileEntry] = {}
     for path, item in check.object("files", value).items():
         at = f"files[{show(path)}]"
         if not safe_path(path) or path.casefold() == manifest.MANIFEST:
             check.wrong(at, "path", "not a relative path as the format allows them")
-        is_packed = path.startswith(tuple(packed))
+        is_packed = path.startswith(manifest.PACKED)
         digest_key = "header_sha256" if is_packed else "sha256"
         item = check.object(at, item, ["size", digest_key, *(["header_size", "payload"] if is_packed else [])])
         found = len(check.problems)

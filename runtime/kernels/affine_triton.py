@@ -80,7 +80,7 @@ def _read(form: Form) -> dict[str, Any]:
         "SCALE": scale,
         "GROUP": group,
         "COLUMNS": columns,
-        "STORED": bool(form.stored),
+        "ZEROS": form.zeros,
     }
 
 

@@ -13,6 +13,7 @@ from moepack.pack.errors import InputError
 from moepack.pack.spec import Matrix, Version, encoding_of, version_names
 
 SLICE = 32 << 20  # bytes of a dense matrix's weights that are made at a time, in BF16, for products of many tokens
+ZEROS = {"midpoint": 0, "stored": 1, "symmetric": 2}  # the zero points of codes, as kernels know them
 SMALL = 32  # is added to an encoding's number where scales have a byte
 VERSION_BITS = 6  # low bits of a handle: 0 in the address, because extents begin on a multiple of 64
 
@@ -79,13 +80,14 @@ class Form:
     """The layout of one matrix in one version: byte offsets into an extent; a `bias` or `outer` of -1 means none.
 
     In a plain version the BF16 matrix [rows, cols] begins at `low`, row-major. `bits` is the encoding's number in
-    KERNELS, and SMALL more where scales have a byte. The kernels read all fields but the name, in this order.
+    KERNELS, and SMALL more where scales have a byte; `zeros` is one of ZEROS. The kernels read all fields but the name,
+    in this order.
     """
 
     name: str
     bits: int
     group: int
-    stored: int
+    zeros: int
     low: int
     high: int
     scale: int
@@ -114,7 +116,7 @@ def form_at(version: Version, matrix: int, of: Mapping[str, int]) -> Form:
         version.name,
         own.kernel + SMALL * (own.scale_bits == 8),
         version.group_size,
-        int(own.stores_zeros),
+        ZEROS.get(own.zero, 0),
         of.get("weight", of.get("plane0", 0)),
         of.get("plane1", 0),
         of.get("scale", 0),

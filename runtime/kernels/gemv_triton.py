@@ -338,7 +338,7 @@ def _scaled(  # type: ignore[no-untyped-def]
     MANTISSA: tl.constexpr,
     SCALE: tl.constexpr,
     GROUP: tl.constexpr,
-    STORED: tl.constexpr,
+    ZEROS: tl.constexpr,
     S: tl.constexpr,
     EVEN: tl.constexpr,
 ):
@@ -372,9 +372,11 @@ def _scaled(  # type: ignore[no-untyped-def]
             s = scales_of(base, scale, at, here, other, SCALE, BITS)
             sums = tl.permute(tl.reshape(sums, [S, 2, 8, 4, 2]), [0, 2, 3, 1, 4])
             sums = tl.max(sums, 3)[:, :, :, None, :]  # of two that are the same
-            if STORED:
+            if ZEROS == 1:
                 z = tl.load(section(base, zero, tl.uint8) + at, mask=here, other=other).to(tl.float32)
                 part -= sums * (z * (1 / 256) + 1)[:, :, :, :, None]
+            elif ZEROS == 2:
+                part -= sums * 1.5
             else:
                 part -= sums * (((1 << BITS) - 1) / (2 << BITS) + 1)
             return part * (s if SCALE == "e3m5" else s * (1 << BITS))[:, :, :, :, None]
@@ -397,7 +399,7 @@ def _sums(  # type: ignore[no-untyped-def]
     SCALE: tl.constexpr,
     GROUP: tl.constexpr,
     COLUMNS: tl.constexpr,
-    STORED: tl.constexpr,
+    ZEROS: tl.constexpr,
     GATED: tl.constexpr,
     U: tl.constexpr,
     S: tl.constexpr,
@@ -438,11 +440,11 @@ def _sums(  # type: ignore[no-untyped-def]
                 if (BITS < 16) & (MANTISSA == 0):
                     of_x = tl.dot(unit, _second(y, BITS, COLUMNS, U, S, True), of_x, input_precision="ieee")
         total += _scaled(
-            part, of_x, base, scale, zero, cols, first, rows, g, BITS, MANTISSA, SCALE, GROUP, STORED, S, EVEN
+            part, of_x, base, scale, zero, cols, first, rows, g, BITS, MANTISSA, SCALE, GROUP, ZEROS, S, EVEN
         )
         if GATED:
             total_up += _scaled(
-                up, of_x, base, scale, zero, cols, first + made, rows, g, BITS, MANTISSA, SCALE, GROUP, STORED, S, EVEN
+                up, of_x, base, scale, zero, cols, first + made, rows, g, BITS, MANTISSA, SCALE, GROUP, ZEROS, S, EVEN
             )
     return total, total_up
 
@@ -473,7 +475,7 @@ def few(  # type: ignore[no-untyped-def]
     SCALE: tl.constexpr,
     GROUP: tl.constexpr,
     COLUMNS: tl.constexpr,
-    STORED: tl.constexpr,
+    ZEROS: tl.constexpr,
     BIAS: tl.constexpr,
     OUTER: tl.constexpr,
     GATED: tl.constexpr,
@@ -523,7 +525,7 @@ def few(  # type: ignore[no-untyped-def]
             SCALE,
             GROUP,
             COLUMNS,
-            STORED,
+            ZEROS,
             GATED,
             U,
             S,

@@ -182,7 +182,7 @@ def _scaled(  # type: ignore[no-untyped-def]
     BITS: tl.constexpr,
     SCALE: tl.constexpr,
     GROUP: tl.constexpr,
-    STORED: tl.constexpr,
+    ZEROS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
     """Add a group's sums to `total`, times its scales and less its zero points."""
@@ -197,9 +197,11 @@ def _scaled(  # type: ignore[no-untyped-def]
         at = at * 16 + row % 16
         s = scales_of(base, scale, at, here, other, SCALE, BITS)
         s = s if SCALE == "e3m5" else s * (1 << BITS)
-        if STORED:
+        if ZEROS == 1:
             z = tl.load(section(base, zero, tl.uint8) + at, mask=here, other=other).to(tl.float32)
             part -= of_x * (z * (1 / 256) + 1)[:, :, :, :, None, None]
+        elif ZEROS == 2:
+            part -= of_x * 1.5
         else:
             part -= of_x * (((1 << BITS) - 1) / (2 << BITS) + 1)
         return total + part * s[:, :, :, :, None, None]
@@ -234,7 +236,7 @@ def many(  # type: ignore[no-untyped-def]
     SCALE: tl.constexpr,
     GROUP: tl.constexpr,
     COLUMNS: tl.constexpr,
-    STORED: tl.constexpr,
+    ZEROS: tl.constexpr,
     BIAS: tl.constexpr,
     OUTER: tl.constexpr,
     GATED: tl.constexpr,
@@ -328,7 +330,7 @@ def many(  # type: ignore[no-untyped-def]
                     BITS,
                     SCALE,
                     GROUP,
-                    STORED,
+                    ZEROS,
                     EVEN,
                 )
                 if GATED:
@@ -346,7 +348,7 @@ def many(  # type: ignore[no-untyped-def]
                         BITS,
                         SCALE,
                         GROUP,
-                        STORED,
+                        ZEROS,
                         EVEN,
                     )
         row = row[:, :, :, :, None, None]
@@ -416,7 +418,7 @@ def unpack(  # type: ignore[no-untyped-def]
     MANTISSA: tl.constexpr,
     SCALE: tl.constexpr,
     GROUP: tl.constexpr,
-    STORED: tl.constexpr,
+    ZEROS: tl.constexpr,
     OUTER: tl.constexpr,
 ):
     """Write `count` rows from `first` on, a multiple of BLOCK_ROWS, to out [count, cols]."""
@@ -436,9 +438,11 @@ def unpack(  # type: ignore[no-untyped-def]
         w = e4m3(codes)
     elif MANTISSA == 1:  # a sign, two bits of an exponent and one more: FP16 numbers that are too small by 2^14
         w = ((codes & 7) << 9 | (codes & 8) << 12).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 16384
-    elif STORED:
+    elif ZEROS == 1:
         z = tl.load(section(base, zero, tl.uint8) + of_zero, mask=here, other=0).to(tl.float32)
         w = codes.to(tl.float32) - z * (1 / (1 << (8 - BITS)))
+    elif ZEROS == 2:
+        w = codes.to(tl.float32) - (1 << (BITS - 1))
     else:
         w = codes.to(tl.float32) - ((1 << BITS) - 1) / 2
     w *= s

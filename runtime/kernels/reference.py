@@ -80,7 +80,8 @@ def dequantise(extent: Tensor, sections: Sections, matrix: Matrix, version: Vers
     if version.stores_zeros:
         zero = section(extent, sections["zero"]).float() * 2.0 ** (version.bits - 8)
     else:
-        zero = torch.full_like(scale, ((1 << version.bits) - 1) / 2)
+        middle = 2 ** (version.bits - 1) if version.zero == "symmetric" else (2**version.bits - 1) / 2
+        zero = torch.full_like(scale, middle)
     spread = [t.repeat_interleave(size, dim=1)[:, : matrix.cols] for t in (zero, scale)]
     return codes.float().sub_(spread[0]).mul_(spread[1])[: matrix.rows].to(dtype)
 

@@ -25,7 +25,7 @@ from .routing_triton import power
 
 # By number: Triton before 3.9 takes no string in a tuple.
 SCALES = ("bf16", "fp16", "e8m0", "e4m3", "block", "row", "e3m5")
-_CASES = ("BITS", "MANTISSA", "SCALE", "GROUP", "COLUMNS", "STORED")
+_CASES = ("BITS", "MANTISSA", "SCALE", "GROUP", "COLUMNS", "ZEROS")
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]

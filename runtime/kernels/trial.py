@@ -6,6 +6,7 @@ as take every width of a pass; many tokens where the level has tiles. Extents ar
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -50,10 +51,11 @@ def _versions() -> Iterator[Version]:
     seen = set()
     for entry in sorted(map(encoding_of, compiled_names()), key=lambda e: e.released):  # names that a build gives first
         for group in entry.group_sizes or (0,):
-            for scale_bits in SCALE_BITS[: 1 if entry.holds else 2]:
-                version = Version.of(entry.name, group, scale_bits=scale_bits).at(1)
+            of_scales = SCALE_BITS[: 1 if entry.holds else 2]
+            for scale_bits, symmetric in itertools.product(of_scales, (False, True)):
+                version = Version.of(entry.name, group, scale_bits=scale_bits, symmetric=symmetric).at(1)
                 form = make_forms((MATRIX,), version)[0]
-                if (key := (form.bits, form.group, form.stored)) not in seen:
+                if (key := (form.bits, form.group, form.zeros)) not in seen:
                     seen.add(key)
                     yield version
 

@@ -46,6 +46,6 @@ def test_bits_of_released_formats_follow_their_formulas() -> None:
     shown = [row.strip("| ").split(" | ")[-2] for row in formats().split("\n")[2:]]
     assert dict(zip([f"{v} {g}" for v, g, *_ in FORMATS], shown, strict=True)) == {
         "mxfp4 32": "4.25", "nvfp4 16": "4.5005", "mxfp8 32": "8.25", "fp8 128": "8.0156", "fp8 32": "8.0625",
-        "fp8row 0": "8.0078", "int4 32": "4.75", "int4fp16 128": "4.1875", "int8 128": "8.1875",
+        "fp8row 0": "8.0078", "int4 32": "4.5", "int4fp16 128": "4.1875", "int8 128": "8.125",
         "int8fp16 128": "8.1875",
     }  # fmt: skip

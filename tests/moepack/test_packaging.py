@@ -22,7 +22,7 @@ import release
 from lacking import ABSENT
 from support import ROOT, cli, ok, python
 
-from moepack.pack.spec import READABLE
+from moepack.pack.spec import FORMAT_VERSION
 from moepack.shared.version import __version__
 
 pytest.importorskip("setuptools", minversion="77", reason="a wheel is built with it, here without fetching it")
@@ -150,7 +150,7 @@ def test_one_version_everywhere() -> None:
     assert newest and newest.start() == changes.index("\n## ") + 1, "the first heading is a version, then its format"
     title = re.match(r"# The moepack bundle format, version (\d+)\n", (ROOT / "pack" / "FORMAT.md").read_text())
     assert newest[1] == __version__ and title
-    assert int(newest[2]) == int(title[1]) == READABLE[-1]
+    assert int(newest[2]) == int(title[1]) == FORMAT_VERSION
 
 
 def test_the_extras_say_what_compiles() -> None:

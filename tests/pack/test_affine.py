@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -50,8 +52,9 @@ def test_planes_round_trip(planes: tuple[int, ...], rows: int, cols: int, seed: 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize("bias", [False, True])
-def test_extent_round_trip(bits: int, group_size: int, bias: bool, scale_bits: int) -> None:
-    version = Version.of(f"w{bits}", group_size, scale_bits=scale_bits)
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_extent_round_trip(bits: int, group_size: int, bias: bool, scale_bits: int, symmetric: bool) -> None:
+    version = Version.of(f"w{bits}", group_size, scale_bits=scale_bits, symmetric=symmetric)
     matrices = (Matrix("gate_up", 6, 100, bias), Matrix("down", 5, 33, bias))
     values = [random_matrix(m, version, i) for i, m in enumerate(matrices)]
     extent = version.encode(matrices, values)[0]
@@ -67,14 +70,16 @@ def test_extent_round_trip(bits: int, group_size: int, bias: bool, scale_bits: i
     assert not extent[~covered].any() and covered.sum() == version.stored_sizes(matrices)[1]
 
 
+@pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
-def test_values_are_exact_in_float32(bits: int) -> None:
+def test_values_are_exact_in_float32(bits: int, symmetric: bool) -> None:
     """The promise that lets every kernel agree: float32 and float64 give the same number."""
-    version = Version.of(f"w{bits}", 32)
+    version = Version.of(f"w{bits}", 32, symmetric=symmetric)
     m = Matrix("down", 40, 70)
     v = random_matrix(m, version, bits)
     values = v.dequantise(version)
-    zero = np.full(v.scale.shape, ((1 << bits) - 1) / 2) if v.zero is None else v.zero / 2.0 ** (8 - bits)
+    middle = 2 ** (bits - 1) if symmetric and bits > 1 else (2**bits - 1) / 2
+    zero = np.full(v.scale.shape, middle) if v.zero is None else v.zero / 2.0 ** (8 - bits)
     group = np.arange(m.cols) // 32
     exact = (v.codes.astype(np.float64) - zero[:, group]) * bf16_to_float32(v.scale).astype(np.float64)[:, group]
     assert np.array_equal(values.astype(np.float64), exact)
@@ -83,7 +88,7 @@ def test_values_are_exact_in_float32(bits: int) -> None:
 def test_bits_per_weight_are_what_the_format_says() -> None:
     """4 bits in groups of 64: 4 + 16/64 for the scale + 8/64 for the zero; 1 bit has no zero.
 
-    A scale of a byte saves 8/64, and costs a float for 16 rows: 2 in 256 or 64 columns.
+    A scale of a byte saves 8/64, and costs a float for 16 rows: 2 in 256 or 64 columns. Symmetric codes save the zero.
     """
     matrices = (Matrix("gate_up", 128, 256), Matrix("down", 256, 64))
     weights = sum(m.weights for m in matrices)
@@ -92,6 +97,22 @@ def test_bits_per_weight_are_what_the_format_says() -> None:
         outer = 2 * (128 + 256) / weights
         small = Version.of(f"w{bits}", 64, scale_bits=8).stored_sizes(matrices)[1]
         assert 8 * small / weights == expected - 0.125 + outer
+        symmetric = Version.of(f"w{bits}", 64, symmetric=True).stored_sizes(matrices)[1]
+        assert 8 * symmetric / weights == expected - 0.125 * (bits > 1)
+    kimi = Version.of("int4", 32, symmetric=True)
+    assert 8 * kimi.stored_sizes(matrices)[1] / weights == 4.5, "as the release has"
+
+
+def test_symmetric_codes_have_the_middle_code_as_zero_point() -> None:
+    """A matrix whose zero points are stored as the middle code makes the same extent; another one is refused."""
+    m, version = Matrix("m", 20, 70), Version.of("w4", 32, symmetric=True)
+    value = random_matrix(m, version, 0)
+    stored = replace(value, zero=np.full(value.scale.shape, 128, np.uint8))
+    assert np.array_equal(version.encode((m,), [value])[0], version.encode((m,), [stored])[0])
+    assert np.array_equal(value.dequantise(version), stored.dequantise(Version.of("w4", 32)))
+    stored.zero[3, 1] = 144
+    with pytest.raises(ValueError, match="m: a zero point is not the middle code"):
+        version.encode((m,), [stored])
 
 
 def test_scales_of_a_byte_are_what_the_format_says() -> None:

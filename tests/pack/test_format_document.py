@@ -36,10 +36,9 @@ def test_every_affine_version_at_odd_shapes(small: Path, version: Version) -> No
 
 @pytest.mark.parametrize("name", ["w4d5", "w3d4", "w2d3", "w1d2"])
 def test_down_has_a_bit_more(name: str, tmp_path: Path) -> None:
-    """A bundle with such a version is of format 5; every code of `down` has its own bits, and its own midpoint."""
+    """Every code of `down` has its own bits, and its own midpoint."""
     versions = tuple(Version.of(v, 128) for v in ("bf16", "w8", name))
     manifest = reader.read_manifest(write_small_bundle(tmp_path / "b", versions, "BF16"))
-    assert manifest["format_version"] == 5
     theirs = reader.values(
         reader.read_extent(tmp_path / "b", manifest, name, 4, 2), manifest["layers"][1], manifest["versions"][2]
     )
@@ -51,11 +50,15 @@ def test_down_has_a_bit_more(name: str, tmp_path: Path) -> None:
         assert np.array_equal(ours.astype(np.float64), np.array(b))
 
 
+@pytest.mark.parametrize(("scale_bits", "symmetric"), [(8, False), (16, True), (8, True)])
 @pytest.mark.parametrize("names", [("w8", "w3"), ("w2d3", "w1")])
-def test_scales_of_a_byte(names: tuple[str, str], tmp_path: Path) -> None:
-    versions = (Version.of("bf16"), *(Version.of(name, 128, scale_bits=8) for name in names))
+def test_fields_of_a_version(names: tuple[str, str], scale_bits: int, symmetric: bool, tmp_path: Path) -> None:
+    """Scales of a byte, and symmetric codes."""
+    of = {"scale_bits": scale_bits, "symmetric": symmetric}
+    versions = (Version.of("bf16"), *(Version.of(name, 128, **of) for name in names))
     manifest = reader.read_manifest(write_small_bundle(tmp_path / "b", versions, "BF16"))
-    assert manifest["format_version"] == 5 and manifest["versions"][1]["scale_bits"] == 8
+    assert manifest["versions"][1].get("scale_bits", 16) == scale_bits
+    assert manifest["versions"][1]["zero"] == ("symmetric" if symmetric else "stored")
     bundle = open_bundle(tmp_path / "b")
     assert bundle.versions == versions and bundle.versions[1] != Version.of(names[0], 128)
     for name, record in zip(names, manifest["versions"][1:], strict=True):
@@ -71,7 +74,7 @@ def test_every_released_version_at_odd_shapes(name: str, group: int, tmp_path: P
     """Partial words, groups and blocks, biases; products rounded to float32 as the page says."""
     versions = released_versions(name, group)
     manifest = reader.read_manifest(write_small_bundle(tmp_path / "b", versions, next(iter(versions[0].holds))))
-    assert manifest["format_version"] == 4 and [v["name"] for v in manifest["versions"]] == [name, "w3", "w2"]
+    assert [v["name"] for v in manifest["versions"]] == [name, "w3", "w2"]
     extent = reader.read_extent(tmp_path / "b", manifest, name, 4, 2)
     theirs = reader.values(extent, manifest["layers"][1], manifest["versions"][0])
     for matrix, b in zip(open_bundle(tmp_path / "b").expert(name, 4, 2).decode(), theirs, strict=True):

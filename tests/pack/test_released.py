@@ -15,7 +15,7 @@ from moepack.pack.codec import lossless
 from moepack.pack.codec.affine import AffineMatrix, encode
 from moepack.pack.codec.released import E2M1, E4M3, E8M0, ReleasedMatrix
 from moepack.pack.errors import CodecError
-from moepack.pack.spec import Matrix, Version, needed_format, version_names
+from moepack.pack.spec import Matrix, Version
 
 MATRICES = (Matrix("gate_up", 40, 100, True), Matrix("down", 33, 48))
 
@@ -207,10 +207,3 @@ def test_numbers_that_are_not_finite_are_found(name: str, field: str, bad: float
     getattr(values[0], field)[0 if field != "outer" else slice(16)] = bad
     (found,) = version.check(MATRICES, version.encode(MATRICES, values)[0])
     assert found[0] == "number" and f"gate_up has a {said}" in found[1]
-
-
-def test_the_format_has_them_since_version_4() -> None:
-    assert "mxfp4" not in version_names(3) and "mxfp4" in version_names(4)
-    w4, fp4 = Version.of("w4"), Version.of("mxfp4")
-    assert needed_format("MXFP4", (w4,)) == 3 == needed_format("BF16", ())
-    assert needed_format("MXFP4", (w4, fp4)) == 4 == needed_format("INT4", (w4,))

@@ -79,8 +79,6 @@ ALLOWED: dict[str, Do] = {
     "files that nothing lists": lambda v: v.write("notes.txt", b"\x1b[31m"),
     "a link that nothing lists": lambda v: v.replace("notes", lambda p: p.symlink_to("/etc/passwd")),
     "no version w4": lambda v: v.replace("experts/w4", str),
-    "version 4, without what is new in it": put("format_version")(4),
-    "version 5, without what is new in it": put("format_version")(5),
     "anything in the provenance": put("provenance")({"\x1b[31m": ["\x00", None, True, -(1 << 80)], "recipe": "a\nb\t"}),
     "more about the model": put("model", "vision")({"layers": 3}),
     "no allocation": put("allocation")(None),
@@ -93,12 +91,6 @@ ALLOWED: dict[str, Do] = {
         lambda d: (
             d["versions"].pop(), d.update(allocation=None),
             [d["files"].pop(n) for n in list(d["files"]) if n.startswith("experts/w1/")],
-        )
-    ),
-    "version 2": lambda v: v.sign(
-        lambda d: (
-            all_without_dense(d), d.update(format_version=2, allocation=None), d["versions"].pop(1),
-            [d["files"].pop(n) for n in list(d["files"]) if n.startswith("experts/w8/")],
         )
     ),
     "a scale below zero": scaled(0xBF80),

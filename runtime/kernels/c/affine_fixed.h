@@ -266,7 +266,9 @@ INLINE void NAME(fixed_rows)(const int bits, const int T, const Gemm *m, const F
         UNROLL for (int t = 0; t < T; t++) unit[t] = SET(x[t]->units[g / per] * (1.0f / (1 << (8 - bits))));
         UNROLL for (int r = 0; r < FR; r++) {
             const F s = SCALE(bits, of, scale + (g * BLOCK + r * L) * item);
-            const I z = f->stored ? LOADB(zero + g * BLOCK + r * L) : SETI(((1 << bits) - 1) << (8 - bits) >> 1);
+            const I z = f->zeros == STORED      ? LOADB(zero + g * BLOCK + r * L)
+                        : f->zeros == SYMMETRIC ? SETI(128)
+                                                : SETI(((1 << bits) - 1) << (8 - bits) >> 1);
             UNROLL for (int t = 0; t < T; t++) {
                 const I exact = SUBI(sum[r][t], MULI(z, SETI(totals[t][g])));
                 total[r][t] = FUSED(MUL(FLOATS(exact), unit[t]), s, total[r][t]);

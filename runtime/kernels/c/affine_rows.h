@@ -135,8 +135,8 @@ INLINE void NAME(packed)(const int bits, const int R, const int T, const Gemm *m
         UNROLL for (int r = 0; r < R; r++) {
             F s = SCALE(bits, of, scale[r] + g * BLOCK * item);
             if (bits == 1) s = MUL(s, SET(1 / QUAD));
-            if (f->stored) {
-                F z = FMA(BYTES(zero[r] + g * BLOCK), unit, middle);
+            if (f->zeros != MIDPOINT) {
+                F z = f->zeros == SYMMETRIC ? SET(0.5f) : FMA(BYTES(zero[r] + g * BLOCK), unit, middle);
                 if (bits == 1) z = MUL(z, SET(QUAD));
                 UNROLL for (int t = 0; t < T; t++) acc[r][t] = NFMA(z, SET(sums[t][g]), acc[r][t]);
             }
@@ -309,7 +309,9 @@ INLINE void NAME(unpack)(const int bits, const int R, const Unpack *m, int64_t r
                    : bits == FP8_ROW ? LOADF((const float *)scale[r])
                    : bits == MXFP8   ? POW2(scale[r] + g * BLOCK)
                                      : SCALE(bits, of, scale[r] + g * BLOCK * item);
-            less[r] = f->stored ? MUL(s[r], FMA(BYTES(zero[r] + g * BLOCK), unit, middle)) : SET(0.0f);
+            less[r] = f->zeros == STORED      ? MUL(s[r], FMA(BYTES(zero[r] + g * BLOCK), unit, middle))
+                      : f->zeros == SYMMETRIC ? MUL(s[r], SET(0.5f))
+                                              : SET(0.0f);
             w[r] = h[r] = LOADI(low[r] + word * BLOCK);
             if (two_planes(bits)) {
                 h[r] = LOADI(high[r] + c / 32 * BLOCK);

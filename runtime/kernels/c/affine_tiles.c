@@ -274,7 +274,8 @@ WIDE static void code_panel(const Run *run, const Batch *batch, int64_t row, uin
             for (int r = 0; r < mine; r++) {
                 const int64_t at = ((block + r) * groups + g) * BLOCK;
                 scale[r] = scale_row(f, base, block + r, groups, g);
-                if (f->stored) {
+                if (f->zeros == SYMMETRIC) less[r] = _mm512_mul_ps(scale[r], _mm512_set1_ps(0.5f));
+                if (f->zeros == STORED) {
                     __m512i z = byte_row(base + f->zero + at);
                     less[r] = _mm512_mul_ps(scale[r], _mm512_fmadd_ps(_mm512_cvtepi32_ps(z), unit, middle));
                 }
@@ -286,7 +287,7 @@ WIDE static void code_panel(const Run *run, const Batch *batch, int64_t row, uin
             _mm512_storeu_ps(of_x, sum);
             for (int r = 0; r < mine; r++) {
                 const int at = 512 * i + 256 * r;
-                if (f->stored)
+                if (f->zeros != MIDPOINT)
                     scale_in(1, made[k % 2] + at, scale[r], less[r], of_x, !g, sums + 512 * b + at);
                 else
                     scale_in(0, made[k % 2] + at, scale[r], less[r], of_x, !g, sums + 512 * b + at);

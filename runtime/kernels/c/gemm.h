@@ -10,6 +10,7 @@
 #define HAVE_X86 1
 #endif
 
+enum { MIDPOINT, STORED, SYMMETRIC }; /* zero points: half the greatest code, one a group, 2^(bits-1) */
 #define BLOCK 16 /* rows whose words are stored side by side */
 #define UNIT 64 /* rows that one step of work computes */
 #define AHEAD 48 /* cache lines that are fetched ahead of their use */
@@ -17,7 +18,7 @@
 
 /* One matrix in one version: offsets of its parts in an extent. In BF16 (`bits` 16) `low` is the matrix, row-major. */
 typedef struct {
-    int64_t bits, group, stored, low, high, scale, zero, bias, outer; /* bias, outer: -1 without one */
+    int64_t bits, group, zeros, low, high, scale, zero, bias, outer; /* bias, outer: -1 without one */
 } Form;
 
 /* Numbers of encodings whose codes are floating-point, or whose scales are FP16; the others' are their bits. Where scales

@@ -158,7 +158,8 @@ INLINE void weights(const int bits, const Gemm *m, const Form *f, const uint8_t 
         const int64_t g = s * STEP / group;
         __m512 by = scale_row(f, base, block, groups, g);
         __m512 less = _mm512_setzero_ps();
-        if (f->stored) {
+        if (f->zeros == SYMMETRIC) less = _mm512_mul_ps(by, _mm512_set1_ps(0.5f));
+        if (f->zeros == STORED) {
             __m512 z = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(zero + g * BLOCK))));
             less = _mm512_mul_ps(by, _mm512_fmadd_ps(z, unit, middle));
         }

@@ -84,15 +84,10 @@ def all_without_dense(document: Any) -> None:
         document["files"].pop(name)
 
 
-def in_version_4(change: Callable[[Any], object]) -> Do:
-    return signs(lambda d: (d.update(format_version=4), change(d)))
-
-
-def rotated(version: int, value: Any, *where: Any, number: int = 5, key: str = "rotation") -> Do:
+def rotated(version: int, value: Any, *where: Any, key: str = "rotation") -> Do:
     """A rotation in a version's record, of experts or, with `where`, of others; or another `key` there."""
 
     def change(document: Any) -> None:
-        document["format_version"] = number
         for part in where:
             document = document[part]
         document["versions"][version][key] = value
@@ -118,9 +113,8 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "not signed": (lambda v: v.write(MANIFEST, canonical({**v.manifest, "sha256": "0" * 64})), "digest"),
     "a digest that is no text": (lambda v: v.write(MANIFEST, canonical({**v.manifest, "sha256": 1})), "digest"),
     "another format": (put("format")("zip"), "format"),
-    "a later version": (put("format_version")(6), "format-version"),
-    "an earlier version": (put("format_version")(1), "format-version"),
-    "w8 in version 2": (put("format_version")(2), "value"),
+    "a later version": (put("format_version")(7), "format-version"),
+    "an earlier version": (put("format_version")(5), "format-version"),
     "a version that is true": (put("format_version")(True), "format-version"),
     "a version with a point": (put("format_version")(2.0), "json"),
     "a number with a point": (put("layers", 0, "experts")(3.0), "json"),
@@ -164,12 +158,9 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "up with two rows a column of down": (signs(renamed("up")), "shape"),
     "down without a row a column of gate_up": (COLS(0, 36), "shape"),
     "a bias that is a number": (put("layers", 0, "matrices", 0, "bias")(1), "type"),
-    "a released version in version 3": (put("versions", 0)(MXFP4), "value"),
-    "a dtype of version 4 in version 3": (put("model", "expert_dtype")("NVFP4"), "value"),
-    "a mixed version in version 4": (in_version_4(lambda d: d["versions"].__setitem__(3, MIXED)), "value"),
-    "two versions that hold the checkpoint": (in_version_4(lambda d: d["versions"].insert(1, MXFP4)), "value"),
+    "two versions that hold the checkpoint": (signs(lambda d: d["versions"].insert(1, MXFP4)), "value"),
     "another group of a released version": (
-        in_version_4(lambda d: d["versions"].__setitem__(0, {**MXFP4, "group_size": 64})), "encoding"
+        signs(lambda d: d["versions"].__setitem__(0, {**MXFP4, "group_size": 64})), "encoding"
     ),
     "no versions": (put("versions")([]), "order"),
     "an unknown version": (put("versions", 1, "name")("w9"), "value"),
@@ -180,6 +171,7 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "bits that are true": (put("versions", 5, "bits")(True), "encoding"),
     "another group": (put("versions", 1, "group_size")(48), "encoding"),
     "another zero": (put("versions", 5, "zero")("stored"), "encoding"),
+    "symmetric codes of one bit": (put("versions", 5, "zero")("symmetric"), "encoding"),
     "a rotation of no columns": (rotated(1, {"block": 0, "seed": 0}), "range"),
     "a rotation of 48 columns": (rotated(1, {"block": 48, "seed": 0}), "range"),
     "a rotation of 512 columns": (rotated(1, {"block": 512, "seed": 0}), "range"),
@@ -190,13 +182,11 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "a rotation of no object": (rotated(1, 16), "type"),
     "a rotation with more": (rotated(1, {"block": 16, "seed": 0, "matrix": "up"}), "keys"),
     "a rotation without a seed": (rotated(1, {"block": 16}), "keys"),
-    "a rotation in version 4": (rotated(1, {"block": 16, "seed": 0}, number=4), "keys"),
     "a rotation of what holds the checkpoint": (rotated(0, {"block": 16, "seed": 0}), "keys"),
     "dense: a rotation": (rotated(1, {"block": 16, "seed": 0}, "dense"), "keys"),
     "scales of 4 bits": (rotated(1, 4, key="scale_bits"), "encoding"),
     "scales of 16 bits, said": (rotated(1, 16, key="scale_bits"), "encoding"),
     "scales of true bits": (rotated(1, True, key="scale_bits"), "encoding"),
-    "scales of a byte in version 4": (rotated(1, 8, number=4, key="scale_bits"), "keys"),
     "scales of a byte of what holds the checkpoint": (rotated(0, 8, key="scale_bits"), "keys"),
     "dense: scales of a byte": (rotated(1, 8, "dense", key="scale_bits"), "keys"),
     "a file of no list": (put("files")([]), "type"),
@@ -251,12 +241,9 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "dense: no versions": (put("dense", "versions")([]), "order"),
     "dense: versions out of order": (signs(lambda d: d["dense"]["versions"].reverse()), "order"),
     "dense: an unknown version": (put("dense", "versions", 1, "name")("w9"), "value"),
-    "dense: a mixed version": (
-        signs(lambda d: (d.update(format_version=5), d["dense"]["versions"].append(MIXED))), "value"
-    ),
-    "dense: a released version in version 3": (put("dense", "versions", 0)(MXFP4), "value"),
+    "dense: a mixed version": (signs(lambda d: d["dense"]["versions"].append(MIXED)), "value"),
     "dense: two versions that hold the checkpoint": (
-        in_version_4(lambda d: d["dense"]["versions"].insert(1, MXFP4)), "value"
+        signs(lambda d: d["dense"]["versions"].insert(1, MXFP4)), "value"
     ),
     "dense: other bits": (put("dense", "versions", 1, "bits")(7), "encoding"),
     "dense: a file less": (signs(lambda d: d["files"].pop(HEAD)), "missing"),
@@ -265,7 +252,6 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "dense: the size of w8": (put("files", Q8, "size")(1 << 20), "size"),
     "dense: the payload of w8": (grown(Q8, payload=-1), "size"),
     "dense: the payload of bf16": (grown(Q1, payload=1), "size"),
-    "dense: in format 2": (put("format_version")(2), "keys"),
     "an allocation of fewer dense matrices": (signs(lambda d: d["allocation"]["dense"].pop()), "count"),
     "an allocation of a dense matrix to no version": (put("allocation", "dense", 0)("w3"), "value"),
     "an allocation of dense matrices that have no versions": (signs(lambda d: d.pop("dense")), "keys"),

@@ -120,7 +120,7 @@ def values(extent: bytes, layer: dict, version: dict) -> list[list[list[float]]]
         own = version
         if version["encoding"] == "affine-mixed":
             bits = version["bits"] + i
-            own = {**version, "bits": bits, "zero": "midpoint" if bits == 1 else "stored"}
+            own = {**version, "bits": bits, "zero": "midpoint" if bits == 1 else version["zero"]}
         out.append((affine_values if affine else released_values)(sections, m["rows"], m["cols"], own))
         if i == 1 and "rotation" in version:
             out[i] = [turned_back(row, **version["rotation"]) for row in out[i]]
@@ -160,7 +160,7 @@ def affine_values(sections: Sections, rows: int, cols: int, version: dict) -> li
     if version["zero"] == "stored":
         zero = [[z / 2 ** (8 - bits) for z in row] for row in sections.rows(1, rows, groups)]
     else:
-        zero = [[(2**bits - 1) / 2] * groups] * rows
+        zero = [[2 ** (bits - 1) if version["zero"] == "symmetric" else (2**bits - 1) / 2] * groups] * rows
     return [[scale[r][c // size] * (codes[r][c] - zero[r][c // size]) for c in range(cols)] for r in range(rows)]
 
 

@@ -22,7 +22,7 @@ from moepack.runtime.kernels.switch_triton import SCALES
 
 _VERSION = (
     "version", "low", "high", "scale", "zero", "bias", "outer", "BITS", "MANTISSA", "SCALE", "GROUP", "COLUMNS",
-    "STORED", "BIAS", "OUTER",
+    "ZEROS", "BIAS", "OUTER",
 )  # fmt: skip
 
 
@@ -138,10 +138,12 @@ def _weights(of: Any, base: int) -> Tensor:
     elif of.MANTISSA == 3:
         values = codes.contiguous().view(torch.float8_e4m3fn).float()
     else:
-        zero = by_group(of.zero, torch.uint8) * 2.0 ** (of.BITS - 8) if of.STORED else ((1 << of.BITS) - 1) / 2
-        if isinstance(zero, Tensor):
-            zero = zero.repeat_interleave(of.GROUP, 1)[:, : of.cols]
-        values = codes.float() - zero
+        values = codes.float()
+        if of.ZEROS == 1:
+            zero = by_group(of.zero, torch.uint8) * 2.0 ** (of.BITS - 8)
+            values -= zero.repeat_interleave(of.GROUP, 1)[:, : of.cols]
+        else:
+            values -= 2 ** (of.BITS - 1) if of.ZEROS == 2 else (2**of.BITS - 1) / 2
     if of.SCALE == "row":
         values *= _read(base + of.scale, torch.float32, blocks * 16)[:, None]
     elif of.SCALE == "block":

@@ -149,9 +149,3 @@ def test_unknown_names(tmp_path: Path) -> None:
         load_recipe("qwen3-30b")
     with pytest.raises(InputError, match="cannot be read"):
         load_recipe(str(tmp_path / "absent.yaml"))
-
-
-def test_a_recipe_of_before_names_the_solver() -> None:
-    """`milp` solved what `greedy` does; recipes and work directories that name it go on."""
-    found = parse_recipe("allocation: {average_bits: 3, method: milp}", "r")
-    assert found.allocation == parse_recipe("allocation: {average_bits: 3}", "r").allocation

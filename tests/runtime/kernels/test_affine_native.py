@@ -49,6 +49,8 @@ PACKED = [
     *MIXED,
     *RELEASED,
     *SMALL,
+    *(Version.of(f"w{bits}", 64, symmetric=True) for bits in (8, 4, 3, 2)),
+    Version.of("int4fp16", 32, symmetric=True),
 ]
 
 

@@ -50,6 +50,7 @@ def run(
 
 
 WIDTHS = [Version.of(*w) for w in (("w8", 64), ("w4", 128), ("w3", 32), ("w2", 64), ("w1", 32), ("w1", 128))]
+WIDTHS += [Version.of(name, 64, symmetric=True) for name in ("w4", "w3")]
 MIXED = [Version.of(f"w{b}d{b + 1}").at(1) for b in (4, 3, 2, 1)]
 
 

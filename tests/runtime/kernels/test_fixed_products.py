@@ -34,6 +34,7 @@ def hard(n: int, cols: int) -> torch.Tensor:
 
 
 WHOLE = [Version.of(f"w{b}", size) for b in (8, 4, 3, 2, 1) for size in (128, 64, 32)]
+WHOLE += [Version.of(f"w{b}", 64, symmetric=True) for b in (8, 4, 3, 2)]
 WHOLE += [*(v for v in RELEASED if v.bits == 4 or v.zero == "stored"), *SMALL]  # FP8 codes are multiplied as floats
 
 

@@ -94,13 +94,15 @@ def test_the_kernels_stand_it(level: int) -> None:
     assert trial.trial() == ""
 
 
-@pytest.mark.parametrize(("bits", "group", "last"), [(4, 64, False), (16, 0, True), (36, 32, False), (21, 0, True)])
-def test_a_wrong_form_is_named(bits: int, group: int, last: bool, plant: Plant) -> None:
-    """The fault: one number of one form, for one token or for the last of several."""
+@pytest.mark.parametrize(
+    ("bits", "group", "last", "forms"), [(4, 64, False, 2), (16, 0, True, 1), (36, 32, False, 2), (21, 0, True, 1)]
+)
+def test_a_wrong_form_is_named(bits: int, group: int, last: bool, forms: int, plant: Plant) -> None:
+    """The fault: one number of one form, for one token or for the last of several. Integers may be symmetric too."""
     plant(bits, group, last=last)
     wrong = trial.trial()
     assert f"(form {bits}, groups of {group}): products of bfloat16" in wrong
-    assert wrong.count("(form ") == 1 + native.has_tiles(torch.bfloat16)
+    assert wrong.count("(form ") == forms * (1 + native.has_tiles(torch.bfloat16))
 
 
 @pytest.mark.parametrize(

@@ -259,7 +259,8 @@ def test_the_weights_of_those_that_stay(bundle: Path) -> None:
 
             outs[answer] = _run(LayerCall(module, handles, x, index, kept))
             module._moepack.of.makes_up_for_absent = answer == "yes"
-            assert torch.equal(_run(LayerCall(module, handles, x, given[0][1], weights)), outs[answer])
+            served = _run(LayerCall(module, handles, x, given[0][1], weights))
+            assert torch.allclose(served, outs[answer], rtol=2**-6, atol=2**-8)  # torch rounds BF16 sums by its level
             assert 0 < int(there.sum()) < 16
         model.moepack.close()
     assert not torch.equal(outs["yes"], outs["no"])

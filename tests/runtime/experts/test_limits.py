@@ -169,12 +169,6 @@ def test_without_measurements_integers_have_no_limit_with_avx2(monkeypatch: pyte
     native.use_level()
 
 
-def test_measured_limits_are_candidates() -> None:
-    names = [name.split()[1] for name in backends.DEFAULTS if name.startswith("bfloat16")]
-    limits = {n: autotune.measure_limit(BF16, n, backends.CANDIDATES, torch.get_num_threads()) for n in names}
-    assert set(limits.values()) <= set(backends.CANDIDATES), limits
-
-
 @pytest.mark.parametrize("name", [name.split()[1] for name in backends.DEFAULTS if name.startswith("bfloat16")])
 def test_what_is_multiplied_has_no_denormal_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch takes ten times as long with them: every encoding would seem to gain by its packed bytes."""

@@ -77,13 +77,6 @@ def test_another_machines_table_is_not_used(
     assert len(json.loads(file.read_text())["tables"]) == 3
 
 
-def test_the_file_holds_the_latest_tables_alone(file: Path, asked: list[tuple[str, int]]) -> None:
-    for threads in range(1, 25):
-        backends.direct_limits(BF16, VERSIONS[:1], threads)
-    tables = json.loads(file.read_text())["tables"]
-    assert len(tables) == backends.TABLES + 1 and list(tables)[-1] == backends._machine(24)
-
-
 @pytest.mark.parametrize(
     "spoilt", ["", "[]", "{}", '{"tables": 7}', '{"machine": "a", "limits": {}}', "\x00", '{"tables": {"a": 1}}']
 )

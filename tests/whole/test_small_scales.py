@@ -31,11 +31,10 @@ SMALL = ("w4", "w3d4", "w2", "w1")
 
 @pytest.fixture(scope="module")
 def made(short_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`16` and `8`, and the work directory of the latter; read only."""
+    """`16` and `8`; read only."""
     root = tmp_path_factory.mktemp("scales")
     for bits in (16, 8):
-        recipe = parse_recipe(RECIPE.format(bits=bits), "r")
-        build(short_model, root / str(bits), recipe, [text], work=root / "work" if bits == 8 else None, keep=bits == 8)
+        build(short_model, root / str(bits), parse_recipe(RECIPE.format(bits=bits), "r"), [text])
     return root
 
 

@@ -54,7 +54,7 @@ except OSError:  # not compiled: there was no C compiler
     BEST = 0
 
 # A busy machine is no failure: hypothesis measures neither examples nor how fast they are drawn.
-settings.register_profile("suite", suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -131,26 +131,6 @@ def test_losses_are_of_the_experts_output(stream: StreamedModel) -> None:
     assert nobody.own.groups == 0 and nobody.others.loss.relative > 0
 
 
-def test_moments_are_made_for_a_few_experts_at_a_time(stream: StreamedModel) -> None:
-    """Any bound on moments gives the same codes, and bounds the experts of a batch."""
-    experts = stream.experts(0, range(16))
-    g = torch.Generator().manual_seed(0)
-    chosen = torch.randint(0, 16, (4000, 2), generator=g).to(torch.int32)
-    observation = Observation(torch.randn(4000, 128, generator=g), chosen, torch.rand(4000, 2, generator=g), 100)
-    weights, widths = 128 * 128 + 128 * 64, 5  # of all widths that there are, though one is made
-    one_expert = 4 * 5 * (128 * 128 + 64 * 64) + (4 * 3 + widths) * weights
-    seen: list[int] = []
-    results = []
-    for bound in (one_expert // 2, 3 * one_expert, 1 << 30):
-        settings = Settings("gptq", (Version.of("w1", 64),), batch_bytes=bound)
-        seen += [len(part) for part in expert_batches(experts.layer, settings)]
-        rows = quantised(stream, 0, experts, observation, settings)
-        results.append(torch.stack([r[0].quantised[0].codes[r[0].index] for r in rows]))
-    assert seen == [1] * 16 + [3] * 5 + [1] + [16]
-    # Batched and single factorisations may differ in the last bit, and a sign close to zero with it.
-    assert (results[0] == results[1]).float().mean() > 0.999 and (results[0] == results[2]).float().mean() > 0.999
-
-
 def output(module: Any, x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
     return finish(module, hidden(module, x, weights[0], None), weights[1], None)
 

@@ -11,9 +11,6 @@ from safetensors.torch import load_file, save_file
 from support import RTN
 from transformers import AutoModelForCausalLM
 
-from moepack.calibrate.checkpoint import open_checkpoint
-from moepack.calibrate.logits import divergences, probe
-from moepack.calibrate.stream import StreamedModel
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.safetensors_file import read_header
@@ -58,21 +55,6 @@ def test_the_table_is_what_a_run_by_hand_says(weighed: tuple[Bundle, Path], shor
             want = by_hand(short_model, bundle, name, layer.index, ids)
             assert float(layer.logits[column]) == pytest.approx(want, rel=1e-3, abs=1e-7)
         assert layer.logits[3] > layer.logits[2] > 4 * layer.logits[1] > 0
-
-
-def test_exact_values_move_nothing(short_model: Path) -> None:
-    stream = StreamedModel(open_checkpoint(short_model))
-    ids = torch.randint(1, 4000, (2, 16), generator=torch.Generator().manual_seed(0))
-
-    def own(layer: int, _: int) -> list[torch.Tensor]:
-        return [w.float() for w in StreamedModel(stream.checkpoint).experts(layer, range(16)).weights]
-
-    assert all(found == [0.0] for found in divergences(stream, ids, 1, own).values())
-
-
-def test_probe_takes_beginnings_of_evenly_spaced_windows() -> None:
-    ids = torch.arange(31 * 200).reshape(31, 200)
-    assert torch.equal(probe(ids), ids[::2, :128]) and torch.equal(probe(ids[:3, :7]), ids[:3, :7])
 
 
 def test_the_allocation_is_by_losses_as_far_as_they_reach(weighed: tuple[Bundle, Path]) -> None:

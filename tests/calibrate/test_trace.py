@@ -14,7 +14,7 @@ from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.dense import dense_matrices, watch_part
 from moepack.calibrate.forward import CalibrationPass
 from moepack.calibrate.stream import StreamedModel
-from moepack.calibrate.trace import Passed, Program, Recording, Ref, ReturnsMore, Store, Unsupported, same
+from moepack.calibrate.trace import Recording, ReturnsMore, Unsupported
 from moepack.pack.errors import InputError
 
 sys.path.insert(0, str(ROOT))
@@ -84,41 +84,6 @@ def test_layers_that_run_twice_are_refused(demo_model: Path, tmp_path: Path) -> 
         a_pass(tmp_path / "checkpoint")
 
 
-def test_steps_and_how_long_values_are_needed() -> None:
-    """Layer 1 reads what layer 0 returned second; an operation joins the outputs of both for layer 2."""
-    x, recording = torch.ones(1, 2, 3), Recording(2)
-    shared: dict[str, tuple[Tensor, ...]] = {}
-    a, beside = recording.layer(0, x, (), {"shared": shared})
-    b, _ = recording.layer(1, a, (beside,), {"shared": shared, "mask": x})
-    both = torch.cat([a, b], dim=-1)
-    recording.layer(2, b.to(torch.float32), (), {"both": both, "shared": shared})
-    program = Program(recording)
-    assert [step.layer for step in program.steps] == [0, 1, None, None, 2]
-    assert recording.arguments[0] == {0: None, "shared": Store(0)} and recording.arguments[1][1] == Ref(1)
-    assert program.hidden == [-1, 0, 5] and program.between(1) == range(2, 4) and program.between(2) == range(0)
-    values = dict.fromkeys(range(8), x)
-    assert list(program.needed(values, 0)) == [0, 1, 2, 4] and list(program.needed(values, 1)) == [4]
-    assert program.same_as(recording) and not program.same_as(other())
-    passed = Passed()
-    passed.values = {0: 2 * x, 2: 3 * x}
-    args, _ = passed.resolve(recording.arguments[2], passed.values, torch.device("cpu"))
-    assert torch.equal(args[0][0], 2 * x) and torch.equal(args[0][1], 3 * x)
-    given, stores = passed.resolve(recording.arguments[0], {}, torch.device("cpu"))
-    given["shared"]["rope"] = (x, 2 * x)
-    passed.fill(stores)
-    again = Passed()
-    for name, tensor in sorted(passed.named().items()):
-        again.put(name, tensor)
-    assert again.values.keys() == {0, 2} and torch.equal(again.stores[0]["rope"][1], 2 * x)
-
-
-def other() -> Recording:
-    recording = Recording(2)
-    a, _ = recording.layer(0, torch.ones(1, 2, 3), (), {})
-    torch.cat([a, a])
-    return recording
-
-
 def test_what_is_not_replayed() -> None:
     x, one = torch.ones(1, 2, 3), Recording(1)
     out = one.layer(0, x, (), {})
@@ -135,10 +100,3 @@ def test_what_is_not_replayed() -> None:
         one.layer(1, x, (), {})
     with pytest.raises(Unsupported, match="more than once"):
         Recording(1).layer(1, x, (), {})
-
-
-def test_arguments_of_batches_are_compared() -> None:
-    x = torch.ones(2)
-    assert same((x, {"a": x}), (x.clone(), {"a": x.clone()}), torch.equal)
-    for a, b in (((x,), (x, x)), ({"a": x}, {"b": x}), (Ref(1), Ref(2)), (Ref(1), None), (x, None), (x, 2 * x)):
-        assert not same(a, b, torch.equal), (a, b)

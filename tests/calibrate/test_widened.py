@@ -71,29 +71,6 @@ def test_products_of_eager_attention(lead: tuple[int, ...], taken: list[int]) ->
 
 
 @pytest.mark.parametrize(
-    ("x", "y"),
-    [((2, 1, 140, 16), (1, 3, 16, 20)), ((8, 64, 16), (8, 16, 20)), ((140, 0), (0, 20)), ((140, 16), (16, 0)),
-     ((3, 140, 16), (16, 20))],
-)  # fmt: skip
-def test_products_that_would_gain_nothing_are_torch_s(x: tuple[int, ...], y: tuple[int, ...], taken: list[int]) -> None:
-    """Of broadcast axes, of many matrices with few rows each, of nothing."""
-    one, other = drawn(*x), drawn(*y)
-    with room.widened(CPU, torch.bfloat16):
-        close(torch.matmul(one, other), one.double() @ other.double())
-    assert not taken
-
-
-def test_what_torch_refuses_is_refused() -> None:
-    with room.widened(CPU, torch.bfloat16):
-        for x, y in (((1, 140, 16), (2, 16, 20)), ((2, 140, 16), (2, 15, 20))):
-            with pytest.raises(RuntimeError):
-                torch.bmm(drawn(*x), drawn(*y))
-        for weight, bias in ((drawn(20, 16), torch.zeros(20)), (drawn(20, 15), None)):
-            with pytest.raises(RuntimeError):
-                torch.nn.functional.linear(drawn(140, 16), weight, bias)
-
-
-@pytest.mark.parametrize(
     ("dtype", "supported", "taken_over"),
     [(torch.bfloat16, False, True), (torch.bfloat16, True, False), (torch.float32, False, False)],
 )

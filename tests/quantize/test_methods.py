@@ -54,13 +54,6 @@ def test_numbers_are_part_of_the_bytes() -> None:
     assert methods.named() == ("gptq", "hqq", "rtn", "gptqmodel")
 
 
-def test_entries_refer_to_entries() -> None:
-    for entry in methods.METHODS:
-        assert methods.get(entry.name) is entry, "names are unique"
-        assert entry.one_bit is None or not methods.get(entry.one_bit).named
-        assert not any(methods.get(name).needs_moments for name in entry.fallbacks)
-
-
 def test_what_makes_a_version_and_what_may_replace_it() -> None:
     one, two = Version.of("w1", 64), Version.of("w2", 64)
     assert [method_for(m, one).name for m in ("gptq", "gptqmodel", "hqq", "rtn")] == ["sign", "sign", "hqq", "rtn"]

@@ -208,34 +208,6 @@ def test_replays_are_the_steps(bundles: Any, gpu: StandIn, policy: str, monkeypa
     assert made[0].replays == PASSES - decode_graph.WARM
 
 
-def test_a_graph_of_resident_experts_decodes_those_that_left(
-    bundles: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Captured when nothing was to be decoded; a cache takes memory of some experts, and replays still find them."""
-    made: list[Any] = []
-    monkeypatch.setenv(graphs.VARIABLE, "on")
-    monkeypatch.setattr(
-        graphs, "capture", lambda run, device, beside: made.append(fake_graph.capture(run, device)) or made[-1]
-    )
-    served = Served(bundles(2), WHOLE)
-    wrapper, other, live = served.model._moepack_wrapper, served.filled(), served.model.moepack.manager
-    wait_for(lambda: at(served.model, "bf16") == 16, lambda: served._round(time.monotonic()))
-    captures = wrapper.graphs
-    for seed in range(PASSES):
-        if seed == decode_graph.WARM + 1:
-            assert made
-            live.grow_kv(live.tracker.free + 5 * live.plan.sizes[0][0])
-            wait_for(lambda: not live.transitions.kv_asked, lambda: served._round(time.monotonic()))
-            assert 0 < at(served.model, "bf16@packed-pinned") < 16
-        outs = []
-        for wrapper.graphs, cache in ((None, other), (captures, served.cache)):
-            gpu.gpu.finish()
-            live.paging._slots.zero_()
-            outs.append(served.run(ids(seed, 1), cache))
-        assert torch.equal(*outs), seed
-    assert len(made) == 1 and made[0].replays == PASSES - decode_graph.WARM
-
-
 def test_replays_of_the_servers_passes(bundles: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sequences of other lengths, one of which gets other memory meanwhile, and one of them alone.
 
@@ -303,24 +275,6 @@ def test_replays_of_the_servers_passes(bundles: Any, gpu: StandIn, monkeypatch: 
     with torch.no_grad():
         want = served.model(torch.tensor([[*prompts[0], 5]])).logits[0, -1:]
     torch.testing.assert_close(made_by_graph, want, rtol=1e-4, atol=1e-5)
-
-
-def test_graphs_go_with_their_caches(bundles: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each cache dies with its last user, so a budget has room for the next."""
-    monkeypatch.setenv(graphs.VARIABLE, "on")
-    monkeypatch.setattr(decode_graph, "WARM", 0)
-    monkeypatch.setattr(graphs, "capture", lambda run, device, beside: fake_graph.capture(run, device))
-    served, made = Served(bundles(2), "static:w4"), []
-    captured = served.model._moepack_wrapper.graphs._made
-    for _ in range(3):
-        cache = served.filled()
-        made.append(weakref.ref(cache))
-        assert len(captured) == 0
-        served.run(ids(1, 1), cache)
-        assert len(captured) == 1
-        del cache
-        gc.collect()
-    assert [ref() for ref in made] == [None] * 3
 
 
 def test_what_is_not_captured(bundles: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,18 +16,14 @@ from transformers.quantizers.base import HfQuantizer
 
 import moepack
 from benchmarks import resources
-from moepack.generation import generate
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import Matrix, Version
-from moepack.reports.evaluate import evaluate
 from moepack.runtime.attach import load_map
 from moepack.runtime.kernels.reference import dequantise
-from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.plugin import MoepackQuantizer
 from moepack.runtime.policies.registry import parse_policy
 from moepack.runtime.policies.static import static_map
-from moepack.server.options import Sampling
 
 
 @pytest.mark.parametrize("version", ["bf16", "w4", "w3", "w2", "w1"])
@@ -72,17 +68,6 @@ def test_mixed_versions_in_one_layer(bundle: Path, demo_model: Path, tmp_path: P
     with torch.inference_mode():
         want, got = plain(ids).logits, ours(ids).logits
     assert float((want - got).norm() / want.norm()) < 1e-5
-
-
-def test_forward_is_deterministic_and_takes_any_batch(bundle: Path) -> None:
-    model = moepack.load(bundle, dtype=torch.float32, policy="static:w3")
-    ids = torch.randint(1, 4000, (3, 20), generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        first = model(ids).logits
-        assert torch.equal(first, model(ids).logits)
-        for i in range(3):
-            assert torch.allclose(model(ids[i : i + 1]).logits, first[i : i + 1], atol=1e-4)
-        assert model(ids[:1, :1]).logits.shape == (1, 1, 4096)
 
 
 def test_sentinel_indices_add_nothing(bundle: Path) -> None:
@@ -201,16 +186,6 @@ def test_without_moepack_nothing_is_served(bundle: Path) -> None:
     )
 
 
-def test_a_loaded_bundle_is_not_saved_or_moved(bundle: Path, tmp_path: Path) -> None:
-    model = moepack.load(bundle)
-    with pytest.raises(InputError, match="not saved as a checkpoint"):
-        model.save_pretrained(tmp_path / "x")
-    with pytest.raises(InputError, match="does not move"):
-        model.model.layers[0].mlp.experts(
-            torch.zeros(1, 128, device="meta"), torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2)
-        )
-
-
 def test_load_says_what_is_wrong(tmp_path: Path, demo_model: Path, bundle: Path) -> None:
     for path, word in (
         (demo_model, "not a bundle"),
@@ -224,38 +199,6 @@ def test_load_says_what_is_wrong(tmp_path: Path, demo_model: Path, bundle: Path)
 
 
 # --- evaluation
-
-
-def test_lossless_perplexity_is_the_checkpoints(bundle: Path, demo_model: Path, evaluation: Path) -> None:
-    for dtype in ("float32", "bfloat16"):
-        plain = evaluate(demo_model, [str(evaluation)], LoadOptions(dtype=dtype), length=128, samples=24)
-        ours = evaluate(bundle, [str(evaluation)], LoadOptions(dtype=dtype), length=128, samples=24)
-        assert ours.tokens == plain.tokens == 24 * 127
-        assert ours.perplexity == pytest.approx(plain.perplexity, rel=1e-3 if dtype == "float32" else 5e-3)
-        assert plain.policy is None and ours.policy == "static"
-
-
-def test_perplexity_is_the_definition(demo_model: Path, evaluation: Path) -> None:
-    import math
-
-    from transformers import AutoModelForCausalLM
-
-    from moepack.calibrate.text.windows import load_tokenizer, windows
-
-    score = evaluate(demo_model, [str(evaluation)], LoadOptions(dtype="float32"), length=64, samples=3)
-    ids = windows(str(evaluation), load_tokenizer(demo_model), 64, 3)
-    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
-    with torch.inference_mode():
-        losses = [float(model(w[None], labels=w[None]).loss) for w in ids]
-    assert score.perplexity == pytest.approx(math.exp(sum(losses) / 3), rel=1e-5)
-    assert score.files[0].perplexity == score.perplexity
-
-
-def test_generation_is_transformers_own(bundle: Path, demo_model: Path) -> None:
-    texts = [generate(path, "The history of", max_new_tokens=12) for path in (bundle, demo_model)]
-    assert texts[0] == texts[1] and len(texts[0]) > 10
-    sampled = {generate(bundle, "The", sampling=Sampling(1.0, seed=s), max_new_tokens=8) for s in (0, 0, 1)}
-    assert len(sampled) == 2
 
 
 def test_a_process_that_does_not_close_its_model_waits_for_its_threads(bundle: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from gpu_stand_in import install
 from native_checkpoints import IDS, logits, released, small
-from served import ask, ask_at_once
+from served import ask
 from support import damage
 
 import moepack
@@ -24,7 +24,6 @@ from moepack.pack.reader import open_bundle
 from moepack.pack.spec import Version
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
-from moepack.pipeline.shrink import shrink
 from moepack.reports.evaluate import evaluate
 from moepack.reports.plan import plan
 from moepack.runtime.planning.exceeded import TooSmallError
@@ -147,36 +146,6 @@ def test_every_policy_by_every_way(kind: str, policy: str, native: Make, evaluat
     with opened(command, options_of(command)) as server:
         answer = ask(server, {"model": bundle.name, "prompt": prompt, "max_tokens": 5, "temperature": 0})
     assert answer["choices"][0]["text"] == told[0] == told[1]
-
-
-def test_clients_at_once(native: Make) -> None:
-    """Batches of them, while experts come and go, give each what it gets alone."""
-    bundle = native("fp8 blocks")
-    prompts = ["The town", "A river ran", "In the morning", "Once"]
-    asked = LoadOptions(policy="paged:alpha=0.5", device_memory=AMPLE, dtype="float32", kv_tokens=256)
-    alone = [generate(bundle, p, LoadOptions(dtype="float32"), max_new_tokens=8) for p in prompts]
-    command = Serve(str(bundle), asked, step_tokens=32)
-    with opened(command, options_of(command)) as server:
-        bodies = [{"model": bundle.name, "max_tokens": 8, "temperature": 0, "prompt": p} for p in prompts * 3]
-        answers = ask_at_once(server, bodies)
-    assert [a["choices"][0]["text"] for a in answers] == alone * 3
-
-
-def test_lower_versions_are_compared_with_the_checkpoints_own(native: Make, evaluation: Path, tmp_path: Path) -> None:
-    bundle = native("gptq")
-    found = evaluate(bundle, [str(evaluation)], LoadOptions(policy="static:w2"), length=64, samples=2, kl=True)
-    assert found.kl is not None and found.kl > 0.005
-    shrink(bundle, tmp_path / "w2", versions=["w2"])
-    with pytest.raises(InputError, match=r"w2: has no lossless version to compare with: here are w2$"):
-        evaluate(tmp_path / "w2", [str(evaluation)], length=64, samples=2, kl=True)
-    with pytest.raises(InputError, match=r"w2: has no lossless version to page: here are w2$"):
-        moepack.load(tmp_path / "w2", policy="paged", device_memory=AMPLE)
-
-
-def test_a_version_that_saves_no_bits_is_refused(native: Make, text: Path, tmp_path: Path) -> None:
-    recipe = parse_recipe(RECIPE.replace("w3, w2]", "w4]"), "native")
-    with pytest.raises(InputError, match="versions: w4 saves no bits over the checkpoint's own mxfp4: leave it out"):
-        build(native("deepseek mxfp4").with_name("checkpoint"), tmp_path / "bundle", recipe, [text])
 
 
 def test_damage_is_named_and_not_served(native: Make, tmp_path: Path) -> None:

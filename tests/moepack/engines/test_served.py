@@ -17,7 +17,7 @@ import pytest
 import torch
 from live_models import FAST, ROOM
 from safetensors import safe_open
-from support import PATIENCE, ROOT, at_once, ids, python
+from support import PATIENCE, ROOT, at_once, damage, flip, ids, python
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import moepack
@@ -155,24 +155,16 @@ def test_tensors_left_behind_are_found(bundle: Path) -> None:
         served.module(0, CPU, torch.bfloat16)
 
 
-def test_a_damaged_dense_file_is_found(damaged: Path) -> None:
-    file = damaged / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(BundleError, match="digest"):
-        list(ServedBundle(damaged, {}).tensors())
-
-
-def test_a_damaged_expert_is_found(damaged: Path) -> None:
-    file = damaged / "experts" / "w4" / "layer-000.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-4096] ^= 1
-    file.write_bytes(data)
+def test_damage_is_found(damaged: Path) -> None:
+    """The fault: bytes that match no digest, served by an engine because it reads files in a way of its own."""
+    damage(damaged, "w4", 0, [15])
     served = ServedBundle(damaged, {"policy": "static:w4"})
     list(served.tensors())
     with pytest.raises(BundleError, match="digest"):
         served.module(0, CPU, torch.bfloat16)
+    flip(damaged / "model.safetensors", -1)
+    with pytest.raises(BundleError, match="digest"):
+        list(ServedBundle(damaged, {}).tensors())
 
 
 @pytest.mark.parametrize(

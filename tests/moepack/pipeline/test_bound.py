@@ -29,7 +29,6 @@ from moepack.pipeline import artifacts, bound, start
 from moepack.pipeline import build as pipeline
 from moepack.pipeline.bound import MAPPED, MIB, BuildNeeds, MemoryPlan, peak, place, steps
 from moepack.pipeline.dryrun.estimate import estimate
-from moepack.pipeline.executors import local as local_executor
 from moepack.pipeline.needs import needs_of
 from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.work import WorkDirectory
@@ -156,23 +155,6 @@ def test_experts_that_are_read_with_dense_tensors_count(demo_model: Path, monkey
     assert (alone.layer_on_disk, together.experts) == (0, model.file_bytes(0)), "which can go to disk"
 
 
-def test_pieces_of_each_kind_count_with_as_many_as_are_made_at_once() -> None:
-    """By hand, in MiB: beside 1,010, three batches take 450, eight slices of 40 take 320, and of 60 480."""
-    needs = replace(NEEDS, batches=((3, 150 * MIB), (1, 200 * MIB)), row_shards=((8, 40 * MIB),))
-    wide = replace(needs, row_shards=((2, 200 * MIB), (8, 60 * MIB)))
-    quantising = [
-        sum(steps(each, place(each, 1, None))["quantise"].values()) // MIB
-        for each in (needs, wide, replace(wide, batches=NEEDS.batches))
-    ]
-    assert quantising == [1460, 1490, 1490]
-    on_disk = MAPPED // MIB  # pieces have what is left of the bound beside 210 and what is mapped
-    for room, batches, slices in ((660, 3, 8), (659, 2, 8), (509, 1, 7)):
-        how = place(needs, 1, (room + 2 * on_disk) * MIB)
-        assert how == MemoryPlan(1, True, True, batches, slices)
-    small = replace(needs, batches=((3, 30 * MIB),))
-    assert place(small, 1, (490 + 2 * on_disk) * MIB) == MemoryPlan(1, True, True, 3, 7)
-
-
 @settings(deadline=None)  # a search through a hundred placements
 @given(st.lists(st.integers(0, 900), min_size=8, max_size=8), st.integers(1, 3), st.integers(1, 9))
 def test_more_memory_is_never_worse(sizes: list[int], at_once: int, windows: int) -> None:
@@ -210,35 +192,6 @@ def test_what_is_converted_counts_only_where_it_is(demo_model: Path, monkeypatch
     layer, outside = model.part_bytes(0), model.part_bytes(None)
     found = [(n.outside, n.layer, n.waiting) for n in asked]
     assert found == [(3 * outside, 3 * layer, layer), (0, layer, layer)]
-
-
-def test_a_bound_counts_pieces_that_available_memory_does_not_hold_now(
-    demo_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Other programs may give it back, and it takes no more than a thread for each of them."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    model, recipe = StreamedModel(open_checkpoint(demo_model)), replace(RECIPE, dense=("w4",))
-    _, parts = start.named(model, recipe)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
-    for bounded, least in ((False, 1), (True, 3)):
-        found = needs_of(model, recipe, 4, 64, parts, 0, bounded)
-        pieces = [*found.batches, *found.row_shards]
-        assert max(n for n, _ in pieces) == least, pieces
-
-
-def test_one_limit_for_each_kind_of_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that another program gave back since does not make more than were counted."""
-    seen: list[tuple[list[int], int]] = []
-    monkeypatch.setattr(local_executor, "workers", lambda device, need: 64)
-    monkeypatch.setattr(local_executor, "_at_once", lambda one, items, most, advance: seen.append((items, most)))
-    monkeypatch.setattr(local_executor, "write_layer", lambda work: {})
-    monkeypatch.setattr(local_executor, "RowShardTask", int)
-    work: Any = SimpleNamespace(tasks=[1, "experts"], missing=[0, 1], memory=lambda i: 1, part=0)
-    for how in (MemoryPlan(1, batches=2, row_shards=5), MemoryPlan(1)):
-        local = local_executor.Local()
-        local.begin(None, Path(), torch.device("cpu"), how)  # type: ignore[arg-type]
-        local.submit(work, None, lambda done: None)  # type: ignore[arg-type]
-    assert seen == [([0], 5), ([1], 2), ([0], 64), ([1], 64)]
 
 
 def test_bytes_do_not_depend_on_where_activations_lie(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import RTN, Notes, cli, ok, refused, spy, tree
+from support import RTN, Notes, cli, refused, spy, tree
 
 import moepack
 from moepack.calibrate.forward import CalibrationPass
@@ -208,14 +208,6 @@ SIZES = """
 quantize: {method: rtn, group_size: {w4: 128, w2: 32}, loss_tokens: 64}
 calibration: {samples: 4, length: 64, batch_size: 2}
 """
-
-
-def test_a_dry_run_on_the_command_line(demo_model: Path, text: Path, tmp_path: Path) -> None:
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text(SIZES)
-    out = ok(cli("build", demo_model, "-o", tmp_path / "b", "-r", recipe, "-c", text, "--dry-run", "--json", "-q"))
-    assert set(json.loads(out)["versions"]) == {"bf16", "w4", "w3", "w2", "w1"}
-    assert not (tmp_path / "b").exists()
 
 
 def test_a_dry_run_refuses_what_a_build_refuses(demo_model: Path, text: Path, tmp_path: Path) -> None:

@@ -167,17 +167,6 @@ def test_a_part_is_gone_on_with_where_it_stopped(
         pipeline.build(checkpoint, tmp_path / "c", RECIPES, [text], work=work)
 
 
-def test_what_was_calibrated_without_is_not_mixed(checkpoint: Path, text: Path, tmp_path: Path) -> None:
-    plain = parse_recipe(RECIPE.replace("dense: [w8, w4]", ""), "plain")
-    pipeline.calibrate(checkpoint, tmp_path / "work", plain, [text])
-    recipe = tmp_path / "dense.yaml"
-    recipe.write_text(RECIPE)
-    with pytest.raises(InputError, match="was calibrated without dense"):
-        pipeline.quantize(tmp_path / "work", str(recipe), fresh=True)
-    with pytest.raises(InputError, match="another dense"):
-        pipeline.build(checkpoint, tmp_path / "b", RECIPES, [text], work=tmp_path / "work")
-
-
 def test_slices_of_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A matrix in slices: rows that are no whole slices or blocks, a bias, the same bytes as in one piece."""
 

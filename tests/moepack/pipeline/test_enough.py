@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from support import Notes, tree
 from tiny_models import save_tiny
@@ -25,27 +23,6 @@ versions: [w4]
 quantize: {method: rtn, loss_tokens: 64}
 calibration: {samples: %d, length: 32, batch_size: 4%s}
 """
-
-
-def test_windows_until_by_hand_and_by_counting() -> None:
-    # Two windows of two tokens, top-1, three experts; the second window has the first turn.
-    chosen = torch.tensor([[0], [1], [2], [2]], dtype=torch.int32)
-    turns = torch.tensor([1, 0])
-    assert enough.windows_until(chosen[:, :], 2, 3, turns, 0) == (1, 0)
-    assert enough.windows_until(chosen, 2, 3, turns, 1) == (2, 0)
-    assert enough.windows_until(chosen, 2, 3, turns, 2) == (2, 2)
-    chance = random.Random(0)
-    for _ in range(50):
-        windows, length, experts, until = (chance.randint(1, n) for n in (9, 6, 4, 9))
-        tokens = torch.tensor([chance.sample(range(experts), min(2, experts)) for _ in range(windows * length)])
-        turns = torch.tensor(chance.sample(range(windows), windows))
-        wanted, short = windows, 0
-        for count in range(windows, 0, -1):
-            kept = (turns < count).repeat_interleave(length)
-            few = sum(int((tokens[kept] == e).sum()) < until for e in range(experts))
-            short = few if count == windows else short
-            wanted = count if not few else wanted
-        assert enough.windows_until(tokens.int(), windows, experts, turns, until) == (wanted, short)
 
 
 def test_windows_are_added_until_they_suffice(

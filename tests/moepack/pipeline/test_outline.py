@@ -10,18 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hub_stand_in import Hub, point, serve
-from support import ROOT, cli, ok, refused
+from support import ROOT
 
 from moepack.calibrate.outline import open_outline
-from moepack.calibrate.released.announced import announced_version
 from moepack.pack.errors import InputError
-from moepack.pack.spec import Version, encoding_of
+from moepack.pack.spec import encoding_of
 from moepack.pipeline.build import build
-from moepack.pipeline.dryrun.ahead import sample
 from moepack.pipeline.dryrun.estimate import estimate
-from moepack.pipeline.recipe import load_recipe, parse_recipe, with_native
+from moepack.pipeline.recipe import load_recipe, parse_recipe
 
 CONFIGS = ROOT / "examples" / "configs"
 # Layers, experts, hidden size, expert size, native version, bits of a weight in it, parameters in all (of the model
@@ -97,14 +94,6 @@ def test_an_index_says_the_checkpoints_bytes(tmp_path: Path) -> None:
         estimate(tmp_path / "m", tmp_path / "b", recipe)
 
 
-def test_a_directory_of_a_configuration_on_the_command_line(tmp_path: Path) -> None:
-    said = ok(
-        cli("build", CONFIGS / "qwen3.6-35b-a3b", "-o", tmp_path / "b", "-r", "qwen3.6-35b-a3b", "--dry-run", "-q")
-    )
-    assert "config.json alone" in said and "about" in said and not (tmp_path / "b").exists()
-    refused(cli("build", CONFIGS / "qwen3.6-35b-a3b", "-o", tmp_path / "b", "-q"), "has neither", "--dry-run")
-
-
 def test_shapes_agree_with_the_weights(demo_model: Path, text: Path, tmp_path: Path) -> None:
     """Of one model, with its weights and without: the same exact bytes, activations and tasks."""
     (tmp_path / "only").mkdir()
@@ -165,28 +154,6 @@ def pack(bits: int, group: int | None, **more: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
 
 
-def test_the_native_version_follows_from_the_configuration() -> None:
-    def of(quantization: Any, **more: Any) -> str:
-        version = announced_version("x", {"quantization_config": quantization, **more})
-        return f"{version.name} {version.group_size}"
-
-    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    assert of(None) == "bf16 0" and of({"quant_method": "mxfp4"}) == "mxfp4 32"
-    assert of(fp8) == "fp8 128" and of(fp8, expert_dtype="fp4") == of({**fp8, "expert_dtype": "fp4"}) == "mxfp4 32"
-    assert of({**fp8, "weight_block_size": [32, 32]}) == "fp8 32" and of({"quant_method": "fp8"}) == "fp8row 0"
-    assert of({**fp8, "weight_block_size": [1, 32]}) == of({"quant_method": "mxfp8"}) == "mxfp8 32"
-    assert of(pack(4, 32)) == "int4 32" and of(pack(8, 128)) == "int8 128"
-    assert of({**pack(4, 16, type="float"), "format": "nvfp4-pack-quantized"}) == "nvfp4 16"
-    floats = {"type": "float", "block_structure": [128, 128]}
-    by_row, by_block = (pack(8, None, strategy=strategy, **floats) for strategy in ("channel", "block"))
-    assert of({**by_row, "format": "float-quantized"}) == "fp8row 0"
-    assert of({**by_block, "format": "float-quantized"}) == "fp8 128"
-    assert of({"quant_method": "modelopt", "quant_algo": "NVFP4"}) == "nvfp4 16"
-    assert of({"quant_method": "gptq", "bits": 4, "group_size": 128}) == "int4fp16 128"
-    assert of({"quant_method": "awq", "bits": 4, "group_size": 64}) == "int4fp16 64"
-    assert announced_version("x", {"text_config": {"quantization_config": pack(4, 32)}}).name == "int4"
-
-
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
@@ -205,32 +172,6 @@ def test_a_quantisation_without_a_version_is_refused(quantization: Any, message:
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
     with pytest.raises(InputError, match=message):
         open_outline(tmp_path)
-
-
-def test_native_becomes_a_version_with_the_checkpoints_groups() -> None:
-    recipe = parse_recipe("{versions: [native, w3, w2], quantize: {group_size: 64}}", "t")
-    known = with_native(recipe, Version.of("int4", 32))
-    assert [(v.name, v.group_size) for v in known.version_specs()] == [("int4", 32), ("w3", 64), ("w2", 64)]
-    assert with_native(parse_recipe("versions: [bf16, native]", "t"), Version.of("bf16")).versions == ("bf16",)
-    plain = parse_recipe("versions: [w3]", "t")
-    assert with_native(plain, Version.of("mxfp4", 32)) is plain
-
-
-def test_entropy_coded_bytes_of_gaussian_values() -> None:
-    """Sign and mantissa as they are, exponents at their entropy: sum over n of P(2^n <= |x| < 2^(n+1))."""
-    edges = torch.special.erf(torch.ldexp(torch.ones(60, dtype=torch.float64), torch.arange(-40, 20)) / 2**0.5)
-    p = (edges[1:] - edges[:-1]).clamp_min(1e-30)
-    entropy = float(-(p * p.log2()).sum())
-    bits, seconds = sample(Version.of("bf16"), 4096)
-    assert 8 + entropy <= bits <= 8 + entropy + 0.2 and 0 < seconds < 1e-6
-    for name, group, scales in (
-        ("fp8", 128, 32 / 2048),
-        ("fp8", 32, 32 / 512),
-        ("fp8row", 0, 0.01),
-        ("mxfp8", 32, 0.25),
-    ):
-        found = sample(Version.of(name, group), 2880)[0] - scales
-        assert 6.55 < found < 6.8, "four bits and the exponents' entropy, 2.55 to 2.65"
 
 
 def test_versions_that_save_nothing_are_refused(tmp_path: Path) -> None:

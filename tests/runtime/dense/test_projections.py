@@ -120,14 +120,6 @@ def test_code_that_computes_with_its_layers_number(monkeypatch: pytest.MonkeyPat
         assert torch.equal(got, wanted)
 
 
-def test_layers_that_differ_in_weights_alone_share_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """48 layers of one kind cost one trial: 48 would cost seconds."""
-    tried, trial = [], projections._trial
-    monkeypatch.setattr(projections, "_trial", lambda *given: tried.append(given[0].layer_idx) or trial(*given))
-    assert served("qwen3_moe", projections=True, num_hidden_layers=5).changed == {"Qwen3MoeAttention": 5}
-    assert tried == [0]
-
-
 def test_weights_of_zeros_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeros are the same by whichever angles: a first layer of such weights let the kernel have all the others."""
     model = served("qwen3_moe", projections=False, num_hidden_layers=3)

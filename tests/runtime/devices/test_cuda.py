@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda import READS_ONLY, REGISTERS, FakeCudart, FakeGpu
-from live_models import check_exact, wait_for
+from live_models import wait_for
 from released_values import gaussian_released
 from support import PATIENCE, at_once, damage
 
@@ -327,41 +327,6 @@ def test_marks(bundle: Path, benches: Callable[..., Bench]) -> None:
     bench = benches(bundle)
     mark = bench.device.mark()
     assert not mark.done() and not mark.done() and mark.done()
-
-
-def test_serving_over_it(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model served in a budget: experts are promoted while host memory fills, and are the bundle's to the bit."""
-    import moepack
-    from moepack.runtime.devices.cpu import CpuMemory
-    from moepack.runtime.residency import opening
-
-    cuda = FakeCudart(WAYS["registered"])
-    gpu = FakeGpu(cuda)
-
-    def device(
-        where: Any, store: Any, plan: Any, buffers: int, on_event: Any, limit: int | None, *_: Any
-    ) -> CudaDevice:
-        host = HostStore(store, ["bf16", "w2"], Cudart(0, cuda), limit or 0, piece=200_000)
-        largest = max(max(row) for row in plan.sizes)
-        made = CudaDevice(largest, where, on_event, staging=plan.staging, slots=buffers, host=host, gpu=gpu)
-        monkeypatch.setattr(made, "memory", CpuMemory)  # the model is on a CPU, whose pools give blocks back
-        return made
-
-    monkeypatch.setattr(opening, "open_device", device)
-    policy = "hotness:lo=w2,between=no,interval=0.02,rate=0,margin=0,slack=0"
-    model = moepack.load(bundle, policy=policy, device_memory=12_000_000, host_memory=1 << 30)
-    live = model.moepack.manager
-    wait_for(lambda: not live.device.host()["filling"], model)
-    assert live.device.host()["mode"] == "registered" and live.device.host()["file_bytes"] == 0
-    keys = list(live.residency.entries)
-    for wanted in (keys[:20], keys[30:50]):
-        live.transitions.want(dict.fromkeys(wanted, 0))
-        live.round(time.monotonic())
-        time.sleep(0.3)
-    before = model.moepack.counters()
-    model.moepack.close()
-    assert check_exact(model, bundle) > 10 and before["transition_failures"] == 0 and not gpu.wrong
-    assert not cuda.registered and live.tracker.peak <= 12_000_000
 
 
 # --- a GPU

@@ -147,26 +147,6 @@ def test_the_bits_are_those_of_one_call(
     assert outs[0].dtype == dtype and torch.equal(*outs)
 
 
-@pytest.mark.skipif(not NATIVE, reason="the kernels were not compiled")
-def test_the_bits_are_the_same_at_every_level_and_on_several_threads() -> None:
-    """Of instruction sets, and of threads: an expert's rows do not depend on what else is in the call."""
-    from moepack.runtime.kernels import affine_native as native
-
-    before = native.level
-    try:
-        for level in range(len(native.levels())):
-            native.use_level(level)
-            for dtype, tokens, threads in ((torch.float32, 100, 3), (torch.bfloat16, 300, 2), (torch.bfloat16, 2, 3)):
-                x, index, gates = routed(tokens, 3, dtype, level)
-                places = [Where.HOST if e % 3 else Where.DEVICE for e in range(EXPERTS)]
-                one = experts_forward(layer_of([Where.DEVICE] * EXPERTS, None), x, index, gates)
-                tier = HostTier(threads)
-                assert torch.equal(one, experts_forward(layer_of(places, tier), x, index, gates))
-                tier.close()
-    finally:
-        native.use_level(before)
-
-
 def test_bytes_are_counted_and_the_rate_holds() -> None:
     """What a call reads of host experts takes bytes / rate at the least: those that are active, each once."""
     places = [Where.HOST] * 4 + [Where.DEVICE] * 4

@@ -77,13 +77,6 @@ def test_another_machines_table_is_not_used(
     assert len(json.loads(file.read_text())["tables"]) == 3
 
 
-def test_the_file_holds_the_latest_tables_alone(file: Path, asked: list[tuple[str, int]]) -> None:
-    for threads in range(1, 25):
-        backends.direct_limits(BF16, VERSIONS[:1], threads)
-    tables = json.loads(file.read_text())["tables"]
-    assert len(tables) == backends.TABLES + 1 and list(tables)[-1] == backends._machine(24)
-
-
 @pytest.mark.parametrize(
     "spoilt", ["", "[]", "{}", '{"tables": 7}', '{"machine": "a", "limits": {}}', "\x00", '{"tables": {"a": 1}}']
 )
@@ -167,12 +160,6 @@ def test_without_measurements_integers_have_no_limit_with_avx2(monkeypatch: pyte
         assert (rows["cpu, bfloat16", "w4"] == "any") == (level == "avx2")
         assert rows["cpu, bfloat16", "bf16"] != "any" and rows["cpu, float32", "w4"] != "any"
     native.use_level()
-
-
-def test_measured_limits_are_candidates() -> None:
-    names = [name.split()[1] for name in backends.DEFAULTS if name.startswith("bfloat16")]
-    limits = {n: autotune.measure_limit(BF16, n, backends.CANDIDATES, torch.get_num_threads()) for n in names}
-    assert set(limits.values()) <= set(backends.CANDIDATES), limits
 
 
 @pytest.mark.parametrize("name", [name.split()[1] for name in backends.DEFAULTS if name.startswith("bfloat16")])

@@ -15,7 +15,7 @@ from moepack.runtime.devices.handle_tables import DeviceTables
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.critical import Critical
 from moepack.runtime.experts.forward import experts_forward, reference_forward
-from moepack.runtime.experts.handles import NOTHING, REACHES, ROWS, LayerCall, LayerExperts, Snapshot
+from moepack.runtime.experts.handles import NOTHING, REACHES, ROWS, LayerCall, LayerExperts
 from moepack.runtime.experts.token_importance import TokenImportance, _Pass, attention_received, heavy_hitters
 from moepack.runtime.policies.placements import Where
 from moepack.runtime.step.context import Prompt, Step, opened
@@ -125,23 +125,6 @@ def test_planted_waits_are_found(module: Module, waiting: str) -> None:
             reference_forward(LayerCall(module, module._moepack.current, x, index, gates))
 
 
-def test_counts_and_gates_without_padding() -> None:
-    counters = Counters([3, 4], True, torch.device("cpu"))
-    index, gates = torch.tensor([[0, 2], [2, 1], [3, 9]]), torch.tensor([[0.5, 0.25], [0.5, 1.0], [4.0, 4.0]])
-    with torch.inference_mode():
-        counters.add(0, index, gates)
-    counters.mask = torch.tensor([1, 0, 1])
-    counters.add(1, index, gates)
-    counters.mask = torch.tensor([1, 0])  # of another shape than this layer's tokens: all count
-    counters.add(1, index, gates)
-    counts, sums = counters.take()
-    assert [row.tolist() for row in counts] == [[1, 1, 2], [2, 1, 3, 2]], "what is past the last is no expert"
-    assert [row.tolist() for row in sums] == [[0.5, 1.0, 0.75], [1.0, 1.0, 1.0, 8.0]]
-    assert counters.layer(0).tolist() == [1, 1, 2]
-    counters.clear()
-    assert not any(row.any() for row in counters.take()[0]) and counters.mask is None
-
-
 class Mark:
     """Ends when told to."""
 
@@ -182,12 +165,6 @@ def test_a_graph_is_refused(module: Module, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(InputError, match="is not captured in a CUDA graph"):
         DeviceTables([8], torch.device("cpu"), Mark).take(1, [module._moepack.current])
-
-
-def test_a_static_table_is_copied_once(module: Module) -> None:
-    current = module._moepack.current
-    assert current.device_table() is current.device_table()
-    assert isinstance(current, Snapshot) and current.device_table().device == META
 
 
 def test_maps_of_places_travel_with_the_table(module: Module) -> None:

@@ -164,19 +164,6 @@ def test_attention_received_by_hand() -> None:
     assert attention_received(q, k, None, 1.0, text=text)[0].tolist() == pytest.approx([0.25, 0.75])
 
 
-def test_chunks_do_not_change_what_is_received() -> None:
-    torch.manual_seed(0)
-    q, k = torch.randn(2, 8, 37, 16), torch.randn(2, 2, 50, 16)
-    mask = torch.rand(2, 1, 37, 50) < 0.7
-    mask[..., 0] = True
-    weights = (q @ k.repeat_interleave(4, 1).transpose(2, 3) * 0.3).masked_fill(~mask, -torch.inf).softmax(-1)
-    for workspace in (1, 600, 2400, 10_000, 1 << 20):
-        got = attention_received(q, k, mask, 0.3, causal=False, workspace=workspace)
-        torch.testing.assert_close(got, weights.mean(1).sum(1), rtol=1e-5, atol=1e-5)
-    added = torch.zeros(2, 1, 37, 50).masked_fill(~mask, torch.finfo(torch.float32).min)
-    torch.testing.assert_close(attention_received(q, k, added, 0.3, causal=False), weights.mean(1).sum(1))
-
-
 def test_who_is_a_heavy_hitter() -> None:
     scores = torch.tensor([[5.0, 1, 5, 2, 0], [9, 1, 2, 3, 4]])
     text = torch.tensor([[True] * 5, [False, True, True, True, True]])

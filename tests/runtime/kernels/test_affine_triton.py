@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,23 +168,6 @@ def test_released_weights_are_exact_in_bf16(name: str) -> None:
     assert torch.equal(got[normal], want[normal])
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of a gate whose silu is 0
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("tile", "many"), [("DECODE", 9), ("MANY", 70)])
-def test_released_encodings_in_one_call(tile: str, many: int, dtype: torch.dtype) -> None:
-    """With biases: a token of each, and of one more than a tile takes; halves that begin in the middle of a block."""
-    m, every = Matrix("m", 38, 70, bias=True), torch.arange(len(RELEASED))
-    layer = make_layer(m, RELEASED, every.tolist())
-    index = torch.cat([torch.full((many,), 3), every])[:, None]
-    x = activations(len(index), 70, dtype)
-    want, flat = expected(layer, x, index), index.reshape(-1)
-    gate, up = torch.from_numpy(want).chunk(2, dim=1)
-    for gated, rows in ((False, want), (True, (torch.nn.functional.silu(gate) * up).numpy())):
-        got = run(layer, m, RELEASED, x, index, gated, tile)
-        for e in every:  # apart, because their weights differ in size
-            assert relative(got[flat == e], rows[flat == e]) <= 1e-5, RELEASED[e].name
-
-
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 def test_a_layer_in_released_versions_is_run_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from gpu_stand_in import kernels
@@ -232,26 +214,6 @@ def test_what_stands_in_for_products(monkeypatch: pytest.MonkeyPatch) -> None:
         assert relative(run(layer, m, [version], x, index, True, "MANY")[real], gated) <= 1e-5, version.name
 
 
-def test_geometry_takes_every_slot_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts with many slots, one or none; some absent, indices past the last; programs that take 16 slots each."""
-    from moepack.runtime.kernels import routing_triton
-
-    monkeypatch.setattr(routing_triton, "CHUNK", 16)
-    for seed in range(20):
-        generator = torch.Generator().manual_seed(seed)
-        index = torch.randint(0, 7, (1 + 5 * seed, 2), generator=generator) % (1 + seed % 7)
-        table = torch.tensor([64, 64, 64 * (seed % 2), 64, 128, 64], device=DEVICE)
-        geometry, live, _ = routing_triton.sort(index.to(DEVICE), table, 16)
-        there = torch.cat([table.cpu(), torch.zeros(1, dtype=torch.int64)])[index.reshape(-1)] != 0
-        assert torch.equal(live.cpu() != 0, there) and int(geometry.count.max()) <= 16
-        seen = []
-        for e, first, count in zip(geometry.expert, geometry.first, geometry.count, strict=True):
-            slots = geometry.order[first : first + count].tolist()
-            assert all(index.reshape(-1)[s] == e for s in slots)
-            seen += slots
-        assert sorted(seen) == torch.nonzero(there).flatten().tolist()
-
-
 def test_a_gate_of_ones_own_is_not_fused() -> None:
     """An experts module may have a gate that its class lacks, as behind the interface of other families."""
     from transformers.integrations.moe import _default_apply_gate
@@ -266,31 +228,6 @@ def test_a_gate_of_ones_own_is_not_fused() -> None:
     assert _fuses(module)
     module._apply_gate = lambda h: h  # type: ignore[method-assign, assignment]
     assert not _fuses(module)
-
-
-def test_the_forward_is_the_references(bundle: Path) -> None:
-    """A layer with experts in five versions, its gate fused, sentinels among its slots; then one expert promoted."""
-    import moepack
-    from moepack.runtime.attach import load_map
-    from moepack.runtime.experts import gpu
-    from moepack.runtime.experts.forward import reference_forward
-    from moepack.runtime.experts.handles import LayerCall
-
-    model = moepack.load(bundle, policy="static:w2", dtype=torch.float32, device=DEVICE)
-    module = model.model.layers[1].mlp.experts
-    names = tuple(("bf16", "w4", "w3", "w2", "w1")[e % 5] for e in range(16))
-    experts = load_map(model.moepack.bundle, (names,) * 4, [torch.device(DEVICE)] * 4)[1]
-    x = torch.randn(6, 128, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    index = torch.tensor([[0, 1], [2, 16], [16, 16], [3, 4], [16, 5], [1, 2]], device=DEVICE)
-    gates = torch.rand(6, 2, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    assert gpu._fuses(module)
-    with torch.inference_mode():
-        for _ in range(2):
-            want = reference_forward(LayerCall(module, experts.current, x, index, gates))
-            got = gpu.forward(LayerCall(module, experts.current, x, index, gates))
-            assert relative(got.cpu(), want.double().cpu().numpy()) <= 1e-5
-            experts.publish(1, model.model.layers[1].mlp.experts._moepack.current.handles[1])
-            assert experts.current.handles[1].version.name == "w2"
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from expert_layers import TOLERANCE, activations, kernel_matrix, native, relative
-from support import at_once
 
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.kernels import dense_native as beside
@@ -106,26 +105,6 @@ def test_leading_dimensions_and_no_tokens() -> None:
     assert [tuple(o.shape) for o in beside.dense(of, x[:0])] == [(0, m.rows) for m in of.matrices]
     strided = torch.cat([x, x], dim=1)[:, :64]
     assert all(torch.equal(a, b) for a, b in zip(beside.dense(of, strided), flat, strict=True))
-
-
-def test_a_large_vocabulary_on_several_threads() -> None:
-    m, weight = kernel_matrix(20_011, 64, "w8", 0)
-    of, x = beside.MatrixGroup([m]), activations(2, 64, torch.bfloat16)
-    outs = [beside.dense(of, x, threads=n)[0] for n in (1, 2, 7)]
-    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
-    assert relative(outs[0], x.double().numpy() @ weight[:, :-1].T) <= TOLERANCE[torch.bfloat16]
-
-
-def test_from_several_threads_at_once() -> None:
-    of, _ = several(256)
-    inputs = [activations(n, 256, torch.bfloat16, seed=n) for n in (1, 3, 60)]
-    want = [beside.dense(of, x) for x in inputs]
-
-    def work(k: int) -> None:
-        for _ in range(60):
-            assert all(map(torch.equal, beside.dense(of, inputs[k], threads=2), want[k]))
-
-    at_once(work, 3)
 
 
 def test_what_is_kept_is_within_its_bound() -> None:

@@ -62,13 +62,6 @@ def test_libraries_stay_below_it(level: str) -> None:
     assert cpu["isa"] == level and cpu["isa_best"] == native.levels()[-1], "it stands its trial"
 
 
-@pytest.mark.parametrize("level", ["sse9", *isa.LEVELS[len(native.levels()) :][:1]])
-def test_what_is_not_here_is_one_line(level: str) -> None:
-    out = start("import sys; from moepack.cli import main; sys.argv = ['moepack', 'doctor']; main()", level)
-    assert out.returncode == 2 and out.stderr.count("\n") == 1
-    assert out.stderr.startswith(f"moepack: MOEPACK_ISA={level}: ") and ", ".join(native.levels()) in out.stderr
-
-
 @pytest.mark.parametrize(("capability", "has"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
 def test_a_gpu_before_ampere_multiplies_in_float32(
     capability: tuple[int, int], has: bool, monkeypatch: pytest.MonkeyPatch

@@ -37,22 +37,6 @@ def test_torchs_weights_are_packs(version: Version) -> None:
             assert torch.equal(got, want.to(dtype)), (rows, cols, dtype)
 
 
-@pytest.mark.parametrize("level", range(native.use_level() + 1))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_neither_threads_nor_company_change_a_bit(dtype: torch.dtype, level: int) -> None:
-    native.use_level(level)
-    layer = make_layer(Matrix("m", 100, 300, bias=True), ONE_EACH, [e % len(ONE_EACH) for e in range(20)])
-    index = torch.randint(0, 20, (9, 4), generator=torch.Generator().manual_seed(1))
-    x = activations(9, 300, dtype)
-    one = product(layer, x, index, threads=1)
-    assert relative(one, expected(layer, x, index)) <= 1e-5
-    for threads in (2, 5):
-        assert torch.equal(product(layer, x, index, threads=threads), one)
-    for s, e in enumerate(index.reshape(-1).tolist()):
-        alone = product(layer, x[s // 4 : s // 4 + 1], torch.tensor([[e]]))
-        assert torch.equal(alone[0], one[s])
-
-
 @pytest.mark.parametrize("size", [1e-38, 1e-30, 1.0, 1e30])
 def test_fp8_activations_of_any_size(size: float) -> None:
     """They are scaled up before the codes multiply, whose bits count from 2^-120: sums are as precise at any size.

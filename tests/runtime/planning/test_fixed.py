@@ -22,9 +22,9 @@ from moepack.pack.spec import Matrix
 from moepack.reports.evaluate import evaluate
 from moepack.runtime.experts import backends
 from moepack.runtime.kv.growing import SPARE
-from moepack.runtime.kv.sizes import KvShape, cache_bytes
+from moepack.runtime.kv.sizes import cache_bytes
 from moepack.runtime.planning.exceeded import TooSmallError
-from moepack.runtime.planning.fixed import Activations, Fixed, Workload, dense_arena, dense_bytes, dense_shapes
+from moepack.runtime.planning.fixed import Workload, dense_arena, dense_bytes, dense_shapes
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.skeleton import LiveBytes, Probe, skeleton
 
@@ -114,15 +114,10 @@ def _skeleton(model: Any, bundle: Path) -> tuple[Any, ...]:
     return made, moepack.open(bundle).layers, CPU, mode
 
 
-def test_arithmetic() -> None:
-    assert Fixed(1, 20, 300, 4000).total == 4321 and "activations 300" in str(Fixed(1, 20, 300, 4000))
-    shape = KvShape(((0, 4, None), (10, 2, 30), (5, 0, None)))
-    assert [shape.bytes(n) for n in (1, 10, 11)] == [4 + 12 + 5, 40 + 30 + 5, 44 + 30 + 5] and shape.token_bytes == 6
-    passes = Activations((1, 11), (100, 200), (10.0, 20.0, 110.0, 220.0))
-    assert passes.bytes(1, 100) == 10 and passes.bytes(11, 200, 2) == 440 and passes.bytes(6, 150) == 90
-    for wrong in ({"kv_tokens": -1}, {"batch": 0}, {"prefill_tokens": 1.5}):
-        with pytest.raises(InputError, match="whole number"):
-            Workload(**wrong)
+@pytest.mark.parametrize("wrong", [{"kv_tokens": -1}, {"batch": 0}, {"prefill_tokens": 1.5}], ids=str)
+def test_what_is_no_workload(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="whole number"):
+        Workload(**wrong)
 
 
 # --- budgets

@@ -157,12 +157,6 @@ def test_before_any_token_it_holds_what_was_busy_in_calibration() -> None:
     assert policy.worth((0, 1)) > policy.worth((1, 0)) > policy.worth((0, 3)) > policy.worth((1, 1)) == 0
 
 
-def test_what_was_used_last_goes_last() -> None:
-    policy = Importance(setting([4, 4]), ImportanceOptions(prefetch="no"))
-    answers(policy, reached(0, [1, 0, 0, 0], gates=[1.0, 0, 0, 0]), reached(1, [1, 0, 0, 0], gates=[1.0, 0, 0, 0]))
-    assert policy.worth((1, 0)) > policy.worth((0, 0)) > policy.worth((0, 1)) == 0
-
-
 def test_ladders_and_options() -> None:
     def ladder(text: str, versions: Any = VERSIONS) -> tuple[str, ...]:
         (got,) = parse_policy(text).options.ladders(versions)
@@ -346,13 +340,6 @@ def test_blocks_bound_each_placement() -> None:
     some = MixedCache([[4, 0], [4, 0]], most=[(1, 0), (1, 0)])
     got = some.serve(0, dict.fromkeys((3, 2, 1), HIGH), 100, all_of_them=False)
     assert got == {(0, 3): HIGH, (0, 2): HIGH, (0, 1): 1}
-
-
-def test_prefetch_takes_blocks_of_its_own_placement() -> None:
-    cache = MixedCache(ALIKE, most=[(1, 1, 0), (1, 1, 0)])
-    cache.serve(0, {0: LOW, 1: HIGH, 2: HIGH}, 100)
-    assert cache.foresee(1, {0: HIGH, 1: LOW}, 100, {(0, 2): HIGH}) == {(0, 1): NONE, (1, 0): HIGH, (1, 1): LOW}
-    assert cache.foresee(1, {0: HIGH, 2: HIGH}, 100, {(0, 2): HIGH, (1, 0): HIGH}) == {}, "none may leave for it"
 
 
 def test_layers_of_other_sizes_have_blocks_of_their_own() -> None:

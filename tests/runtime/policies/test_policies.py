@@ -15,7 +15,7 @@ import pytest
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
 from moepack.runtime.allocation.ladder import Ladder, bytes_by_loss
-from moepack.runtime.planning.capacity import base_bytes, even_bytes, even_room
+from moepack.runtime.planning.capacity import even_bytes, even_room
 from moepack.runtime.policies.contract import Changes, Interval, LayerReached, LiveOptions, Setting
 from moepack.runtime.policies.hotness import Hotness, HotnessOptions
 from moepack.runtime.policies.lru import Recent
@@ -207,13 +207,6 @@ def test_rooms_fit_and_are_even() -> None:
 def test_room_goes_where_losses_fall_slowly() -> None:
     ladders = [Ladder([1, 0], np.array([[0.0, g] for g in row]), 1) for row in ([9, 8, 7, 1], [5, 1, 1, 1])]
     assert bytes_by_loss(ladders, [[1.0] * 4, [1.0] * 4], 4) == [3, 1]
-
-
-def test_losses_by_placement() -> None:
-    assert base_bytes([[16, 4, 2]] * 2, [2, 2], 1) == 16 and base_bytes([[16, 4, 2]] * 2, [2, 2]) == 8
-    ladder = Ladder([16, 4, 2], np.array([[0.0, 1, 4], [0, 2, 6]]), 2)
-    tokens = np.array([10.0, 5])
-    assert ladder.loss(tokens, np.array([2, 2])) == 40 + 30 and ladder.loss(tokens, np.array([0, 1])) == 10
 
 
 def test_a_prior_counts_as_an_interval_before_the_first() -> None:

@@ -25,7 +25,7 @@ from moepack.runtime.experts import critical as critical_module
 from moepack.runtime.experts.handles import Snapshot
 from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.options import LoadOptions
-from moepack.runtime.planning.plan import Plan, make_plan
+from moepack.runtime.planning.plan import make_plan
 from moepack.runtime.policies.contract import Interval, Setting
 from moepack.runtime.policies.importance import Importance, ImportanceOptions, critical, most_important
 from moepack.runtime.policies.lru import NEWCOMERS
@@ -195,39 +195,6 @@ def test_all_critical_is_the_version_alone(small: Path) -> None:
     same_at_once(model, want, SIZES, threads=3, rounds=8)
 
 
-def test_calls_of_a_module_alone_are_chosen_too(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = holds_nothing(small, 0.5, "counts")
-    for layer, share in zip(model.moepack.layers, model.moepack.manager.plan.critical, strict=True):
-        monkeypatch.setattr(layer.of, "critical_share", share, raising=False)
-    seen = watch(monkeypatch)
-    module = model.model.layers[2].mlp.experts
-    hidden = torch.randn(3, model.config.hidden_size)
-    with torch.inference_mode():
-        module(hidden, torch.tensor([[0, 1], [0, 2], [0, 3]]), torch.full((3, 2), 0.5))
-    assert seen == [0], "of the last layer at r=0.5 none is"
-    with torch.inference_mode():
-        model.model.layers[0].mlp.experts(hidden, torch.tensor([[0, 1], [0, 2], [0, 3]]), torch.full((3, 2), 0.5))
-    assert seen == [0, 4]
-
-
-def test_on_a_gpu_the_choice_is_the_same(small: Path, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Little and much routing; what promotions are copied from is pinned once, and unpinned when the model closes."""
-    monkeypatch.setattr(Plan, "_divided_cache", lambda self: ((8, 8, 0),) * 3)  # else low ones get blocks at `hi`
-    for by in ("importance", "counts"):
-        first = load(small, f"{WAITS},r=0.5,by={by}", 1 << 40, **ALL)
-        want = {n: logits(first, ids(n, n)) for n in SIZES}
-        steps = cached(first, ids(5, 6))
-        first.moepack.close()
-        model = holds_nothing(small, 0.5, by)
-        live = model.moepack.manager
-        assert sum(gpu.cudart.registered.values()) == live.plan.on_host(Where.PINNED)
-        same(model, want, *SIZES)
-        assert all(torch.equal(a, b) for a, b in zip(cached(model, ids(5, 6)), steps, strict=True))
-        assert live.device.host()["pinned_bytes"] == 0 == model.moepack.counters()["forward_waits"]
-        model.moepack.close()
-        assert not gpu.cudart.registered
-
-
 def test_memory_is_divided_by_shares(small: Path, gpu: StandIn) -> None:
     """Blocks at `hi` for what is critical of as many experts as fit; all at `hi` where all fit."""
     policy = f"{PINNED},r=0.75,by=counts"
@@ -255,6 +222,9 @@ def test_memory_is_divided_by_shares(small: Path, gpu: StandIn) -> None:
         ("importance:lo=@pinned", r"lo=@pinned names no version"),
         ("importance:lo=absent@pinned", r"no version 'absent'"),
         ("importance:lo=w5@pinned", r"no version 'w5'"),
+        ("hotness:hi=w2,lo=w4@pinned", r"lo=w4@pinned is above hi=w2"),
+        ("hotness:lo=w5@pinned", r"no version 'w5'"),
+        ("lru:lo=w4@pinned,prefetch=yes", r"prefetch=yes needs passes that wait, and no pass waits under lo=w4@pinned"),
     ],
 )
 def test_what_cannot_be_is_refused(small: Path, policy: str, said: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from live_models import FAST, ROOM, check_exact, ids, least, load, rooms, run, wait_for
+from live_models import FAST, check_exact, ids, least, load, rooms, run, wait_for
 from support import at_once, damage
 from typer.testing import CliRunner
 
@@ -203,19 +203,6 @@ def test_a_high_version_that_is_damaged_is_loaded_low(damaged: Path, caplog: pyt
     assert model.moepack.counters()["transition_failures"] > 0 and caplog.text.count("planted") == 1
 
 
-def test_low_versions_go_and_come_back(bundle: Path) -> None:
-    model = load(bundle, FAST.replace("0.02", "1e9"))
-    live, most = model.moepack.manager, sum(rooms(model.moepack.manager.plan))
-    entries, keys = live.residency.entries, sorted(live.residency.entries)
-    for wanted in (keys[:most], keys[-most:]):
-        live.transitions.want(dict.fromkeys(wanted, 0))
-        wait_for(lambda wanted=wanted: all((e.active == 0) == (k in wanted) for k, e in entries.items()))
-    low = sum(live.plan.base in entry.complete for entry in entries.values())
-    assert most > 40 and low < 40, "of 64 low versions those of the high experts had to go"
-    model.moepack.close()
-    assert check_exact(model, bundle) == most and live.tracker.peak <= live.plan.budget
-
-
 def test_damage_and_loss_while_serving(damaged: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One layer's file is damaged, one is cut short, one vanishes: their experts stay, the others are promoted."""
     model = load(damaged, room=20_000_000)
@@ -236,22 +223,6 @@ def test_damage_and_loss_while_serving(damaged: Path, caplog: pytest.LogCaptureF
     assert any("digest" in m for m in messages) and any("not there" in m for m in messages)
 
 
-def test_the_kv_reserve_pushes_experts_out(bundle: Path) -> None:
-    model = load(bundle)
-    live = model.moepack.manager
-    full = rooms(live.plan)
-    wait_for(lambda: [row.count("bf16") for row in model.moepack.versions] == full, model)
-    live.grow_kv(500_000)
-    wait_for(lambda: live.transitions.kv_bytes == 500_000)  # between forward passes, too
-    fewer = rooms(live.plan, kv=500_000)
-    assert sum(fewer) < sum(full) and sum(r.count("bf16") for r in model.moepack.versions) <= sum(fewer)
-    assert live.tracker.reserved <= live.plan.budget
-    with pytest.raises(MemoryError):
-        live.grow_kv(live.plan.budget)
-    live.transitions.shrink_kv(500_000)
-    wait_for(lambda: [row.count("bf16") for row in model.moepack.versions] == full, model)
-
-
 def test_no_limit_holds_up_what_leaves_for_the_kv_cache(bundle: Path) -> None:
     """At 1 kB a second, of which each copy counts as four: a promotion under way and evictions end at once."""
     model = load(bundle)
@@ -263,22 +234,6 @@ def test_no_limit_holds_up_what_leaves_for_the_kv_cache(bundle: Path) -> None:
     wait_for(lambda: live.transitions.kv_bytes == 500_000)  # at the rate it would take longer than a test may
     assert sum(full) - sum(rooms(live.plan, kv=500_000)) > 2
     model.moepack.close()
-
-
-def test_lru_waits_and_is_exact(bundle: Path) -> None:
-    """With room for what a layer needs, every token is computed losslessly, and the waits are counted."""
-    policy = "lru:hi=bf16,lo=w2"
-    model = load(bundle, policy, room=ROOM + 600_000, dtype=torch.float32)
-    plain = moepack.load(bundle, policy="static:bf16", dtype=torch.float32)
-    for seed in range(4):
-        torch.testing.assert_close(run(model, seed), run(plain, seed), rtol=1e-4, atol=1e-4)
-    waits = model.moepack.counters()["forward_waits"]
-    assert (
-        waits > 64
-        and model.moepack.resident_bytes_peak <= model.moepack.budget_bytes
-        and model.moepack.manager.waited > 0
-    )
-    assert check_exact(model, bundle) == sum(rooms(model.moepack.manager.plan))
 
 
 def test_eval_counts_and_traces(bundle: Path, evaluation: Path, tmp_path: Path) -> None:

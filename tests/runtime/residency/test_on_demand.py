@@ -49,27 +49,6 @@ def moved(sim: Waits) -> list[int]:
     return [m.demand_bytes, m.prefetch_bytes, m.prefetch_in_time, m.prefetch_late, m.prefetch_wasted]
 
 
-def test_what_gives_bytes_back_goes_before_what_needs_them() -> None:
-    """Another layer's expert goes from high to low in the same answer: its high block is what the layer needs."""
-    sim = Waits()
-    sim.demand.reach(1, Changes({(1, 0): HIGH}))
-    sim.demand.reach(0, Changes({(0, 0): HIGH, (0, 1): HIGH, (0, 2): HIGH, (1, 0): LOW}))
-    sim.demand.reach(1, Changes({(1, 0): LOW}))
-    assert sim.at() == {(0, 0): HIGH, (0, 1): HIGH, (0, 2): HIGH, (1, 0): LOW}
-
-
-def test_what_is_on_its_way_in_another_format_goes_first_too() -> None:
-    """Fetched ahead at high, then needed at low: the first that is needed finds the bytes of the last."""
-    for arrived in (0, 1):
-        sim = Waits()
-        sim.demand.reach(0, Changes({(0, 0): HIGH, (0, 1): HIGH, (1, 0): HIGH}))
-        for _ in range(arrived):
-            sim.arrive()  # nobody has taken note of it
-        sim.demand.reach(1, Changes({(1, 1): HIGH, (1, 0): LOW}))
-        assert sim.at() == {(0, 0): HIGH, (0, 1): HIGH, (1, 1): HIGH, (1, 0): LOW}
-        sim.check()
-
-
 def test_what_was_cancelled_after_it_had_arrived_does_not_come() -> None:
     sim = Waits()
     sim.demand.reach(0, Changes({(0, 0): HIGH, (1, 0): HIGH, (1, 1): LOW}))
@@ -134,16 +113,6 @@ def test_a_whole_answer_names_all_that_stays() -> None:
         sim.arrive()
     sim.demand.where(0)
     assert sim.at() == {(0, 1): LOW} and sim.residency.counts.cancelled == 1
-
-
-def test_one_format_at_a_time() -> None:
-    """High over low: low leaves before high comes, so that no room for both is needed."""
-    sim = Waits()
-    sim.demand.reach(0, Changes({(0, e): HIGH for e in range(3)} | {(0, 3): LOW}))
-    assert sim.tracker.free == 0
-    sim.demand.reach(0, Changes({(0, 0): NONE, (0, 3): HIGH}))
-    assert sim.at()[0, 3] == HIGH and sim.tracker.peak <= sim.tracker.budget
-    sim.check()
 
 
 def test_room_that_a_cancelled_copy_still_has_is_waited_for() -> None:
@@ -211,25 +180,6 @@ def test_all_critical_is_bit_identical_at_the_least_budget(bundle: Path) -> None
         parts = ("prefetch_in_time", "prefetch_late", "prefetch_wasted")
         assert sum(counters[name] for name in parts) == counters["prefetch_bytes"]
         model.moepack.close()
-
-
-def test_resident_low_versions_are_loaded_beside_the_busiest_high_ones(bundle: Path) -> None:
-    policy = "lru:hi=w4,lo=w2"
-    budget = least(bundle, policy) + 600_000
-    model = load(bundle, policy, budget)
-    with model.moepack as served:
-        table = np.array(served.versions).ravel()
-        assert (
-            set(table) == {"w4", "w2"} and served.counters()["bytes_moved"] == 0 and served.counters()["demotions"] == 0
-        )
-        traffic = np.concatenate([x.tokens for x in open_bundle(bundle).calibration().layers])
-        assert traffic[table == "w4"].min() >= traffic[table == "w2"].max()
-        live = served.manager
-        spent = live.plan.sizes[0][0] * (table == "w4").sum()
-        assert 0 <= sum(live.capacity()) - spent < live.plan.sizes[0][0], "as many as fit"
-        with torch.inference_mode():
-            model(ids(3), use_cache=False)
-        assert served.resident_bytes_peak <= budget and served.counters()["promotions"] > 0
 
 
 def test_the_weights_of_those_that_stay(bundle: Path) -> None:
@@ -384,15 +334,4 @@ def test_an_expert_moves_beside_passes() -> None:
     sim.residency.end(step)
     sim.demand.where(1)
     assert not sim.residency.leaving and moved(sim) == [200, 200, 0, 0, 0]
-    sim.check()
-
-
-def test_an_expert_that_leaves_while_it_moves_gives_its_blocks_back() -> None:
-    sim = Waits()
-    sim.demand.reach(0, Changes({(0, 0): LOW}))
-    answer = Changes({(0, 0): LOW})
-    answer.beside = {(0, 0): HIGH}
-    sim.demand.reach(0, answer)
-    sim.demand.reach(1, Changes({(0, 0): NONE, (1, 0): HIGH, (1, 1): HIGH, (1, 2): HIGH}))
-    assert sim.at() == {(1, 0): HIGH, (1, 1): HIGH, (1, 2): HIGH}, "the seven pages hold no more"
     sim.check()

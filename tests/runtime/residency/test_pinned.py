@@ -14,7 +14,7 @@ import pytest
 import torch
 from fake_cuda import REGISTERS
 from gpu_stand_in import StandIn
-from live_models import at, ids, load, logits, same, same_at_once, stop_after, wait_for
+from live_models import at, ids, load, logits, same, same_at_once, wait_for
 from tiny_models import build_tiny
 
 import moepack
@@ -28,7 +28,6 @@ from moepack.runtime.devices.cuda_memory import ReadMemory
 from moepack.runtime.experts import backends
 from moepack.runtime.experts import gpu as gpu_module
 from moepack.runtime.planning import plan as plan_module
-from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.fixed import page_entries
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.plan import make_plan, pinned_bytes
@@ -92,38 +91,6 @@ def test_a_cache_takes_their_device_memory_at_once(
     wait_for(lambda: not live.transitions.kv_asked, lambda: logits(model, ids(1, 9)))
     assert at(model, "w4") == 0 and live.device.moved == moved
     assert torch.equal(logits(model, ids(9, 9)), want[9])
-
-
-def test_versions_between_and_the_same_one_below(small: Path) -> None:
-    """A busy expert moves from host memory to w2 first, which gains the most a byte, then on to w4."""
-    model = load(small, "hotness:hi=bf16,lo=w2@pinned,interval=0.02,rate=0", room=400_000, **ALL)
-    assert [str(p) for p in model.moepack.manager.plan.ladder] == ["bf16", "w4", "w2", "w2@pinned"]
-    names = {name for row in model.moepack.versions for name in row}
-    assert "w2@pinned" not in names and names <= {"bf16", "w4", "w2"}
-    model = load(small, "hotness:hi=bf16,lo=w2@pinned,between=no", room=0, **ALL)
-    assert at(model, "w2@pinned") == 24
-
-
-@pytest.mark.parametrize(
-    ("policy", "said"),
-    [
-        ("hotness:hi=w2,lo=w4@pinned", r"lo=w4@pinned is above hi=w2"),
-        ("hotness:lo=w5@pinned", r"no version 'w5'"),
-        ("lru:lo=w4@pinned,prefetch=yes", r"prefetch=yes needs passes that wait, and no pass waits under lo=w4@pinned"),
-    ],
-)
-def test_what_cannot_be_is_refused(small: Path, policy: str, said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        moepack.load(small, policy=policy, device_memory=1 << 40)
-
-
-def test_host_memory_must_hold_all(small: Path, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default on a GPU: what the system lets a process pin."""
-    with pytest.raises(TooSmallError, match=r"host_memory of 1000 bytes .* any of w4@pinned: the least"):
-        load(small, HOT, host_memory=1000, **ALL)
-    monkeypatch.setattr("moepack.runtime.residency.opening.host_limits", lambda: {"pinnable_bytes": 999})
-    with pytest.raises(TooSmallError, match=r"host_memory of 999 bytes"):
-        load(small, HOT, **ALL)
 
 
 @pytest.mark.parametrize(("policy", "registered"), [(HOT, 3), (RECENT, 24)])
@@ -279,15 +246,6 @@ def test_an_early_end_is_seen(small: Path, gpu: StandIn) -> None:
     gpu.gpu.finish()
     gpu.gpu.wrong.clear()
     gpu.cudart.wrong.clear()
-
-
-def test_an_interrupted_load_unpins(small: Path, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also what was being registered then."""
-    monkeypatch.setattr("moepack.runtime.devices.cuda_memory.PIECE", 1)
-    stop_after(monkeypatch, Cudart, "register", 4)
-    with pytest.raises(KeyboardInterrupt):
-        load(small, HOT, 1 << 40, **ALL)
-    assert not gpu.cudart.registered
 
 
 def test_a_bundle_of_one_version(demo_model: Path, text: Path, tmp_path: Path) -> None:

@@ -150,8 +150,8 @@ def test_too_little_host_memory_is_refused_with_the_least(bundle: Path) -> None:
     assert not ours() - before
 
 
-def test_the_rate_holds_a_pass(bundle: Path) -> None:
-    """A pass takes at the least what its host experts' bytes take at the rate; and the options are read."""
+def test_options_of_the_host_tier(bundle: Path) -> None:
+    """The fault: a rate or a number of threads that is read from nowhere, or that means no work at all."""
     budget = least(bundle, "prefill") + 1
     for given, message in (({"host_rate": 0}, "from 1 byte"), ({"host_threads": 0}, "whole number from 1")):
         with pytest.raises(InputError, match=message):
@@ -159,10 +159,6 @@ def test_the_rate_holds_a_pass(bundle: Path) -> None:
     model = load(bundle, "prefill:k=0", budget, host_rate="2MB", host_threads=1)
     tier = model.moepack.manager.tier
     assert (tier.rate, tier.threads) == (2_000_000, 1)
-    began = time.perf_counter()
-    logits(model, ids(0, 8))
-    took, read = time.perf_counter() - began, model.moepack.counters()["host_bytes"]
-    assert read > 100_000 and took >= read / 2e6 and tier.calls == 4
     model.moepack.close()
     with pytest.raises(InputError, match="size 'fast'"):
         moepack.load(bundle, policy="prefill", device_memory=budget, host_rate="fast")

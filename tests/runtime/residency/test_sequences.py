@@ -24,7 +24,6 @@ from moepack.runtime.experts.counters import Counters
 from moepack.runtime.policies.contract import (
     DecodingBegan,
     Event,
-    Interval,
     PrefillEnded,
     SequenceBegan,
     SequenceEnded,
@@ -154,18 +153,6 @@ def test_a_generation(model: Any) -> None:
     )
 
 
-def test_a_prompt_in_chunks_decodes_once(model: Any) -> None:
-    cache, tokens = DynamicCache(config=model.config), ids(1, 30)
-    with torch.inference_mode():
-        for chunk in (tokens[:, :10], tokens[:, 10:22], tokens[:, 22:], tokens[:, :1], tokens[:, 1:2]):
-            model(chunk, past_key_values=cache, use_cache=True)
-    events = heard(model)
-    assert kinds(events) == ["SequenceBegan", *["PrefillEnded"] * 3, "DecodingBegan"]
-    assert [int(e.counts[2].sum()) for e in events if isinstance(e, PrefillEnded)] == [20, 24, 16]
-    del cache
-    assert kinds(heard(model, has_ended))[-1] == "SequenceEnded"
-
-
 def test_padding_never_counts(model: Any) -> None:
     """Prompts of three lengths, padded on the left: what is counted is what each counts by itself."""
     lengths = (3, 9, 1)
@@ -210,19 +197,6 @@ def test_guesses_are_no_prompt(model: Any, demo_model: Path, how: str) -> None:
         mine = [e for e in events if e.sequence == number]  # type: ignore[union-attr]
         assert kinds(mine) == WHOLE
     assert len(events) == 4 * sequences
-
-
-def test_a_static_cache_that_is_used_again(model: Any) -> None:
-    cache = StaticCache(config=model.config, max_cache_len=32)
-    with torch.inference_mode():
-        for turn in range(2):
-            model(ids(turn, 5), past_key_values=cache, use_cache=True)
-            model(ids(turn, 1), past_key_values=cache, use_cache=True)
-            cache.reset()
-    events = heard(model)
-    assert kinds(events)[:3] == ["SequenceBegan", "PrefillEnded", "DecodingBegan"]
-    assert sorted(kinds(events)[3:]) == ["DecodingBegan", "PrefillEnded", "SequenceBegan", "SequenceEnded"]
-    assert len({e.sequence for e in events if not isinstance(e, Interval)}) == 2  # type: ignore[union-attr]
 
 
 def test_counts_that_arrive_late_are_heard_in_their_order(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

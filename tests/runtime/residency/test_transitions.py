@@ -102,16 +102,6 @@ def test_low_versions_leave_when_their_bytes_are_needed() -> None:
     assert active(kept) == [[0, 0, 0, BASE], [BASE] * 3]
 
 
-def test_evictions_make_room_for_promotions() -> None:
-    sim = promoted(DROPS, dict.fromkeys(KEYS[:4], 0))
-    sim.transitions.want({(1, 0): 0, (1, 1): 0, (0, 0): 0})
-    sim.transitions.tick()
-    assert sim.transitions.refusals == 1 and {v for _, _, v, _ in sim.jobs} == {BASE}, "low versions are fetched first"
-    settled(sim)
-    now = active(sim)
-    assert now[1] == [0, 0, BASE] and now[0][0] == 0 and now[0].count(0) == 2
-
-
 def test_the_least_worth_is_evicted_first() -> None:
     for least in range(4):
         sim = promoted(DROPS, dict.fromkeys(KEYS[:4], 0))
@@ -193,15 +183,6 @@ def test_the_kv_cache_pushes_the_least_wanted_experts_out() -> None:
     assert active(sim)[0] == [0, BASE, 0, 0]
 
 
-def test_the_kv_cache_picks_another_expert_where_one_cannot_leave() -> None:
-    sim = high(KEYS[:4])
-    assert not sim.transitions.grow_kv(2 * PAGE)
-    sim.finish(0, failed=True)
-    settled(sim, 3)
-    assert sim.transitions.kv_bytes == 2 * PAGE and sim.transitions.failures == 1
-    assert active(sim)[0] == [0, 0, BASE, 0], "the least wanted stayed high"
-
-
 def test_moves_on_the_host_go_on_while_the_kv_cache_has_every_byte() -> None:
     """A promotion that never fits stands before them; they need nothing of the device."""
     sim = Simulation(HOST)
@@ -243,20 +224,6 @@ def test_divided_pools_reach_whatever_fits_them(kind: Kind) -> None:
             there = {key: entry.active for key, entry in sim.residency.entries.items()}
             assert all(there[key] <= version for key, version in wanted.items()), "at it, or better while nobody asks"
             assert not sim.transitions.waiting()
-
-
-@pytest.mark.parametrize("kind", [RUNGS, CRAMPED], ids=["room", "cramped"])
-def test_experts_on_the_host_go_where_they_are_named(kind: Kind) -> None:
-    """From any placement there to any other, the base included; the host has room for what its pools hold in turn."""
-    rng = random.Random(0)
-    sim = Simulation(kind)
-    for _ in range(60):
-        wanted = {key: rng.randint(0 if i < 2 else 1, 4) for i, key in enumerate(all_keys())}
-        sim.transitions.want(wanted)
-        settled(sim, 30)
-        there = {key: entry.active for key, entry in sim.residency.entries.items()}
-        assert there == {k: there[k] if there[k] == 0 and v else v for k, v in wanted.items()}, "or high, unasked for"
-        assert not sim.transitions.waiting()
 
 
 @pytest.mark.parametrize("kind", [RUNGS, CRAMPED, DIVIDED], ids=["room", "cramped", "divided"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import threading
@@ -16,7 +15,7 @@ import pytest
 import torch
 from live_models import wait_for
 from small_bundle import write_small_bundle
-from support import damage, flip, open_files
+from support import damage, flip
 
 from moepack.pack.errors import BundleError
 from moepack.pack.reader import open_bundle
@@ -129,16 +128,6 @@ def test_chunks_short_reads_and_an_extent_that_is_only_checked(
     monkeypatch.setattr(os, "preadv", lambda fd, parts, at: 0)
     with pytest.raises(BundleError, match="ends before"):
         stored.read_into(room)
-
-
-def test_files_are_closed_with_the_store(bundle: Path) -> None:
-    before = open_files()
-    store = BackingStore(open_bundle(bundle))
-    store.stored("w4", 0, 0).load()
-    assert open_files() - before
-    del store
-    gc.collect()
-    assert not open_files() - before
 
 
 def test_dense_matrices_are_read_as_experts_are(tmp_path: Path) -> None:

@@ -101,7 +101,11 @@ def _print(text: str) -> None:
 
 
 def _lines() -> Iterable[str]:
-    shown = "> " if sys.stdin.isatty() else ""
+    shown = ""
+    if sys.stdin.isatty():
+        shown = "> "
+        with contextlib.suppress(ImportError):  # Python may be built without it
+            import readline  # noqa: F401 # lets `input` edit a line, and bring earlier ones back
     while True:
         try:
             yield input(shown)

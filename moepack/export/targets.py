@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
 from moepack.pack.errors import InputError
@@ -142,8 +143,18 @@ def target_of(name: str, lossy: str | None = None) -> Target:
     if lossy is not None:
         if name != "gguf":
             raise InputError(f"--to {name} --lossy {lossy}: only --to gguf has such mixes")
-        quantised: Target = importlib.import_module(".gguf.lossy", __package__).target(lossy)
+        quantised: Target = _module("gguf.lossy").target(lossy)
         return quantised
     module, _, attribute = TARGETS[name].partition(".")
-    found: Target = getattr(importlib.import_module(f".{module}", __package__), attribute or "TARGET")
+    found: Target = getattr(_module(module), attribute or "TARGET")
     return found
+
+
+def _module(name: str) -> ModuleType:
+    """A module of this package. Raises InputError where it needs the gguf package, and that is not installed."""
+    try:
+        return importlib.import_module(f".{name}", __package__)
+    except ModuleNotFoundError as error:
+        if error.name != "gguf":
+            raise
+        raise InputError("--to gguf needs the gguf package: pip install 'moepack[gguf]'") from None

@@ -109,6 +109,7 @@ def prepare() -> None:
         os.environ.setdefault(variable, count)
     try:
         import prometheus_client  # noqa: F401
+        import pydantic  # noqa: F401
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:

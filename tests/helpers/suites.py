@@ -35,6 +35,7 @@ FULL: dict[str, str] = {
     "runtime/kernels/test_sanitised": "the libraries are compiled again under sanitisers",
     "benchmarks/test_gpu.py::test_kernels_compiled_anew": "kernels are compiled; the committed table is read",
     "benchmarks/test_gpu.py::test_the_gpu_half": "interpreted kernels; kernels/test_affine_triton checks the numbers",
+    "whole/test_encodings.py::test_down_has": "a whole build; pack/test_format_document decodes the same versions",
     "whole/test_lacking.py::test_without_each": "fourteen packages one at a time; test_without_any hides all",
     # Processes of our own, killed or measured
     "moepack/pipeline/test_bound.py::test_activations_in_a_file": "measures a process; the other tests",

@@ -49,10 +49,11 @@ NEVER |= {"calibrate": NEVER["quantize"]}
 NEVER |= {room: {"calibrate", "quantize", "recipes"} for room in ("moepack.server", "moepack.engines")}
 # Packages that an installation may lack, and what may import them before a function runs: modules of theirs, which are
 # imported where such a function has seen that they are needed.
-SERVER = r"moepack\.server\.(about\.\w*metrics|about\.info|http\.\w+)"
+SERVER = r"moepack\.server\.(about\.(\w*metrics|info|openapi)|(http|translated)\.\w+)"
 OPTIONAL = {
     "triton": r"runtime\.(kernels\.\w+_triton|experts\.gpu|dense\.gpu_\w+|paging\.in_place|decode_graph)",
-    **dict.fromkeys(("h11", "prometheus_client", "starlette", "uvicorn"), SERVER),
+    **dict.fromkeys(("h11", "prometheus_client", "pydantic", "pydantic_core", "starlette", "uvicorn"), SERVER),
+    "gguf": r"moepack\.export\.gguf(\.\w+)?",
     "ray": r"moepack\.server\.routing",
     "vllm": r"moepack\.engines\.vllm_\w+",
     **dict.fromkeys(("datasets", "gptqmodel", "hqq", "llguidance", "lm_eval", "matplotlib"), "none"),

@@ -1,5 +1,7 @@
 """Matrices as blocks of ggml's types: codes and scales are put in their places, and no value is rounded.
 
+The gguf package quantises values anew, which would choose other codes and scales; so blocks are made here.
+
 Q8_0: FP16 d, 32 signed bytes q; d * q. Q4_0: FP16 d, 16 bytes; d * (q - 8), code j in the low and j + 16 in the high
 half of byte j. MXFP4: an E8M0 scale, 16 bytes of E2M1 codes in the same order. Q1_0: FP16 d, 16 bytes of bits; d where
 a bit is 1, -d where it is 0, the lowest first. (ggml-common.h, ggml-quants.c)
@@ -22,21 +24,20 @@ from moepack.pack.spec import Version
 from ..targets import ROTATED
 from ..values import Values
 from ..zeros import extents, zero_points
-from .file import BF16, F32, MXFP4, Q1_0, Q4_0, Q8_0, Type
+from .file import Type, block_of
 
 Bytes = npt.NDArray[np.uint8]
-BLOCK = 32
-BLOCK_1 = Q1_0.block
+BLOCK_1 = block_of(Type.Q1_0)
 _TINY = 0x0080  # BF16 bits of the scale of a group of zeros (quantize.grid.fix_scale): any scale gives its values
 
 
 def type_of(version: Version) -> Type | None:
     """The type that holds a version's values; None if no type does."""
     if version.plain:
-        return BF16
+        return Type.BF16
     if isinstance(version, Affine) and not version.by_matrix:
-        return {8: Q8_0, 4: Q4_0, 1: Q1_0}.get(version.bits)
-    return MXFP4 if version.name == "mxfp4" else None
+        return {8: Type.Q8_0, 4: Type.Q4_0, 1: Type.Q1_0}.get(version.bits)
+    return Type.MXFP4 if version.name == "mxfp4" else None
 
 
 def refusal(bundle: Bundle, version: Version, dense: bool) -> str | None:
@@ -48,14 +49,14 @@ def refusal(bundle: Bundle, version: Version, dense: bool) -> str | None:
         return ROTATED
     matrices = [(f"layer {x.index}, {m.name}", m) for x in bundle.layers for m in x.matrices]
     for where, m in [(d.module, d.matrix) for d in bundle.manifest.dense] if dense else matrices:
-        if m.cols % kind.block:
-            return f"{where} has {m.cols} columns, not whole blocks of {kind.block}"
-    if kind is Q1_0 and version.group_size % BLOCK_1:
+        if m.cols % block_of(kind):
+            return f"{where} has {m.cols} columns, not whole blocks of {block_of(kind)}"
+    if kind is Type.Q1_0 and version.group_size % BLOCK_1:
         return (
             f"Q1_0 has a scale for {BLOCK_1} weights, and this one for {version.group_size}: build it with "
             "group_size: {w1: 128} in the recipe, or take --to checkpoint"
         )
-    if kind not in (Q8_0, Q4_0, Q1_0):
+    if kind not in (Type.Q8_0, Type.Q4_0, Type.Q1_0):
         return None
     found = zero_points(bundle, version, dense)
     if not found.symmetric:
@@ -64,7 +65,7 @@ def refusal(bundle: Bundle, version: Version, dense: bool) -> str | None:
             "quantise with zeros: symmetric in the recipe, or take --bits bf16 or --to checkpoint"
         )
     if small := _beyond_fp16(bundle, version, dense):
-        other = "checkpoint" if kind is Q1_0 else "compressed-tensors"
+        other = "checkpoint" if kind is Type.Q1_0 else "compressed-tensors"
         return f"{small:,} of its scales are beyond FP16, in which {kind.name} has them: take --to {other}"
     return None
 
@@ -93,23 +94,24 @@ def blocks(values: Values, rows: slice, kind: Type) -> Bytes:
     """The bytes of some rows of a matrix, in a type: its version's, or rounded to BF16."""
     version = values.version
     decoded = values.decoded
-    if kind is BF16:
+    if kind is Type.BF16:
         return values.weight[rows].contiguous().view(_bits()).numpy().reshape(-1)
     codes = decoded.codes[rows]
-    each = codes.reshape(-1, kind.block)
-    repeat = version.group_size // kind.block
-    per_row = codes.shape[1] // kind.block
+    block = block_of(kind)
+    each = codes.reshape(-1, block)
+    repeat = version.group_size // block
+    per_row = codes.shape[1] // block
     scale = np.repeat(decoded.scale[rows], repeat, axis=1)[:, :per_row]
-    if kind is MXFP4:
+    if kind is Type.MXFP4:
         return np.concatenate([scale.reshape(-1, 1), _halves(each)], axis=1).reshape(-1)
     if version.scale_dtype == "F16":
         half = np.ascontiguousarray(scale).view(np.float16)
     else:
-        half = (bf16_to_float32(scale) * np.float32(0.5 if kind is Q1_0 else 1)).astype(np.float16)
-    if kind is Q8_0:
+        half = (bf16_to_float32(scale) * np.float32(0.5 if kind is Type.Q1_0 else 1)).astype(np.float16)
+    if kind is Type.Q8_0:
         own = each ^ np.uint8(0x80)  # less 128, as a signed byte
     else:
-        own = _halves(each) if kind is Q4_0 else np.packbits(each, axis=1, bitorder="little")
+        own = _halves(each) if kind is Type.Q4_0 else np.packbits(each, axis=1, bitorder="little")
     return np.concatenate([half.reshape(-1, 1).view(np.uint8), own], axis=1).reshape(-1)
 
 
@@ -127,6 +129,3 @@ def _halves(codes: Bytes) -> Bytes:
 def plain(values: npt.NDArray[np.float32] | npt.NDArray[np.uint16]) -> Bytes:
     """The bytes of a tensor in F32, or in BF16 if its bits are given."""
     return np.ascontiguousarray(values).view(np.uint8).reshape(-1)
-
-
-__all__ = ["BF16", "F32", "blocks", "plain", "refusal", "type_of"]

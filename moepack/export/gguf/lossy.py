@@ -23,7 +23,7 @@ from ..files import ExportDirectory
 from ..report import Lost
 from ..targets import ExportJob
 from ..values import Values
-from .file import BF16, F32, Type
+from .file import Type
 from .llama import MIXES, Blocks, Llama
 from .target import Gguf, model_family
 
@@ -47,12 +47,12 @@ class _Sum:
 class Lossy(Gguf):
     """See the module."""
 
-    libraries: ClassVar[tuple[str, ...]] = ("llama-cpp-python",)
+    libraries: ClassVar[tuple[str, ...]] = ("gguf", "llama-cpp-python")
     mix: str = ""
 
     def type_of(self, version: Version) -> Type:
         """See Gguf: what llama.cpp quantises."""
-        return BF16
+        return Type.BF16
 
     def refusal(self, bundle: Bundle, version: Version, dense: bool = False) -> str | None:
         """See Target: every version has values."""
@@ -92,7 +92,7 @@ class Lossy(Gguf):
         reporter.stage("measure what is lost", 1 + len(job.bundle.layers))
         reporter.step("outside the experts")
         for theirs, (name, tensor) in self._other(job).items():
-            if tensor.type is not F32:
+            if tensor.type is not Type.F32:
                 for exact, rows in _slices(_dense(job, name)):
                     _add(sums, llama, found[theirs], exact, rows, tensor.shape[0])
         for position, layer in enumerate(job.bundle.layers):

@@ -1,6 +1,6 @@
 """What llama.cpp calls the tensors and settings of a model, by its `model_type` in config.json.
 
-A new family is a Family in FAMILIES: its architecture, its tensors' names, and what its settings are made of.
+A new family is a Family in FAMILIES: its architecture, and what its settings are made of.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
+
 from moepack.pack.errors import InputError
 
 
@@ -17,20 +19,25 @@ from moepack.pack.errors import InputError
 class Family:
     """A model family that llama.cpp runs."""
 
-    architecture: str
-    # A tensor's name in transformers, without its layer and ".weight", -> its name in the file.
-    layer: Mapping[str, str]
-    other: Mapping[str, str]
+    model: MODEL_ARCH  # whose tensors the gguf package names
     in_float32: tuple[str, ...]  # matrices that llama.cpp wants in F32; vectors always are
     # A matrix of an expert -> the file's tensors that hold its rows, in equal parts.
     experts: Mapping[str, tuple[str, ...]]
     settings: Callable[[Mapping[str, Any]], dict[str, Any]]  # raises ValueError for what llama.cpp does not do
 
+    @property
+    def architecture(self) -> str:
+        """What files call it."""
+        return MODEL_ARCH_NAMES[self.model]
+
     def name(self, tensor: str) -> str:
         """The file's name of a tensor outside the experts. Raises KeyError for one that the architecture lacks."""
-        if found := re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", tensor):
-            return f"blk.{found[1]}.{self.layer[found[2]]}.weight"
-        return f"{self.other[tensor.removesuffix('.weight')]}.weight"
+        found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", tensor)
+        first = tensor if found is None else f"model.layers.0.{found[2]}"
+        name = get_tensor_name_map(self.model, 1).get_name(first, (".weight",))
+        if name is None:
+            raise KeyError(tensor)
+        return name if found is None else name.replace("blk.0.", f"blk.{found[1]}.", 1)
 
 
 def _qwen3moe(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,26 +73,12 @@ def _qwen3moe(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_QWEN3_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate": "ffn_gate_inp",
-}
-_OTHER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 FAMILIES = {
     "qwen3_moe": Family(
-        "qwen3moe",
-        _QWEN3_LAYER,
-        _OTHER,
-        ("ffn_gate_inp",),
-        {"gate_up": ("ffn_gate_exps", "ffn_up_exps"), "down": ("ffn_down_exps",)},
-        _qwen3moe,
+        MODEL_ARCH.QWEN3MOE,
+        in_float32=("ffn_gate_inp",),
+        experts={"gate_up": ("ffn_gate_exps", "ffn_up_exps"), "down": ("ffn_down_exps",)},
+        settings=_qwen3moe,
     ),
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from ..files import ExportDirectory, Files, each
 from ..targets import ExportJob, Target
 from ..values import Values
 from . import blocks
-from .file import BF16, F32, Metadata, Tensor, Type, open_files, size_of
+from .file import Metadata, Tensor, Type, open_files, size_of
 from .names import Family, family_of, settings
 from .tokens import tokenizer
 
@@ -25,6 +25,8 @@ from .tokens import tokenizer
 @dataclass(frozen=True)
 class Gguf(Target):
     """See the module."""
+
+    libraries: ClassVar[tuple[str, ...]] = ("gguf",)
 
     def type_of(self, version: Version) -> Type:
         """The type of matrices in a version that is not refused."""
@@ -73,7 +75,7 @@ class Gguf(Target):
         family = model_family(job)
         dense = job.bundle.dense()
         out = dict[str, tuple[str, Tensor]]()
-        shapes = {name: (shape, BF16) for name, shape in dense.items()}
+        shapes = {name: (shape, Type.BF16) for name, shape in dense.items()}
         for d, version in job.dense_pairs():
             kind = self.type_of(version)
             shapes[f"{d.module}.weight"] = (d.matrix.rows, d.matrix.cols), kind
@@ -86,7 +88,7 @@ class Gguf(Target):
                 raise InputError(f"--to gguf: {name} has no place in llama.cpp's {family.architecture}") from None
             wide = len(shape) == 1 or any(part in theirs for part in family.in_float32)
             wide = wide or (name in dense and dense.dtype(name) != "BF16")
-            out[theirs] = name, Tensor(F32 if wide else kind, tuple(shape))
+            out[theirs] = name, Tensor(Type.F32 if wide else kind, tuple(shape))
         return out
 
     def layer_bytes(self, job: ExportJob, position: int, version: Version) -> int:
@@ -126,7 +128,7 @@ class Gguf(Target):
                 d, version = versions[name]
                 values = Values.of_dense(job.bundle, version.name, d.module)
                 files.put(theirs, blocks.blocks(values, slice(None), tensor.type))
-            elif tensor.type is F32:
+            elif tensor.type is Type.F32:
                 files.put(theirs, blocks.plain(dense.numpy(name).astype(np.float32)))
             else:
                 own = dense.torch(name, mapped=True).view(-1).view(_bits()).numpy()

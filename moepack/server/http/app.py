@@ -33,11 +33,12 @@ from moepack.server.translated.responses import responses
 
 from . import parse
 from .answer import Answer, Gone, Streamed
-from .fields import Fields, parse_json
 from .guard import Guard, Json, body, refusal
+from .json_body import parse_json
+from .models import Object
 from .replies import ChatReply, CompletionReply, Reply
 from .templates import manners_of, render
-from .tokenizing import DetokenizeRequest, TokenizeRequest
+from .tokenizing import Tokenized, detokenize, tokenize
 
 HELPERS = 2  # threads beside the event loop; glibc keeps an arena for each thread that ever ran
 Found = TypeVar("Found")
@@ -123,17 +124,17 @@ class Server:
     # --- generation
 
     async def _tokenize(self, request: Request) -> Response:
-        return await self._tokens_of(request, TokenizeRequest)
+        return await self._tokens_of(request, tokenize)
 
     async def _detokenize(self, request: Request) -> Response:
-        return await self._tokens_of(request, DetokenizeRequest)
+        return await self._tokens_of(request, detokenize)
 
-    async def _tokens_of(self, request: Request, kind: type[TokenizeRequest | DetokenizeRequest]) -> Response:
+    async def _tokens_of(self, request: Request, parsed: Callable[[Object, int], Tokenized]) -> Response:
         raw = await body(request, self._options.body)
         context = self.scheduler.limits.context
 
         def answer() -> dict[str, Any]:
-            asked = kind(Fields(parse_json(raw)), self._vocabulary)
+            asked = parsed(parse_json(raw), self._vocabulary)
             self._info.check_model(asked.model)
             return asked.answer(self.tokens, self._manners, context if context < UNLIMITED else None)
 
@@ -160,7 +161,7 @@ class Server:
         raw = await body(request, self._options.body)
 
         def answer() -> dict[str, int]:
-            asked = counted(Fields(parse_json(raw)), self._vocabulary)
+            asked = counted(parse_json(raw), self._vocabulary)
             self._info.check_model(asked.model)
             assert asked.chat is not None
             return {"input_tokens": len(render(self.tokens, self._manners, asked.chat)[1])}
@@ -181,12 +182,12 @@ class Server:
     async def _answered(
         self,
         request: Request,
-        parsed: Callable[[Fields, int], parse.Request],
+        parsed: Callable[[Object, int], parse.Request],
         prepared: Callable[[parse.Request], _Prepared],
         kind: type[Reply],
     ) -> Response:
         raw = await body(request, self._options.body)
-        asked = await self._aside(lambda: parsed(Fields(parse_json(raw)), self._vocabulary))
+        asked = await self._aside(lambda: parsed(parse_json(raw), self._vocabulary))
         self._info.check_model(asked.model)
         answer = Answer()
 

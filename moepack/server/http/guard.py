@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moepack.server.errors import ApiError
 
-from .fields import check_values
+from .json_body import check_values
 
 # Paths that need no key: the page itself asks for the key, health checks and balancers have none.
 OPEN = frozenset({"/", "/health", "/load"})

@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
 
 from moepack.server.errors import bad
 from moepack.server.options import Sampling
 from moepack.server.tools.parts import Tools
 
-from .fields import Fields
-from .toolbox import Listed, earlier_calls, take_tools
+from .models import Body, Flag, List, Number, Object, OpenBody, Text, Whole, read, wrong
+from .toolbox import MOST_TOOLS, Choice, ChosenTool, EarlierCall, Listed, Tool, chosen
 
 MOST_STOPS, MOST_CHOICES, MOST_TOP = 16, 128, 20
-# OpenAI's fields that do not change an answer here.
-NEUTRAL = ("user", "safety_identifier", "prompt_cache_key")
-ONLY: dict[str, tuple[Any, ...]] = {
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "modalities": (["text"],),
-}
-
-
-NO_MODEL = "is missing: /v1/models has its name"
+MOST_BIAS = 100.0
 
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
     """A conversation for the model's template."""
 
-    messages: list[dict[str, Any]]  # in the shape that templates read
+    messages: list[Object]  # in the shape that templates read
     shown: Listed = field(default_factory=list)  # functions, in the shape that templates read
     tools: Tools = field(default_factory=Tools)  # those that the model may or must call
     effort: str | None = None  # how much to reason, in the words of the model's template
-    template: dict[str, Any] = field(default_factory=dict)  # further arguments of the model's template
+    template: Object = field(default_factory=dict)  # further arguments of the model's template
     thinks: bool | None = None  # whether to reason, where the template leaves a choice; None leaves it to it
     special: bool = False  # whether to add the tokens that begin or end a text, beside those that the template writes
 
@@ -45,13 +39,13 @@ class Request:
     model: str | None  # the name of the model; None, in completions alone, for the served model
     sampling: Sampling
     max_tokens: int | None  # the most tokens of the answer; None allows all that fit
-    count: int  # answers to each prompt
-    stops: tuple[str, ...]  # strings that end an answer
-    ignores_ends: bool  # whether the answer continues after a token that ends answers
-    stream: bool  # whether to stream the answer
-    usage: bool  # whether a stream ends with its token counts
-    continuous: bool  # whether every chunk of it has them
-    schema: dict[str, Any] | None  # the schema of a JSON answer; None allows any text
+    count: int = 1  # answers to each prompt
+    stops: tuple[str, ...] = ()  # strings that end an answer
+    ignores_ends: bool = False  # whether the answer continues after a token that ends answers
+    stream: bool = False  # whether to stream the answer
+    usage: bool = False  # whether a stream ends with its token counts
+    continuous: bool = False  # whether every chunk of it has them
+    schema: Object | None = None  # the schema of a JSON answer; None allows any text
     prompts: tuple[str | list[int], ...] = ()  # texts or token ids
     echo: bool = False  # whether the answer begins with the prompt
     special: bool = True  # whether to add the tokens that begin or end a text
@@ -59,229 +53,334 @@ class Request:
     bound: bool = False  # whether max_tokens may exceed what fits: the answer then ends where its room does
 
 
-def completion(fields: Fields, vocabulary: int) -> Request:
+# --- fields that requests share
+
+
+def _biases(given: Object) -> dict[str, float]:
+    """Check numbers one by one, and no further than the first wrong one."""
+    for name, value in given.items():
+        if type(value) not in (int, float) or not -MOST_BIAS <= value <= MOST_BIAS:
+            raise wrong(f"must be a number from {-MOST_BIAS:g} to {MOST_BIAS:g}", name)
+    return given
+
+
+_BIAS = {"additionalProperties": {"type": "number", "minimum": -MOST_BIAS, "maximum": MOST_BIAS}}
+Biases = Annotated[Object, AfterValidator(_biases), Field(json_schema_extra=_BIAS)]
+Stop = Annotated[Text, Field(min_length=1, max_length=1000)]
+Stops = Annotated[List[Stop], Field(max_length=MOST_STOPS)]
+
+
+class Sampled(Body):
+    """Fields that say how tokens are chosen, and where the answer ends."""
+
+    temperature: Number = Field(1.0, ge=0, le=100)
+    top_p: Number = Field(1.0, ge=0, le=1)
+    top_k: Whole = Field(0, ge=-1, le=1 << 31)
+    min_p: Number = Field(0.0, ge=0, le=1)
+    seed: Whole | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
+    presence_penalty: Number = Field(0.0, ge=-2, le=2)
+    frequency_penalty: Number = Field(0.0, ge=-2, le=2)
+    repetition_penalty: Number = Field(1.0, ge=0.01, le=100)
+    logit_bias: Biases = Field(default_factory=dict)
+    stop: Stop | Stops = Field(default_factory=list)
+    ignore_eos: Flag = False
+    stream: Flag = False
+    # OpenAI's fields that do not change an answer here
+    user: Text | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The strings that end an answer."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def sampling(self, vocabulary: int, top: int | None) -> Sampling:
+        """How tokens are chosen; `top` alternatives are reported with each."""
+        for name in self.logit_bias:
+            if not name.isascii() or not name.isdigit() or len(name) > 9 or int(name) >= vocabulary:
+                raise bad(f"logit_bias[{name!r}]", f"is not a token: tokens go from 0 to {vocabulary - 1}")
+        return Sampling(
+            temperature=0.0 if self.temperature < 1e-5 else self.temperature,
+            top_p=self.top_p,
+            top_k=max(0, self.top_k),
+            min_p=self.min_p,
+            seed=self.seed,
+            presence=self.presence_penalty,
+            frequency=self.frequency_penalty,
+            repetition=self.repetition_penalty,
+            bias={int(name): float(value) for name, value in self.logit_bias.items()},
+            top_logprobs=top,
+        )
+
+
+class StreamOptions(Body):
+    """What a stream says beside the answer."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+class UsageOptions(StreamOptions):
+    """Where a stream has its token counts."""
+
+    include_usage: Flag = False
+    continuous_usage_stats: Flag = False  # in every chunk, as vLLM says it
+
+
+class JsonSchema(Body):
+    """A JSON schema and what is said of it."""
+
+    name: Text | None = None
+    description: Text | None = None
+    strict: Flag = False
+    schema_: Object = Field(alias="schema")
+
+
+class ResponseFormat(Body):
+    """The answer's form: any text, any JSON object, or JSON by a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> ResponseFormat:
+        check_schema(self.type, self.json_schema, "json_schema")
+        return self
+
+
+def check_schema(kind: str, schema: object, where: str) -> None:
+    """Refuse a form without its schema, and a schema that the form does not take."""
+    if kind == "json_schema" and schema is None:
+        raise wrong("is missing", where)
+    if kind != "json_schema" and schema is not None:
+        raise wrong(f"is not supported beside {kind}", where, "unsupported")
+
+
+def wanted_schema(kind: str, schema: Object | None) -> Object | None:
+    """The JSON schema of an answer's form; None allows any text."""
+    return {"type": "object"} if kind == "json_object" else schema
+
+
+class Completed(Sampled):
+    """Fields of chats and completions."""
+
+    n: Whole = Field(1, ge=1, le=MOST_CHOICES)
+    modalities: Annotated[List[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    stream_options: UsageOptions | None = None
+    response_format: ResponseFormat | None = None
+
+    def request(self, vocabulary: int, top: int | None, limit: int | None, **own: Any) -> Request:
+        """Make the request; `own` holds fields of one kind alone."""
+        options = self.stream_options or UsageOptions()
+        if self.stream_options is not None and not self.stream:
+            raise bad("stream_options", "needs stream: true")
+        return Request(
+            sampling=self.sampling(vocabulary, top),
+            max_tokens=limit,
+            count=self.n,
+            stream=self.stream,
+            usage=options.include_usage,
+            continuous=options.include_usage and options.continuous_usage_stats,
+            stops=self.stops,
+            ignores_ends=self.ignore_eos,
+            schema=self._schema(),
+            **own,
+        )
+
+    def _schema(self) -> Object | None:
+        form = self.response_format
+        if form is None:
+            return None
+        return wanted_schema(form.type, None if form.json_schema is None else form.json_schema.schema_)
+
+
+# --- completions
+
+Texts = Annotated[List[Text], Field(min_length=1, max_length=MOST_CHOICES)]
+Tokens = Annotated[List[Annotated[Whole, Field(ge=0)]], Field(min_length=1)]
+
+
+class CompletionBody(Completed):
+    """A request to /v1/completions."""
+
+    model: Text | None = None
+    prompt: Text | Texts | Tokens | Annotated[List[Tokens], Field(min_length=1, max_length=MOST_CHOICES)]
+    echo: Flag = False
+    add_special_tokens: Flag = True
+    logprobs: Whole | None = Field(None, ge=0, le=MOST_TOP)
+    best_of: Whole | None = None
+    suffix: Literal[""] | None = None
+    max_tokens: Whole = Field(16, ge=0, le=1 << 31)
+
+
+def completion(given: Object, vocabulary: int) -> Request:
     """Parse a request to /v1/completions. An ApiError names the field that is wrong or unsupported."""
-    prompts = _prompts(fields.take("prompt"), vocabulary)
-    echo, special = fields.flag("echo"), fields.flag("add_special_tokens", True)
-    top, count = fields.whole("logprobs", None, 0, MOST_TOP), fields.whole("n", 1, 1, MOST_CHOICES) or 1
-    fields.only("best_of", 1, count)
-    fields.only("suffix", "")
-    limit = fields.whole("max_tokens", 16, 0)
-    asked = _request(fields, top, count, limit, vocabulary, prompts=prompts, echo=echo, special=special)
-    if not limit and not echo:
+    body = read(CompletionBody, given)
+    if body.best_of not in (None, 1, body.n):
+        raise bad("best_of", f"must be 1 or n, which is {body.n}", "unsupported")
+    if not body.max_tokens and not body.echo:
         raise bad("max_tokens", "must be at least 1, or 0 with echo")
-    return asked
+    prompts = _prompts(body.prompt)
+    check_tokens("prompt", (token for prompt in prompts if not isinstance(prompt, str) for token in prompt), vocabulary)
+    own: Object = {"model": body.model, "prompts": prompts, "echo": body.echo, "special": body.add_special_tokens}
+    return body.request(vocabulary, body.logprobs, body.max_tokens, **own)
 
 
-def chat(fields: Fields, vocabulary: int) -> Request:
-    """Parse a request to /v1/chat/completions. An ApiError names the field that is wrong or unsupported."""
-    chat = conversation(fields)
-    wanted, top = fields.flag("logprobs"), fields.whole("top_logprobs", None, 0, MOST_TOP)
-    if top is not None and not wanted:
-        raise bad("top_logprobs", "needs logprobs: true")
-    count = fields.whole("n", 1, 1, MOST_CHOICES) or 1
-    old, new = fields.whole("max_tokens", None, 1), fields.whole("max_completion_tokens", None, 1)
-    if None not in (old, new) and old != new:
-        raise bad("max_completion_tokens", "differs from max_tokens")
-    top, limit = (top or 0) if wanted else None, new if old is None else old
-    asked = _request(fields, top, count, limit, vocabulary, chat=chat)
-    check_chat(asked, "response_format")
-    return asked
+def check_tokens(where: str, tokens: Iterable[int], vocabulary: int) -> None:
+    """Refuse tokens beyond a vocabulary."""
+    if any(token >= vocabulary for token in tokens):
+        raise bad(where, f"has an invalid token: tokens go from 0 to {vocabulary - 1}")
 
 
-def check_chat(asked: Request, shape: str) -> None:
-    """Refuse what a chat lacks, and what does not go together; `shape` is where the answer's schema stands."""
-    if asked.model is None:
-        raise bad("model", NO_MODEL)
-    if asked.schema is not None and asked.chat is not None and asked.chat.tools.binding:
-        raise bad(shape, "a schema of the answer cannot stand beside calls that keep to theirs", "unsupported")
-
-
-def _request(fields: Fields, top: int | None, count: int, limit: int | None, vocabulary: int, **own: Any) -> Request:
-    """Parse the fields that both kinds share, and refuse the rest; `own` holds fields of one kind alone."""
-    model = fields.text("model")
-    for name in NEUTRAL:
-        fields.text(name)
-    for name, allowed in ONLY.items():
-        fields.only(name, *allowed)
-    sampling, stream = take_sampling(fields, top, vocabulary), fields.flag("stream")
-    usage, continuous = _usage(fields, stream)
-    asked = Request(
-        model=model, sampling=sampling, max_tokens=limit, count=count, stream=stream, usage=usage,
-        continuous=continuous, stops=take_stops(fields), ignores_ends=fields.flag("ignore_eos"),
-        schema=_schema(fields), **own,
-    )  # fmt: skip
-    fields.end()
-    return asked
-
-
-def take_sampling(fields: Fields, top: int | None, vocabulary: int) -> Sampling:
-    """Take the fields that say how tokens are chosen; `top` alternatives are reported with each."""
-    temperature = fields.number("temperature", 1.0, 0.0, 100.0)
-    return Sampling(
-        temperature=0.0 if temperature < 1e-5 else temperature,
-        top_p=fields.number("top_p", 1.0, 0.0, 1.0),
-        top_k=max(0, fields.whole("top_k", 0, -1) or 0),
-        min_p=fields.number("min_p", 0.0, 0.0, 1.0),
-        seed=fields.whole("seed", None, -(1 << 63), (1 << 63) - 1),
-        presence=fields.number("presence_penalty", 0.0, -2.0, 2.0),
-        frequency=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
-        repetition=fields.number("repetition_penalty", 1.0, 0.01, 100.0),
-        bias=_bias(fields, vocabulary),
-        top_logprobs=top,
-    )
-
-
-def _bias(fields: Fields, vocabulary: int) -> dict[int, float]:
-    out = {}
-    for name, value in (fields.record("logit_bias") or {}).items():
-        where = f"logit_bias[{name!r}]"
-        if not name.isascii() or not name.isdigit() or len(name) > 9 or int(name) >= vocabulary:
-            raise bad(where, f"is not a token: tokens go from 0 to {vocabulary - 1}")
-        out[int(name)] = Fields({where: value}).number(where, 0.0, -100.0, 100.0)
-    return out
-
-
-def _usage(fields: Fields, stream: bool) -> tuple[bool, bool]:
-    """Parse whether a stream ends with its token counts, and whether every chunk of it has them, as vLLM says it."""
-    inner = fields.inside("stream_options")
-    if inner is None:
-        return False, False
-    if not stream:
-        raise bad("stream_options", "needs stream: true")
-    usage, continuous = inner.flag("include_usage"), inner.flag("continuous_usage_stats")
-    inner.only("include_obfuscation", False)
-    inner.end()
-    return usage, usage and continuous
-
-
-def take_stops(fields: Fields, name: str = "stop") -> tuple[str, ...]:
-    """Take the strings that end an answer, which errors call `name`."""
-    stop = fields.take("stop")
-    stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
-        raise bad(name, "must be a string, or a list of strings, none of them empty")
-    if len(stops) > MOST_STOPS or any(len(s) > 1000 for s in stops):
-        raise bad(name, f"takes at most {MOST_STOPS} strings of 1000 characters each")
-    return tuple(stops)
-
-
-def _schema(fields: Fields) -> dict[str, Any] | None:
-    """Parse the answer's JSON schema: {"type": "object"} allows any object, None allows any text."""
-    inner = fields.inside("response_format")
-    if inner is None:
-        return None
-    kind, named = inner.text("type"), inner.inside("json_schema")
-    inner.end()
-    if kind == "text" and named is None:
-        return None
-    if kind == "json_object" and named is None:
-        return {"type": "object"}
-    if kind != "json_schema" or named is None:
-        raise bad("response_format.type", "must be text, json_object or json_schema", "unsupported")
-    for name in ("name", "description"):
-        named.text(name)
-    named.flag("strict")
-    schema = named.record("schema")
-    named.end()
-    if schema is None:
-        raise bad("response_format.json_schema.schema", "is missing")
-    return schema
-
-
-def _is_tokens(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(t) is int for t in value)
-
-
-def _prompts(given: Any, vocabulary: int) -> tuple[str | list[int], ...]:
-    """Parse prompts: a text, a list of texts, a list of tokens, or a list of lists of tokens."""
-    if given is None:
-        raise bad("prompt", "is missing")
-    prompts = [given] if isinstance(given, str) or _is_tokens(given) else given
-    if not isinstance(prompts, list) or not prompts or not all(isinstance(p, str) or _is_tokens(p) for p in prompts):
-        raise bad("prompt", "must be a string, a list of strings, or one or more lists of tokens")
-    if len(prompts) > MOST_CHOICES:
-        raise bad("prompt", f"takes at most {MOST_CHOICES} prompts")
-    for prompt in prompts:
-        if not isinstance(prompt, str) and not all(0 <= t < vocabulary for t in prompt):
-            raise bad("prompt", f"has an invalid token: tokens go from 0 to {vocabulary - 1}")
-    return tuple(prompts)
+def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> tuple[str | list[int], ...]:
+    return (given,) if isinstance(given, str) or isinstance(given[0], int) else tuple(given)
 
 
 # --- chats
 
 RESERVED = frozenset({"messages", "conversation", "tools", "tokenize", "chat_template", "documents"})
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def conversation(fields: Fields) -> Dialogue:
-    """Parse the fields that hold a conversation and what its template reads."""
-    messages, (shown, tools) = _messages(fields.take("messages")), take_tools(fields)
-    template = fields.record("chat_template_kwargs") or {}
-    made = Dialogue(messages, shown, tools, fields.text("reasoning_effort"), template)
-    check_template(made)
-    return made
+class TextPart(OpenBody):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: Text
 
 
-def check_template(dialogue: Dialogue) -> None:
-    """Refuse arguments of the template that requests have fields for."""
-    if reserved := RESERVED & dialogue.template.keys():
-        raise bad(f"chat_template_kwargs.{min(reserved)}", "must not be given there", "unsupported")
+Content = Text | List[TextPart]
 
 
-def _messages(given: Any) -> list[dict[str, Any]]:
-    if not isinstance(given, list) or not given:
-        raise bad("messages", "must be a list of messages")
-    return [_message(f"messages[{n}]", message) for n, message in enumerate(given)]
+def _joined(content: Content | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.text for part in content)
 
 
-def _message(where: str, given: Any) -> dict[str, Any]:
-    if not isinstance(given, dict):
-        raise bad(where, "must be an object")
-    fields = Fields(given, f"{where}.")
-    role = fields.text("role")
-    if role not in ROLES:
-        raise bad(f"{where}.role", f"must be one of {', '.join(ROLES)}")
-    out: dict[str, Any] = {"role": "system" if role == "developer" else role}
-    content = _content(f"{where}.content", fields.take("content"))
-    calls = fields.take("tool_calls") if role == "assistant" else None
-    if content is None and calls is None:
-        raise bad(f"{where}.content", "is missing")
-    out["content"] = content or ""
-    if calls is not None:
-        out["tool_calls"] = earlier_calls(f"{where}.tool_calls", calls)
-    if role == "tool":
-        out["tool_call_id"] = fields.text("tool_call_id") or ""
-    if (name := fields.text("name")) is not None:
-        out["name"] = name
-    if role == "assistant":
-        reasoning = fields.text("reasoning_content") or fields.text("reasoning")
-        if reasoning is not None:
-            out |= reasoned(reasoning)
-        # fields of our answers that clients send back
-        fields.only("refusal")
-        fields.only("annotations", [])
-        fields.only("audio")
-    fields.end()
-    return out
+class Said(Body):
+    """What all messages have."""
+
+    role: Text
+    content: Content | None
+    name: Text | None = None
+
+    def said(self) -> Object:
+        """The message as templates read it."""
+        role = "system" if self.role == "developer" else self.role
+        name: Object = {} if self.name is None else {"name": self.name}
+        return {"role": role, "content": _joined(self.content), **name}
 
 
-def reasoned(text: str) -> dict[str, str]:
+class Message(Said):
+    """A message that no model wrote."""
+
+    role: Literal["system", "developer", "user"]
+    content: Content
+
+
+class ToolMessage(Said):
+    """The result of a call."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: Text = ""
+
+    def said(self) -> Object:
+        """The message as templates read it."""
+        return {**super().said(), "tool_call_id": self.tool_call_id}
+
+
+class AnswerMessage(Said):
+    """An earlier answer."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    tool_calls: List[EarlierCall] | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
+    # fields of our answers that clients send back
+    refusal: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+
+    @model_validator(mode="after")
+    def _says(self) -> AnswerMessage:
+        if self.content is None and self.tool_calls is None:
+            raise wrong("is missing", "content")
+        return self
+
+    def said(self) -> Object:
+        """The message as templates read it."""
+        calls: Object = {} if self.tool_calls is None else {"tool_calls": [call.said() for call in self.tool_calls]}
+        reasoning = self.reasoning_content or self.reasoning
+        thought: Object = {} if reasoning is None else reasoned(reasoning)
+        return {**super().said(), **calls, **thought}
+
+
+def reasoned(text: str) -> Object:
     """The reasoning of an earlier answer, by the names that templates have for it: gpt-oss says thinking."""
     return {"reasoning_content": text, "thinking": text}
 
 
-def _content(where: str, given: Any) -> str | None:
-    if given is None or isinstance(given, str):
-        return given
-    if not isinstance(given, list):
-        raise bad(where, "must be a string, or a list of parts")
-    texts = []
-    for n, part in enumerate(given):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            raise bad(f"{where}[{n}].type", "only text is supported", "unsupported")
-        if not isinstance(part.get("text"), str):
-            raise bad(f"{where}[{n}].text", "must be a string")
-        texts.append(part["text"])
-    return "".join(texts)
+def _not_reserved(given: Object) -> Object:
+    """Refuse arguments of the template that requests have fields for."""
+    if reserved := RESERVED & given.keys():
+        raise wrong("must not be given there", min(reserved), "unsupported")
+    return given
+
+
+TemplateArguments = Annotated[Object, AfterValidator(_not_reserved)]
+Messages = Annotated[
+    List[Annotated[Message | ToolMessage | AnswerMessage, Field(discriminator="role")]], Field(min_length=1)
+]
+
+
+class Conversation(Body):
+    """Fields that hold a conversation and what its template reads."""
+
+    messages: Messages
+    tools: List[Tool] = Field(default_factory=list, max_length=MOST_TOOLS)
+    tool_choice: Choice | ChosenTool | None = None
+    parallel_tool_calls: Flag = True
+    reasoning_effort: Text | None = None
+    chat_template_kwargs: TemplateArguments = Field(default_factory=dict)
+
+    def dialogue(self) -> Dialogue:
+        """The conversation for the model's template."""
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, ChosenTool) else None
+        choice = "required" if isinstance(self.tool_choice, ChosenTool) else self.tool_choice
+        shown, tools = chosen([tool.function for tool in self.tools], choice, named, self.parallel_tool_calls)
+        said = [message.said() for message in self.messages]
+        return Dialogue(said, shown, tools, self.reasoning_effort, self.chat_template_kwargs)
+
+
+class ChatBody(Completed, Conversation):
+    """A request to /v1/chat/completions."""
+
+    model: Text
+    logprobs: Flag = False
+    top_logprobs: Whole | None = Field(None, ge=0, le=MOST_TOP)
+    max_tokens: Whole | None = Field(None, ge=1, le=1 << 31)
+    max_completion_tokens: Whole | None = Field(None, ge=1, le=1 << 31)
+
+
+def chat(given: Object, vocabulary: int) -> Request:
+    """Parse a request to /v1/chat/completions. An ApiError names the field that is wrong or unsupported."""
+    body = read(ChatBody, given)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad("top_logprobs", "needs logprobs: true")
+    limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    if body.max_completion_tokens not in (None, limit):
+        raise bad("max_completion_tokens", "differs from max_tokens")
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    asked = body.request(vocabulary, top, limit, model=body.model, chat=body.dialogue())
+    check_chat(asked, "response_format")
+    return asked
+
+
+def check_chat(asked: Request, shape: str) -> None:
+    """Refuse what does not go together; `shape` is where the answer's schema stands."""
+    if asked.schema is not None and asked.chat is not None and asked.chat.tools.binding:
+        raise bad(shape, "a schema of the answer cannot stand beside calls that keep to theirs", "unsupported")

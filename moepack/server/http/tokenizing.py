@@ -3,56 +3,84 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Annotated
+
+from pydantic import Field
 
 from moepack.server.batching.tokens import Tokens
 from moepack.server.errors import bad
 from moepack.server.tools.forms import Manners
 
-from .fields import Fields
-from .parse import Dialogue, conversation
+from .models import Body, Flag, List, Object, Text, Whole, read
+from .parse import Conversation, check_tokens
 from .templates import render
 
 
-class TokenizeRequest:
-    """A text or a conversation to turn into tokens. An ApiError names the field that is wrong or unsupported."""
+class Tokenized(Body):
+    """What is turned into tokens, or back."""
 
-    def __init__(self, fields: Fields, vocabulary: int = 0) -> None:
-        self.model = fields.text("model")
-        self.text, self.strings = fields.text("prompt"), fields.flag("return_token_strs")
-        self.special = fields.flag("add_special_tokens", self.text is not None)
-        self.chat = self._chat(fields) if self.text is None else None
-        fields.end()
+    model: Text | None = None
 
-    def _chat(self, fields: Fields) -> Dialogue:
-        asked, goes_on = conversation(fields), fields.flag("continue_final_message")
-        begins = fields.flag("add_generation_prompt", not goes_on)
+    def answer(self, tokens: Tokens, manners: Manners, context: int | None) -> Object:
+        """The answer; `context` is the most tokens of a sequence, None if that is not limited."""
+        raise NotImplementedError
+
+
+class TextBody(Tokenized):
+    """A text to turn into tokens."""
+
+    prompt: Text
+    return_token_strs: Flag = False
+    add_special_tokens: Flag = True
+
+    def answer(self, tokens: Tokens, manners: Manners, context: int | None) -> Object:
+        """See Tokenized."""
+        ids = tokens.encode(self.prompt, self.add_special_tokens, "prompt")
+        return _listed(tokens, ids, self.return_token_strs, context)
+
+
+class DialogueBody(Conversation, Tokenized):
+    """A conversation to turn into tokens."""
+
+    return_token_strs: Flag = False
+    add_special_tokens: Flag = False
+    add_generation_prompt: Flag | None = None
+    continue_final_message: Flag = False
+
+    def answer(self, tokens: Tokens, manners: Manners, context: int | None) -> Object:
+        """See Tokenized."""
+        goes_on = self.continue_final_message
+        begins = not goes_on if self.add_generation_prompt is None else self.add_generation_prompt
         if goes_on and begins:
             raise bad("continue_final_message", "needs add_generation_prompt: false")
-        more = {"add_generation_prompt": begins, "continue_final_message": goes_on}
-        return replace(asked, template={**asked.template, **more}, special=self.special)
-
-    def answer(self, tokens: Tokens, manners: Manners, context: int | None) -> dict[str, Any]:
-        """The answer; `context` is the most tokens of a sequence, None if that is not limited."""
-        if self.chat is None:
-            ids = tokens.encode(self.text or "", self.special, "prompt")
-        else:
-            _, ids = render(tokens, manners, self.chat)
-        names = tokens.tokenizer.convert_ids_to_tokens(ids) if self.strings else None
-        return {"count": len(ids), "max_model_len": context, "tokens": ids, "token_strs": names}
+        asked = self.dialogue()
+        template = {**asked.template, "add_generation_prompt": begins, "continue_final_message": goes_on}
+        _, ids = render(tokens, manners, replace(asked, template=template, special=self.add_special_tokens))
+        return _listed(tokens, ids, self.return_token_strs, context)
 
 
-class DetokenizeRequest:
-    """Tokens to turn into a text, special ones included. An ApiError names the field that is wrong or unsupported."""
+class DetokenizeBody(Tokenized):
+    """Tokens to turn into a text, special ones included."""
 
-    def __init__(self, fields: Fields, vocabulary: int) -> None:
-        self.model = fields.text("model")
-        given = fields.take("tokens")
-        if not isinstance(given, list) or not all(type(t) is int and 0 <= t < vocabulary for t in given):
-            raise bad("tokens", f"must be a list of tokens: they go from 0 to {vocabulary - 1}")
-        self.tokens: list[int] = given
-        fields.end()
+    tokens: List[Annotated[Whole, Field(ge=0)]]
 
-    def answer(self, tokens: Tokens, manners: Manners, context: int | None) -> dict[str, Any]:
-        """The answer."""
+    def answer(self, tokens: Tokens, manners: Manners, context: int | None) -> Object:
+        """See Tokenized."""
         return {"prompt": tokens.decode(self.tokens, special=True)}
+
+
+def tokenize(given: Object, vocabulary: int) -> Tokenized:
+    """Parse a request to /tokenize. An ApiError names the field that is wrong or unsupported."""
+    return read(DialogueBody if given.get("prompt") is None else TextBody, given)
+
+
+def detokenize(given: Object, vocabulary: int) -> Tokenized:
+    """Parse a request to /detokenize. An ApiError names the field that is wrong or unsupported."""
+    body = read(DetokenizeBody, given)
+    check_tokens("tokens", body.tokens, vocabulary)
+    return body
+
+
+def _listed(tokens: Tokens, ids: list[int], strings: bool, context: int | None) -> Object:
+    names = tokens.tokenizer.convert_ids_to_tokens(ids) if strings else None
+    return {"count": len(ids), "max_model_len": context, "tokens": ids, "token_strs": names}

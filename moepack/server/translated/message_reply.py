@@ -51,8 +51,8 @@ class MessageReply(ItemReply):
         if item.kind == "content":
             return {"type": "text", "text": text, "citations": None}
         try:
-            given = as_object("input", text)
-        except ApiError:  # cut off, or of a model that no grammar held
+            given = as_object(text)
+        except (ApiError, ValueError):  # cut off, or of a model that no grammar held
             given = {}
         caller = {"type": "direct"}
         return {"type": "tool_use", "id": item.call, "name": item.name, "input": given, "caller": caller}

@@ -2,207 +2,217 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from moepack.server.errors import bad
+from pydantic import Field, model_validator
+
 from moepack.server.http import parse
-from moepack.server.http.fields import Fields
+from moepack.server.http.models import Body, Flag, List, Number, Object, Text, Whole, read, wrong
 from moepack.server.http.parse import Dialogue, Request
-from moepack.server.http.toolbox import Listed, as_object, chosen, few, take_function
+from moepack.server.http.toolbox import MOST_TOOLS, Arguments, BaseFunction, Parameters, chosen, said_call
 from moepack.server.options import Sampling
-from moepack.server.tools.parts import Tools
 
-ONLY: dict[str, tuple[Any, ...]] = {"service_tier": ("auto", "standard_only"), "speed": ("standard",)}
 CHOICES = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
-CACHE = "cache_control"  # a hint that changes no answer
 
 
-def messages(fields: Fields, vocabulary: int) -> Request:
-    """Parse a request to /v1/messages. An ApiError names the field that is wrong or unsupported."""
-    limit = fields.whole("max_tokens", None, 1)
-    if limit is None:
-        raise bad("max_tokens", "is missing")
-    temperature = fields.number("temperature", 1.0, 0.0, 1.0)
-    sampling = Sampling(
-        temperature=0.0 if temperature < 1e-5 else temperature,
-        top_p=fields.number("top_p", 1.0, 0.0, 1.0),
-        top_k=fields.whole("top_k", 0, 0) or 0,
-    )
-    stream = fields.flag("stream")
-    return _request(fields, max_tokens=limit, bound=True, sampling=sampling, stops=_stops(fields), stream=stream)
+class Cached(Body):
+    """What may say how it is kept: a hint that changes no answer."""
 
-
-def counted(fields: Fields, vocabulary: int) -> Request:
-    """Parse a request to /v1/messages/count_tokens, of which only the prompt matters."""
-    return _request(fields, max_tokens=None, sampling=Sampling(), stops=(), stream=False)
-
-
-def _request(fields: Fields, **own: Any) -> Request:
-    """Parse the fields that both share, and refuse the rest."""
-    system = fields.take("system")
-    messages = [] if system is None else [{"role": "system", "content": _texts("system", system)}]
-    messages += _messages(fields.take("messages"))
-    listed, tools = _tools(fields)
-    for name, allowed in ONLY.items():
-        fields.only(name, *allowed)
-    fields.record("metadata")
-    fields.record(CACHE)
-    schema, effort = _output(fields)
-    dialogue = Dialogue(messages, listed, tools, effort, thinks=_thinking(fields))
-    asked = Request(
-        model=fields.text("model"), count=1, ignores_ends=False, usage=True, continuous=False, schema=schema,
-        chat=dialogue, **own,
-    )  # fmt: skip
-    fields.end()
-    parse.check_chat(asked, "output_config.format")
-    return asked
-
-
-def _stops(fields: Fields) -> tuple[str, ...]:
-    given = fields.take("stop_sequences")
-    if given is not None and not isinstance(given, list):
-        raise bad("stop_sequences", "must be a list of strings")
-    return parse.take_stops(Fields({"stop": given}), "stop_sequences")
-
-
-def _thinking(fields: Fields) -> bool | None:
-    """Parse whether the model is to think first; None leaves it to its template. A budget bounds nothing here."""
-    inner = fields.inside("thinking")
-    if inner is None:
-        return None
-    kind = inner.text("type")
-    if kind not in ("enabled", "adaptive", "disabled"):
-        raise bad("thinking.type", "must be enabled, adaptive or disabled")
-    inner.whole("budget_tokens", None, 1)
-    inner.only("display", "summarized", "omitted")
-    inner.end()
-    return kind != "disabled"
-
-
-def _output(fields: Fields) -> tuple[dict[str, Any] | None, str | None]:
-    """Parse the answer's schema, and how much to reason."""
-    inner = fields.inside("output_config")
-    if inner is None:
-        return None, None
-    effort, format = inner.text("effort"), inner.inside("format")
-    inner.end()
-    if format is None:
-        return None, effort
-    kind, schema = format.text("type"), format.record("schema")
-    format.end()
-    if kind != "json_schema" or schema is None:
-        raise bad("output_config.format", 'must be {"type": "json_schema", "schema": ...}')
-    return schema, effort
-
-
-def _tools(fields: Fields) -> tuple[Listed, Tools]:
-    given, choice = fields.take("tools"), fields.inside("tool_choice")
-    if not isinstance(given, list | None):
-        raise bad("tools", "must be a list")
-    few("tools", given or ())
-    listed, any_strict = [], False
-    for n, tool in enumerate(given or ()):
-        if not isinstance(tool, dict) or tool.get("type", "custom") not in (None, "custom"):
-            raise bad(f"tools[{n}].type", "only custom tools are supported", "unsupported")
-        inner = {name: value for name, value in tool.items() if name not in ("type", CACHE)}
-        made, strict = take_function(Fields(inner, f"tools[{n}]."), f"tools[{n}]", "input_schema")
-        listed.append(made)
-        any_strict |= strict
-    if choice is None:
-        return chosen(listed, None, None, True, any_strict)
-    kind, name = choice.text("type"), choice.text("name")
-    several = not choice.flag("disable_parallel_tool_use")
-    choice.end()
-    if kind not in CHOICES or (kind == "tool") != (name is not None):
-        raise bad("tool_choice", "must be auto, any, none, or tool with a name")
-    return chosen(listed, CHOICES[kind], name, several, any_strict)
+    cache_control: Object | None = None
 
 
 # --- the conversation
 
 
-def _messages(given: Any) -> list[dict[str, Any]]:
-    if not isinstance(given, list) or not given:
-        raise bad("messages", "must be a list of messages")
-    return [made for n, message in enumerate(given) for made in _message(f"messages[{n}]", message)]
+class TextBlock(Cached):
+    """A piece of text."""
+
+    type: Literal["text"]
+    text: Text
+    citations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
-def _message(where: str, given: Any) -> list[dict[str, Any]]:
-    """Return a message as those that templates read: results of tools are messages of their own."""
-    if not isinstance(given, dict):
-        raise bad(where, "must be an object")
-    fields = Fields(given, f"{where}.")
-    role, content = fields.text("role"), fields.take("content")
-    fields.end()
-    if role not in ("user", "assistant", "system"):
-        raise bad(f"{where}.role", "must be one of user, assistant, system")
-    if isinstance(content, str):
-        return [{"role": role, "content": content}]
-    if not isinstance(content, list) or not content:
-        raise bad(f"{where}.content", "must be a string, or a list of blocks")
-    said: dict[str, Any] = {"role": role, "content": ""}
-    calls: list[dict[str, Any]] = []
-    results: list[dict[str, Any]] = []
-    for n, block in enumerate(content):
-        at = f"{where}.content[{n}]"
-        if not isinstance(block, dict):
-            raise bad(at, "must be an object")
-        inner = Fields({name: value for name, value in block.items() if name != CACHE}, f"{at}.")
-        kind = inner.text("type")
-        if kind == "text":
-            said["content"] += _text(at, inner)
-        elif kind == "thinking" and role == "assistant":
-            inner.text("signature")
-            said |= parse.reasoned(inner.text("thinking") or "")
-        elif kind == "tool_use" and role == "assistant":
-            calls.append(_use(at, inner))
-        elif kind == "tool_result" and role == "user":
-            results.append(_result(at, inner))
-        else:
-            raise bad(f"{at}.type", f"{str(kind)[:64]!r} is not supported in a message of {role}", "unsupported")
-        inner.end()
-    if calls:
-        said["tool_calls"] = calls
-    return [*results, *([said] if said["content"] or calls or not results else [])]
+class ThinkingBlock(Cached):
+    """Earlier reasoning."""
+
+    type: Literal["thinking"]
+    thinking: Text = ""
+    signature: Text | None = None
 
 
-def _text(where: str, fields: Fields) -> str:
-    text = fields.text("text")
-    if text is None:
-        raise bad(f"{where}.text", "is missing")
-    fields.only("citations", [])
-    return text
+class ToolUse(Cached):
+    """An earlier call."""
+
+    type: Literal["tool_use"]
+    id: Text
+    name: Text
+    input: Arguments
+    caller: Any = None  # of our answers, which clients send back
 
 
-def _use(where: str, fields: Fields) -> dict[str, Any]:
-    name, call = fields.text("name"), fields.text("id")
-    fields.take("caller")  # of our answers, which clients send back
-    if name is None or call is None:
-        raise bad(where, "needs name and id")
-    arguments = as_object(f"{where}.input", fields.take("input"))
-    return {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
+Texts = Text | List[TextBlock]
 
 
-def _result(where: str, fields: Fields) -> dict[str, Any]:
-    content, call = fields.take("content"), fields.text("tool_use_id")
-    text = "" if content is None else _texts(f"{where}.content", content)
-    if fields.flag("is_error"):
-        text = f"Error: {text}"
-    return {"role": "tool", "content": text, "tool_call_id": call or ""}
+class ToolResult(Cached):
+    """The result of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Text = ""
+    content: Texts = ""
+    is_error: Flag = False
+
+    def said(self) -> Object:
+        """The result as a message that templates read."""
+        text = _paragraphs(self.content)
+        shown = f"Error: {text}" if self.is_error else text
+        return {"role": "tool", "content": shown, "tool_call_id": self.tool_use_id}
 
 
-def _texts(where: str, given: Any) -> str:
-    """Join a text's blocks, as paragraphs."""
-    if isinstance(given, str):
-        return given
-    if not isinstance(given, list):
-        raise bad(where, "must be a string, or a list of blocks")
-    out = []
-    for n, block in enumerate(given):
-        at = f"{where}[{n}]"
-        if not isinstance(block, dict) or block.get("type") != "text":
-            raise bad(f"{at}.type", "only text is supported", "unsupported")
-        inner = Fields({name: value for name, value in block.items() if name not in (CACHE, "type")}, f"{at}.")
-        out.append(_text(at, inner))
-        inner.end()
-    return "\n\n".join(out)
+def _paragraphs(texts: Texts) -> str:
+    return texts if isinstance(texts, str) else "\n\n".join(block.text for block in texts)
+
+
+Block = Annotated[TextBlock | ThinkingBlock | ToolUse | ToolResult, Field(discriminator="type")]
+BLOCKS = {"system": (TextBlock,), "user": (TextBlock, ToolResult), "assistant": (TextBlock, ThinkingBlock, ToolUse)}
+
+
+class Turn(Body):
+    """A message of blocks."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Text | Annotated[List[Block], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _blocks(self) -> Turn:
+        for block in () if isinstance(self.content, str) else self.content:
+            if not isinstance(block, BLOCKS[self.role]):
+                message = f"{block.type!r} is not supported in a message of {self.role}"
+                raise wrong(message, "content", "unsupported")
+        return self
+
+    def said(self) -> list[Object]:
+        """The message as those that templates read: results of tools are messages of their own, before the text."""
+        if isinstance(self.content, str):
+            return [{"role": self.role, "content": self.content}]
+        said: Object = {"role": self.role, "content": ""}
+        calls: list[Object] = []
+        results: list[Object] = []
+        for block in self.content:
+            if isinstance(block, TextBlock):
+                said["content"] += block.text
+            elif isinstance(block, ThinkingBlock):
+                said |= parse.reasoned(block.thinking)
+            elif isinstance(block, ToolUse):
+                calls.append(said_call(block.id, block.name, block.input))
+            else:
+                results.append(block.said())
+        if calls:
+            said["tool_calls"] = calls
+        return [*results, said] if said["content"] or calls or not results else results
+
+
+# --- the other fields
+
+
+class ThinkingOptions(Body):
+    """Whether the model is to think first. A budget bounds nothing here."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Whole | None = Field(None, ge=1, le=1 << 31)
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(Body):
+    """JSON by a schema."""
+
+    type: Literal["json_schema"]
+    schema_: Object = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """The answer's form, and how much to reason."""
+
+    effort: Text | None = None
+    format: OutputFormat | None = None
+
+
+class MessagesTool(BaseFunction, Cached):
+    """A function that an answer may call."""
+
+    type: Literal["custom"] = "custom"
+    input_schema: Parameters | None = None
+
+    @property
+    def arguments(self) -> Object | None:
+        """The schema of its arguments."""
+        return self.input_schema
+
+
+class ToolChoice(Body):
+    """What must be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Text | None = None
+    disable_parallel_tool_use: Flag = False
+
+    @model_validator(mode="after")
+    def _named(self) -> ToolChoice:
+        if (self.name is None) is (self.type == "tool"):
+            raise wrong("is needed by the type tool, and by no other", "name")
+        return self
+
+
+class CountBody(Cached):
+    """A request to /v1/messages/count_tokens, of which only the prompt matters."""
+
+    model: Text
+    messages: Annotated[List[Turn], Field(min_length=1)]
+    system: Texts | None = None
+    tools: List[MessagesTool] = Field(default_factory=list, max_length=MOST_TOOLS)
+    tool_choice: ToolChoice = Field(default_factory=lambda: ToolChoice(type="auto"))
+    thinking: ThinkingOptions | None = None  # None leaves it to the model's template
+    output_config: OutputConfig = Field(default_factory=OutputConfig)
+    metadata: Object | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    speed: Literal["standard"] | None = None
+
+    def request(self, **own: Any) -> Request:
+        """Make the request; `own` holds what only an answer needs."""
+        asked, format = self.tool_choice, self.output_config.format
+        shown, tools = chosen(self.tools, CHOICES[asked.type], asked.name, not asked.disable_parallel_tool_use)
+        system: list[Object] = [] if self.system is None else [{"role": "system", "content": _paragraphs(self.system)}]
+        said = [*system, *(made for message in self.messages for made in message.said())]
+        thinks = None if self.thinking is None else self.thinking.type != "disabled"
+        made = Request(
+            model=self.model,
+            schema=None if format is None else format.schema_,
+            chat=Dialogue(said, shown, tools, self.output_config.effort, thinks=thinks),
+            **own,
+        )
+        parse.check_chat(made, "output_config.format")
+        return made
+
+
+class MessagesBody(CountBody):
+    """A request to /v1/messages."""
+
+    max_tokens: Whole = Field(ge=1, le=1 << 31)
+    temperature: Number = Field(1.0, ge=0, le=1)
+    top_p: Number = Field(1.0, ge=0, le=1)
+    top_k: Whole = Field(0, ge=0, le=1 << 31)
+    stop_sequences: parse.Stops = Field(default_factory=list)
+    stream: Flag = False
+
+
+def messages(given: Object, vocabulary: int) -> Request:
+    """Parse a request to /v1/messages. An ApiError names the field that is wrong or unsupported."""
+    body = read(MessagesBody, given)
+    temperature = 0.0 if body.temperature < 1e-5 else body.temperature
+    sampling = Sampling(temperature=temperature, top_p=body.top_p, top_k=body.top_k)
+    stops = tuple(body.stop_sequences)
+    return body.request(max_tokens=body.max_tokens, bound=True, sampling=sampling, stops=stops, stream=body.stream)
+
+
+def counted(given: Object, vocabulary: int) -> Request:
+    """Parse a request to /v1/messages/count_tokens, of which only the prompt matters."""
+    return read(CountBody, given).request(max_tokens=None, sampling=Sampling())

@@ -3,141 +3,120 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Literal
 
-from moepack.server.errors import bad
+from pydantic import Field, Tag, model_validator
+
 from moepack.server.http import parse
-from moepack.server.http.fields import Fields
+from moepack.server.http.models import Body, Flag, List, Object, OpenBody, Text, Whole, by_type, read, wrong
 from moepack.server.http.parse import Dialogue, Request
-from moepack.server.http.toolbox import Listed, as_object, chosen, few, take_function
-from moepack.server.tools.parts import Tools
-
-ONLY: dict[str, tuple[Any, ...]] = {
-    "store": (False,),
-    "background": (False,),
-    "truncation": ("disabled",),
-    "service_tier": ("auto", "default"),
-    "include": ([], ["reasoning.encrypted_content"]),  # reasoning is sent as it is, and may be sent back so
-    "top_logprobs": (0,),
-    "previous_response_id": (),
-    "conversation": (),
-    "prompt": (),
-    "max_tool_calls": (),
-}
-TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+from moepack.server.http.toolbox import MOST_TOOLS, Arguments, Choice, Function, chosen, said_call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesRequest(Request):
     """A request for a response; `repeated` has what the answer repeats of it."""
 
-    repeated: dict[str, Any] = field(default_factory=dict)
-
-
-def responses(fields: Fields, vocabulary: int) -> ResponsesRequest:
-    """Parse a request to /v1/responses. An ApiError names the field that is wrong or unsupported."""
-    given, instructions = fields.take("input"), fields.text("instructions")
-    messages = [] if instructions is None else [{"role": "system", "content": instructions}]
-    messages += _messages(given)
-    listed, tools, repeated = _tools(fields)
-    for name, allowed in ONLY.items():
-        fields.only(name, *allowed)
-    effort, reasoning = _reasoning(fields)
-    shape, format = _text(fields)
-    metadata, limit = fields.record("metadata") or {}, fields.whole("max_output_tokens", None, 1)
-    options = fields.inside("stream_options")
-    if options is not None:
-        options.only("include_obfuscation", False)
-        options.end()
-    repeated |= {
-        "instructions": instructions, "metadata": metadata, "max_output_tokens": limit, "reasoning": reasoning,
-        "text": {"format": format, "verbosity": "medium"},
-    }  # fmt: skip
-    repeated |= {name: fields.text(name) for name in parse.NEUTRAL}
-    dialogue = Dialogue(messages, listed, tools, effort, fields.record("chat_template_kwargs") or {})
-    parse.check_template(dialogue)
-    asked = ResponsesRequest(
-        model=fields.text("model"), sampling=parse.take_sampling(fields, None, vocabulary), max_tokens=limit, count=1,
-        stops=parse.take_stops(fields), ignores_ends=fields.flag("ignore_eos"), stream=fields.flag("stream"),
-        usage=True, continuous=False, schema=shape, chat=dialogue, repeated=repeated,
-    )  # fmt: skip
-    fields.end()
-    parse.check_chat(asked, "text.format")
-    return asked
-
-
-def _reasoning(fields: Fields) -> tuple[str | None, dict[str, Any]]:
-    inner = fields.inside("reasoning")
-    if inner is None:
-        return None, {"effort": None, "summary": None}
-    effort, summary = inner.text("effort"), inner.text("summary")  # reasoning is sent whole: a summary adds nothing
-    inner.end()
-    return effort, {"effort": effort, "summary": summary}
-
-
-def _text(fields: Fields) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """Parse the answer's schema, None for any text, and how the answer repeats it."""
-    inner = fields.inside("text")
-    format = None if inner is None else inner.inside("format")
-    if inner is not None:
-        inner.only("verbosity", "medium")
-        inner.end()
-    kind = None if format is None else format.text("type")
-    if format is None or kind is None or kind == "text":
-        if format is not None:
-            format.end()
-        return None, {"type": "text"}
-    if kind == "json_object":
-        format.end()
-        return {"type": "object"}, {"type": "json_object"}
-    if kind != "json_schema":
-        raise bad("text.format.type", "must be text, json_object or json_schema", "unsupported")
-    name, described, strict = format.text("name"), format.text("description"), format.flag("strict")
-    schema = format.record("schema")
-    format.end()
-    if schema is None:
-        raise bad("text.format.schema", "is missing")
-    shown = {"type": "json_schema", "name": name or "", "description": described, "schema": schema, "strict": strict}
-    return schema, shown
-
-
-def _tools(fields: Fields) -> tuple[Listed, Tools, dict[str, Any]]:
-    """Parse functions, and how the answer repeats them."""
-    given, choice, several = fields.take("tools"), fields.take("tool_choice"), fields.flag("parallel_tool_calls", True)
-    if not isinstance(given, list | None):
-        raise bad("tools", "must be a list")
-    few("tools", given or ())
-    listed, repeated, any_strict = [], [], False
-    for n, tool in enumerate(given or ()):
-        if not isinstance(tool, dict) or tool.get("type") != "function":
-            raise bad(f"tools[{n}].type", "only function is supported", "unsupported")
-        inner = {name: value for name, value in tool.items() if name != "type"}
-        made, strict = take_function(Fields(inner, f"tools[{n}]."), f"tools[{n}]", "parameters")
-        listed.append(made)
-        any_strict |= strict
-        repeated.append({"type": "function", "description": None, **made["function"], "strict": strict})
-    named = None
-    if isinstance(choice, dict):
-        named = choice.get("name") if choice.get("type") == "function" else None
-        if not isinstance(named, str):
-            raise bad("tool_choice", 'must be {"type": "function", "name": ...}')
-    elif choice not in (None, "auto", "none", "required"):
-        raise bad("tool_choice", "must be auto, none, required or a function", "unsupported")
-    shown, tools = chosen(listed, choice if named is None else "required", named, several, any_strict)
-    return shown, tools, {"tools": repeated, "tool_choice": choice or "auto", "parallel_tool_calls": several}
+    repeated: Object = field(default_factory=dict)
 
 
 # --- the conversation
 
 
-def _messages(given: Any) -> list[dict[str, Any]]:
+class Part(OpenBody):
+    """A part of a text."""
+
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    text: Text
+
+
+Parts = Text | List[Part]
+
+
+def _joined(parts: Parts) -> str:
+    return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+
+
+class Item(Body):
+    """What all items may have: fields of our answers, which clients send back."""
+
+    id: Text | None = None
+    status: Text | None = None
+
+
+class MessageItem(Item):
+    """A message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    phase: Literal["commentary", "final_answer"] | None = None
+    content: Parts
+
+    def said(self) -> Object:
+        """The item as a message that templates read."""
+        return {"role": "system" if self.role == "developer" else self.role, "content": _joined(self.content)}
+
+
+class FunctionCall(Item):
+    """An earlier call."""
+
+    type: Literal["function_call"]
+    name: Text
+    call_id: Text
+    arguments: Arguments = Field(default_factory=dict)
+
+    def said(self) -> Object:
+        """The item as a message that templates read."""
+        call = said_call(self.call_id, self.name, self.arguments)
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+class FunctionOutput(Item):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: Text = ""
+    output: Parts
+
+    def said(self) -> Object:
+        """The item as a message that templates read."""
+        return {"role": "tool", "content": _joined(self.output), "tool_call_id": self.call_id}
+
+
+class Reasoning(Item):
+    """Earlier reasoning."""
+
+    type: Literal["reasoning"]
+    content: Parts = ""
+    summary: Parts = ""
+    encrypted_content: None = None
+
+    @model_validator(mode="after")
+    def _once(self) -> Reasoning:
+        if self.content and self.summary:
+            raise wrong("is not supported beside content", "summary", "unsupported")
+        return self
+
+    def said(self) -> Object:
+        """The item as a message that templates read."""
+        return {"role": "assistant", "content": "", **parse.reasoned(_joined(self.content or self.summary))}
+
+
+AnyItem = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionOutput, Tag("function_call_output")]
+    | Annotated[Reasoning, Tag("reasoning")],
+    by_type("message"),
+]
+
+
+def _messages(given: str | list[AnyItem]) -> list[Object]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
-        raise bad("input", "must be a string, or a list of items")
-    out: list[dict[str, Any]] = []
-    for n, item in enumerate(given):
-        made = _message(f"input[{n}]", item)
+    out: list[Object] = []
+    for item in given:
+        made = item.said()
         if out and out[-1]["role"] == made["role"] == "assistant":  # reasoning, texts and calls of one answer
             last = out[-1]
             content = "\n\n".join(filter(None, (last["content"], made["content"])))
@@ -148,53 +127,123 @@ def _messages(given: Any) -> list[dict[str, Any]]:
     return out
 
 
-def _message(where: str, given: Any) -> dict[str, Any]:
-    if not isinstance(given, dict):
-        raise bad(where, "must be an object")
-    fields = Fields(given, f"{where}.")
-    kind = fields.text("type") or "message"
-    fields.text("id"), fields.text("status")  # of our answers, which clients send back
-    if kind == "message":
-        made = _said(where, fields)
-    elif kind == "function_call":
-        name, call = fields.text("name"), fields.text("call_id")
-        if name is None or call is None:
-            raise bad(where, "needs name and call_id")
-        given = {"name": name, "arguments": as_object(f"{where}.arguments", fields.take("arguments") or "{}")}
-        calls = [{"id": call, "type": "function", "function": given}]
-        made = {"role": "assistant", "content": "", "tool_calls": calls}
-    elif kind == "function_call_output":
-        output = _texts(f"{where}.output", fields.take("output"))
-        made = {"role": "tool", "content": output, "tool_call_id": fields.text("call_id") or ""}
-    elif kind == "reasoning":
-        parts = fields.take("content") or fields.take("summary") or []
-        fields.only("summary", [])
-        fields.only("encrypted_content")
-        made = {"role": "assistant", "content": "", **parse.reasoned(_texts(f"{where}.content", parts))}
-    else:
-        raise bad(f"{where}.type", f"{kind[:64]!r} is not supported", "unsupported")
-    fields.end()
-    return made
+# --- the other fields
 
 
-def _said(where: str, fields: Fields) -> dict[str, Any]:
-    role = fields.text("role")
-    if role not in ("system", "developer", "user", "assistant"):
-        raise bad(f"{where}.role", "must be one of system, developer, user, assistant")
-    if role == "assistant":
-        fields.only("phase", "commentary", "final_answer")
-    content = _texts(f"{where}.content", fields.take("content"))
-    return {"role": "system" if role == "developer" else role, "content": content}
+class ReasoningOptions(Body):
+    """How much to reason. Reasoning is sent whole: a summary adds nothing."""
+
+    effort: Text | None = None
+    summary: Text | None = None
 
 
-def _texts(where: str, given: Any) -> str:
-    if isinstance(given, str):
-        return given
-    if not isinstance(given, list):
-        raise bad(where, "must be a string, or a list of parts")
-    for n, part in enumerate(given):
-        if not isinstance(part, dict) or part.get("type") not in TEXTS:
-            raise bad(f"{where}[{n}].type", "only text is supported", "unsupported")
-        if not isinstance(part.get("text"), str):
-            raise bad(f"{where}[{n}].text", "must be a string")
-    return "".join(part["text"] for part in given)
+class TextFormat(Body):
+    """The answer's form: any text, any JSON object, or JSON by a schema."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Text = ""
+    description: Text | None = None
+    strict: Flag = False
+    schema_: Object | None = Field(None, alias="schema")
+
+    @model_validator(mode="after")
+    def _whole(self) -> TextFormat:
+        parse.check_schema(self.type, self.schema_, "schema")
+        return self
+
+    def repeated(self) -> Object:
+        """How the answer repeats it."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        named = {"name": self.name, "description": self.description}
+        return {"type": self.type, **named, "schema": self.schema_, "strict": self.strict}
+
+
+class TextOptions(Body):
+    """The answer's form."""
+
+    format: TextFormat = Field(default_factory=lambda: TextFormat.model_validate({}))
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponsesTool(Function):
+    """A function that an answer may call."""
+
+    type: Literal["function"]
+
+    def repeated(self) -> Object:
+        """How the answer repeats it."""
+        return {"type": "function", "description": None, **self.listed["function"], "strict": self.strict}
+
+
+class ChosenFunction(OpenBody):
+    """The one function that must be called."""
+
+    type: Literal["function"]
+    name: Text
+
+
+class ResponsesBody(parse.Sampled):
+    """A request to /v1/responses."""
+
+    model: Text
+    input: Text | Annotated[List[AnyItem], Field(min_length=1)]
+    instructions: Text | None = None
+    max_output_tokens: Whole | None = Field(None, ge=1, le=1 << 31)
+    tools: List[ResponsesTool] = Field(default_factory=list, max_length=MOST_TOOLS)
+    tool_choice: Choice | ChosenFunction | None = None
+    parallel_tool_calls: Flag = True
+    text: TextOptions = Field(default_factory=TextOptions)
+    reasoning: ReasoningOptions = Field(default_factory=ReasoningOptions)
+    metadata: Object = Field(default_factory=dict)
+    chat_template_kwargs: parse.TemplateArguments = Field(default_factory=dict)
+    stream_options: parse.StreamOptions | None = None
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    # reasoning is sent as it is, and may be sent back so
+    include: Annotated[List[Literal["reasoning.encrypted_content"]], Field(max_length=1)] | None = None
+    top_logprobs: Literal[0] | None = None
+
+    def request(self, vocabulary: int) -> ResponsesRequest:
+        """Make the request."""
+        named = self.tool_choice.name if isinstance(self.tool_choice, ChosenFunction) else None
+        choice = self.tool_choice if isinstance(self.tool_choice, str) else None
+        shown, tools = chosen(self.tools, choice if named is None else "required", named, self.parallel_tool_calls)
+        system: list[Object] = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        said = [*system, *_messages(self.input)]
+        return ResponsesRequest(
+            model=self.model,
+            sampling=self.sampling(vocabulary, None),
+            max_tokens=self.max_output_tokens,
+            stops=self.stops,
+            ignores_ends=self.ignore_eos,
+            stream=self.stream,
+            schema=parse.wanted_schema(self.text.format.type, self.text.format.schema_),
+            chat=Dialogue(said, shown, tools, self.reasoning.effort, self.chat_template_kwargs),
+            repeated=self._repeated(),
+        )
+
+    def _repeated(self) -> Object:
+        """What the answer repeats of the request."""
+        return {
+            "instructions": self.instructions,
+            "metadata": self.metadata,
+            "max_output_tokens": self.max_output_tokens,
+            "reasoning": self.reasoning.model_dump(),
+            "text": {"format": self.text.format.repeated(), "verbosity": "medium"},
+            "tools": [one.repeated() for one in self.tools],
+            "tool_choice": "auto"
+            if self.tool_choice is None
+            else self.model_dump(include={"tool_choice"})["tool_choice"],
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "user": self.user,
+            "safety_identifier": self.safety_identifier,
+            "prompt_cache_key": self.prompt_cache_key,
+        }
+
+
+def responses(given: Object, vocabulary: int) -> ResponsesRequest:
+    """Parse a request to /v1/responses. An ApiError names the field that is wrong or unsupported."""
+    asked = read(ResponsesBody, given).request(vocabulary)
+    parse.check_chat(asked, "text.format")
+    return asked

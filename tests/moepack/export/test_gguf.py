@@ -179,6 +179,15 @@ QWEN = (  # of Qwen3's tokenizer.json
 )
 
 
+def test_without_the_gguf_package(of_zeros: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*sys.modules]:
+        if name.partition(".")[0] == "gguf" or name.startswith("moepack.export.gguf"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    answer = cli("export", of_zeros("symmetric"), "-o", tmp_path / "out", "--to", "gguf", "--bits", "4", "-q")
+    refused(answer, "--to gguf needs the gguf package: pip install 'moepack[gguf]'")
+
+
 def test_what_gguf_does_not_hold(of_zeros: Made, demo_model: Path, text: Path, tmp_path: Path) -> None:
     def asked(bundle: Path, *words: str) -> tuple[int, str, str]:
         return cli("export", bundle, "-o", tmp_path / "out", "--to", "gguf", "-q", *words)

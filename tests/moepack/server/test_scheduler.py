@@ -245,7 +245,7 @@ def test_answers_do_not_change_by_turns(bench: Any, monkeypatch: pytest.MonkeyPa
     b.ended()
     for n, events in enumerate(told[1:], 1):
         assert text(events) == expected([n + 1] * (n + 1), 200)
-    assert sum(len(p) == 1 for p in machine.passes) >= 50 and machine.held() == 0
+    assert any(len(p) == 1 for p in machine.passes) and machine.held() == 0
 
 
 def crowded(bench: Any, room: int, count: int, tokens: int, **limits: int) -> Bench:

@@ -13,7 +13,6 @@ from server_fixtures import NAME, Running, post
 
 from moepack.server.batching.jobs import JobEvent
 from moepack.server.errors import ApiError
-from moepack.server.http.fields import Fields
 from moepack.server.http.front import Front
 from moepack.server.http.guard import Json
 from moepack.server.options import Options
@@ -121,7 +120,7 @@ def test_blocks_become_messages() -> None:
     ]
     failed = {"type": "tool_result", "tool_use_id": "1", "content": "late", "is_error": True}
     said = [*SAID, {"role": "assistant", "content": content}, {"role": "user", "content": [failed]}]
-    asked = messages(Fields({**ASKED, "messages": said, "thinking": {"type": "disabled"}}), 10)
+    asked = messages({**ASKED, "messages": said, "thinking": {"type": "disabled"}}, 10)
     assert asked.chat is not None and asked.chat.thinks is False
     user, answer, result = asked.chat.messages
     assert user == SAID[0] and result == {"role": "tool", "content": "Error: late", "tool_call_id": "1"}
@@ -146,7 +145,7 @@ async def _batches() -> AsyncIterator[list[tuple[int, JobEvent]]]:
 
 
 def test_thinking_text_and_call_are_three_blocks() -> None:
-    asked = messages(Fields({**ASKED, "stream": True}), 10)
+    asked = messages({**ASKED, "stream": True}, 10)
     made = MessageReply(asked, [[1, 2]], Tokenless(), NAME, lambda: Thinking(HERMES.reader({}), True))  # type: ignore[arg-type]
 
     async def collect() -> list[dict[str, Any]]:
@@ -168,7 +167,7 @@ def test_thinking_text_and_call_are_three_blocks() -> None:
 def test_input_that_is_no_json_is_left_out() -> None:
     """Numbers beyond every number made the whole answer fail; half a surrogate pair is sent as in streams."""
     for written, wanted in (('{"n": 1e999}', {}), ('{"n": NaN}', {}), ('{"n": "\\ud800"}', {"n": "?"})):
-        made = MessageReply(messages(Fields(ASKED), 10), [[1]], Tokenless(), NAME, lambda: HERMES.reader({}))  # type: ignore[arg-type]
+        made = MessageReply(messages(ASKED, 10), [[1]], Tokenless(), NAME, lambda: HERMES.reader({}))  # type: ignore[arg-type]
         text = f'<tool_call>{{"name": "time", "arguments": {written}}}</tool_call>'
         made.hear(0, JobEvent(text, finish="stop", generated=9))
         (call,) = json.loads(bytes(Json(made.whole()).body))["content"]

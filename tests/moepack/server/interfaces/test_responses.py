@@ -12,7 +12,6 @@ from server_fixtures import NAME, Running, post
 
 from moepack.server.batching.jobs import JobEvent
 from moepack.server.errors import ApiError
-from moepack.server.http.fields import Fields
 from moepack.server.tools.delimited import HERMES
 from moepack.server.tools.thinking import Thinking
 from moepack.server.translated.response_reply import ResponseReply
@@ -113,7 +112,7 @@ def test_an_earlier_answer_is_one_message() -> None:
         {"type": "function_call", "call_id": "2", "name": "time", "arguments": ""},
         {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "noon"}]},
     ]
-    asked = responses(Fields({"model": NAME, "input": items}), 10)
+    asked = responses({"model": NAME, "input": items}, 10)
     assert asked.chat is not None
     user, answer, result = asked.chat.messages
     assert user == {"role": "user", "content": "?"} and result["content"] == "noon" and result["tool_call_id"] == "1"
@@ -123,7 +122,7 @@ def test_an_earlier_answer_is_one_message() -> None:
 
 
 def reply(**given: Any) -> ResponseReply:
-    asked = responses(Fields({"model": NAME, "input": "?", **given}), 10)
+    asked = responses({"model": NAME, "input": "?", **given}, 10)
     return ResponseReply(asked, [[1, 2]], Tokenless(), NAME, lambda: Thinking(HERMES.reader({}), True))  # type: ignore[arg-type]
 
 
@@ -190,7 +189,7 @@ def test_what_is_repeated_may_be_half_a_pair(running: Running) -> None:
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input[0].content[0].type",
         ),
-        ({"input": [{"type": "function_call", "name": "x"}]}, "input[0]"),
+        ({"input": [{"type": "function_call", "name": "x"}]}, "input[0].call_id"),
         ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),

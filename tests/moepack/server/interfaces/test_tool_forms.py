@@ -15,7 +15,6 @@ from moepack.server.batching.jobs import JobEvent
 from moepack.server.batching.tokens import Tokens
 from moepack.server.errors import ApiError
 from moepack.server.http import parse
-from moepack.server.http.fields import Fields
 from moepack.server.http.said import Said
 from moepack.server.http.templates import manners_of
 from moepack.server.tools import forms
@@ -300,7 +299,7 @@ def test_json_behind_reasoning(running: Running, monkeypatch: pytest.MonkeyPatch
          '{"n": 1}', [("reasoning", "Hm.")]),
     ):  # fmt: skip
         monkeypatch.setattr(running.server, "_manners", mine)
-        made = running.server._prepare_chat(parse.chat(Fields(given), 10))
+        made = running.server._prepare_chat(parse.chat(given, 10))
         assert made.grammar is not None
         mask = made.grammar()
         for token in ids(text, False, ""):

@@ -10,7 +10,6 @@ from server_fixtures import NAME, Running, post
 
 from moepack.server.batching.jobs import JobEvent
 from moepack.server.http import parse
-from moepack.server.http.fields import Fields
 from moepack.server.http.replies import ChatReply
 from moepack.server.tools.delimited import HERMES
 from moepack.server.tools.parts import MOST_CALLS, Functions
@@ -106,7 +105,7 @@ def test_the_same_tools_without_a_choice(client: Any) -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "time"}}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
         ({"tools": [WEATHER, WEATHER]}, "tools"),
         ({"tools": [tool("two words")]}, "tools[0].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "x", "mood": 1}}]}, "tools[0].function.mood"),
@@ -135,7 +134,7 @@ class Tokenless:
 
 
 def reply(functions: Functions, **given: Any) -> ChatReply:
-    asked = parse.chat(Fields({"model": NAME, "messages": SAID, **given}), 10)
+    asked = parse.chat({"model": NAME, "messages": SAID, **given}, 10)
     return ChatReply(asked, [[1, 2]], Tokenless(), NAME, lambda: Thinking(HERMES.reader(functions), True))  # type: ignore[arg-type]
 
 
@@ -191,5 +190,6 @@ def test_reasoning_goes_back_into_the_template(running: Running) -> None:
     ]
     found = json.loads(post(f"{running.url}/tokenize", {"messages": said}))
     assert found["count"] > 0
-    asked = parse.conversation(Fields({"messages": said}))
+    asked = parse.chat({"model": NAME, "messages": said}, 10).chat
+    assert asked is not None
     assert asked.messages[1]["reasoning_content"] == asked.messages[1]["thinking"] == "Hm."

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .edits import Subject
 
 BATCH = 500
@@ -34,6 +36,7 @@ def _late(*_: Any) -> None:
 
 def run(subjects: Sequence[Subject], first: int, count: int, place: Path, results: Any) -> None:
     """Cases from `first` on, in a process of their own."""
+    torch.set_num_threads(1)  # the parent's other threads are not in a forked child, which would end at their pool
     resource.setrlimit(resource.RLIMIT_AS, (resource.getrlimit(resource.RLIMIT_AS)[0],) * 2)
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, now + MEMORY))

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moepack.runtime.devices.migration import FLOOR
+from moepack.runtime.policies.contract import Decoding
 
 if TYPE_CHECKING:
     from moepack.pack.reader import Bundle
@@ -80,19 +81,20 @@ def token_bytes(bundle: Bundle, policy: Policy, table: Versions, dense: int, cho
     tables = bundle.calibration()
     names = [name for row in table for name in row]
     served = set(names) - {"stored", "absent"}
-    if policy.entry.name == "importance" or not served <= {v.name for v in bundle.versions} or not served:
+    decoding = policy.options.decoding if policy.is_live else Decoding()
+    if decoding is None or not served <= {v.name for v in bundle.versions} or not served:
         return None
     on_demand = policy.is_live and policy.options.on_demand
-    waits = on_demand or policy.entry.name == "lru"
+    waits = decoding.waits_for != "none"
     usual = max(served, key=names.count)
     placements = [v.name for v in bundle.versions if v.name in names]
-    fetched = placements[-1] if policy.entry.name == "hotness" else placements[0]
+    fetched = placements[-1] if decoding.fetches_lowest else placements[0]
     likely = [chances(x.tokens.astype(np.float64) + 1, chosen) for x in tables.layers]
     held = [np.array([name not in ("stored", "absent") for name in row]) for row in table]
     missed = [0.0] * len(table)
-    if waits and policy.entry.name == "lru":
+    if decoding.waits_for == "recent":
         missed = recent_misses(likely, names.count(fetched))
-    elif waits:
+    elif decoding.waits_for == "held":
         missed = held_misses(likely, held)
     new = [fresh(q, float(tables.statistic(p, "reuse"))) for p, q in enumerate(likely)]
     missed = [a * b for a, b in zip(missed, new, strict=True)]
@@ -112,7 +114,7 @@ def token_bytes(bundle: Bundle, policy: Policy, table: Versions, dense: int, cho
     several_versions = len(placements) > 1 or "absent" in names
     if on_demand:  # what the first map lacks may come later
         several_versions = any(len(ladder) > 2 for ladder in policy.options.ladders(bundle.versions))
-    moves = policy.entry.name == "hotness" and several_versions
+    moves = decoding.moves and several_versions
     limit = policy.options.bytes_per_second if moves else 0.0
     if limit:  # a smaller copy counts as FLOOR bytes
         limit *= min(1.0, bundle.layer_file(placements[0], 0).extent_size(0) / FLOOR)

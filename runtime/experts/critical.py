@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from moepack.runtime.kernels.forms import handle
-from moepack.runtime.policies.importance import critical, most_important
+from moepack.runtime.policies.contract import critical_count
+from moepack.runtime.policies.importance import most_important
 from moepack.runtime.step.context import Step
 
 from .handles import Handle, Snapshot
@@ -35,7 +36,7 @@ class Critical:
         assert version is not None
         self._number = np.uint64(of.numbers[version.name])
         self._words = np.array([handle(made.extent.data_ptr(), int(self._number)) for made in best], np.uint64)
-        self._most = [critical(share, n) for n in range(len(best) + 1)]  # of n needed experts
+        self._most = [critical_count(share, n) for n in range(len(best) + 1)]  # of n needed experts
         with torch.inference_mode(False):
             self._most_there = torch.tensor(self._most, dtype=torch.int32).to(of.device)
 

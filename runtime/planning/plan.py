@@ -16,9 +16,17 @@ from moepack.pack.reader import Bundle
 from moepack.pack.spec import MEMORY_PAGE, Version, align
 from moepack.runtime.allocation.knapsack import BudgetError, Table
 from moepack.runtime.allocation.ladder import Floats, Ints, Ladder, SharedByLoss
-from moepack.runtime.policies.contract import Interval, LiveOptions, LivePolicy, Setting, Sums, Versions, Wanted
+from moepack.runtime.policies.contract import (
+    Interval,
+    LiveOptions,
+    LivePolicy,
+    Setting,
+    Sums,
+    Versions,
+    Wanted,
+    critical_count,
+)
 from moepack.runtime.policies.contract import Ladder as Placements
-from moepack.runtime.policies.importance import critical
 from moepack.runtime.policies.placements import ABSENT, CODED, ON_HOST, READ_THERE, Placement, Where
 from moepack.runtime.policies.registry import Policy
 
@@ -195,7 +203,7 @@ class Plan:
         out = []
         of = zip(self.experts, self.growing(), self.capacity(), self.critical, strict=True)
         for experts, (best, low, *_), room, share in of:
-            high = [critical(share, n) for n in range(experts + 1)]
+            high = [critical_count(share, n) for n in range(experts + 1)]
             held = max(n for n, h in enumerate(high) if h * best + (n - h) * low <= max(0, room))
             left = room - high[held] * best - (held - high[held]) * low
             more = min(held - high[held], left // (best - low) if best > low else held)

@@ -7,10 +7,11 @@ events that it needs, and receives these.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -197,6 +198,16 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
+class Decoding:
+    """What a plan takes into account when it predicts how long decoding a token takes under a policy."""
+
+    # Experts for which a token waits: "none"; "held": those that the first map lacks; "recent": those not used lately
+    waits_for: Literal["none", "held", "recent"] = "none"
+    fetches_lowest: bool = False  # whether an expert is first fetched at the lowest version, instead of the best
+    moves: bool = False  # whether experts move to other versions beside passes
+
+
+@dataclass(frozen=True, slots=True)
 class LiveOptions:
     """Options of a policy that changes placements. Subclasses add fields, and name the ladders.
 
@@ -244,6 +255,11 @@ class LiveOptions:
         return False
 
     @property
+    def decoding(self) -> Decoding | None:
+        """How a plan predicts decoding; `None` if it cannot."""
+        return Decoding("held" if self.on_demand else "none")
+
+    @property
     def workspace(self) -> tuple[int, int]:
         """Bytes for measurements of the policy during a pass: the least that works, and the most that helps."""
         return 0, 0
@@ -260,6 +276,11 @@ class LiveOptions:
         at its active version.
         """
         return ()
+
+
+def critical_count(share: float, experts: int) -> int:
+    """Return the number of critical experts among `experts` that a layer needs (dymoe, equation 5)."""
+    return math.ceil(share * experts - 1e-9)  # so that 0.7 x 10 gives 7
 
 
 PINNED = f"@{Where.PINNED.value}"  # the end of a placement's name

@@ -16,6 +16,7 @@ from moepack.runtime.allocation.ladder import Floats, Ladder
 from moepack.runtime.allocation.ladder import Ints as Placements
 
 from .contract import (
+    Decoding,
     DeviceOptions,
     Entry,
     Event,
@@ -90,6 +91,11 @@ class HotnessOptions(DeviceOptions):
         high = find_version(self.hi, versions) if self.hi else small[0]
         below = versions[names.index(high.name) + 1 :] if self.between == "yes" else []
         return [(Placement(high), *(Placement(v) for v in below if v.bits >= LEAST), STORED)]
+
+    @property
+    def decoding(self) -> Decoding:
+        """See LiveOptions."""
+        return Decoding("held" if self.on_demand else "none", fetches_lowest=True, moves=True)
 
     @property
     def on_demand(self) -> bool:

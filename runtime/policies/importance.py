@@ -32,6 +32,7 @@ from .contract import (
     Needs,
     Setting,
     Wanted,
+    critical_count,
     in_turns,
     live_entry,
 )
@@ -116,6 +117,11 @@ class ImportanceOptions(LiveOptions):
         """Whether the next layer's predicted experts are fetched ahead."""
         return self.prefetch != "no" and not self.reads_host
 
+    @property
+    def decoding(self) -> None:
+        """See LiveOptions: which experts a pass leaves out, or runs at `lo`, is not predicted."""
+        return None
+
     def critical(self, layers: int) -> tuple[float, ...]:
         """Return r(l) of every layer if passes choose the critical experts themselves; else nothing."""
         return tuple(retention(layer, layers, self.r) for layer in range(layers)) if self.reads_host else ()
@@ -144,11 +150,6 @@ def retention(layer: int, layers: int, r: float) -> float:
         return r
     least = 2 * r - 1
     return (1 - least) * (math.cos(math.pi * layer / (layers - 1)) + 1) / 2 + least
-
-
-def critical(share: float, experts: int) -> int:
-    """Return the number of critical experts among `experts`, t_l (equation 5)."""
-    return math.ceil(share * experts - 1e-9)  # so that 0.7 x 10 gives 7
 
 
 class Importance:
@@ -244,7 +245,7 @@ class Importance:
         return most_important(event.counts, event.gates, event.important, event.is_prompt)
 
     def _designated(self, layer: int, experts: Sequence[int]) -> dict[int, int]:
-        high = critical(self._shares[layer], len(experts))
+        high = critical_count(self._shares[layer], len(experts))
         return {e: HIGH if i < high else self._low[layer] for i, e in enumerate(experts)}
 
     def _ahead(self, layer: int, is_prompt: bool, counts: Ints, gates: Floats) -> dict[int, int]:

@@ -16,6 +16,7 @@ import numpy as np
 from moepack.pack.spec import Version
 
 from .contract import (
+    Decoding,
     DeviceOptions,
     Event,
     Interval,
@@ -56,6 +57,11 @@ class RecentOptions(DeviceOptions):
         DeviceOptions.__post_init__(self)
         if self.reads_host and self.prefetch == "yes":
             raise ValueError(f"prefetch=yes needs passes that wait, and no pass waits under lo={self.lo}")
+
+    @property
+    def decoding(self) -> Decoding:
+        """See LiveOptions."""
+        return Decoding("recent")
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
         """Return the ladders of `DeviceOptions`, or with `lo=absent` one ladder: a version, and absent."""

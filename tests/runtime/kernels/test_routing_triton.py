@@ -179,7 +179,8 @@ def test_a_stand_in_makes_the_same_blocks(width: int, monkeypatch: pytest.Monkey
 def test_second_words_of_the_highest(experts: int) -> None:
     """Against the policy's own ranking: by gates of a step, by tokens or heavy hitters of a prompt; many are equal."""
     from moepack.runtime.kernels.routing_triton import second_words
-    from moepack.runtime.policies.importance import critical, most_important
+    from moepack.runtime.policies.contract import critical_count
+    from moepack.runtime.policies.importance import most_important
 
     table, seconds = (torch.randint(1, 1 << 60, (experts,), device=DEVICE) for _ in range(2))
     for tokens in range(1, 17) if experts < 60 else (1, 5, 16):
@@ -191,7 +192,7 @@ def test_second_words_of_the_highest(experts: int) -> None:
         counters.add(0, index.to(DEVICE), gates.to(DEVICE))
         important = torch.minimum(torch.randint(0, 2, (experts,), generator=made), counters.counts[0, :experts].cpu())
         counts, sums, share = counters.layer(0), counters.gates(0), tokens / 16
-        most = torch.tensor([critical(share, n) for n in range(experts + 1)], dtype=torch.int32, device=DEVICE)
+        most = torch.tensor([critical_count(share, n) for n in range(experts + 1)], dtype=torch.int32, device=DEVICE)
         assert counters.sums is not None
         ways = {
             (False, False): (counters.sums[0], None),
@@ -200,7 +201,7 @@ def test_second_words_of_the_highest(experts: int) -> None:
         }
         for (is_prompt, heavy), scores in ways.items():
             order = most_important(counts, sums, important.numpy() if heavy else None, is_prompt)
-            high = order[: critical(share, len(order))]
+            high = order[: critical_count(share, len(order))]
             want = table.clone()
             want[high] = seconds[high]
             got = second_words(table, seconds, counters.counts[0], scores, most)

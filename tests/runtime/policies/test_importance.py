@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
-from moepack.runtime.policies.contract import Changes, Interval, Key, LayerReached, Setting
-from moepack.runtime.policies.importance import Importance, ImportanceOptions, critical, ranked, retention
+from moepack.runtime.policies.contract import Changes, Interval, Key, LayerReached, Setting, critical_count
+from moepack.runtime.policies.importance import Importance, ImportanceOptions, ranked, retention
 from moepack.runtime.policies.lru import Recent, RecentOptions
 from moepack.runtime.policies.mixed_cache import MixedCache
 from moepack.runtime.policies.placements import ABSENT, Placement
@@ -52,9 +52,14 @@ def test_the_retention_ratio_by_hand() -> None:
 
 def test_the_number_of_critical_experts() -> None:
     """Equation 5 rounds up; what is whole stays so, whatever the product's last bit says."""
-    assert [critical(0.5, n) for n in (1, 2, 3, 8)] == [1, 1, 2, 4]
-    assert critical(0.7, 10) == 7 and critical(1.0, 32) == 32 and critical(0.0, 8) == 0 and critical(0.01, 8) == 1
-    assert all(critical(n / m, m) == n for m in range(1, 130) for n in range(m + 1))
+    assert [critical_count(0.5, n) for n in (1, 2, 3, 8)] == [1, 1, 2, 4]
+    assert (
+        critical_count(0.7, 10) == 7
+        and critical_count(1.0, 32) == 32
+        and critical_count(0.0, 8) == 0
+        and critical_count(0.01, 8) == 1
+    )
+    assert all(critical_count(n / m, m) == n for m in range(1, 130) for n in range(m + 1))
 
 
 def test_experts_are_ranked_by_heavy_hitters_then_by_tokens() -> None:

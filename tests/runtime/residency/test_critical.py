@@ -26,8 +26,8 @@ from moepack.runtime.experts.handles import Snapshot
 from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.plan import make_plan
-from moepack.runtime.policies.contract import Interval, Setting
-from moepack.runtime.policies.importance import Importance, ImportanceOptions, critical, most_important
+from moepack.runtime.policies.contract import Interval, Setting, critical_count
+from moepack.runtime.policies.importance import Importance, ImportanceOptions, most_important
 from moepack.runtime.policies.lru import NEWCOMERS
 from moepack.runtime.policies.placements import Placement, Where
 from moepack.runtime.policies.registry import parse_policy
@@ -144,7 +144,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, share: float = 0.5) -> list[int]:
         made = real(self, snapshot, step, position, index)
         counts, gates = step.counters.layer(position), step.counters.gates(position)
         order = most_important(counts, gates, None, step.prompt.several)
-        high = set(order[: critical(made.of.critical_share, len(order))])
+        high = set(order[: critical_count(made.of.critical_share, len(order))])
         words = made.device_table().tolist()
         for e, (word, active) in enumerate(zip(words, snapshot.handles, strict=True)):
             run = self.best[e] if e in high and active.version != self.best[e].version else active
@@ -203,7 +203,7 @@ def test_memory_is_divided_by_shares(small: Path, gpu: StandIn) -> None:
     high, low = needed.blocks[0][:2]
     base = needed.fixed + needed.reserve - needed.workspace
     made = make_plan(bundle, options, 0, base + 3 * (3 * high + low)).divided()
-    assert [critical(r, 4) for r in made.critical] == [4, 3, 2] and high == 2 * low
+    assert [critical_count(r, 4) for r in made.critical] == [4, 3, 2] and high == 2 * low
     assert made.most == ((3, 0, 0), (3, 1, 0), (3, 1, 0)), "the last: 2 and 2, and what is left makes one larger"
     assert make_plan(bundle, options, 0, 1 << 40).divided().most == ((8, 0, 0),) * 3
     model = load(small, policy, 1 << 40, **ALL)

@@ -27,7 +27,7 @@ class ConfigGroup:
     weights: Mapping[str, Any]  # its QuantizationArgs
 
     def rank(self, module: str) -> int:
-        """How closely its targets name a module: 2 exactly or by an expression, 1 perhaps by its class, 0 not."""
+        """Rank how specifically this group matches a module: 2 by name or regex, 1 by class, 0 no match."""
         for target in self.targets:
             if target == module or (target.startswith("re:") and re.match(target[3:], module)):
                 return 2

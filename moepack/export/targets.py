@@ -74,7 +74,7 @@ class Target(ABC):
 
     @abstractmethod
     def refusal(self, bundle: Bundle, version: Version, dense: bool = False) -> str | None:
-        """Why experts, or dense matrices, are not exported from a version; None if they are."""
+        """Return why this version cannot be exported, or None if it can."""
 
     @abstractmethod
     def check_model(self, job: ExportJob) -> None:

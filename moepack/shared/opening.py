@@ -41,7 +41,7 @@ def check(source: Source, options: LoadOptions) -> None:
     if not is_bundle and (options.policy, options.dense, options.in_budget) != (None, None, False):
         raise InputError(f"{path}: not a bundle: a policy, dense versions and a memory budget need one")
     if not is_bundle and options.max_tpot is not None:
-        raise InputError(f"{path}: not a bundle: a bound on a token needs one")
+        raise InputError(f"--max-tpot needs a bundle, and {path} is not one")
     from moepack.pack.reader import open_bundle
     from moepack.runtime.load import check_bundle, check_device
     from moepack.runtime.planning.config import check_config, read_config

@@ -28,9 +28,8 @@ from .linears import in_place_of, learns
 from .norms import replace_norms, trials
 from .values import Changed, ReadValues
 
-# random rows on which a form is tried, and how often a router's
-ROWS = 16
-TRIALS = 4
+ROWS = 16  # random rows per kernel trial
+TRIALS = 4  # trials per router
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 APART = {
     torch.float32: 16

@@ -24,7 +24,7 @@ from .values import Changed, ReadValues
 
 Form = TypeVar("Form", int, str)
 FORMS = (0, 1, 2)  # small.c
-ROWS = 64  # random rows on which a form is tried
+ROWS = 64  # random rows per kernel trial
 EQUAL = 0.998  # share of the rows' numbers that must have the same bits
 APART = 2  # units in the last place by which others may differ: rounding before the weight makes one, doubled by it
 

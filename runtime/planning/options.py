@@ -136,7 +136,7 @@ class LoadOptions:
         if self.memory is not None and self.device != "cpu":
             raise InputError(f"a memory limit is for a model on the CPU: on {self.device} give a device memory instead")
         if parse_size(self.host_rate) == 0:
-            raise InputError("host_rate is from 1 byte a second; without it there is no limit")
+            raise InputError("host_rate must be at least 1 byte a second; leave it out for no limit")
         threads = self.host_threads
         if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
             raise InputError(f"host_threads is a whole number from 1, not {threads!r}")

@@ -221,7 +221,7 @@ class LiveOptions:
 
     def __post_init__(self) -> None:
         if not self.rate >= 0:
-            raise ValueError("rate is from 0")
+            raise ValueError("rate must be at least 0")
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
         """Return the ladders from which a plan chooses by the least expected loss; `versions` are most precise first.

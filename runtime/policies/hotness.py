@@ -66,9 +66,9 @@ class HotnessOptions(DeviceOptions):
         LiveOptions.__post_init__(self)
         numbers = (self.interval, self.margin, self.slack, self.anchor)
         if not (0 <= self.alpha < 1 and all(x >= 0 for x in numbers)):
-            raise ValueError("alpha is from 0 to below 1, other numbers are from 0")
+            raise ValueError("alpha must be in [0, 1); interval, margin, slack and anchor must be at least 0")
         if self.reserve < 1:
-            raise ValueError("reserve is from 1: a demotion needs a block")
+            raise ValueError("reserve must be at least 1, because a demotion needs a block")
         if self._may_lack and self.prior == "none":
             raise ValueError("lo=absent needs prior=calibration: without it every expert would begin absent")
 

@@ -77,11 +77,11 @@ class ImportanceOptions(LiveOptions):
     def __post_init__(self) -> None:
         LiveOptions.__post_init__(self)
         if not 0.5 <= self.r <= 1:
-            raise ValueError("r is from 0.5 to 1")
+            raise ValueError("r must be from 0.5 to 1")
         if not 0 < self.heavy <= 1:
             raise ValueError("heavy is above 0, up to 1")
         if self.seed < 0:
-            raise ValueError("seed is from 0")
+            raise ValueError("seed must be at least 0")
         for name, value in _OF_WAITING.items() if self.reads_host else ():
             if getattr(self, name) == value:
                 raise ValueError(f"{name}={value} needs passes that wait, and no pass waits under lo={self.lo}")

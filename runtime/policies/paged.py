@@ -51,9 +51,9 @@ class PagedOptions(LiveOptions):
     def __post_init__(self) -> None:
         LiveOptions.__post_init__(self)
         if not (0 <= self.alpha <= 1 and 0 <= self.resident <= 1 and 0 < self.theta <= 1):
-            raise ValueError("alpha and resident are from 0 to 1, theta above 0 up to 1")
+            raise ValueError("alpha and resident must be from 0 to 1, theta above 0 and at most 1")
         if not self.interval >= 0:
-            raise ValueError("interval is from 0")
+            raise ValueError("interval must be at least 0")
         for field in fields(self) if self.lo == "pinned" else ():
             if field.name in ("theta", "stagger", "ahead") and getattr(self, field.name) != field.default:
                 raise ValueError(f"{field.name} needs a window and its rates, and lo=pinned has none")

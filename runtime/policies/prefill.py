@@ -55,9 +55,9 @@ class PrefillOptions(LiveOptions):
     def __post_init__(self) -> None:
         LiveOptions.__post_init__(self)
         if not 0 <= self.alpha <= 1:
-            raise ValueError("alpha is from 0 to 1")
+            raise ValueError("alpha must be from 0 to 1")
         if self.k < -1:
-            raise ValueError("k is from 0, or -1 for as many as the budget holds")
+            raise ValueError("k must be at least 0, or -1 for as many as the budget holds")
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
         """Return one ladder: the version on the device, then the versions of 4 to 1 bits on the host."""

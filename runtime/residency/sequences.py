@@ -46,7 +46,7 @@ class Sequences:
 
     @contextlib.contextmanager
     def reading(self, given: dict[str, Any]) -> Iterator[tuple[Prompt, Callable[[Any], None]]]:
-        """Enclose a pass with these arguments and its step; yield its `Prompt` and a function that takes the result."""
+        """Context manager for one forward pass. Yields its `Prompt` and a callback for the output."""
         ids = inputs(given)
         cache = cache_of(given)
         if ids is None:

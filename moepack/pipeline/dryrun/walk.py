@@ -81,7 +81,7 @@ class DryRun:
 
     @contextlib.contextmanager
     def _timed(self, kind: str) -> Iterator[None]:
-        """Add the seconds inside the context to those of a kind of work."""
+        """Add the elapsed time to `self.seconds[kind]`."""
         began = time.perf_counter()
         yield
         self.seconds[kind] += time.perf_counter() - began
@@ -149,7 +149,7 @@ class DryRun:
         return observation, time.perf_counter() - began
 
     def _in_parts(self, index: int) -> None:
-        """Count the bytes of a layer whose experts do not fit in memory: read some at a time. Runs no batch."""
+        """Measure a layer that is too large to load, by reading its experts in slices; runs no batch."""
         stream = self._stream
         with self._timed("read"):
             dense = stream.tensors(index, stream.dense_names(index))

@@ -213,7 +213,7 @@ class Engine:
     def fits(self, items: Sequence[StepInput], joining: Sequence[int] = (), kept: bool = True) -> bool:
         """Whether the budget holds a step of these inputs, and new caches of `joining` tokens beside it.
 
-        Without `kept`, whether it would if no chunk were kept.
+        With kept=False, assume that all kept chunks have been evicted.
         """
         if self._watch is None:
             return True

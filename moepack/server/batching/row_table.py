@@ -48,7 +48,7 @@ class RowTable:
         return cls(layers, model.device) if graphs is not None and serves_dense() else None
 
     def at_once(self) -> int | None:
-        """Return the most rows of a pass that may be replayed; None if none may."""
+        """Return the largest batch that CUDA graphs cover, or None if graphs are off."""
         return None if self.by_address or self.refused >= REFUSED else self.sequences
 
     def write(self, rows: Sequence[Where]) -> None:

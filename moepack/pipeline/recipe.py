@@ -119,6 +119,7 @@ class Recipe:
     allocation: Allocate | None = None
     dense: tuple[str, ...] = ()
     text: str = ""
+    symmetric: tuple[str, ...] = ()  # released versions of the checkpoint whose zero points are the middle code
     mtp: str = "drop"  # "keep": a checkpoint's layers for multi-token prediction stay beside the model, unchanged
 
     def version_specs(self) -> tuple[Version, ...]:
@@ -131,8 +132,8 @@ class Recipe:
         return Version.of(name, size, rotation, self.quantize.scale_bits, self._symmetric(name))
 
     def _symmetric(self, name: str) -> bool:
-        """Whether the recipe's codes of a version have the middle code as zero point."""
-        return self.quantize.zeros == methods.SYMMETRIC and not encoding_of(name).holds
+        """Whether the codes of a version have the middle code as zero point."""
+        return name in self.symmetric or (self.quantize.zeros == methods.SYMMETRIC and not encoding_of(name).holds)
 
     def _dense_version(self, name: str, size: int) -> Version:
         return Version.of(name, size, symmetric=self._symmetric(name))
@@ -270,7 +271,8 @@ def with_native(recipe: Recipe, native: Version, dense: Version | None = None) -
     sizes = {e.name: recipe.quantize.size(e.name) for e in lossy(KNOWN)}  # of versions that are added later, too
     sizes |= {v.name: v.group_size for v in (native, dense) if v.group_size and v.name in (*names, *dense_names)}
     how = replace(recipe.quantize, group_size=sizes)
-    return replace(recipe, versions=names, dense=dense_names, quantize=how)
+    symmetric = tuple(v.name for v in (native, dense) if v.zero == "symmetric")
+    return replace(recipe, versions=names, dense=dense_names, quantize=how, symmetric=symmetric)
 
 
 def _with_own(at: str, what: str, names: Sequence[str], own: Version) -> tuple[str, ...]:

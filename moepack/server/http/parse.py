@@ -259,7 +259,7 @@ def _joined(content: Content | None) -> str:
     return "".join(part.text for part in content)
 
 
-class Said(Body):
+class AnyMessage(Body):
     """What all messages have."""
 
     role: Text
@@ -273,14 +273,14 @@ class Said(Body):
         return {"role": role, "content": _joined(self.content), **name}
 
 
-class Message(Said):
+class Message(AnyMessage):
     """A message that no model wrote."""
 
     role: Literal["system", "developer", "user"]
     content: Content
 
 
-class ToolMessage(Said):
+class ToolMessage(AnyMessage):
     """The result of a call."""
 
     role: Literal["tool"]
@@ -292,7 +292,7 @@ class ToolMessage(Said):
         return {**super().said(), "tool_call_id": self.tool_call_id}
 
 
-class AnswerMessage(Said):
+class AnswerMessage(AnyMessage):
     """An earlier answer."""
 
     role: Literal["assistant"]
@@ -337,7 +337,7 @@ Messages = Annotated[
 ]
 
 
-class Conversation(Body):
+class ChatMessages(Body):
     """Fields that hold a conversation and what its template reads."""
 
     messages: Messages
@@ -356,7 +356,7 @@ class Conversation(Body):
         return Dialogue(said, shown, tools, self.reasoning_effort, self.chat_template_kwargs)
 
 
-class ChatBody(Completed, Conversation):
+class ChatBody(Completed, ChatMessages):
     """A request to /v1/chat/completions."""
 
     model: Text

@@ -12,7 +12,7 @@ from moepack.server.errors import bad
 from moepack.server.tools.forms import Manners
 
 from .models import Body, Flag, List, Object, Text, Whole, read
-from .parse import Conversation, check_tokens
+from .parse import ChatMessages, check_tokens
 from .templates import render
 
 
@@ -39,7 +39,7 @@ class TextBody(Tokenized):
         return _listed(tokens, ids, self.return_token_strs, context)
 
 
-class DialogueBody(Conversation, Tokenized):
+class DialogueBody(ChatMessages, Tokenized):
     """A conversation to turn into tokens."""
 
     return_token_strs: Flag = False

@@ -23,28 +23,28 @@ class ResponsesRequest(Request):
 # --- the conversation
 
 
-class Part(OpenBody):
+class InputPart(OpenBody):
     """A part of a text."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: Text
 
 
-Parts = Text | List[Part]
+Parts = Text | List[InputPart]
 
 
 def _joined(parts: Parts) -> str:
     return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
-class Item(Body):
+class InputItem(Body):
     """What all items may have: fields of our answers, which clients send back."""
 
     id: Text | None = None
     status: Text | None = None
 
 
-class MessageItem(Item):
+class MessageItem(InputItem):
     """A message."""
 
     type: Literal["message"] = "message"
@@ -57,7 +57,7 @@ class MessageItem(Item):
         return {"role": "system" if self.role == "developer" else self.role, "content": _joined(self.content)}
 
 
-class FunctionCall(Item):
+class FunctionCall(InputItem):
     """An earlier call."""
 
     type: Literal["function_call"]
@@ -71,7 +71,7 @@ class FunctionCall(Item):
         return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-class FunctionOutput(Item):
+class FunctionOutput(InputItem):
     """The result of a call."""
 
     type: Literal["function_call_output"]
@@ -83,7 +83,7 @@ class FunctionOutput(Item):
         return {"role": "tool", "content": _joined(self.output), "tool_call_id": self.call_id}
 
 
-class Reasoning(Item):
+class Reasoning(InputItem):
     """Earlier reasoning."""
 
     type: Literal["reasoning"]

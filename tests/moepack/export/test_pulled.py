@@ -161,13 +161,13 @@ def test_a_refusal_of_the_whole_version_removes_what_was_fetched(
 
 
 def test_a_size_is_not_filled_with_other_versions_than_chosen(hub: Hub, of_zeros: Made, tmp_path: Path) -> None:
-    """The first layer of w4 has middle codes alone, the second one has not: that is said, with a way on."""
-    files, other = (tree(of_zeros(zeros)) for zeros in ("symmetric", "fractional"))
+    """The first layer of w4 has whole zero points alone, the second one has not: that is said, with a way on."""
+    files, other = (tree(of_zeros(zeros)) for zeros in ("integer", "fractional"))
     name = "experts/w4/layer-001.safetensors"
     manifest = json.loads(files[MANIFEST])
     manifest["files"][name] = json.loads(other[MANIFEST])["files"][name]
     hub.files["someone/changing"] = {**files, name: other[name], MANIFEST: signed(manifest)}
-    size = export(of_zeros("symmetric"), tmp_path / "none", "compressed-tensors", Wanted("4"), dry_run=True).bytes
+    size = export(of_zeros("integer"), tmp_path / "none", "compressed-tensors", Wanted("4"), dry_run=True).bytes
     for fit in (size, size - 10_000):  # w4 alone, and beside w3
         arguments = ["pull", "someone/changing", "-o", str(tmp_path / "out"), "--for", "vllm", "--fit", str(fit), "-q"]
         answer = cli(*arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -264,10 +263,6 @@ def test_a_work_directory_that_was_quantised_again(short_model: Path, text: Path
     assert tree(bundle) == before
     pipeline.quantize(work, parse_recipe(recipe, "x"), fresh=True)
     assert add(bundle, work, [], dense=["w8"]).dense == ("bf16", "w8", "w4")
-    record = json.loads((work / "run.json").read_text())
-    (work / "run.json").write_text(json.dumps({k: v for k, v in record.items() if k != "dense"}))
-    with pytest.raises(InputError, match="the model has no dense matrices that get versions"):
-        add(bundle, work, [], dense=["w2"])
 
 
 def test_a_work_directory_that_was_calibrated_again(short_model: Path, text: Path, tmp_path: Path) -> None:

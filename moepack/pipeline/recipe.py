@@ -119,8 +119,8 @@ class Recipe:
     allocation: Allocate | None = None
     dense: tuple[str, ...] = ()
     text: str = ""
-    symmetric: tuple[str, ...] = ()  # released versions of the checkpoint whose zero points are the middle code
     mtp: str = "drop"  # "keep": a checkpoint's layers for multi-token prediction stay beside the model, unchanged
+    symmetric: tuple[str, ...] = ()  # released versions of the checkpoint whose zero points are the middle code
 
     def version_specs(self) -> tuple[Version, ...]:
         """The versions of experts as descriptors, from most to least precise."""

@@ -153,7 +153,7 @@ def test_too_little_host_memory_is_refused_with_the_least(bundle: Path) -> None:
 def test_options_of_the_host_tier(bundle: Path) -> None:
     """The fault: a rate or a number of threads that is read from nowhere, or that means no work at all."""
     budget = least(bundle, "prefill") + 1
-    for given, message in (({"host_rate": 0}, "from 1 byte"), ({"host_threads": 0}, "whole number from 1")):
+    for given, message in (({"host_rate": 0}, "at least 1 byte"), ({"host_threads": 0}, "whole number from 1")):
         with pytest.raises(InputError, match=message):
             load(bundle, "prefill", budget, **given)
     model = load(bundle, "prefill:k=0", budget, host_rate="2MB", host_threads=1)

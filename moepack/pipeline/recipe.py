@@ -120,7 +120,9 @@ class Recipe:
     dense: tuple[str, ...] = ()
     text: str = ""
     mtp: str = "drop"  # "keep": a checkpoint's layers for multi-token prediction stay beside the model, unchanged
-    symmetric: tuple[str, ...] = ()  # released versions of the checkpoint whose zero points are the middle code
+    # Whether the checkpoint's own codes, of experts and of dense matrices, have the middle code as zero point
+    native_symmetric: bool = False
+    native_dense_symmetric: bool = False
 
     def version_specs(self) -> tuple[Version, ...]:
         """The versions of experts as descriptors, from most to least precise."""
@@ -129,14 +131,14 @@ class Recipe:
     def version(self, name: str, size: int) -> Version:
         """A version of experts as the recipe has it, in groups of this size."""
         rotation = Rotation(self.quantize.rotate) if self.quantize.rotate else None
-        return Version.of(name, size, rotation, self.quantize.scale_bits, self._symmetric(name))
+        return Version.of(name, size, rotation, self.quantize.scale_bits, self._symmetric(name, self.native_symmetric))
 
-    def _symmetric(self, name: str) -> bool:
-        """Whether the codes of a version have the middle code as zero point."""
-        return name in self.symmetric or (self.quantize.zeros == methods.SYMMETRIC and not encoding_of(name).holds)
+    def _symmetric(self, name: str, native: bool) -> bool:
+        """Whether the codes of a version have the middle code as zero point; `native`, of the checkpoint's own."""
+        return native if encoding_of(name).holds else self.quantize.zeros == methods.SYMMETRIC
 
     def _dense_version(self, name: str, size: int) -> Version:
-        return Version.of(name, size, symmetric=self._symmetric(name))
+        return Version.of(name, size, symmetric=self._symmetric(name, self.native_dense_symmetric))
 
     @property
     def keeps_released(self) -> bool:
@@ -271,8 +273,14 @@ def with_native(recipe: Recipe, native: Version, dense: Version | None = None) -
     sizes = {e.name: recipe.quantize.size(e.name) for e in lossy(KNOWN)}  # of versions that are added later, too
     sizes |= {v.name: v.group_size for v in (native, dense) if v.group_size and v.name in (*names, *dense_names)}
     how = replace(recipe.quantize, group_size=sizes)
-    symmetric = tuple(v.name for v in (native, dense) if v.zero == "symmetric")
-    return replace(recipe, versions=names, dense=dense_names, quantize=how, symmetric=symmetric)
+    return replace(
+        recipe,
+        versions=names,
+        dense=dense_names,
+        quantize=how,
+        native_symmetric=native.zero == "symmetric",
+        native_dense_symmetric=dense.zero == "symmetric",
+    )
 
 
 def _with_own(at: str, what: str, names: Sequence[str], own: Version) -> tuple[str, ...]:

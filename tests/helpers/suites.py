@@ -59,7 +59,6 @@ FULL: dict[str, str] = {
     "runtime/test_decode_graph.py::test_planted_violations": "shows that the tests can fail",
     "moepack/test_generation.py::test_a_chat_on_a_gpu": "interpreted; the other tests generate on the CPU",
     "runtime/dense/test_on_gpu.py::test_maps_of_one_input": "interpreted; test_every_encoding",
-    "runtime/paging/test_paging_gpu.py::test_planted": "shows that the tests can fail",
     # Products, and what the same code passes elsewhere
     "pack/test_hostile.py::test_some_cases": "a sample of `benchmarks.hostile`, whose quick form `.ci/run` runs",
     "runtime/policies/test_importance.py::test_what_is_here_already": "the same session again for each policy",
@@ -90,7 +89,6 @@ FEW: dict[str, tuple[str, ...]] = {
     "runtime/kernels/test_attend_triton.py::test_it_is_attention": ("[3-2-1-32-dtype0]",),
     "runtime/dense/test_on_gpu.py::test_every_encoding": ("[w4-64]", "[fp8row-0]"),
     "runtime/test_decode_graph.py::test_replays_are_the_steps": ("[hotness:hi=w4,lo=w2,",),
-    "runtime/paging/test_paging_gpu.py::test_the_same_bits": ("[alpha=0.01,ahead=no]",),
     "runtime/paging/test_in_place.py::test_the_same_bits": ("[,resident=0.3]",),
     "runtime/residency/test_pinned.py::test_on_a_gpu": ("[hotness:",),
     "runtime/residency/test_on_gpu.py::test_caches_on_demand": ("[lru:hi=w4,lo=absent-zeros]",),
@@ -111,7 +109,6 @@ FEW: dict[str, tuple[str, ...]] = {
     "runtime/kernels/test_routing_triton.py::test_second_words": ("[60]",),
     "moepack/export/test_compressed.py::test_the_library": ("[4-", "[2-symmetric]"),
     "runtime/paging/test_in_place.py::test_an_interrupted": ("[record]",),
-    "runtime/paging/test_paging_gpu.py::test_an_interrupted": ("[words]",),
     "runtime/paging/test_paging.py::test_families": ("[deepseek_v3]",),
     "runtime/test_compile.py::test_a_whole_graph": ("[hotness]",),
     "moepack/reports/test_plan.py::test_what_is_feasible": ("[uniform-work2]",),

@@ -215,9 +215,6 @@ class FakeGpu:
         self._work["decoder"].append((lambda: self.carry_out("copies", issued), []))
         return self._on("decoder")
 
-    def loading(self, number: int) -> contextlib.AbstractContextManager[None]:
-        return self._on(f"load{number}")
-
     def computing(self) -> contextlib.AbstractContextManager[None]:
         return self._on("compute")
 

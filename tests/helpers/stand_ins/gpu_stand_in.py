@@ -27,10 +27,8 @@ from moepack.runtime.devices import cuda, torch_cuda
 from moepack.runtime.experts import backends
 from moepack.runtime.experts import gpu as gpu_module
 from moepack.runtime.kernels import affine_triton, exponent_triton
-from moepack.runtime.residency import manager
 from moepack.runtime.store.cudart import Cudart
 
-RATES = (float("inf"), 2e9, 1e9)
 PLAIN = Version.of("bf16").kernel
 
 
@@ -63,7 +61,6 @@ def install(
     monkeypatch.setattr(cuda, "TorchGpu", lambda device: made.gpu)
     monkeypatch.setattr(torch_cuda, "TorchGpu", lambda device: made.gpu)
     monkeypatch.setattr(cuda, "Cudart", lambda index: Cudart(0, made.cudart))
-    monkeypatch.setattr(manager, "gpu_rates", lambda *args: RATES)
     kernels(monkeypatch)
     _decodes(made, monkeypatch)
     if not computes:

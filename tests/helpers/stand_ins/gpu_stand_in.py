@@ -67,22 +67,16 @@ def install(
         monkeypatch.setattr(affine_triton, "dense", lambda matrix, form, extent, x, out: out.zero_())
     for name in ("product", "switched"):
         monkeypatch.setattr(gpu_module, name, _watched(made, getattr(gpu_module, name), computes))
-    for name in ("route_few", "summed", "second_words", "in_pages"):
+    for name in ("route_few", "summed", "second_words"):
         monkeypatch.setattr(gpu_module, name, _in_turn(made, getattr(gpu_module, name)))
     return made
 
 
 def _in_turn(made: StandIn, real: Any) -> Any:
-    """A launch that threads make in turn, because Triton's interpreter serves one; pages' words must be there."""
+    """A launch that threads make in turn, because Triton's interpreter serves one."""
 
     def launch(table: Any, index: Any, *more: Any, **given: Any) -> Any:
         with made.gpu.lock:
-            if real.__name__ == "in_pages":
-                with _disable_current_modes():
-                    here = index.reshape(-1)
-                    if (table[here[here < len(table)].long()] < 64).any():
-                        made.gpu.wrong.append("read where nothing is")
-                        raise RuntimeError("an illegal memory access was encountered")
             return real(table, index, *more, **given)
 
     return launch

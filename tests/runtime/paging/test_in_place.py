@@ -218,7 +218,7 @@ def test_the_budget_holds_slots_and_what_is_packed(small: Path, gpu: StandIn) ->
 def test_what_cannot_be_is_refused(small: Path) -> None:
     with pytest.raises(InputError, match=r"paged:lo=pinned is for a GPU"):
         moepack.load(small, policy=PINNED, device_memory=1 << 40)
-    with pytest.raises(InputError, match=r"theta needs a window and its rates, and lo=pinned has none"):
+    with pytest.raises(InputError, match=r"theta needs passes that wait, and no pass waits under lo=pinned"):
         moepack.load(small, policy="paged:lo=pinned,theta=0.5", device_memory=1 << 40)
     with pytest.raises(InputError, match=r"lo is stored or pinned, not 'host'"):
         moepack.load(small, policy="paged:lo=host", device_memory=1 << 40)

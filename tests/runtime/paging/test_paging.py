@@ -59,7 +59,7 @@ SETTINGS = (("alpha=0.5,resident=0.25", ROOM), ("alpha=1", 2_500_000), ("alpha=0
 @pytest.mark.parametrize(("options", "room"), SETTINGS)
 def test_the_same_bits_as_all_resident(bundle: Path, plain: Any, options: str, room: int) -> None:
     """Prompts, padding, one token, generation: from memory, coded memory, and files, in budgets down to the least."""
-    model = paged(bundle, options, room)
+    model = paged(bundle, options, room, kv_tokens=512, batch=3)
     for size, batch in ((48, 1), (1, 1), (7, 3), (512, 1), (2, 1)):
         tokens = ids(size, size, batch)
         mask = torch.ones_like(tokens)

@@ -352,6 +352,8 @@ class Residency:
                     continue
                 flying.block.filled()
                 entry.complete[flying.version] = self._complete(key, flying.version, flying.block)
+                if flying.version == self.source and entry.active < flying.version:
+                    continue  # a step may run the decoded version, and none runs its source: it stays beneath
                 if coming is not None and wanted(key, coming):
                     self._make_ready(key, coming)
                 else:

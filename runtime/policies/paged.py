@@ -339,7 +339,7 @@ class Paged:
         if event.placed is not None and event.coming is not None:
             self._see(layer, np.array(event.placed), np.array(event.coming))
         self._cache.layers_run += 1
-        gone = self._yield(sum(event.capacity))
+        gone = self._yield(sum(event.capacity), {(layer, int(e)) for e in used})
         needed = [e for e in used[np.argsort(-event.counts[used], kind="stable")].tolist() if not self._stays[layer][e]]
         beside = self._newcomers(event, gone, set(needed)) if self.shares is not None else {}
         room = self._room(event.capacity)
@@ -371,21 +371,26 @@ class Paged:
             self._coded[layer] |= (placed == CODED) | (coming == CODED)
         self._stays[layer] &= (placed == DECODED) | (coming == DECODED)
 
-    def _yield(self, room: int) -> dict[Key, int]:
-        """Put experts at the base until the window has room; the shares x and then y yield, the coldest first."""
+    def _yield(self, room: int, needed: set[Key]) -> dict[Key, int]:
+        """Put experts at the base until the window has room; the shares x and then y yield, the coldest first.
+
+        Coded bytes of a decoded expert stay beneath it, so both go. What this layer needs stays: coded, and decoded, it
+        takes less than the window.
+        """
         gone: dict[Key, int] = {}
         for rows, sizes in ((self._stays, self._whole), (self._coded, self._sizes)):
             over = self._taken() + self._window - room
             if over <= 0:
                 break
             keys = [(p, e) for p, row in enumerate(rows) for e in np.flatnonzero(row).tolist()]
-            for key in sorted(keys, key=self.worth):
+            for key in sorted(set(keys) - needed, key=self.worth):
                 if over <= 0:
                     break
                 rows[key[0]][key[1]] = False
                 over -= int(sizes[key[0]])
-                if key not in self._cache.held:
-                    gone[key] = self._base
+                if key in self._cache.held:
+                    self._cache.drop(key)
+                gone[key] = self._base
         return gone
 
     def _newcomers(self, event: LayerReached, gone: dict[Key, int], needed: set[int]) -> dict[Key, int]:

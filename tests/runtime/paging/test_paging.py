@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -120,22 +121,26 @@ def test_the_kv_cache_takes_expert_memory_and_gives_it_back(
     """
     monkeypatch.setattr(kv_reserve, "LINGER", 1e9)  # what no cache needs goes back when this test says so
     monkeypatch.setattr(plan_module, "measure_rates", lambda *args: (float("inf"), 2e6, 1e6))
-    model = paged(bundle, "alpha=1,interval=0,theta=1", room=4_000_000)
-    live, whole = model.moepack.manager, coded(model)
-    assert whole > 0 and live.policy.alpha > 0.9
+    model = paged(bundle, "alpha=1,interval=0,theta=1", room=1_200_000)  # too little to keep all experts decoded
+    live = model.moepack.manager
+    whole = coded(model)
+    begun = live.policy.alpha
+    seeds = itertools.count()
 
-    tokens = iter(range(1, 1_000_000))
-    serve = functools.partial(same, model, plain, 1, 30)
+    def serve() -> None:
+        tokens = ids(next(seeds), 1, 8)
+        assert torch.equal(logits(model, tokens), logits(plain, tokens))
+
     serve()
     grown = live.tracker.budget - live.tracker.held("fixed") - live.plan.demand - live.plan.sizes[0][1] * whole // 2
     live.grow_kv(grown)
     wait_for(lambda: live.transitions._settle_kv() if live.transitions.kv_asked else True, serve)
-    assert coded(model) <= whole // 2 and live.tracker.held("kv") == grown
+    assert 0 < coded(model) <= whole // 2 and live.tracker.held("kv") == grown
     serve()
-    assert live.policy.alpha < 0.8
+    assert live.policy.alpha < 0.6 * begun
     live.transitions.shrink_kv(grown)
-    wait_for(lambda: coded(model) > 0.9 * whole, lambda: same(model, plain, next(tokens) % 40 + 1))
-    assert live.policy.alpha > 0.9
+    wait_for(lambda: coded(model) > 0.85 * whole, serve)
+    assert live.policy.alpha > 0.9 * begun
     bytes_agree(model)
 
 

@@ -138,7 +138,8 @@ def measure(
     """
     layers = tuple(bundle.layers)
     model = json.dumps(plain_config(config), sort_keys=True, default=str), getattr(config, "_attn_implementation", None)
-    key = (*model, dtype, device.type, layers, torch.get_num_threads(), workload, bool(bundle.manifest.dense))
+    compiled = backends.library() is not None
+    key = (*model, dtype, device.type, layers, torch.get_num_threads(), workload, bool(bundle.manifest.dense), compiled)
     found = _known.get(key)
     if found is None:
         try:

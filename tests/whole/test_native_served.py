@@ -84,7 +84,8 @@ def test_paging_gives_the_bits_of_resident_experts(kind: str, native: Make, dtyp
         model = moepack.load(bundle, policy=options, device_memory=refused.value.least + more, **asked)
         with model.moepack as serving, torch.inference_mode():
             placed = {name for row in serving.versions for name in row}
-            assert placed == {best(bundle), "stored"}
+            assert placed <= {best(bundle), f"{best(bundle)}@packed", "stored"}
+            serving.manager.on_demand.drop_all()  # a model of two layers fits the least budget: begin with the store
             for ids in (IDS, IDS[:, :1], IDS.view(2, 20)):
                 mask = torch.ones_like(ids)
                 mask[0, : ids.shape[1] // 3] = 0
@@ -155,6 +156,7 @@ def test_damage_is_named_and_not_served(native: Make, tmp_path: Path) -> None:
     model, want = moepack.load(bundle, policy="paged", device_memory=refused.value.least, **WORK), logits(bundle)
     with model.moepack, torch.inference_mode():
         damage(bundle, "nvfp4", 1, range(4))
+        model.moepack.manager.on_demand.drop_all()
         with pytest.raises(BundleError, match=r"layer 1, expert \d, version nvfp4: its bytes do not match"):
             model(IDS, logits_to_keep=1)
         damage(bundle, "nvfp4", 1, range(4))

@@ -144,7 +144,7 @@ NUMERIC: tuple[str, ...] = (
     "pack/test_exponent", "quantize/",
     "runtime/dense/test_borrowed", "runtime/dense/test_linears", "runtime/dense/test_norms",
     "runtime/dense/test_projections", "runtime/experts/", "runtime/kernels/test_affine_native",
-    "runtime/kernels/test_by_torch", "runtime/kernels/test_coded_product", "runtime/kernels/test_dense_product",
+    "runtime/kernels/test_by_torch", "runtime/kernels/test_dense_product",
     "runtime/kernels/test_fixed_products", "runtime/kernels/test_released", "runtime/kernels/test_token_native",
     "runtime/kv/", "runtime/policies/test_every_policy", "runtime/residency/test_under", "runtime/test_load",
     "runtime/test_passes", "whole/test_combinations", "whole/test_encodings", "whole/test_families",

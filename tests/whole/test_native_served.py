@@ -19,7 +19,7 @@ from support import damage
 import moepack
 from moepack.generation import generate
 from moepack.pack.encodings.released import ReleasedFloat
-from moepack.pack.errors import BundleError, CodecError, InputError
+from moepack.pack.errors import BundleError, CodecError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import Version
 from moepack.pipeline.build import build

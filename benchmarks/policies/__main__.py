@@ -33,7 +33,6 @@ from .session import Session
 
 SHARES = (0.05, 0.3, 0.6)  # of the way from all w2 to all bf16
 CLAIMS = (
-    "window MB",
     "own",
     "other text's",
     "KL, mnat",

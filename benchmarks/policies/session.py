@@ -53,6 +53,14 @@ class Session:
         """Of all experts at a version."""
         return sum(self._layers(version))
 
+    def coded_bytes(self) -> int:
+        """Of all experts' lossless weights, entropy-coded."""
+        total = 0
+        for position, layer in enumerate(self._opened.layers):
+            file = self._opened.layer_file("bf16", position)
+            total += sum(align(file.extent_size(expert), PAGE) for expert in range(layer.experts))
+        return total
+
     def layer_bytes(self, version: str) -> int:
         """Of the largest layer's."""
         return max(self._layers(version))

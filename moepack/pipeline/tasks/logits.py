@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moepack.pack.errors import InputError
 from moepack.pack.layer_file import LayerFile
@@ -19,10 +19,12 @@ from ..work import WorkDirectory
 if TYPE_CHECKING:
     import torch
 
+    from ..artifacts import RunRecord
+
 
 def logits_tables(
     work: WorkDirectory,
-    record: Mapping[str, Any],
+    record: RunRecord,
     layers: Sequence[ExpertLayer],
     stages: Mapping[Version, str],
     folder: str,

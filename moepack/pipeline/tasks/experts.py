@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from moepack.pack.codec.bits import Buffer
 from moepack.pack.errors import InputError
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from moepack.quantize.expert_batch import Settings
 
     from ..recipe import Recipe
-    from .row_shards import RowShardTask
 
 
 _HASHED = 4096  # rows hashed at once
@@ -67,7 +66,7 @@ class ExpertBatchTask:
         return address(self, facts)
 
 
-def address(task: ExpertBatchTask | RowShardTask, facts: JsonObject) -> str:
+def address(task: Any, facts: JsonObject) -> str:
     """Add the facts that every task has to `facts`, and return the SHA-256 of all."""
     facts |= {
         "moepack": __version__,

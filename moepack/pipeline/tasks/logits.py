@@ -13,13 +13,11 @@ from moepack.pack.spec import ExpertLayer, Version, lossy
 from moepack.pack.values import Expert
 from moepack.shared.progress import Reporter
 
-from ..artifacts import PROBE, finished, save
+from ..artifacts import PROBE, RunRecord, finished, save
 from ..work import WorkDirectory
 
 if TYPE_CHECKING:
     import torch
-
-    from ..artifacts import RunRecord
 
 
 def logits_tables(

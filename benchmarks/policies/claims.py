@@ -10,17 +10,16 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from benchmarks.common import Target
+from benchmarks.common import Row, Target
 from benchmarks.decoding import Decoded, decode
 from moepack.runtime.trace import read_trace
 
 from .session import Session
 
-Rows = list[dict[str, Any]]
+Rows = list[Row]
 LINK = 16_000  # megabytes a second of PCIe 3.0 with 16 lanes, dymoe's testbed
 
 
@@ -38,7 +37,7 @@ def similarity(session: Session, work: Path) -> tuple[Rows, list[Target]]:
     prompts = windows[:, 0]
     decoded = windows[:, 1:].sum(1)
     shifted = np.roll(decoded, -1, 0)
-    rows = list[dict[str, Any]]()
+    rows = list[Row]()
     for p in range(steps.shape[1]):
         own = statistics.fmean(activation_similarity(a, b) for a, b in zip(prompts[:, p], decoded[:, p], strict=True))
         other = statistics.fmean(activation_similarity(a, b) for a, b in zip(prompts[:, p], shifted[:, p], strict=True))
@@ -60,7 +59,7 @@ def selector(session: Session, best: Decoded) -> tuple[Rows, list[Target]]:
     """Half of each layer's experts at bf16 on the device, the rest on the host at 3 or 2 bits on average, each width
     chosen or all alike (context-aware-cxl-ndp, table 3)."""
     k = session.experts // 2
-    rows = list[dict[str, Any]]()
+    rows = list[Row]()
     targets = list[Target]()
     for bits in (3, 2):
         pair = {
@@ -77,7 +76,7 @@ def selector(session: Session, best: Decoded) -> tuple[Rows, list[Target]]:
 def retention(session: Session, best: Decoded) -> tuple[Rows, list[Target]]:
     """Critical experts at 4 bits and the others at 2 or left out, by retention; beside as many critical ones chosen at
     random (dymoe, table 2 and figure 3)."""
-    rows = list[dict[str, Any]]()
+    rows = list[Row]()
     targets = list[Target]()
     for low, name in (("w2", "4/2"), ("absent", "4/0")):
         for share in (0.75, 0.9, 1.0):
@@ -97,7 +96,7 @@ def retention(session: Session, best: Decoded) -> tuple[Rows, list[Target]]:
 def prefetch(session: Session, best: Decoded) -> tuple[Rows, list[Target]]:
     """Loading on demand at equal bytes, over a link of PCIe's rate: `lru` against `importance`, in caches of a third
     and of two thirds of all experts at 4 bits; and how often the next layer's router was foretold."""
-    rows = list[dict[str, Any]]()
+    rows = list[Row]()
     targets = list[Target]()
     least = session.least("importance:hi=w4,lo=w2")
     for share in (1 / 3, 2 / 3):
@@ -122,7 +121,9 @@ def prefetch(session: Session, best: Decoded) -> tuple[Rows, list[Target]]:
         targets.append(Target(f"{label}: in time, of what was fetched ahead and needed", hidden, 0.8, "higher"))
     model = session.load("importance:hi=w4,lo=w2")
     decode(model, session.texts, session.prompt, best)
-    rates = model.moepack.manager.prediction.rates()
+    manager = model.moepack.manager
+    assert manager is not None and manager.prediction is not None
+    rates = manager.prediction.rates()
     model.moepack.close()
     rows += [
         {"table": "importance: prediction", "what": f"layer {p}", "foretold": rate}

@@ -9,6 +9,8 @@ import json
 from collections import Counter
 from typing import Any
 
+JsonObject = dict[str, Any]  # an object of JSON or YAML, its values not checked
+
 
 def loads(data: bytes) -> Any:
     """Parse a document. Raises a one-line ValueError for one that breaks these rules or is nested too deeply."""

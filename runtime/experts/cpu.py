@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,8 @@ from moepack.runtime.kernels.token_native import GatedExperts, silu_gate
 from . import backends
 
 if TYPE_CHECKING:
+    from moepack.families.interface import ExpertsModule
+
     from .handles import LayerCall, ServedLayer, Snapshot
 
 Limits = npt.NDArray[np.int64]
@@ -49,7 +51,7 @@ def forward(call: LayerCall) -> Tensor:
     return summed(call, rows(call))
 
 
-def gated(of: ServedLayer, module: Any) -> GatedExperts | None:
+def gated(of: ServedLayer, module: ExpertsModule) -> GatedExperts | None:
     """Return the kernel for a layer whose gate gives the kernel's bits on random numbers; else `None`."""
     matrices = of.layer.matrices
     plain = module.has_gate and not getattr(module, "has_post_expert_norm", False)

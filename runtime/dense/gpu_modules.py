@@ -52,7 +52,7 @@ def serve_norms(model: nn.Module) -> dict[str, int]:
     return replace_norms(model, FLOATS, _norms, _norm_form, _served_norm)
 
 
-def _served_norm(kind: Any, form: str, epsilon: float) -> type[nn.Module]:
+def _served_norm(kind: type[nn.Module], form: str, epsilon: float) -> type[nn.Module]:
     plain = kind.forward
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -228,10 +228,10 @@ def _near(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool((a.float() - b.float()).abs().max() <= CLOSE * b.float().abs().max())
 
 
-def _served_router(kind: Any, router: _Router, of: Callable[[], Any]) -> type[nn.Module]:
+def _served_router(kind: type[nn.Module], router: _Router, of: Callable[[], nn.Module | None]) -> type[nn.Module]:
     plain = kind.forward
 
-    def forward(self: Any, x: Tensor) -> Any:
+    def forward(self: Any, x: Tensor) -> object:
         experts: Any = getattr(of(), "_moepack", None)
         step = None if experts is None else step_of(experts.model)
         tokens = x.numel() // x.shape[-1]

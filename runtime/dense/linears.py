@@ -193,11 +193,11 @@ def _addresses(module: nn.Linear) -> tuple[int, int | None]:
     return module.weight.data_ptr(), None if module.bias is None else module.bias.data_ptr()
 
 
-def in_place_of(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+def in_place_of(kind: type[nn.Module], forward: Callable[..., object]) -> type[nn.Module]:
     """Make a subclass of `kind` with this forward and `kind`'s name. A copied or pickled module is of class `kind`."""
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
 
-    def reduce(self: Any, protocol: object) -> Any:
+    def reduce(self: object, protocol: object) -> tuple[object, ...]:
         return copyreg.__newobj__, (kind,), self.__dict__  # type: ignore[attr-defined]
 
     return type(kind.__name__, (kind,), {**names, "__reduce_ex__": reduce, "forward": forward})

@@ -84,7 +84,7 @@ def replace_norms(
     for module in model.modules():
         weight = getattr(module, "weight", None)
         epsilon = _epsilon(module)
-        kind: Any = type(module)
+        kind = type(module)
         if epsilon is None or not isinstance(weight, Tensor) or weight.dtype not in dtypes or weight.dim() != 1:
             continue
         if "forward" in module.__dict__ or next(module.children(), None) is not None:

@@ -61,12 +61,19 @@ def _key(bundle: Bundle, config: PreTrainedConfig, dtype: torch.dtype, device: t
     from .fixed import plain_config
 
     parts = (
-        plain_config(config), getattr(config, "_attn_implementation", None), dtype, device.type, bundle.layers,
+        plain_config(config),
+        getattr(config, "_attn_implementation", None),
+        dtype,
+        device.type,
+        bundle.layers,
         bool(bundle.manifest.dense),
-        asdict(workload), torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(),
+        asdict(workload),
+        torch.get_num_threads(),
+        torch.backends.cpu.get_cpu_capability(),
         sorted((k, v) for k, v in os.environ.items() if k.startswith(("MOEPACK_", "ATEN_", "ONEDNN_"))),
-        (torch.__version__, transformers.__version__, sys.version), _sources(),
-    )  # fmt: skip
+        (torch.__version__, transformers.__version__, sys.version),
+        _sources(),
+    )
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
 
 

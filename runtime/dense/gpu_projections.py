@@ -24,7 +24,7 @@ from moepack.runtime.step.context import PackedCache
 
 from .borrowed import SPECIAL, Attention
 from .gpu_modules import FLOATS, described
-from .linears import learns
+from .linears import FamilyModule, learns
 from .packed import PackedLinear, joined
 from .projections import MAPS, NORMS, serve_projections
 
@@ -38,7 +38,9 @@ class GpuPlace:
     angles = 0  # numbers of a token's rotation with which the module was tried
     writes_static = True  # the launch writes keys and values of one token into a static cache
 
-    def __init__(self, module: Any, modules: dict[str, Any], norms: Any, shared: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, module: FamilyModule, modules: dict[str, FamilyModule], norms: Any, shared: bool, dtype: torch.dtype
+    ) -> None:
         """Move the maps' weights into one matrix, of which their modules keep their rows."""
         maps = [modules[name] for name in MAPS]
         self.most = sys.maxsize
@@ -57,7 +59,7 @@ class GpuPlace:
         if _has_any_global_hook():
             return False
         for name, of in self._modules.items():
-            m: Any = module._modules[name]
+            m: FamilyModule = module._modules[name]
             if m is not of or m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__:
                 return False
             weight = _weight_of(m)
@@ -131,7 +133,7 @@ def _weight_of(module: nn.Module) -> Any:
     return module.packed if isinstance(module, PackedLinear) else module._parameters.get("weight")
 
 
-def _joined(maps: list[Any]) -> Callable[[Tensor], Tensor]:
+def _joined(maps: list[FamilyModule]) -> Callable[[Tensor], Tensor]:
     """One product in place of the maps' own, over their weights in one matrix."""
     if isinstance(maps[0], PackedLinear):
         whole = joined(maps)
@@ -162,7 +164,7 @@ def _static(cache: object, number: int, dtype: torch.dtype) -> Any:
     return layer if layer.keys.dtype == dtype and layer.values.shape == layer.keys.shape else None
 
 
-def _place(module: Any, shared: bool) -> GpuPlace | None:
+def _place(module: FamilyModule, shared: bool) -> GpuPlace | None:
     """Return what a module's launch reads; `None` for a module that it does not fit."""
     maps = [module._modules.get(name) for name in MAPS]
     norms = [module._modules.get(name) for name in NORMS]
@@ -186,7 +188,7 @@ def _place(module: Any, shared: bool) -> GpuPlace | None:
     return GpuPlace(module, read, found, shared, dtype)
 
 
-def _biased(module: Any) -> bool:
+def _biased(module: FamilyModule) -> bool:
     return bool(module.matrix.bias if isinstance(module, PackedLinear) else module.bias is not None)
 
 

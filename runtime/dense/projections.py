@@ -25,7 +25,7 @@ from moepack.families.arguments import CACHE_NAMES
 from moepack.runtime.kernels.token_native import Projection
 
 from .borrowed import CLOSE, REGISTRY, Attention
-from .linears import FEW, ServedLinear, in_place_of, learns
+from .linears import FEW, FamilyModule, ServedLinear, in_place_of, learns
 from .norms import described
 from .packed import PackedLinear
 from .values import Changed, ReadValues
@@ -109,7 +109,7 @@ class _Place:
         return None
 
 
-Places = Callable[[Any, bool], Any]  # from a module, and whether angles are shared, to its `_Place`, or None
+Places = Callable[[FamilyModule, bool], Any]  # from a module, and whether angles are shared, to its `_Place`, or None
 
 
 def serve_projections(model: nn.Module, of: Places | None = None) -> dict[str, int]:
@@ -149,7 +149,7 @@ def _only_for_the_cache(code: types.CodeType) -> bool:
     return [step.argval for step in dis.get_instructions(code)].count(NUMBER) == 1
 
 
-def _place(module: Any, shared: bool) -> _Place | None:
+def _place(module: FamilyModule, shared: bool) -> _Place | None:
     """Return what a projection reads, with `shared` angles or not; `None` for a module that the kernel does not fit."""
     maps = [module._modules.get(name) for name in MAPS]
     norms = [module._modules.get(name) for name in NORMS]
@@ -183,7 +183,7 @@ def _served(kind: type[nn.Module], cache_name: str) -> type[nn.Module]:
     older = {*CACHE_NAMES} - {cache_name}  # names of the cache that a decorator of `plain` may translate
 
     @functools.wraps(plain)
-    def forward(self: Any, *args: object, **kwargs: Any) -> object:
+    def forward(self: FamilyModule, *args: object, **kwargs: Any) -> object:
         x = kwargs.get("hidden_states")
         turn = kwargs.get("position_embeddings")
         place: _Place | None = self._moepack_projection
@@ -236,7 +236,9 @@ def _fits(x: object, turn: object, place: _Place) -> bool:
     )
 
 
-def _trial(module: Any, place: Any, shared: bool, cache_name: str, rotary: nn.Module) -> tuple[bool, int] | None:
+def _trial(
+    module: FamilyModule, place: Any, shared: bool, cache_name: str, rotary: nn.Module
+) -> tuple[bool, int] | None:
     """Return whether angles are shared, and how many a token has; None if a module's own results differ by `place`."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache
 
@@ -270,7 +272,7 @@ def _trial(module: Any, place: Any, shared: bool, cache_name: str, rotary: nn.Mo
 
 
 def _passes(
-    module: Any,
+    module: FamilyModule,
     run: Callable[..., tuple[Tensor, ...]],
     x: Tensor,
     turn: Sequence[Tensor],

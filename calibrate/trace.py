@@ -129,13 +129,14 @@ class Recording:
         plain = tree_map(_plain, (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             out = function(*plain[0], **plain[1])
-        parts = [out] if isinstance(out, Tensor) else list(out) if isinstance(out, tuple | list) else []
-        if not parts or not all(isinstance(x, Tensor) for x in parts):
+        parts = list(out) if isinstance(out, tuple | list) else [out]
+        tensors = [x for x in parts if isinstance(x, Tensor)]
+        if not parts or len(tensors) < len(parts):
             return out
         given: Arguments = dict(enumerate(args))
         given.update(kwargs.items())
         made = self._add(given, None, function, len(parts), isinstance(out, Tensor))
-        stand = [self._stands(n, x, False) for n, x in zip(made, parts, strict=True)]
+        stand = [self._stands(n, x, False) for n, x in zip(made, tensors, strict=True)]
         return stand[0] if isinstance(out, Tensor) else tuple(stand)
 
     def _add(

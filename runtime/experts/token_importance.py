@@ -75,7 +75,9 @@ def attention_received(
     for b in range(batch):
         at = torch.arange(queries, device=query.device) if text is None else text[b].nonzero()[:, 0]
         for begin, some in zip(range(0, max(1, len(at)), rows), at.split(rows), strict=True):
-            last = begin + len(some) - 1 if text is None else int(some[-1]) if len(some) else queries - 1
+            last = begin + len(some) - 1
+            if text is not None:
+                last = int(some[-1]) if len(some) else queries - 1
             seen = keys if not causal else last + 1 + (0 if mask is None else keys - queries)
             hidden: Tensor | None = None  # [heads or 1, rows, seen]
             if mask is not None:

@@ -44,7 +44,9 @@ class Cudart:
         """
         self._device = device
         self._hip = torch.version.hip is not None
-        self._library = library if library is not None else _rocms_library() if self._hip else _torchs_library()
+        self._library = library
+        if library is None:
+            self._library = _rocms_library() if self._hip else _torchs_library()
         real = library is None and torch.cuda.is_available()
         self._current = functools.partial(torch.cuda.device, device) if real else contextlib.nullcontext
         void = ctypes.c_void_p

@@ -67,7 +67,7 @@ class TorchGpu:
         """Use one of the streams that fill pages inside the context."""
         return self._on(self._loads[number])
 
-    def computing(self) -> contextlib.AbstractContextManager[object]:
+    def computing(self) -> contextlib.AbstractContextManager[Any]:
         """Use the device, and the thread's own compute stream, inside the context."""
         return torch.cuda.device(self.device)
 

@@ -8,25 +8,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
     """A layer's router, by its parent module and name, so that a router replaced by an adapter is found."""
 
-    parent: nn.Module
+    parent: Any
     name: str
     beside: tuple[str, ...]  # the router's further arguments after hidden states, as attributes of the parent
 
@@ -51,7 +48,7 @@ class Router:
 class Prediction:
     """Predictions of the next layer's routing, and their accuracy. Serves one pass at a time."""
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[ExpertLayer]) -> None:
+    def __init__(self, model: Any, layers: Sequence[ExpertLayer]) -> None:
         """Find the routers. Raises InputError when a router is missing or cannot be called."""
         self._layers = tuple(layers)
         self._routers = [_router_of(model, layer) for layer in layers]
@@ -86,7 +83,7 @@ class Prediction:
         counts = np.bincount(flat, minlength=experts + 1)[:experts].astype(np.int64)
         return counts, np.bincount(flat, weights, minlength=experts + 1)[:experts].astype(np.float64)
 
-    def _score(self, position: int, index: Tensor, mine: slice | Tensor) -> None:
+    def _score(self, position: int, index: Tensor, mine: Any) -> None:
         last = self._last
         self._last = None
         if last is None or last[0] != position or last[1].shape != index.shape:
@@ -100,7 +97,7 @@ class Prediction:
         return [h / n if n else None for h, n in zip(self.hits.tolist(), self.choices.tolist(), strict=True)]
 
 
-def _router_of(model: PreTrainedModel, layer: ExpertLayer) -> Router:
+def _router_of(model: Any, layer: ExpertLayer) -> Router:
     """Find a layer's router: a sibling of the experts with a matrix [experts, hidden]; gate and router come first."""
     above, _, own = layer.module.rpartition(".")
     parent = model.get_submodule(above)

@@ -74,15 +74,6 @@ class Loader(Protocol):
         """Return once the current snapshot of the layer is what the policy wants; the layer then reads that one."""
 
 
-class Predictor(Protocol):
-    """Predicts the next layer's routing."""
-
-    def ahead(
-        self, position: int, hidden: Tensor, index: Tensor, mask: Tensor | None
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64]] | tuple[None, None]:
-        """Return counts and sums of gate weights of the layer after `position`; (None, None) at the last layer."""
-
-
 class HeavyHitters(Protocol):
     """Sees the attention of a prompt, and counts heavy hitters by the experts that they are routed to."""
 
@@ -150,7 +141,7 @@ class Step:
     # The `ResidencyManager`, if the policy lets passes wait for experts
     loader: Loader | None = None
     paging: Any = None  # the `Paging` that gives paged experts their memory while their layer runs
-    prediction: Predictor | None = None  # the `Prediction` (experts/prediction.py), for `loader`
+    prediction: Any = None  # the `Prediction` of the next layer's routing (experts/prediction.py), for `loader`
     importance: HeavyHitters | None = None  # the `TokenImportance` that sees the attention of a prompt, for `loader`
     packed: PackedCache | None = None  # the cache of a pass that packs several sequences
     number: int = 0  # the residency's number of the step

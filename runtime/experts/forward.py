@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,12 +22,16 @@ from . import op  # noqa: F401  # registers the operator
 from .handles import EVERYWHERE, RUN_THERE, LayerCall, LayerExperts, Snapshot
 from .host_tier import HostTier
 
+if TYPE_CHECKING:
+    from moepack.families.interface import ExpertsModule
+    from moepack.runtime.kernels.routing_triton import Routed
+
 _HOST = frozenset({Where.HOST})
 CLOSED = "this model was closed: load the bundle again"
 IMPLEMENTATION = "moepack"  # the name under which transformers knows `experts_forward`
 
 
-def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(self: ExpertsModule, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Run the experts of one layer from their active versions. Transformers calls it for every family.
 
     Args:
@@ -86,7 +90,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     return _run(LayerCall(self, snapshot, hidden_states, top_k_index, top_k_weights, routed=few))
 
 
-def _few(experts: LayerExperts, step: Step | None, index: Tensor, weights: Tensor) -> Any:
+def _few(experts: LayerExperts, step: Step | None, index: Tensor, weights: Tensor) -> Routed | None:
     """The routing of few tokens on a GPU, made and counted on the device; `None` elsewhere."""
     if experts.of.backend != "triton":
         return None

@@ -27,6 +27,8 @@ from moepack.runtime.policies.placements import Where
 from moepack.runtime.step.context import Step
 
 if TYPE_CHECKING:
+    from moepack.families.interface import ExpertsModule
+
     from .handles import LayerCall, LayerExperts, Snapshot
 
 
@@ -155,7 +157,7 @@ def _tables(
     return tables
 
 
-def _fuses(module: Any) -> bool:
+def _fuses(module: ExpertsModule) -> bool:
     """Whether the family's gate activation is silu(gate) * up on two halves."""
     # some have one of their own
     gate = getattr(module, "_apply_gate", None)

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ from .transitions import Transitions, fails, makes_room
 from .worker import Worker
 
 if TYPE_CHECKING:
+    from moepack.runtime.devices.contract import Completion
     from moepack.runtime.paging.in_place import PagesInPlace
 
 CHANGING = (
@@ -232,7 +233,7 @@ class ResidencyManager:
             return self.store.stored(version_of(self.plan, version).name, *key).size
         return 0
 
-    def _fetch(self, key: Key, version: int, target: Tensor) -> Any:
+    def _fetch(self, key: Key, version: int, target: Tensor) -> Completion:
         position, expert = key
         described = version_of(self.plan, version)
         where = self.plan.ladder[version].where
@@ -281,12 +282,12 @@ class ResidencyManager:
 
     # --- steps
 
-    def pass_lock(self) -> contextlib.AbstractContextManager[Any]:
+    def pass_lock(self) -> contextlib.AbstractContextManager[object]:
         """Return a lock for a whole forward pass and its wait for room; it does nothing unless the policy blocks."""
         return self._one_at_a_time if self._blocking else contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def sequence(self, given: dict[str, Any]) -> Iterator[tuple[Prompt, Callable[[Any], None]]]:
+    def sequence(self, given: dict[str, object]) -> Iterator[tuple[Prompt, Callable[[object], None]]]:
         """Enclose a forward pass with these arguments, and its step.
 
         Yields a `Prompt` (what the pass reads of a sequence), for `step`, and a function to call with the result.

@@ -221,7 +221,7 @@ class ForwardWrapper:
         """
         if self._manager is None:
             return opened(self._unchanging())
-        return self._manager.step(counted=self._manager.policy.needs.layers or bool(self._manager.plan.critical))
+        return self._manager.step(counted=self._manager.policy.needs.layers)
 
     # --- compiled passes
 

@@ -198,15 +198,10 @@ class TokenImportance:
         self._pass.heavy[position] = heavy_hitters(mine, self._share, self._pass.text)
 
     def important(self, position: int, index: Tensor) -> npt.NDArray[np.int64] | None:
-        """Return what `counted` does, on the host. Waits for the device."""
-        counts = self.counted(position, index)
-        return None if counts is None else counts.cpu().numpy()
-
-    def counted(self, position: int, index: Tensor) -> Tensor | None:
-        """The number of heavy hitters routed to each expert of a layer (dymoe, equation 2), int64 [experts].
+        """Count the heavy hitters routed to each expert of a layer (dymoe, equation 2), int64 [experts].
 
         `index` is [tokens, top_k]; a number past the last expert is ignored. Returns `None` if the layer's attention
-        was not observed.
+        was not observed. Waits for the device.
         """
         heavy = self._pass.heavy.pop(position, None)
         experts = self._layers[position].experts
@@ -214,7 +209,8 @@ class TokenImportance:
             return None
         chosen = index.long().clamp(max=experts).masked_fill(~heavy.view(-1, 1), experts).reshape(-1)
         counts = torch.zeros(experts + 1, dtype=torch.int64, device=index.device)
-        return counts.scatter_add_(0, chosen, torch.ones_like(chosen))[:experts]
+        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+        return counts[:experts].cpu().numpy()
 
 
 def refused(kind: str, why: str) -> InputError:

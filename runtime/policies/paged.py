@@ -28,7 +28,6 @@ class PagedOptions(LiveOptions):
     """Options of `paged`."""
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
-        "share": ("even",),
         "stagger": ("yes", "no"),
         "ahead": ("yes", "no"),
         "lo": ("stored", "pinned"),

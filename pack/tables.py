@@ -37,7 +37,7 @@ _DENSE = {
     "signal": ("F32", "M"), "tokens": ("I64", "M"),
 }  # fmt: skip
 FEW_TOKENS = 256  # with fewer, an expert's losses lean on its layer's, and methods cannot be told apart
-_EAGER = ("tokens", "gate_sum", "mse", "relative", "gated", "relative_error", "method")
+_EAGER = ("tokens", "relative", "gated", "relative_error", "method")
 _METHOD = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 
 Array = NDArray[Any]
@@ -45,12 +45,10 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class LayerTables:
-    """One decoder layer's tables (FORMAT.md): [experts] for tokens and gate sums, else [experts, versions]."""
+    """The tables of one decoder layer that readers need (FORMAT.md): [experts] for tokens, else [experts, versions]."""
 
     index: int
     tokens: Array
-    gate_sum: Array
-    mse: Array
     relative: Array
     gated: Array
     relative_error: Array  # standard errors of `relative`

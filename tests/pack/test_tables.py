@@ -17,11 +17,12 @@ VERSIONS = tuple(v.name for v in small_bundle.VERSIONS)
 
 
 def arrays(seed: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Routing statistics and losses of one layer, without standard errors; one w2 is of another method."""
+    """Routing statistics and losses of one layer; one w2 is of another method."""
     both = small_bundle.statistics(seed)
-    losses = {k: both.pop(k) for k in ("mse", "relative", "gated", "method")}
+    named = [f"{loss}{error}" for loss in ("mse", "relative", "gated") for error in ("", "_error")]
+    losses = {k: both.pop(k) for k in (*named, "method")}
     losses["method"][1, VERSIONS.index("w2")] = 2
-    return {k: v for k, v in both.items() if not k.endswith("_error")}, losses
+    return both, losses
 
 
 def write(root: Path) -> Path:

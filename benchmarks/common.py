@@ -107,13 +107,6 @@ def built(args: argparse.Namespace, bundle: Path, versions: str, **own: Any) -> 
     return bundle
 
 
-def positive(text: str) -> int:
-    """A number of rounds, from the command line."""
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
-
-
 def show(title: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
     """Print a table."""
     from rich.console import Console

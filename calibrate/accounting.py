@@ -12,7 +12,7 @@ import itertools
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -54,13 +54,6 @@ RULES: tuple[tuple[str, str, Callable[[Shape], bool]], ...] = (
 )
 
 
-class Fate(NamedTuple):
-    """What becomes of a tensor of a file."""
-
-    what: str  # "stored", "tied" or "left out"
-    why: str  # the parameter that it becomes a part of; the parameter that the model ties to another; or the reason
-
-
 @dataclass
 class Ledger:
     """Where each of a checkpoint's weights goes, by its name in a checkpoint that is not quantised."""
@@ -73,20 +66,6 @@ class Ledger:
     ties: dict[str, str] = field(default_factory=dict)  # weight -> the parameter that the model ties to another
     turned: dict[str, str] = field(default_factory=dict)  # weight -> the parameter that it is, by a tied one's name
     left_out: dict[str, str] = field(default_factory=dict)  # weight -> the reason
-
-    def fates(self, checkpoint: Checkpoint) -> dict[str, Fate]:
-        """The fate of every tensor of the files, scales of activations beside an encoded weight by themselves."""
-        by_weight = {key: Fate("stored", target) for target, keys in self.targets.items() for key in keys}
-        by_weight |= {key: Fate("tied", target) for key, target in self.ties.items()}
-        by_weight |= {key: Fate("left out", why) for key, why in self.left_out.items()}
-        out: dict[str, Fate] = {}
-        for weight, fate in by_weight.items():
-            encoded = checkpoint.encoded.get(weight)
-            out |= dict.fromkeys((weight,) if encoded is None else encoded.names, fate)
-            for name in () if encoded is None else encoded.leftovers:
-                if (why := _rule(name, checkpoint.shape(name))) is not None:
-                    out[name] = Fate("left out", why)
-        return out
 
 
 def account(

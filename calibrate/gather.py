@@ -47,7 +47,6 @@ def gather_batch(
     """
     layer = LayerTokens.of(observation)
     widest = max(m.cols for m in weights.layer.matrices)
-    enough = settings.min_tokens or widest
     own = range(len(experts))
 
     def both(matrix: int) -> Tensor:
@@ -57,7 +56,7 @@ def gather_batch(
         experts,
         (both(0), both(1)),
         tuple((_float(weights.bias(e, 0), device), _float(weights.bias(e, 1), device)) for e in own),
-        tuple(expert_tokens(observation, layer, e, enough, PLENTY * widest, settings.loss_tokens) for e in experts),
+        tuple(expert_tokens(observation, layer, e, widest, PLENTY * widest, settings.loss_tokens) for e in experts),
         RowGather(observation.inputs),
         layer.learn,
         ExpertForward(partial(hidden, module), partial(finish, module)),
@@ -112,7 +111,6 @@ def expert_tokens(
     own = token[held]
     return ExpertTokens(
         learn=token[~unlearnt],
-        learn_gates=gates[~unlearnt],
         compare=torch.cat([own, layer.compare[: max(0, FEW_TOKENS - len(own))]]) if starved else own,
         measure=token[chosen],
         gates=gates[chosen],

@@ -209,8 +209,7 @@ class ForwardWrapper:
     ) -> Iterator[None]:
         """Enclose a pass: measure how much attention each token of its prompt receives."""
         cache = cache_of(given)
-        cached = 0 if cache is None else cache.get_seq_length()
-        cached = cached.clone() if isinstance(cached, Tensor) else cached  # else the pass would count on in it
+        cached = 0 if cache is None else int(cache.get_seq_length())
         with importance.watching(tuple(inputs(given).shape[:2]), text, cached):
             step.importance = importance
             yield
@@ -227,7 +226,7 @@ class ForwardWrapper:
         """
         if self._manager is None:
             return opened(self._unchanging())
-        return self._manager.step(counted=self._manager.policy.needs.layers or bool(self._manager.plan.critical))
+        return self._manager.step(counted=self._manager.policy.needs.layers)
 
     # --- compiled passes
 

@@ -25,15 +25,7 @@ from moepack.pack.layer_file import LayerFileWriter
 from moepack.pack.manifest import MANIFEST, Manifest
 from moepack.pack.reader import open_bundle, verify
 from moepack.pack.safetensors_file import make_header
-from moepack.pack.spec import (
-    DenseMatrix,
-    ExpertLayer,
-    Matrix,
-    Version,
-    dense_file,
-    dense_layers,
-    expert_file,
-)
+from moepack.pack.spec import DenseMatrix, ExpertLayer, Matrix, Version, dense_layers
 from moepack.pack.tables import TABLES, metadata
 from moepack.pack.writer import BundleWriter
 from moepack.pipeline.shrink import shrink
@@ -129,7 +121,7 @@ def whole(target: Path, holding: Version = VERSIONS[0]) -> None:
                     for _ in range(layer.experts):
                         file.add(*_extent(layer.matrices, version, numbers))
                 assert file.entry is not None
-                writer.adopt(expert_file(version.name, layer.index), path, file.entry)
+                writer.adopt(layer.file(version.name), path, file.entry)
                 path.unlink()
         for version in DENSE_VERSIONS:
             for part in dense_layers(DENSE):
@@ -138,7 +130,7 @@ def whole(target: Path, holding: Version = VERSIONS[0]) -> None:
                     for m in part.matrices:
                         file.add(*_extent((m.matrix,), version, numbers))
                 assert file.entry is not None
-                writer.adopt(dense_file(version.name, part.index), path, file.entry)
+                writer.adopt(part.file(version.name), path, file.entry)
                 path.unlink()
         shape = (len(DENSE), len(DENSE_VERSIONS))
         tables |= {f"dense.{name}": np.full(shape, 0.1, np.float32) for name in ("relative", "mse")}

@@ -235,6 +235,7 @@ def _tables(maker: Maker, dense: Sequence[DenseMatrix], path: Path, aside: Path)
         relative = torch.tensor([[LOSSES[v.name] for v in maker.versions]] * shape.experts)
         losses = {"mse": relative.clone(), "relative": relative}  # of outputs of mean square 1
         losses["gated"] = losses["mse"] * squared[:, None]
+        losses |= {f"{name}_error": torch.zeros_like(table) for name, table in losses.items()}
         losses["method"] = torch.full(losses["mse"].shape, number, dtype=torch.uint8)
         pairs[i] = aside / f"statistics-{i}", aside / f"losses-{i}"
         save_file(counted, pairs[i][0])

@@ -56,10 +56,8 @@ POLICIES = {
     "paged": "paged",
 }
 OTHERS = {  # not in the table: for `--only`
-    "hotness, layers evenly": "hotness:share=even,interval=0.2",
     "hotness, or absent": "hotness:lo=absent,interval=0.2",
     "hotness, w4 or pinned": "hotness:hi=w4,lo=w4@pinned,interval=0.2",
-    "lru, w4 or pinned": "lru:hi=w4,lo=w4@pinned",
 }
 
 

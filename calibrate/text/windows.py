@@ -34,18 +34,11 @@ class Windows:
 
     ids: Tensor  # int64 [samples, length]
     taken: tuple[int, ...]  # number of windows of each source
-    turns: Tensor  # int64 [samples], when each window was chosen: 0 for the first
 
     @property
     def digest(self) -> str:
         """SHA-256 of the ids' bytes, which identifies the windows in a manifest."""
         return hashlib.sha256(self.ids.contiguous().numpy().tobytes()).hexdigest()
-
-    def first(self, count: int) -> Windows:
-        """The windows that were chosen first: the same mixture with fewer windows."""
-        kept = self.turns < count
-        sizes = [int(part.sum()) for part in kept.split(self.taken)]
-        return Windows(self.ids[kept], tuple(sizes), self.turns[kept])
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
@@ -116,12 +109,8 @@ def calibration_windows(
         order = list(range(len(pool)))
         random.Random(f"{seed}/{len(pools)}").shuffle(order)
         pools.append(pool[order])
-    turns: list[list[int]] = [[] for _ in pools]
-    for turn in range(min(samples, sum(map(len, pools)))):
-        left = (i for i, pool in enumerate(pools) if len(turns[i]) < len(pool))
-        turns[min(left, key=lambda i: (len(turns[i]) + 1) / weights[i])].append(turn)
-    return Windows(
-        torch.cat([pool[: len(own)] for own, pool in zip(turns, pools, strict=True)]),
-        tuple(map(len, turns)),
-        torch.tensor([turn for own in turns for turn in own]),
-    )
+    taken = [0] * len(pools)
+    for _ in range(min(samples, sum(map(len, pools)))):
+        left = (i for i, pool in enumerate(pools) if taken[i] < len(pool))
+        taken[min(left, key=lambda i: (taken[i] + 1) / weights[i])] += 1
+    return Windows(torch.cat([pool[:count] for pool, count in zip(pools, taken, strict=True)]), tuple(taken))

@@ -41,7 +41,7 @@ from .work import ADDED, WorkDirectory
 _CARD = "README.md"
 _PULLED = (".pulled.json", ".pulling")  # records of a pull from the Hub, which do not hold for the new bundle
 # Settings that stages must share, or losses would not compare: those of the recipe; then all, by kind of version.
-_BY_RECIPE = ("method", "min_tokens", "loss_tokens", "moments", "refine")
+_BY_RECIPE = ("method", "loss_tokens", "refine")
 _ALIKE = {"versions": (*_BY_RECIPE, "estimate of losses"), "dense": ("method", WAY[0])}
 
 Versions = tuple[Version, ...]

@@ -115,7 +115,7 @@ def assemble(
                 source = work.piece(stage, layer.index, f"{version.name}.safetensors")
                 entry = ExpertFileEntry(**notes[version, layer.index]["entries"][version.name])
                 writer.adopt(expert_file(version.name, layer.index), source, entry)
-        _config(Path(record["checkpoint"]), record.get("untied", False), writer)
+        _config(Path(record["checkpoint"]), record["untied"], writer)
         _keep_released(record, writer, chosen, dense)
         manifest = Manifest(
             {**record["model"], "decoder_layers": record["decoder_layers"]},

@@ -21,7 +21,6 @@ from moepack.shared.version import __version__
 from .allocate import check_allocation
 from .artifacts import DIGESTS, PROBE, RECIPE, RunRecord, run_record, save, watched
 from .bound import MAPPED, MemoryPlan, place
-from .enough import enough_windows
 from .needs import Dense, needs_of
 from .recipe import Recipe, TextSource, check_rotation, parse_recipe, with_native, with_text
 from .released import announce
@@ -42,7 +41,7 @@ def calibration_text(
 ) -> tuple[list[str], Windows]:
     """Read the calibration text; return the names of its sources, and its windows.
 
-    There are `samples` windows, or `most` if the recipe sets `until`, no longer than the model's position limit.
+    There are `samples` windows, no longer than the model's position limit.
     `calibration`: files or Hub data sets in place of the recipe's.
     """
     from moepack.calibrate.text import windows as data
@@ -61,7 +60,7 @@ def window_shape(checkpoint: Checkpoint, recipe: Recipe) -> tuple[int, int]:
     how = recipe.calibration
     limit = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None) or 0
     length = min(how.length, limit) if limit > 0 else how.length
-    return max(how.most, how.samples) if how.until else how.samples, length
+    return how.samples, length
 
 
 def start(
@@ -97,10 +96,9 @@ def start(
         reporter.note(f"the {LOSSLESS} version holds {EXPERT_DTYPES[stream.expert_dtype]}")
     settings = recipe.calibration
     sources, windows = calibration_text(opened, recipe, calibration)
-    count, length = windows.ids.shape  # of all windows that `until` may take
+    count, length = windows.ids.shape
     how = _fit(directory, stream, recipe, dense, memory, count, length, fresh, reporter=reporter)
     identity = _identity(directory, opened, reporter)
-    windows = enough_windows(directory, stream, windows, settings, identity, how, reporter)
     if len(windows.ids) < settings.samples:
         reporter.note(f"the calibration text fills {len(windows.ids)} of {settings.samples} samples")
     directory.begin(

@@ -286,26 +286,22 @@ def _layer(bundle: Bundle, position: int, row: tuple[str, ...], order: list[str]
     )
 
 
-def relative_loss(tables: CalibrationTables, table: Versions) -> tuple[float, float | None]:
+def relative_loss(tables: CalibrationTables, table: Versions) -> tuple[float, float]:
     """Compute a map's mean relative loss over calibration's routed tokens (pack/FORMAT.md, "Calibration tables").
 
-    Also return its standard error, which takes the experts' errors as independent; None if a layer has no errors.
+    Also return its standard error, which takes the experts' errors as independent.
     """
     lost = routed = square = 0.0
-    known = True
     for layer, row in zip(tables.layers, table, strict=True):
         columns = [tables.versions.index(_version(name)) if _version(name) else None for name in row]
         relative = [1.0 if c is None else float(layer.relative[e, c]) for e, c in enumerate(columns)]
         lost += sum(float(n) * loss for n, loss in zip(layer.tokens, relative, strict=True))
         routed += float(layer.tokens.sum())
-        if layer.relative_error is None:
-            known = False
-            continue
         errors = [0.0 if c is None else float(layer.relative_error[e, c]) for e, c in enumerate(columns)]
         square += sum((float(n) * error) ** 2 for n, error in zip(layer.tokens, errors, strict=True))
     if not routed:
-        return 0.0, None
-    return lost / routed, math.sqrt(square) / routed if known else None
+        return 0.0, 0.0
+    return lost / routed, math.sqrt(square) / routed
 
 
 def _experts_read(bundle: Bundle, tables: CalibrationTables, table: Versions, chosen: int) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from moepack.runtime.policies.placements import Where
 from moepack.runtime.step.context import Step, step_of
 
 from . import op  # noqa: F401  # registers the operator
-from .handles import EVERYWHERE, RUN_THERE, LayerCall, LayerExperts, Snapshot
+from .handles import EVERYWHERE, RUN_THERE, LayerCall, LayerExperts
 from .host_tier import HostTier
 
 if TYPE_CHECKING:
@@ -85,8 +85,6 @@ def experts_forward(self: ExpertsModule, hidden_states: Tensor, top_k_index: Ten
         snapshot = experts.current
     elif step is not None:
         snapshot = step.snapshots[position]
-        if experts.of.critical is not None:
-            snapshot = experts.of.critical.choose(snapshot, step, position, top_k_index)
     return _run(LayerCall(self, snapshot, hidden_states, top_k_index, top_k_weights, routed=few))
 
 
@@ -118,8 +116,6 @@ def _inside_mtp() -> bool:
 def _run(call: LayerCall) -> Tensor:
     """Run experts on the device and on the host tier; absent experts add nothing."""
     experts = call.experts
-    if experts.of.makes_up_for_absent:
-        call.weights = made_up(experts, call.index, call.weights)
     tier = experts.of.tier
     here = experts.of.device.type == "cpu"
     if tier is None or Where.HOST not in experts.places:
@@ -127,20 +123,6 @@ def _run(call: LayerCall) -> Tensor:
             call.index = experts.only(call.index, EVERYWHERE if here else RUN_THERE)
         return _on_device(call)
     return (beside if here else across)(call, tier)
-
-
-def made_up(experts: Snapshot, index: Tensor, weights: Tensor) -> Tensor:
-    """Gate weights [tokens, top_k], scaled so that a token's present experts take over the weights of absent ones.
-
-    The sum over a token's experts stays the same. If all of them are absent, its weights do not change.
-    """
-    if experts.places <= EVERYWHERE:
-        return weights
-    there = experts.only(index, EVERYWHERE) < len(experts.handles)
-    kept = (weights * there).sum(-1, keepdim=True, dtype=torch.float32)
-    all_of_them = (weights * (index < len(experts.handles))).sum(-1, keepdim=True, dtype=torch.float32)
-    scale = torch.where(kept > 0, all_of_them / kept, 1.0)
-    return (weights * scale).to(weights.dtype)
 
 
 def beside(call: LayerCall, tier: HostTier) -> Tensor:

@@ -68,16 +68,17 @@ class Stage:
 class StagedLayer:
     """The experts of one layer in pinned memory, and the stage to which passes of many tokens bring them."""
 
-    def __init__(self, stage: Stage, of: ServedLayer, pinned: Sequence[Sequence[Handle]]) -> None:
-        """Know where the experts are: `pinned` are handles of all experts, [versions][experts]."""
+    def __init__(self, stage: Stage, of: ServedLayer, pinned: Sequence[Handle]) -> None:
+        """Know where the experts are: `pinned` are handles of all experts, [experts], at one version."""
         self._stage = stage
-        numbers = [of.numbers[row[0].version.name] for row in pinned if row[0].version is not None]
-        words = [[handle(h.extent.data_ptr(), n) for h in row] for n, row in zip(numbers, pinned, strict=True)]
-        sizes = [[-(-h.extent.numel() // 16) * 4 for h in row] for row in pinned]  # blocks are whole pages
+        version = pinned[0].version
+        assert version is not None
+        words = [handle(h.extent.data_ptr(), of.numbers[version.name]) for h in pinned]
+        sizes = [-(-h.extent.numel() // 16) * 4 for h in pinned]  # blocks are whole pages
         with torch.inference_mode(False):
             self._words = torch.tensor(words, dtype=torch.int64, device=of.device)
             self._sizes = torch.tensor(sizes, dtype=torch.int64, device=of.device)
-        self._most = max(map(max, sizes))
+        self._most = max(sizes)
 
     @contextlib.contextmanager
     def tables(self, handles: Tensor, counts: Tensor) -> Iterator[Iterator[Tensor]]:
@@ -95,9 +96,8 @@ class StagedLayer:
     def _parts(self, handles: Tensor, counts: Tensor, rows: Tensor, places: Tensor) -> Iterator[Tensor]:
         from moepack.runtime.kernels import exponent_triton
 
-        same = handles == self._words
-        there = same.any(0)
-        sizes = (same * self._sizes).amax(0)
+        there = handles == self._words
+        sizes = there * self._sizes
         sources = torch.where(there, (handles & ~NONE) + 1, 0)
         rest = torch.where(there, NONE, handles)
         for begin in range(0, len(handles), len(rows)):

@@ -68,6 +68,11 @@ class Geometry:
     count: Tensor  # int32 [blocks]: the number of a block's slots
     tokens: int  # the most slots of a block
 
+    @property
+    def blocks(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What kernels are given of it."""
+        return self.order, self.expert, self.first, self.count
+
 
 def _read(form: Form) -> Constants:
     """How kernels read a form: its codes, its scales, and the columns of a group that a thread takes in one load."""
@@ -160,9 +165,8 @@ def product(
         ValueError: for shapes or dtypes that do not fit.
     """
     check(matrix, len(geometry.order), handles, geometry, x, out, tiling, gated)
-    blocks = geometry.order, geometry.expert, geometry.first, geometry.count
     for number in served:
-        _launch(len(geometry.expert), forms[number], matrix, handles, blocks, x, out, tiling, number, gated)
+        _launch(len(geometry.expert), forms[number], matrix, handles, geometry.blocks, x, out, tiling, number, gated)
 
 
 def check(

@@ -146,10 +146,7 @@ def switched(
     for warps, versions in parts.items():
         _switch[slots, -(-(matrix.rows >> gated) // DECODE.rows)](
             handles,
-            geometry.order,
-            geometry.expert,
-            geometry.first,
-            geometry.count,
+            *geometry.blocks,
             x,
             out,
             matrix.rows,

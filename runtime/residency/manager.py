@@ -43,7 +43,6 @@ from moepack.runtime.store.loading import AHEAD, loading
 from . import opening
 from .on_demand import OnDemandLoader
 from .opening import version_of
-from .pinned import pin_best
 from .residency import Residency
 from .routing_statistics import RoutingStatistics
 from .transitions import Transitions, fails, makes_room
@@ -149,7 +148,6 @@ class ResidencyManager:
         for layer in self.layers:
             layer.of.launched = tuple(sorted(layer.of.numbers[name] for name in there))
             layer.of.tier = self.tier
-            layer.of.makes_up_for_absent = options.makes_up_for_absent
             layer.no_gradients = CHANGING
         self._epoch = 0
         self._tables = DeviceTables(plan.experts, devices[0], self.device.mark) if self._on_gpu else None
@@ -199,11 +197,10 @@ class ResidencyManager:
         loaded = [(key, v) for key in keys for v in dict.fromkeys([*[plan.base] * plan.keep, number[key]])]
         sizes = {(key, v): self._stored_size(key, v) for key, v in loaded if plan.blocks[key[0]][v]}
         count = loading()
-        count.expect(sum(sizes.values()) + sum(self._stored_size(key, 0) for key in keys if plan.critical))
-        pin_best(plan, self.layers, (self.device, self._host_device or self.device), self.host, self.store)
+        count.expect(sum(sizes.values()))
         # A GPU copies from one place in order, and a lossless version is decoded from it. Others are read in place, by
         # several threads, which digest them: host memory gets each byte once.
-        ahead = [(version_of(plan, v), key, plan.ladder[v].where) for key, v in sizes if v or not plan.critical]
+        ahead = [(version_of(plan, v), key, plan.ladder[v].where) for key, v in sizes]
         copied = [
             (v.name, *key)
             for v, key, where in ahead
@@ -246,9 +243,6 @@ class ResidencyManager:
 
     def _pinned(self, key: Key, number: int) -> Tensor | None:
         """Return an expert's bytes in pinned memory, for a placement; None while they are loaded, or elsewhere."""
-        if not number and (chooses := self.layers[key[0]].of.critical) is not None:
-            best: Handle = chooses.best[key[1]]
-            return best.extent
         if not self.plan.is_of_base(number):
             return None
         with self.residency.lock:
@@ -293,7 +287,7 @@ class ResidencyManager:
         Yields a `Prompt` (what the pass reads of a sequence), for `step`, and a function to call with the result.
         """
         needs = self.policy.needs
-        if not (needs.prompts or needs.layers or needs.timings or self.plan.critical):
+        if not (needs.prompts or needs.layers or needs.timings):
             yield NO_PROMPT, lambda out: None
             return
         try:

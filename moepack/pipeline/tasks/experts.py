@@ -84,7 +84,7 @@ def batch_settings(recipe: Recipe) -> Settings:
 
     q = recipe.quantize
     versions = lossy(recipe.version_specs())
-    return Settings(q.method, versions, q.min_tokens, q.loss_tokens, q.moments, zeros=q.zeros, refine=q.refine)
+    return Settings(q.method, versions, q.loss_tokens, zeros=q.zeros, refine=q.refine)
 
 
 def observation_digest(observation: Observation) -> str:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,8 +23,6 @@ from .checkpoint import Checkpoint, native_version, source_dtype
 from .experts import describe, is_experts_module, parameter_names
 
 if TYPE_CHECKING:
-    from transformers.core_model_loading import WeightConverter, WeightRenaming
-
     from moepack.families.interface import ExpertsModule
 
 # Bytes of experts or MTP layers that are read at once; reading takes up to three times these bytes.
@@ -121,7 +119,7 @@ class Skeleton:
         made = self.ledger.targets
         return [k for k, target in self.ledger.ties.items() if not self.checkpoint.same(k, made.get(ties[target], ()))]
 
-    def _mapping(self) -> list[WeightConverter | WeightRenaming]:
+    def _mapping(self) -> list[Any]:  # transformers types its loader's argument more narrowly than its own mapping
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         return [*get_model_conversion_mapping(self.model), *conversions_of(self.model)]

@@ -151,10 +151,11 @@ class ServedBundle:
         if not self._modules:
             if self.plan is not None and device.type != "cpu":
                 raise InputError(f"{self.bundle.path}: policy {self.policy} is served on a CPU here, not on {device}")
-            self._model = _bare(self, dtype)
-            modules: list[Any] = [self._model.get_submodule(layer.module) for layer in self.layers]
+            model = _bare(self, dtype)
+            self._model = model
+            modules: list[Any] = [model.get_submodule(layer.module) for layer in self.layers]
             with recording(self.bundle, self._checked):
-                loaded = self._load([device] * len(modules))
+                loaded = self._load(model, [device] * len(modules))
             for module, experts in zip(modules, loaded, strict=True):
                 module._moepack = experts
             backends.prepare(dtype, loaded[0].of.versions, device)
@@ -164,13 +165,13 @@ class ServedBundle:
             self._modules = modules
         return self._modules[position]
 
-    def _load(self, devices: list[torch.device]) -> list[LayerExperts]:
+    def _load(self, model: PreTrainedModel, devices: list[torch.device]) -> list[LayerExperts]:
         if self.plan is None:
             return load_map(self.bundle, self.table, devices)
         manager = ResidencyManager(self.bundle, self._policy, self.plan, devices)
         layers = manager.layers
         fixed = Fixed(0, staging=manager.plan.staging)
-        self.serving = Serving(self._model, self.bundle, self.policy, layers, fixed, manager, manager.tracker, {})
+        self.serving = Serving(model, self.bundle, self.policy, layers, fixed, manager, manager.tracker, {})
         return layers
 
 

@@ -30,6 +30,7 @@ from moepack.runtime.kv.sizes import KvShape, cache_bytes, sliding_window, stora
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.cache_utils import Cache
 
 IMPLEMENTATION = "moepack-probe"
 EXPERT_PARAMETERS = (
@@ -229,7 +230,7 @@ class Probe:
         return out
 
     def _forward(
-        self, cache: object, tokens: int, batch: int = 1, all_logits: bool = False, cached: bool = True
+        self, cache: Cache | None, tokens: int, batch: int = 1, all_logits: bool = False, cached: bool = True
     ) -> Any:
         ids = torch.zeros(batch, tokens, dtype=torch.long, device=self._on)
         some = {} if cache is None else with_cache(self.model, cache)

@@ -238,7 +238,8 @@ class ResidencyManager:
         device = self._host_device if where in ON_HOST and self._host_device is not None else self.device
         here = self._pinned(key, version) if self.plan.reads_host else None
         source = self.residency.source_of(key)
-        coded = None if source is None else source.handle.packed.extent
+        packed = None if source is None else source.handle.packed
+        coded = None if packed is None else packed.extent
         return device.fetch(stored, target, self.layers[position].of.layer, described, where in CODED, here, coded)
 
     def _pinned(self, key: Key, number: int) -> Tensor | None:

@@ -81,9 +81,6 @@ class HeavyHitters(Protocol):
         """Take up one attention layer's call."""
 
     def important(self, position: int, index: Tensor) -> NDArray[np.int64] | None:
-        """Return what `counted` does, on the host."""
-
-    def counted(self, position: int, index: Tensor) -> Tensor | None:
         """Count a layer's heavy hitters by expert; None if its attention was not observed."""
 
 

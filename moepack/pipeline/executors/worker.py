@@ -186,7 +186,7 @@ def _check(path: Path, known: Mapping[str, object]) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _same(path: Path, state: tuple[int, ...], known: tuple[tuple[str, object], ...]) -> bool:
+def _same(path: Path, state: tuple[int, ...], known: tuple[tuple[str, str | int], ...]) -> bool:
     from moepack.calibrate.identity import is_known
 
     return is_known(path, dict(known))

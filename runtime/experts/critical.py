@@ -1,23 +1,23 @@
 """Which of the experts that a pass needs in a layer run at the best version, chosen in the pass (dymoe, section 4.2).
 
-Policy `importance` over pinned memory lets a layer choose by itself: both versions of every expert are where kernels
-read them, so no pass waits for one. On a GPU one launch ranks the experts by the step's counters and writes the
-words that the layer's kernels then take in place of the handle table; it is the same whatever is ranked, so a CUDA
-graph may hold it. Elsewhere the host ranks them, with the policy's own rule.
+A policy over pinned memory may let a layer choose by itself (`LiveOptions.critical`): both versions of every expert are
+where kernels read them, so no pass waits for one. On a GPU one launch ranks the experts by the step's counters and
+writes the words that the layer's kernels then take in place of the handle table; it is the same whatever is ranked, so
+a CUDA graph may hold it. Elsewhere the host ranks them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from moepack.runtime.kernels.forms import handle
 from moepack.runtime.policies.contract import critical_count
-from moepack.runtime.policies.importance import most_important
+from moepack.runtime.policies.reducers import COUNTS, Reducer, ranked
 from moepack.runtime.step.context import Step
 
 from .handles import Handle, Snapshot
@@ -29,8 +29,14 @@ if TYPE_CHECKING:
 class Critical:
     """The choice of one layer. Experts that padding alone needs are never critical: counters leave it out."""
 
-    def __init__(self, of: ServedLayer, share: float, best: tuple[Handle, ...]) -> None:
-        """Choose a `share` of the needed experts; `best` are handles of all experts, [experts], in pinned memory."""
+    def __init__(
+        self, of: ServedLayer, share: float, best: tuple[Handle, ...], by: Callable[[bool], tuple[Reducer, ...]]
+    ) -> None:
+        """Choose a `share` of the needed experts; `best` are handles of all experts, [experts], in pinned memory.
+
+        `by` is `LiveOptions.critical_by`.
+        """
+        self._by = by
         self.best = best
         version = best[0].version
         assert version is not None
@@ -48,7 +54,7 @@ class Critical:
         here = (snapshot.table & np.uint64(63)) == self._number
         return np.where(here, snapshot.table, self._words).view(np.int64)
 
-    def choose(self, snapshot: Snapshot, step: Step, position: int, index: Tensor) -> Snapshot:
+    def choose(self, snapshot: Snapshot, step: Step, position: int) -> Snapshot:
         """Return the layer's experts as the pass runs them: critical ones at the best version, others as they are.
 
         Waits for no device. On a GPU the kernels' words change alone; handles stay those of the active versions.
@@ -57,23 +63,17 @@ class Critical:
             snapshot: the layer's experts as the step began.
             step: the running step, whose counters have the layer's routing.
             position: the layer's position.
-            index: [tokens, top_k], the router's choice, of which the heavy hitters of a prompt count.
         """
-        important = None if step.importance is None else step.importance.counted(position, index)
+        by = self._by(step.prompt.several)
         if snapshot.of.backend == "triton":
             from . import gpu
 
-            counts = step.counters.counts[position]
-            gates = step.counters.sums[position]
-            scores = (counts, None) if important is None else (important, counts)
-            words = gpu.critical_words(
-                snapshot, counts, scores if step.prompt.several else (gates, None), self._most_there
-            )
+            score, *ties = (step.counters.row(position, reducer) for reducer in by)
+            scores = score, ties[0] if ties else None
+            words = gpu.critical_words(snapshot, step.counters.counts[position], scores, self._most_there)
             return snapshot.at(words)
-        told = None if important is None else important.numpy()
-        counts = step.counters.layer(position)
-        gates = step.counters.gates(position)
-        order = most_important(counts, gates, told, step.prompt.several)
+        counts, sums = step.counters.layer(position)
+        order = ranked(counts, *(counts if reducer is COUNTS else sums[reducer] for reducer in by))
         table = snapshot.table.copy()
         handles = list(snapshot.handles)
         for e in order[: self._most[len(order)]]:

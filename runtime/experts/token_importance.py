@@ -17,8 +17,6 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
@@ -128,7 +126,6 @@ class TokenImportance:
         `workspace` bytes hold attention weights. Raises InputError when a layer's attention cannot be observed.
         """
         self._share = share
-        self._layers = tuple(layers)
         self._workspace = workspace
         self._positions = {id(_attention_of(model, layer.module)): i for i, layer in enumerate(layers)}
         configs = [m.config for m in model.modules() if hasattr(m, "config")]
@@ -197,31 +194,17 @@ class TokenImportance:
             mine = received[:, min(cached, last) : min(cached, last) + tokens]
         self._pass.heavy[position] = heavy_hitters(mine, self._share, self._pass.text)
 
-    def important(self, position: int, index: Tensor) -> npt.NDArray[np.int64] | None:
-        """Return what `counted` does, on the host. Waits for the device."""
-        counts = self.counted(position, index)
-        return None if counts is None else counts.cpu().numpy()
-
-    def counted(self, position: int, index: Tensor) -> Tensor | None:
-        """The number of heavy hitters routed to each expert of a layer (dymoe, equation 2), int64 [experts].
-
-        `index` is [tokens, top_k]; a number past the last expert is ignored. Returns `None` if the layer's attention
-        was not observed.
-        """
+    def heavy(self, position: int, tokens: int) -> Tensor | None:
+        """Return whether each token is a heavy hitter, bool [tokens]; `None` if the attention was not observed."""
         heavy = self._pass.heavy.pop(position, None)
-        experts = self._layers[position].experts
-        if heavy is None or heavy.numel() != len(index):
-            return None
-        chosen = index.long().clamp(max=experts).masked_fill(~heavy.view(-1, 1), experts).reshape(-1)
-        counts = torch.zeros(experts + 1, dtype=torch.int64, device=index.device)
-        return counts.scatter_add_(0, chosen, torch.ones_like(chosen))[:experts]
+        return None if heavy is None or heavy.numel() != tokens else heavy.view(-1)
 
 
 def refused(kind: str, why: str) -> InputError:
     """Return the error for a model whose attention cannot be observed."""
     return InputError(
-        f"policy importance needs attention weights, which {kind}'s layers do not give ({why}): load it with "
-        "attn_implementation='sdpa' or 'eager' where it has those, or name by=counts, which does without"
+        f"the policy needs attention weights, which {kind}'s layers do not give ({why}): load it with "
+        "attn_implementation='sdpa' or 'eager' where it has those, or name importance:by=counts, which does without"
     )
 
 

@@ -37,9 +37,9 @@ from .contract import (
     live_entry,
 )
 from .heat import busiest
-from .lru import INTERVAL, NEWCOMERS
-from .mixed_cache import MixedCache
+from .mixed_cache import INTERVAL, NEWCOMERS, MixedCache
 from .placements import ABSENT, Placement, Where, find_version
+from .reducers import COUNTS, GATES, HEAVY, Reducer, ranked
 
 # placements (indices into the ladder); with `lo=absent` LOW is the base
 HIGH = 0
@@ -126,6 +126,12 @@ class ImportanceOptions(LiveOptions):
         """Return r(l) of every layer if passes choose the critical experts themselves; else nothing."""
         return tuple(retention(layer, layers, self.r) for layer in range(layers)) if self.reads_host else ()
 
+    def critical_by(self, is_prompt: bool) -> tuple[Reducer, ...]:
+        """Return the scores of equations 2 and 3: gates in decoding; in a prompt heavy hitters, then tokens."""
+        if not is_prompt:
+            return (GATES,)
+        return (HEAVY, COUNTS) if self.by == "importance" else (COUNTS,)
+
     @property
     def workspace(self) -> tuple[int, int]:
         """The least and the most bytes for summing attention weights; 0 unless `by` is "importance"."""
@@ -161,12 +167,11 @@ class Importance:
 
     def __init__(self, setting: Setting, options: ImportanceOptions | None = None) -> None:
         self._options = options = options or ImportanceOptions()
-        gated = options.by != "random"
         self._beside = setting.ladder[-1].where is Where.PINNED
         self.needs = Needs(
             INTERVAL,
             layers=not self._beside,
-            gates=gated,
+            sums=(GATES, HEAVY) if options.by == "importance" else (GATES,),
             prediction=options.foresees,
             importance=options.heavy if options.by == "importance" else 0.0,
         )
@@ -202,8 +207,8 @@ class Importance:
             return None
         wants = self._designated(event.layer, self._ranked(event))
         changes = self._cache.serve(event.layer, wants, room, event.placed, event.coming)
-        if event.predicted is not None and event.predicted_gates is not None:
-            ahead = self._ahead(event.layer + 1, event.is_prompt, event.predicted, event.predicted_gates)
+        if event.predicted is not None:
+            ahead = self._ahead(event.layer + 1, event.is_prompt, event.predicted, event.predicted_sums[GATES])
             changes |= self._cache.foresee(event.layer + 1, ahead, room, changes)
         return changes
 
@@ -217,8 +222,8 @@ class Importance:
         At most NEWCOMERS experts come, or move up. What is at high precision stays there: it serves for low too.
         """
         rows = [
-            (-event.gates[p][e], (p, e), v)
-            for p, (counts, gates) in in_turns(enumerate(zip(event.counts, event.gates, strict=True)))
+            (-gates[e], (p, e), v)
+            for p, (counts, gates) in in_turns(enumerate(zip(event.counts, event.sums[GATES], strict=True)))
             for e, v in self._designated(p, ranked(counts, gates)).items()
         ]
         if room == self._room and not rows:
@@ -242,7 +247,8 @@ class Importance:
         if self._options.by == "random":
             chosen: list[int] = self._random.permutation(event.counts.nonzero()[0]).tolist()
             return chosen
-        return most_important(event.counts, event.gates, event.important, event.is_prompt)
+        told = {COUNTS: event.counts, **event.sums}
+        return ranked(event.counts, *(told[score] for score in self._options.critical_by(event.is_prompt)))
 
     def _designated(self, layer: int, experts: Sequence[int]) -> dict[int, int]:
         high = critical_count(self._shares[layer], len(experts))
@@ -252,29 +258,6 @@ class Importance:
         """Return the experts to prefetch: the most frequent in a prompt, all predicted in decoding (eq. 7 and 8)."""
         wants = self._designated(layer, ranked(counts, counts, gates) if is_prompt else ranked(counts, gates))
         return {e: v for e, v in wants.items() if v == HIGH or (v != self._base and not is_prompt)}
-
-
-def most_important(counts: Ints, gates: Floats | None, important: Ints | None, is_prompt: bool) -> list[int]:
-    """Return the experts that a step needs, the most important first (equations 2 and 3).
-
-    Args:
-        counts: the step's choices of each expert, [experts].
-        gates: the sums of their gate weights, which decide in decoding.
-        important: the part of `counts` from heavy hitters, which decides in a prompt; if `None`, `counts` do.
-        is_prompt: whether the step reads a prompt.
-    """
-    if not is_prompt:
-        assert gates is not None
-        return ranked(counts, gates)
-    return ranked(counts, counts) if important is None else ranked(counts, important, counts)
-
-
-def ranked(counts: Ints, *scores: Ints | Floats) -> list[int]:
-    """Return the experts that have tokens, highest score first; ties of the first score are broken by the next."""
-    here = counts.nonzero()[0]
-    order = np.lexsort([-score[here] for score in reversed(scores)])
-    out: list[int] = here[order].tolist()
-    return out
 
 
 ENTRY = live_entry("importance", ImportanceOptions, Importance)

@@ -29,13 +29,8 @@ from .contract import (
     live_entry,
 )
 from .heat import busiest
-from .mixed_cache import MixedCache
+from .mixed_cache import INTERVAL, NEWCOMERS, MixedCache
 from .placements import ABSENT, Placement, Where, find_version
-
-# Seconds between decisions beside passes, and the most experts that come in one: some 640 a second, 1.6 GB of a 30 B
-# model's at w4, so that copies leave the bus to the kernels that read there.
-INTERVAL = 0.1
-NEWCOMERS = 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,9 @@ from moepack.runtime.paging.gpu_rates import gpu_rates
 from moepack.runtime.paging.paging import Paging
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.plan import Plan
-from moepack.runtime.policies.contract import Event, Key, LayerReached, Wanted
+from moepack.runtime.policies.contract import Event, Floats, Ints, Key, LayerReached, Wanted
 from moepack.runtime.policies.placements import CODED, ON_HOST, PAGED, Where
+from moepack.runtime.policies.reducers import Reducer
 from moepack.runtime.policies.registry import Policy
 from moepack.runtime.step.context import NO_PROMPT, Prompt, Step, opened, step_of
 from moepack.runtime.store.files import BackingStore
@@ -200,7 +201,8 @@ class ResidencyManager:
         sizes = {(key, v): self._stored_size(key, v) for key, v in loaded if plan.blocks[key[0]][v]}
         count = loading()
         count.expect(sum(sizes.values()) + sum(self._stored_size(key, 0) for key in keys if plan.critical))
-        pin_best(plan, self.layers, (self.device, self._host_device or self.device), self.host, self.store)
+        readers = self.device, self._host_device or self.device
+        pin_best(plan, self.layers, readers, self.host, self.store, self._named.options.critical_by)
         # A GPU copies from one place in order, and a lossless version is decoded from it. Others are read in place, by
         # several threads, which digest them: host memory gets each byte once.
         ahead = [(version_of(plan, v), key, plan.ladder[v].where) for key, v in sizes if v or not plan.critical]
@@ -391,11 +393,10 @@ class ResidencyManager:
         Raises:
             BundleError, InputError: when an expert without a resident version cannot be loaded.
         """
-        important = step.importance.important(position, index) if step.importance is not None else None
-        predicted = None
-        gates = None
+        predicted: Ints | None = None
+        predicted_sums: dict[Reducer, Floats] = {}
         if step.prediction is not None:
-            predicted, gates = step.prediction.ahead(position, hidden, index, step.counters.mask)
+            predicted, predicted_sums = step.prediction.ahead(position, hidden, index, step.counters.mask)
         # A load was interrupted while the policy decided, or before its whole answer was carried out: the policy's
         # state may not match memory. So all experts go to the base, and a new policy starts from there.
         if self._upset:
@@ -409,12 +410,10 @@ class ResidencyManager:
             time.monotonic(),
             self.capacity(),
             position,
-            step.counters.layer(position),
-            step.counters.gates(position),
+            *step.counters.layer(position),
             step.prompt.several,
-            important,
             predicted,
-            gates,
+            predicted_sums,
             placed,
             coming,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.plan import Plan
 from moepack.runtime.policies.contract import Key
 from moepack.runtime.policies.placements import Where
+from moepack.runtime.policies.reducers import Reducer
 from moepack.runtime.store.files import BackingStore
 from moepack.runtime.store.loading import AHEAD, in_order, loading
 
@@ -21,7 +22,12 @@ from .pools import Block, Pool
 
 
 def pin_best(
-    plan: Plan, layers: Sequence[LayerExperts], devices: tuple[Device, Device], host: BudgetTracker, store: BackingStore
+    plan: Plan,
+    layers: Sequence[LayerExperts],
+    devices: tuple[Device, Device],
+    host: BudgetTracker,
+    store: BackingStore,
+    by: Callable[[bool], tuple[Reducer, ...]],
 ) -> None:
     """Load them, and let the layers choose, if the plan has shares of critical experts (`Plan.critical`).
 
@@ -31,6 +37,7 @@ def pin_best(
         devices: whose kernels read the memory, and what reads files into it.
         host: the budget of host memory.
         store: where the extents are.
+        by: `LiveOptions.critical_by`.
 
     Raises:
         BundleError: if one of them is damaged.
@@ -67,5 +74,5 @@ def pin_best(
         bytes_of: Tensor = block.tensor[: version.resident_size(of.layer.matrices)]
         best[p].append(of.over(version, bytes_of, Where.PINNED))
     for layer, share, handles in zip(layers, plan.critical, best, strict=True):
-        layer.of.critical = made = Critical(layer.of, share, tuple(handles))
+        layer.of.critical = made = Critical(layer.of, share, tuple(handles), by)
         layer.of.second = made.seconds

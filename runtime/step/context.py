@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from moepack.runtime.policies.reducers import RouterOutput
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -57,8 +59,8 @@ NO_PROMPT = Prompt()
 class RoutingCounter(Protocol):
     """Counts what routers choose."""
 
-    def add(self, position: int, index: Tensor, weights: Tensor) -> None:
-        """Count the choice of the layer at `position`: experts and their gate weights, [tokens, top_k]."""
+    def add(self, position: int, routing: RouterOutput) -> None:
+        """Count the routing of the layer at `position`."""
 
 
 class PackedCache:
@@ -107,6 +109,7 @@ class Step:
     paging: Any = None  # the `Paging` that gives paged experts their memory while their layer runs
     prediction: Any = None  # the `Prediction` of the next layer's routing (experts/prediction.py), for `loader`
     importance: Any = None  # the `TokenImportance` that sees the attention of a prompt, for `loader`
+    logits: tuple[int, Tensor] | None = None  # the last router's: its layer's position, and [tokens, experts]
     packed: PackedCache | None = None  # the cache of a pass that packs several sequences
     number: int = 0  # the residency's number of the step
     table: Any = None  # the handle table on a GPU

@@ -13,12 +13,13 @@ from live_models import least, wait_for
 
 import moepack
 from moepack.runtime.policies import contract, registry
+from moepack.runtime.policies.reducers import GATES
 
 
 class Listener:
     """What the last one made has heard stands in `heard`, intervals apart."""
 
-    needs = contract.Needs(interval=0.02, prompts=True, gates=True)
+    needs = contract.Needs(interval=0.02, prompts=True, sums=(GATES,))
     heard: list[contract.Event]
 
     def __init__(self, setting: contract.Setting, options: contract.DeviceOptions) -> None:

@@ -17,7 +17,9 @@ from moepack.runtime.experts.critical import Critical
 from moepack.runtime.experts.forward import experts_forward, reference_forward
 from moepack.runtime.experts.handles import NOTHING, REACHES, ROWS, LayerCall, LayerExperts
 from moepack.runtime.experts.token_importance import TokenImportance, _Pass, attention_received, heavy_hitters
+from moepack.runtime.policies.importance import ImportanceOptions
 from moepack.runtime.policies.placements import Where
+from moepack.runtime.policies.reducers import GATES, HEAVY, RouterOutput
 from moepack.runtime.step.context import Prompt, Step, opened
 
 META = torch.device("meta")
@@ -69,20 +71,21 @@ def test_a_choice_of_critical_experts_waits_for_nothing(module: Module, monkeypa
     of = module._moepack.of
     size = VERSIONS[1].resident_size(MATRICES)
     best = tuple(of.over(VERSIONS[1], torch.empty(size, dtype=torch.uint8), Where.PINNED) for _ in range(8))
-    of.critical = made = Critical(of, 0.5, best)
+    of.critical = made = Critical(of, 0.5, best, ImportanceOptions().critical_by)
     of.second, of.launched = made.seconds, (1, 2)
     assert all(word & 63 == 1 for word in module._moepack.current.words[-1, :8])
     snapshot = module._moepack.current.over(torch.empty(ROWS, 9, dtype=torch.int64, device=META))
     seen = object.__new__(TokenImportance)
-    seen._pass, seen._layers = _Pass(), (of.layer,)
+    seen._pass = _Pass()
     key = torch.empty(1, 2, 6, 16, device=META)
     received = attention_received(torch.empty(1, 4, 6, 16, device=META), key, None, 1.0, workspace=1 << 8)
     seen._pass.heavy[0] = heavy_hitters(received, 0.2)
-    _, index, _ = routed()
-    for number, (several, importance) in enumerate(((False, None), (True, None), (True, seen)), 1):
-        counters = Counters((8,), True, META)
-        step = Step(None, (snapshot,), counters, prompt=Prompt(several=several), importance=importance)
-        chosen = made.choose(snapshot, step, 0, index)
+    _, index, gates = routed()
+    for number, (several, heavy) in enumerate(((False, None), (True, None), (True, seen.heavy(0, 6))), 1):
+        counters = Counters((8,), (GATES, HEAVY), META)
+        counters.add(0, RouterOutput(index, gates, heavy=heavy))
+        step = Step(None, (snapshot,), counters, prompt=Prompt(several=several))
+        chosen = made.choose(snapshot, step, 0)
         assert launches.count == number and chosen.device_table().shape == (8,) and chosen.served == [1, 2]
     assert not seen._pass.heavy
 
@@ -106,7 +109,7 @@ def test_a_layer_waits_for_nothing_and_launches_what_is_served(module: Module, m
         monkeypatch.setattr(routing_triton, name, launches)
     # the sort's two; 80: activations for each product; few: routing, two products, the sum
     for tokens, count in ((80, 11), (17, 7), (6, 4), (1, 4)):
-        counters, launches.count = Counters([8], True, META), 0
+        counters, launches.count = Counters([8], (GATES,), META), 0
         counters.mask = torch.empty(tokens, dtype=torch.long, device=META)
         x, index, gates = routed(tokens)
         with opened(Step(snapshots=[module._moepack.current], counters=counters)):
@@ -120,7 +123,7 @@ def test_planted_waits_are_found(module: Module, waiting: str) -> None:
     x, index, gates = routed()
     with pytest.raises((NotImplementedError, RuntimeError)):
         if waiting == "counts":
-            Counters([8], False, META).layer(0)
+            Counters([8], (), META).layer(0)
         else:
             reference_forward(LayerCall(module, module._moepack.current, x, index, gates))
 

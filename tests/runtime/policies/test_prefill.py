@@ -20,10 +20,10 @@ from moepack.runtime.policies.contract import (
     SequenceEnded,
     Setting,
 )
+from moepack.runtime.policies.maps import uniform_map
 from moepack.runtime.policies.prefill import Prefill, PrefillOptions
 from moepack.runtime.policies.random_map import random_map
 from moepack.runtime.policies.registry import parse_policy
-from moepack.runtime.policies.uniform import uniform_map
 
 VERSIONS = tuple(Version.of(name, 0 if name == "bf16" else 64) for name in ("bf16", "w4", "w3", "w2", "w1"))
 FALLING = [0.0, 1.0, 2.0, 4.0, 8.0]  # what a token loses at each placement

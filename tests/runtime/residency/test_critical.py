@@ -27,9 +27,10 @@ from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.plan import make_plan
 from moepack.runtime.policies.contract import Interval, Setting, critical_count
-from moepack.runtime.policies.importance import Importance, ImportanceOptions, most_important
-from moepack.runtime.policies.lru import NEWCOMERS
+from moepack.runtime.policies.importance import Importance, ImportanceOptions
+from moepack.runtime.policies.mixed_cache import NEWCOMERS
 from moepack.runtime.policies.placements import Placement, Where
+from moepack.runtime.policies.reducers import GATES, ranked
 from moepack.runtime.policies.registry import parse_policy
 from moepack.runtime.store.cudart import Cudart
 
@@ -140,10 +141,10 @@ def watch(monkeypatch: pytest.MonkeyPatch, share: float = 0.5) -> list[int]:
     """Hold every choice from now on to the rule, without heavy hitters; return how many experts ran at `hi` in each."""
     real, seen = critical_module.Critical.choose, list[int]()
 
-    def choose(self: Any, snapshot: Snapshot, step: Any, position: int, index: torch.Tensor) -> Snapshot:
-        made = real(self, snapshot, step, position, index)
-        counts, gates = step.counters.layer(position), step.counters.gates(position)
-        order = most_important(counts, gates, None, step.prompt.several)
+    def choose(self: Any, snapshot: Snapshot, step: Any, position: int) -> Snapshot:
+        made = real(self, snapshot, step, position)
+        counts, sums = step.counters.layer(position)
+        order = ranked(counts, counts if step.prompt.several else sums[GATES])
         high = set(order[: critical_count(made.of.critical_share, len(order))])
         words = made.device_table().tolist()
         for e, (word, active) in enumerate(zip(words, snapshot.handles, strict=True)):
@@ -276,7 +277,7 @@ def test_what_comes_beside_passes() -> None:
     losses = [np.zeros((4, 3))] * 2
     options = ImportanceOptions(hi="w4", lo="w2@pinned", r=0.75)
     policy = Importance(Setting([4, 4], ladder, [[4, 2, 0]] * 2, [[4.0, 3, 2, 1]] * 2, losses), options)
-    assert not policy.needs.layers and not policy.needs.prediction and policy.needs.gates
+    assert not policy.needs.layers and not policy.needs.prediction and GATES in policy.needs.sums
     nothing = [np.zeros(4, np.int64)] * 2, [np.zeros(4)] * 2
     first = policy.decide(Interval(0.0, [10, 10], *nothing))
     assert first == {(0, 0): 0, (1, 0): 0, (0, 1): 0, (1, 1): 0, (0, 2): 0}, "the busiest, as far as they fit"

@@ -32,7 +32,8 @@ from moepack.runtime.planning.fixed import page_entries
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.plan import make_plan, pinned_bytes
 from moepack.runtime.policies.contract import Interval, Setting
-from moepack.runtime.policies.lru import NEWCOMERS, Recent, RecentOptions
+from moepack.runtime.policies.lru import Recent, RecentOptions
+from moepack.runtime.policies.mixed_cache import NEWCOMERS
 from moepack.runtime.policies.placements import Placement, Where
 from moepack.runtime.policies.registry import parse_policy
 from moepack.runtime.residency import kv_reserve
@@ -327,11 +328,11 @@ def test_a_prompt_brings_each_expert_once(
         model.moepack.close()
     monkeypatch.setattr(plan_module, "STAGE", rows * size)
     model = load(small, policy, room=0, **given)
-    held, counts = model.moepack.manager.plan, model.moepack.routed()
+    held, counts = model.moepack.manager.plan, model.moepack.routed
     assert held.stage == rows * size == model.moepack.fixed.staging - held.staging
     gpu.read_there = 0
     assert torch.equal(logits(model, tokens), want) and gpu.read_there == 0
-    used = [h for row, x in zip(counts.counts(), model.moepack.layers, strict=True)
+    used = [h for row, x in zip(counts(), model.moepack.layers, strict=True)
             for n, h in zip(row, x.current.handles, strict=True) if n]  # fmt: skip
     assert several > 1.5 * sum(m.weights for h in used for m in model.moepack.layers[0].of.layer.matrices)
     once = [sum(h.extent.numel() for h in used), sum(h.extent.numel() for x in model.moepack.layers for h in best(x))]

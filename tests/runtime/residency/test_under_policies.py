@@ -100,8 +100,8 @@ class UnderPolicy(Machine):
     def policy(self, wanted: int) -> None:
         self.clock += 1
         loaded = [[0, 10_000 * (wanted % 7), 5000 * (wanted % 5)]] * 2 if self.made.needs.timings else ()
-        gates = [row.astype(float) for row in counts(wanted)] if self.made.needs.gates else ()
-        self.tell(Interval(self.clock, self.capacity(), counts(wanted), gates, 3, 0.01 * (wanted % 9), loaded))
+        sums = {reducer: [row.astype(float) for row in counts(wanted)] for reducer in self.made.needs.sums}
+        self.tell(Interval(self.clock, self.capacity(), counts(wanted), sums, 3, 0.01 * (wanted % 9), loaded))
 
     @rule(seed=st.integers(0, 999))
     def a_prompt(self, seed: int) -> None:
@@ -109,8 +109,8 @@ class UnderPolicy(Machine):
         if number not in self.sequences:
             self.sequences.append(number)
             self.tell(SequenceBegan(self.clock, self.capacity(), 8, number))
-        gates = [0.3 * row for row in counts(seed + 1)]
-        self.tell(PrefillEnded(self.clock, self.capacity(), counts(seed), gates, number))
+        sums = {reducer: [0.3 * row for row in counts(seed + 1)] for reducer in self.made.needs.sums}
+        self.tell(PrefillEnded(self.clock, self.capacity(), counts(seed), sums, number))
 
     @rule(which=st.integers(0, 9))
     @precondition(lambda self: self.sequences)

@@ -177,7 +177,6 @@ class ForwardWrapper:
                 prompt, done = stack.enter_context(manager.sequence(given))
                 told.append(done)
                 step = stack.enter_context(manager.step(prompt, text))
-                step.prediction = manager.prediction
                 if prompt.several and self._importance is not None:
                     stack.enter_context(self._observed(self._importance, step, given, text))
             step.watchers = self.watchers

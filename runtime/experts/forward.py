@@ -94,8 +94,9 @@ def _count(step: Step, position: int, index: Tensor, weights: Tensor, fused: boo
     if not is_wanted and not step.watchers:
         return
     heavy = None if step.importance is None else step.importance.heavy(position, len(index))
-    told = step.logits
-    logits = told[1] if told is not None and told[0] == position and len(told[1]) == len(index) else None
+    teller, logits = step.logits or (position, None)
+    if teller != position or (logits is not None and len(logits) != len(index)):
+        logits = None
     routing = RouterOutput(index, weights, logits, heavy)
     if is_wanted:
         counters.add(position, routing, fused)

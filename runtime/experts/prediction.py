@@ -6,8 +6,9 @@ Calling the router itself keeps the family's scores, groups, biases and correcti
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,8 +56,8 @@ class Router:
         parts = _tensors(out)
         logits = self.logits(out)
         index = next((x for x in parts if not x.is_floating_point()), None)
-        if index is None:  # logits alone
-            gates, index = parts[0].reshape(len(hidden), -1).float().softmax(-1).topk(top_k, dim=-1)
+        if index is None and logits is not None:  # they alone
+            gates, index = logits.float().softmax(-1).topk(top_k, dim=-1)
             return RouterOutput(index, gates, logits)
         index = index.reshape(len(hidden), -1)
         floats = [x.reshape(len(hidden), -1) for x in parts if x.is_floating_point()]
@@ -73,21 +74,15 @@ def tell_logits(model: Any, layers: Sequence[ExpertLayer], key: object) -> None:
 
     Raises InputError when a router is missing, cannot be called, or returns no logits.
     """
-
-    def telling(position: int, router: Router) -> Callable[[Any, Any, Any], None]:
-        def tell(module: Any, args: Any, out: Any) -> None:
-            if torch.compiler.is_compiling():
-                return
-            step = step_of(key)
-            logits = router.logits(out)
-            if step is not None and logits is not None:
-                step.logits = position, logits
-
-        return tell
-
     for position, layer in enumerate(layers):
         router = _router_of(model, layer, reads_logits=True)
-        router.module.register_forward_hook(telling(position, router))
+        router.module.register_forward_hook(partial(_tell, router, position, key))
+
+
+def _tell(router: Router, position: int, key: object, module: Any, args: Any, out: Any) -> None:
+    step = None if torch.compiler.is_compiling() else step_of(key)
+    if step is not None:
+        step.logits = position, router.logits(out)
 
 
 class Prediction:

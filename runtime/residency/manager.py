@@ -33,9 +33,8 @@ from moepack.runtime.paging.gpu_rates import gpu_rates
 from moepack.runtime.paging.paging import Paging
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.plan import Plan
-from moepack.runtime.policies.contract import Event, Floats, Ints, Key, LayerReached, Wanted
+from moepack.runtime.policies.contract import Event, Key, LayerReached, Wanted
 from moepack.runtime.policies.placements import CODED, ON_HOST, PAGED, Where
-from moepack.runtime.policies.reducers import Reducer
 from moepack.runtime.policies.registry import Policy
 from moepack.runtime.step.context import NO_PROMPT, Prompt, Step, opened, step_of
 from moepack.runtime.store.files import BackingStore
@@ -393,10 +392,8 @@ class ResidencyManager:
         Raises:
             BundleError, InputError: when an expert without a resident version cannot be loaded.
         """
-        predicted: Ints | None = None
-        predicted_sums: dict[Reducer, Floats] = {}
-        if step.prediction is not None:
-            predicted, predicted_sums = step.prediction.ahead(position, hidden, index, step.counters.mask)
+        foresees = self.prediction
+        predicted = (None, {}) if foresees is None else foresees.ahead(position, hidden, index, step.counters.mask)
         # A load was interrupted while the policy decided, or before its whole answer was carried out: the policy's
         # state may not match memory. So all experts go to the base, and a new policy starts from there.
         if self._upset:
@@ -412,8 +409,7 @@ class ResidencyManager:
             position,
             *step.counters.layer(position),
             step.prompt.several,
-            predicted,
-            predicted_sums,
+            *predicted,
             placed,
             coming,
         )

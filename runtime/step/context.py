@@ -107,9 +107,8 @@ class Step:
     # snapshot is what the policy wants for the layer's routing; the layer then reads that snapshot
     loader: Any = None
     paging: Any = None  # the `Paging` that gives paged experts their memory while their layer runs
-    prediction: Any = None  # the `Prediction` of the next layer's routing (experts/prediction.py), for `loader`
     importance: Any = None  # the `TokenImportance` that sees the attention of a prompt, for `loader`
-    logits: tuple[int, Tensor] | None = None  # the last router's: its layer's position, and [tokens, experts]
+    logits: tuple[int, Tensor | None] | None = None  # the last router's: its layer's position, and [tokens, experts]
     packed: PackedCache | None = None  # the cache of a pass that packs several sequences
     number: int = 0  # the residency's number of the step
     table: Any = None  # the handle table on a GPU

@@ -278,7 +278,7 @@ def test_what_comes_beside_passes() -> None:
     options = ImportanceOptions(hi="w4", lo="w2@pinned", r=0.75)
     policy = Importance(Setting([4, 4], ladder, [[4, 2, 0]] * 2, [[4.0, 3, 2, 1]] * 2, losses), options)
     assert not policy.needs.layers and not policy.needs.prediction and GATES in policy.needs.sums
-    nothing = [np.zeros(4, np.int64)] * 2, [np.zeros(4)] * 2
+    nothing = [np.zeros(4, np.int64)] * 2, {GATES: [np.zeros(4)] * 2}
     first = policy.decide(Interval(0.0, [10, 10], *nothing))
     assert first == {(0, 0): 0, (1, 0): 0, (0, 1): 0, (1, 1): 0, (0, 2): 0}, "the busiest, as far as they fit"
     assert policy.decide(Interval(1.0, [10, 10], *nothing)) is None
@@ -286,20 +286,20 @@ def test_what_comes_beside_passes() -> None:
         [np.array([0, 0, 1, 0]), np.array([0, 1, 1, 0])],
         [np.array([0, 0, 1.0, 0]), np.array([0, 0.2, 0.8, 0])],
     )
-    now = policy.decide(Interval(2.0, [10, 10], counts, gates))
+    now = policy.decide(Interval(2.0, [10, 10], counts, {GATES: gates}))
     assert now is not None and list(now.items()) == [((0, 2), 0), ((1, 2), 0), ((1, 1), 0), ((0, 0), 0), ((1, 0), 0)], (
         "(1, 1) is at `hi` already and stays so; the least recently used left"
     )
     assert policy.decide(Interval(3.0, [2, 2], *nothing)) == {(0, 2): 0}, "less room"
     counts, gates = [np.array([0, 0, 0, 0]), np.array([1, 1, 0, 0])], [np.zeros(4), np.array([0.9, 0.1, 0, 0])]
-    assert policy.decide(Interval(4.0, [4, 4], counts, gates)) == {(1, 0): 0, (1, 1): 1}
+    assert policy.decide(Interval(4.0, [4, 4], counts, {GATES: gates})) == {(1, 0): 0, (1, 1): 1}
     experts = [64] * 4
     wide = Setting(experts, ladder, [[4, 2, 0]] * 4, [[1.0] * 64] * 4, [np.zeros((64, 3))] * 4)
     policy, room = Importance(wide, options), [1 << 20] * 4
-    held = policy.decide(Interval(0.0, [0] * 4, *([np.zeros(64, np.int64)] * 4, [np.zeros(64)] * 4)))
+    held = policy.decide(Interval(0.0, [0] * 4, [np.zeros(64, np.int64)] * 4))
     assert not held
     for time in range(1, 9):
-        used = Interval(float(time), room, [np.full(64, 3)] * 4, [np.full(64, 0.5)] * 4)
+        used = Interval(float(time), room, [np.full(64, 3)] * 4, {GATES: [np.full(64, 0.5)] * 4})
         now = policy.decide(used)
         assert now is not None and len(now) == min(256, time * NEWCOMERS)
     assert [sum(v == 0 for (p, _), v in now.items() if p == layer) for layer in range(4)] == [64, 56, 40, 32]

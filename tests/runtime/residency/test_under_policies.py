@@ -33,6 +33,7 @@ from moepack.runtime.policies.contract import (
     Setting,
 )
 from moepack.runtime.policies.placements import ON_HOST, Where
+from moepack.runtime.policies.reducers import GATES, HEAVY
 from moepack.runtime.policies.registry import parse_policy
 from moepack.runtime.residency.on_demand import OnDemandLoader
 
@@ -169,8 +170,8 @@ def test_invariants_hold_under_policies_that_block(text: str, silent: None) -> N
                 kv = sim.transitions.kv_bytes + sim.transitions.kv_asked
                 capacity = [(room * PAGE - kv + 1) // 2] * 2
                 event = LayerReached(
-                    float(step), capacity, layer, chosen, 0.3 * chosen, bool(rng.randint(0, 1)), chosen,
-                    ahead, None if ahead is None else 0.3 * ahead, placed, coming,
+                    float(step), capacity, layer, chosen, {GATES: 0.3 * chosen, HEAVY: chosen}, bool(rng.randint(0, 1)),
+                    ahead, {} if ahead is None else {GATES: 0.3 * ahead}, placed, coming,
                 )  # fmt: skip
                 wanted = policy.decide(event)
                 try:

@@ -44,8 +44,15 @@ class Counters:
         index = routing.index
         mask = self._mask(len(index))
         flat = index.reshape(-1).clamp(max=self._experts[position])
+        chosen = flat.numpy() if self._on_host else None  # for a token torch's scatter takes four times as long
         if not fused:
-            self._count(self.counts[position], flat, index, mask)
+            row = self.counts[position]
+            if chosen is not None:
+                read = chosen if mask is None else chosen[mask.bool().repeat_interleave(index.shape[1]).numpy()]
+                row.numpy()[:] += np.bincount(read, minlength=len(row))
+            else:
+                one = row.new_ones(()) if mask is None else mask.unsqueeze(1)
+                row.scatter_add_(0, flat, one.expand_as(index).reshape(-1))
         for reducer, table in self.sums.items():
             if fused and reducer in FUSED:
                 continue
@@ -55,24 +62,17 @@ class Counters:
             value = value.detach().double()
             if mask is not None:
                 value = value * mask.unsqueeze(1)
+            if value.shape != index.shape:
+                value = value.expand_as(index)
+            value = value.reshape(-1)
             row = table[position]
-            added = value.expand_as(index).reshape(-1)
-            if self._on_host:  # for a token torch's scatter takes four times as long
-                row.numpy()[:] += np.bincount(flat.numpy(), weights=added.numpy(), minlength=len(row))
+            if chosen is not None:
+                row.numpy()[:] += np.bincount(chosen, weights=value.numpy(), minlength=len(row))
             else:
-                row.scatter_add_(0, flat, added)
+                row.scatter_add_(0, flat, value)
         if len(index) == self.tokens:
             for part, counters in self.within:
                 counters.add(position, routing.part(part))
-
-    def _count(self, row: Tensor, flat: Tensor, index: Tensor, mask: Tensor | None) -> None:
-        if self._on_host:
-            chosen = flat.numpy()
-            read = chosen if mask is None else chosen[mask.bool().repeat_interleave(index.shape[1]).numpy()]
-            row.numpy()[:] += np.bincount(read, minlength=len(row))
-        else:
-            one = row.new_ones(()) if mask is None else mask.unsqueeze(1)
-            row.scatter_add_(0, flat, one.expand_as(index).reshape(-1))
 
     def _mask(self, tokens: int) -> Tensor | None:
         return self.mask if self.mask is not None and len(self.mask) == tokens else None

@@ -20,7 +20,6 @@ from .contract import (
     DeviceOptions,
     Event,
     Interval,
-    Ints,
     Ladder,
     LayerReached,
     Needs,
@@ -31,6 +30,7 @@ from .contract import (
 from .heat import busiest
 from .mixed_cache import INTERVAL, NEWCOMERS, MixedCache
 from .placements import ABSENT, Placement, Where, find_version
+from .reducers import ranked
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,29 +104,23 @@ class Recent:
             return self._used(event, room)
         if not isinstance(event, LayerReached):
             return None
-        wants = _most_used(event.counts)
+        wants = dict.fromkeys(ranked(event.counts, event.counts), 0)
         changes = self._cache.serve(event.layer, wants, room, event.placed, event.coming, all_of_them=self._strict)
         if event.predicted is not None:
-            changes |= self._cache.foresee(event.layer + 1, _most_used(event.predicted), room, changes)
+            ahead = dict.fromkeys(ranked(event.predicted, event.predicted), 0)
+            changes |= self._cache.foresee(event.layer + 1, ahead, room, changes)
         return changes
 
     def _used(self, event: Interval, room: int) -> Wanted | None:
         """Put what passes have used since the last interval into the cache, and return all of it, the latest first."""
-        ranked = [(-n, rank, (p, e)) for p, row in enumerate(event.counts) for rank, (e, n) in enumerate(_ranked(row))]
-        if room == self._room and not ranked:
+        used = [
+            (-row[e], rank, (p, e)) for p, row in enumerate(event.counts) for rank, e in enumerate(ranked(row, row))
+        ]
+        if room == self._room and not used:
             return None
         self._room = room
-        self._cache.use({key: 0 for *_, key in sorted(ranked)}, room, NEWCOMERS)  # of equal counts no layer goes first
+        self._cache.use({key: 0 for *_, key in sorted(used)}, room, NEWCOMERS)  # of equal counts no layer goes first
         return dict(reversed(self._cache.held.items()))
-
-
-def _ranked(counts: Ints) -> list[tuple[int, int]]:
-    """Return a layer's used experts and their counts, the most used first."""
-    return sorted(((e, int(counts[e])) for e in counts.nonzero()[0].tolist()), key=lambda pair: -pair[1])
-
-
-def _most_used(counts: Ints) -> dict[int, int]:
-    return {expert: 0 for expert, _ in _ranked(counts)}
 
 
 ENTRY = live_entry("lru", RecentOptions, Recent)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,7 @@ Ints = npt.NDArray[np.int64]  # [experts]
 Floats = npt.NDArray[np.float64]  # [experts]
 
 
-@dataclass(frozen=True, slots=True)
-class RouterOutput:
+class RouterOutput(NamedTuple):
     """What a layer's router made of a pass's tokens: tensors on the device that runs the experts."""
 
     index: Tensor  # integers [tokens, top_k], the chosen experts; a number past the last expert is none
@@ -49,7 +48,7 @@ class Reducer:
     reads_logits: bool = False  # whether `value` reads the logits; a model whose router does not give them is refused
 
 
-COUNTS = Reducer()  # how often the router chose each expert; always counted
+COUNTS = Reducer()  # how often the router chose each expert: `counts` of events, always there, and never in `Needs.sums`
 GATES = Reducer(lambda routing: routing.gates)  # sums of gate weights
 # how many heavy hitters the router gave to each expert (dymoe, equation 2)
 HEAVY = Reducer(lambda routing: None if routing.heavy is None else routing.heavy.unsqueeze(1))

@@ -48,7 +48,7 @@ class Reducer:
     reads_logits: bool = False  # whether `value` reads the logits; a model whose router does not give them is refused
 
 
-COUNTS = Reducer()  # how often the router chose each expert: `counts` of events, always there, and never in `Needs.sums`
+COUNTS = Reducer()  # how often the router chose each expert: always the `counts` of events, never in `Needs.sums`
 GATES = Reducer(lambda routing: routing.gates)  # sums of gate weights
 # how many heavy hitters the router gave to each expert (dymoe, equation 2)
 HEAVY = Reducer(lambda routing: None if routing.heavy is None else routing.heavy.unsqueeze(1))

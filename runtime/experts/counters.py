@@ -149,4 +149,5 @@ class Counters:
 
 def _numbers(sums: Tensor) -> Floats:
     """A copy with 0 for what is not finite: one token's NaN would stay in a policy's scores for ever."""
-    return np.nan_to_num(sums.numpy(), nan=0.0, posinf=0.0, neginf=0.0)
+    out: Floats = np.nan_to_num(sums.numpy(), nan=0.0, posinf=0.0, neginf=0.0)
+    return out

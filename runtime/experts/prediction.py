@@ -56,7 +56,9 @@ class Router:
         parts = _tensors(out)
         logits = self.logits(out)
         index = next((x for x in parts if not x.is_floating_point()), None)
-        if index is None and logits is not None:  # they alone
+        if index is None:  # logits alone
+            if logits is None:
+                raise ValueError("it returns nothing that is known")
             gates, index = logits.float().softmax(-1).topk(top_k, dim=-1)
             return RouterOutput(index, gates, logits)
         index = index.reshape(len(hidden), -1)

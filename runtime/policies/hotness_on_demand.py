@@ -10,10 +10,10 @@ import numpy.typing as npt
 from moepack.runtime.allocation.ladder import Floats, Ladder, bytes_by_loss
 
 from .beside import Moves
-from .contract import Event, Interval, Ints, Key, LayerReached, Needs, Setting, Wanted
+from .contract import Event, Interval, Key, LayerReached, Needs, Setting, Wanted
 from .heat import ExpertHeat, busiest
 from .mixed_cache import MixedCache
-from .reducers import ranked
+from .reducers import Ints, ranked
 
 FIRST = 64  # experts that are sorted for leaving: more than a layer in decoding replaces
 

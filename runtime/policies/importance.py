@@ -22,9 +22,7 @@ from moepack.pack.spec import Version
 from .contract import (
     PINNED,
     Event,
-    Floats,
     Interval,
-    Ints,
     Key,
     Ladder,
     LayerReached,
@@ -39,7 +37,7 @@ from .contract import (
 from .heat import busiest
 from .mixed_cache import INTERVAL, NEWCOMERS, MixedCache
 from .placements import ABSENT, Placement, Where, find_version
-from .reducers import COUNTS, GATES, HEAVY, Reducer, ranked
+from .reducers import COUNTS, GATES, HEAVY, Floats, Ints, Reducer, ranked
 
 # placements (indices into the ladder); with `lo=absent` LOW is the base
 HIGH = 0
@@ -247,7 +245,7 @@ class Importance:
         if self._options.by == "random":
             chosen: list[int] = self._random.permutation(event.counts.nonzero()[0]).tolist()
             return chosen
-        told = {COUNTS: event.counts, **event.sums}
+        told: dict[Reducer, Ints | Floats] = {COUNTS: event.counts, **event.sums}
         return ranked(event.counts, *(told[score] for score in self._options.critical_by(event.is_prompt)))
 
     def _designated(self, layer: int, experts: Sequence[int]) -> dict[int, int]:

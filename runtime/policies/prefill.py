@@ -20,7 +20,6 @@ from moepack.runtime.allocation.prefix_split import WIDTHS, prefill_importance, 
 from .contract import (
     DecodingBegan,
     Event,
-    Floats,
     Interval,
     Key,
     Ladder,
@@ -34,7 +33,7 @@ from .contract import (
     live_entry,
 )
 from .placements import Placement, Where, find_version
-from .reducers import GATES
+from .reducers import GATES, Floats
 
 Importance = list[Floats]  # [layers][experts]; a layer's sum is 1, or 0 if nothing was counted
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,8 @@ Ints = npt.NDArray[np.int64]  # [experts]
 Floats = npt.NDArray[np.float64]  # [experts]
 
 
-class RouterOutput(NamedTuple):
+@dataclass(slots=True)
+class RouterOutput:
     """What a layer's router made of a pass's tokens: tensors on the device that runs the experts."""
 
     index: Tensor  # integers [tokens, top_k], the chosen experts; a number past the last expert is none

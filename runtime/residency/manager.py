@@ -403,11 +403,13 @@ class ResidencyManager:
             self.transitions.want({}, self.policy.worth)
         self._upset = True
         placed, coming = self.on_demand.where(position)
+        counts, sums = step.counters.layer(position)
         event = LayerReached(
             time.monotonic(),
             self.capacity(),
             position,
-            *step.counters.layer(position),
+            counts,
+            sums,
             step.prompt.several,
             *predicted,
             placed,

@@ -20,12 +20,12 @@ from moepack.runtime.policies.contract import (
     DecodingBegan,
     Event,
     Interval,
-    Ints,
     Needs,
     PrefillEnded,
     SequenceBegan,
     SequenceEnded,
 )
+from moepack.runtime.policies.reducers import Ints
 from moepack.runtime.step.context import Prompt, Step
 
 from .sequences import Sequences

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +20,10 @@ from moepack.families.mtp import layer_of, mtp_layers
 from moepack.pack.errors import CODE_ERRORS, InputError, in_a_line
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import WeightTransform
+
     from .checkpoint import Checkpoint
 
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # that a parameter may have in a file
@@ -85,7 +89,9 @@ class Ledger:
         return out
 
 
-def account(checkpoint: Checkpoint, model: Any, mapping: Sequence[Any], decoder_layers: int) -> Ledger:
+def account(
+    checkpoint: Checkpoint, model: PreTrainedModel, mapping: Sequence[WeightTransform], decoder_layers: int
+) -> Ledger:
     """Find the place of every weight of a checkpoint in a model on the meta device.
 
     Args:
@@ -128,7 +134,11 @@ _Route = dict[str | None, list[str]]
 
 
 def _routes(
-    checkpoint: Checkpoint, model: Any, state: dict[str, Any], mapping: Sequence[Any], ledger: Ledger
+    checkpoint: Checkpoint,
+    model: PreTrainedModel,
+    state: dict[str, Tensor],
+    mapping: Sequence[WeightTransform],
+    ledger: Ledger,
 ) -> tuple[dict[str, _Route], dict[str, str]]:
     """Find the route to each parameter; and of weights without a place in the model, their names as it would have them.
 
@@ -164,9 +174,9 @@ def _natural(key: str) -> list[tuple[int, int, str]]:
     return [(0, len(part.lstrip("0")), part) if number else (1, 0, part) for number, part in parts]
 
 
-def _is_past_the_last(model: Any, target: str, key: str) -> bool:
+def _is_past_the_last(model: PreTrainedModel, target: str, key: str) -> bool:
     """Whether a tensor belongs to an expert without weights, for which some checkpoints have tensors."""
-    module = model.get_submodule(target.rpartition(".")[0])
+    module: Any = model.get_submodule(target.rpartition(".")[0])
     numbers = re.findall(r"\.experts\.(\d+)\.", key) if getattr(module, "experts_without_weights", 0) else []
     return bool(numbers) and int(numbers[-1]) >= module.num_experts
 
@@ -193,14 +203,14 @@ class _Shapes:
     A conversion of weights of the same shapes is tried once, for all layers.
     """
 
-    def __init__(self, checkpoint: Checkpoint, model: Any, mapping: Sequence[Any]) -> None:
+    def __init__(self, checkpoint: Checkpoint, model: PreTrainedModel, mapping: Sequence[WeightTransform]) -> None:
         from transformers.core_model_loading import WeightConverter
 
         self._checkpoint = checkpoint
         self._model = model
         converters = [m for m in mapping if isinstance(m, WeightConverter)]
         self._of_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-        self._known: dict[Any, dict[str, tuple[int, ...]]] = {}
+        self._known: dict[Hashable, dict[str, tuple[int, ...]]] = {}
 
     def of(self, target: str, route: _Route) -> dict[str, tuple[int, ...]]:
         """The shapes of the parameters that a route makes, `target` among them, by name."""
@@ -270,7 +280,7 @@ def _dtype(checkpoint: Checkpoint, target: str, keys: Sequence[str], floating: b
     return FLOATS[next(iter(found))] if len(found) == 1 else torch.float32
 
 
-def _another_shape(name: str, shape: tuple[int, ...], state: Mapping[str, Any], keys: Sequence[str]) -> str:
+def _another_shape(name: str, shape: tuple[int, ...], state: Mapping[str, Tensor], keys: Sequence[str]) -> str:
     if name not in state:
         return f"{keys[-1]} makes {name}, for which the model has no place"
     what = f"{keys[-1]} and {len(keys) - 1} others make {name}, which" if len(keys) > 1 else name
@@ -278,7 +288,7 @@ def _another_shape(name: str, shape: tuple[int, ...], state: Mapping[str, Any], 
 
 
 def _leave_out(
-    checkpoint: Checkpoint, model: Any, unplaced: Mapping[str, str], decoder_layers: int, ledger: Ledger
+    checkpoint: Checkpoint, model: PreTrainedModel, unplaced: Mapping[str, str], decoder_layers: int, ledger: Ledger
 ) -> None:
     """Note the reason for which each weight without a place is left out. Raises InputError without a reason."""
     config = model.config.get_text_config().to_dict()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from .experts import ExpertWeights, finish, hidden
 from .forward import Observation
 from .held import RowGather
 
+if TYPE_CHECKING:
+    from moepack.families.interface import ExpertsModule
+
 HELD_OUT = 8  # one cluster in eight is held out for comparing methods
 ASIDE = 16  # an expert with plenty of tokens is measured on one cluster in ASIDE, and learns from the others
 PLENTY = 16  # tokens per column of the expert's widest matrix; fitted to a 16th fewer, its loss is 0.2 % higher
@@ -30,7 +33,7 @@ LAYER = 4096  # tokens that stand for the layer in an expert's second moments
 
 
 def gather_batch(
-    module: Any,
+    module: ExpertsModule,
     weights: ExpertWeights,
     experts: range,
     observation: Observation,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -81,6 +81,13 @@ class ExpertForward:
     out: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (act, weight, bias) -> the expert's output
 
 
+class Rows(Protocol):
+    """Rows that are read by their indexes."""
+
+    def __getitem__(self, index: Tensor, /) -> Tensor:
+        """The rows at `index`, int64 [rows]."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertBatch:
     """Experts that are quantised together."""
@@ -90,7 +97,7 @@ class ExpertBatch:
     # Each expert's biases of both matrices, float32 [rows] or None.
     biases: tuple[tuple[Tensor | None, Tensor | None], ...]
     tokens: tuple[ExpertTokens, ...]  # each expert's tokens
-    inputs: Any  # the inputs of the layer's experts, [tokens, hidden] on any device, indexed by int64 [rows]
+    inputs: Rows  # the inputs of the layer's experts, [tokens, hidden] on any device, indexed by int64 [rows]
     common: Tensor  # int64 indexes of `inputs` that stand for the layer; methods are not compared on them
     forward: ExpertForward  # the experts' functions
     in_bf16: bool  # whether the down projection learns from activations in BF16, as in the model

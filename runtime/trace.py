@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from moepack.pack.errors import InputError
 
@@ -57,7 +57,7 @@ class TraceWriter:
         """Add the line of a step."""
         self._line(asdict(record))
 
-    def _line(self, value: dict[str, Any]) -> None:
+    def _line(self, value: dict[str, object]) -> None:
         self._file.write(json.dumps(value, separators=(",", ":")) + "\n")
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from torch import Tensor
 from moepack.pack.errors import InputError, in_a_line
 
 from .tokenise import Encoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _OVERSAMPLE = 8  # windows read for each window taken, among which the seed chooses
 
@@ -48,7 +51,7 @@ class Windows:
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
 
 
-def load_tokenizer(path: Path) -> Any:
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model's directory or Hub id.
 
     Raises InputError without a tokenizer, or if transformers cannot load it.
@@ -66,12 +69,12 @@ def load_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
-def windows(source: str, tokenizer: Any, length: int, most: int) -> Tensor:
+def windows(source: str, tokenizer: PreTrainedTokenizerBase, length: int, most: int) -> Tensor:
     """The first windows of a source, int64 [at most `most`, length]; a partial window is dropped."""
     return document_windows(source, tokenizer, length, most)[0]
 
 
-def document_windows(source: str, tokenizer: Any, length: int, most: int) -> tuple[Tensor, Tensor]:
+def document_windows(source: str, tokenizer: PreTrainedTokenizerBase, length: int, most: int) -> tuple[Tensor, Tensor]:
     """The first windows of a source and each token's document number, both int64 [at most `most`, length]."""
     ids = array("q")
     owners = array("q")
@@ -88,7 +91,12 @@ def document_windows(source: str, tokenizer: Any, length: int, most: int) -> tup
 
 
 def calibration_windows(
-    sources: Sequence[str], tokenizer: Any, samples: int, length: int, seed: int, weights: Sequence[float] = ()
+    sources: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    samples: int,
+    length: int,
+    seed: int,
+    weights: Sequence[float] = (),
 ) -> Windows:
     """Choose `samples` windows of `length` tokens from all sources in proportion to their weights, by the seed.
 

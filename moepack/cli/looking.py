@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -136,7 +136,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _human(key: str, value: Any) -> str:
+def _human(key: str, value: object) -> str:
     if isinstance(value, int | float) and "bytes" in key:
         return f"{value / 2**30:.2f} GiB" + ("/s" if key.endswith("second") else "")
     if value in (None, [], ""):

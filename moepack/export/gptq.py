@@ -9,7 +9,7 @@ Matrices are transposed: codes in 32-bit words along the columns, [cols * bits /
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -74,14 +74,18 @@ class Gptq(Coded):
             f"{module}.g_idx": torch.arange(piece.shape[1], dtype=torch.int32) // version.group_size,
         }
 
-    def config(self, job: ExportJob) -> dict[str, Any]:
+    def config(self, job: ExportJob) -> dict[str, object]:
         """See SafetensorsTarget."""
         modules = self.by_version(job)
         first = job.used[0]
-        dynamic: dict[str, dict[str, Any]] = {}
+        dynamic: dict[str, dict[str, object]] = {}
         for version, names in modules.items():
             if version != first:
-                own = {"bits": version.bits, "group_size": version.group_size, "sym": self.symmetric(job, version)}
+                own: dict[str, object] = {
+                    "bits": version.bits,
+                    "group_size": version.group_size,
+                    "sym": self.symmetric(job, version),
+                }
                 dynamic |= {f"+:^{name.removeprefix('re:')}$": own for name in names}
         dynamic |= {f"-:^{name.removeprefix('re:').removesuffix('$')}$": {} for name in sorted(self.ignored(job))}
         return {

@@ -13,6 +13,7 @@ import yaml
 
 from moepack.families import mtp
 from moepack.pack.errors import InputError
+from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.spec import (
     BLOCKS,
     GROUPS,
@@ -201,7 +202,13 @@ def parse_recipe(text: str, where: str) -> Recipe:
     if mixed := set(dense) - {*version_names(dense=True)}:
         raise InputError(f"{where}: dense: {min(mixed)} is for experts alone: it gives their down more bits")
     at = f"{where}: quantize"
-    rules = {"method": methods.named(), "min_tokens": 0, "loss_tokens": 1, "moments": MOMENTS, "zeros": methods.ZEROS}
+    rules: dict[str, int | Sequence[object]] = {
+        "method": methods.named(),
+        "min_tokens": 0,
+        "loss_tokens": 1,
+        "moments": MOMENTS,
+        "zeros": methods.ZEROS,
+    }
     rules |= {"rotate": (0, *BLOCKS), "scale_bits": SCALE_BITS}
     quantize = Quantize(**_settings(at, top.get("quantize", {}), Quantize, rules))
     if quantize.zeros == methods.SYMMETRIC and quantize.method in methods.ASYMMETRIC:
@@ -331,12 +338,19 @@ def with_text(recipe: Recipe) -> Recipe:
     return _written(document)
 
 
-def _written(document: Mapping[str, Any]) -> Recipe:
+def _written(document: Mapping[str, object]) -> Recipe:
     return parse_recipe(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), "recipe")
 
 
-def _calibration(at: str, value: Any) -> Calibration:
-    rules = {"samples": 1, "length": 2, "batch_size": 1, "seed": 0, "until": 0, "dtype": ("bfloat16", "float32")}
+def _calibration(at: str, value: object) -> Calibration:
+    rules: dict[str, int | Sequence[object]] = {
+        "samples": 1,
+        "length": 2,
+        "batch_size": 1,
+        "seed": 0,
+        "until": 0,
+        "dtype": ("bfloat16", "float32"),
+    }
     given = _settings(at, value, Calibration, rules)
     found = Calibration(**given | {"data": _sources(f"{at}.data", given.get("data", []))})
     if not found.until:
@@ -347,7 +361,7 @@ def _calibration(at: str, value: Any) -> Calibration:
     return replace(found, most=most)
 
 
-def _sources(at: str, value: Any) -> tuple[TextSource, ...]:
+def _sources(at: str, value: object) -> tuple[TextSource, ...]:
     if not isinstance(value, list):
         raise InputError(f"{at}: must be a list of names, or of mappings as {{source: NAME, weight: 2}}")
     out = []
@@ -361,7 +375,7 @@ def _sources(at: str, value: Any) -> tuple[TextSource, ...]:
     return tuple(out)
 
 
-def _allocation(at: str, value: Any, versions: Sequence[str], dense: Sequence[str]) -> Allocate:
+def _allocation(at: str, value: object, versions: Sequence[str], dense: Sequence[str]) -> Allocate:
     a = _settings(at, value, Allocate, {"weight": WEIGHTS})
     method = a.get("method", "greedy")
     bits = _number(f"{at}.average_bits", a.get("average_bits"), 1, 20)
@@ -382,7 +396,7 @@ def _unknown(what: str, name: str, known: Sequence[str]) -> str:
     return f"unknown {what} {name!r}" + (f": did you mean {near[0]!r}?" if near else f": known are {', '.join(known)}")
 
 
-def _mapping(where: str, value: Any, known: Sequence[str]) -> dict[str, Any]:
+def _mapping(where: str, value: object, known: Sequence[str]) -> JsonObject:
     if not isinstance(value, dict):
         raise InputError(f"{where}: must be a mapping of keys to values")
     for key in value:
@@ -391,15 +405,19 @@ def _mapping(where: str, value: Any, known: Sequence[str]) -> dict[str, Any]:
     return value
 
 
-def _settings(where: str, value: Any, kind: type, rules: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(where: str, value: object, kind: type, rules: Mapping[str, int | Sequence[object]]) -> JsonObject:
     """Check and return fields of the dataclass `kind`. A rule is an integer's least value, or the possible values."""
     given = _mapping(where, value, [f.name for f in fields(kind)])
     for key in rules.keys() & given.keys():
-        (_integer if isinstance(rules[key], int) else _choice)(f"{where}.{key}", given[key], rules[key])
+        rule = rules[key]
+        if isinstance(rule, int):
+            _integer(f"{where}.{key}", given[key], rule)
+        else:
+            _choice(f"{where}.{key}", given[key], rule)
     return given
 
 
-def _names(where: str, value: Any, known: Sequence[str] = ()) -> tuple[str, ...]:
+def _names(where: str, value: object, known: Sequence[str] = ()) -> tuple[str, ...]:
     known = known or version_names()
     if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
         raise InputError(f"{where}: must be a list of names")
@@ -411,19 +429,19 @@ def _names(where: str, value: Any, known: Sequence[str] = ()) -> tuple[str, ...]
     return tuple(value)
 
 
-def _choice(where: str, value: Any, known: Sequence[Any]) -> Any:
+def _choice(where: str, value: object, known: Sequence[object]) -> Any:
     if isinstance(value, bool) or value not in known:
         raise InputError(f"{where}: {value!r} is not one of {', '.join(map(str, known))}")
     return value
 
 
-def _number(where: str, value: Any, low: float, high: float) -> float:
+def _number(where: str, value: object, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise InputError(f"{where}: {value!r} is not a number from {low:g} to {high:g}")
     return value
 
 
-def _integer(where: str, value: Any, low: int) -> int:
+def _integer(where: str, value: object, low: int) -> int:
     if type(value) is not int or not low <= value < 1 << 31:
         raise InputError(f"{where}: {value!r} is not an integer of at least {low}")
     return value

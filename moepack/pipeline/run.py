@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moepack.pack.errors import InputError
+from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.spec import DenseLayer, DenseMatrix
 from moepack.runtime.devices.glibc import trim
 from moepack.shared.memory import bound_kernel_caches
@@ -95,7 +96,7 @@ class LayerWalk:
         stream.experts_in = directory.path if how.experts_on_disk else None
         self._inner = "experts and row shards of dense matrices" if dense else "experts"  # the unit of progress
         self._objects: dict[int | None, tuple[Path, ...]] = {}  # submitted part -> result files of its tasks
-        self._notes: dict[int | None, dict[str, Any]] = {}  # submitted part -> what is known of its note
+        self._notes: dict[int | None, JsonObject] = {}  # submitted part -> what is known of its note
         self._reading = threading.Lock()
         self._walked = -1  # the last layer that was calibrated
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,9 @@ from moepack.shared.opening import check, load_model, locate
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from transformers import PreTrainedModel
+
+    from moepack.runtime.serving import Serving
 
 PARTS = ("experts", "lm_head", "linears", "attention", "router", "norms", "embedding", "other")
 
@@ -60,8 +63,8 @@ class _Clock:
         self.calls = dict.fromkeys(PARTS, 0)
         self._inner: list[float] = [0.0]
 
-    def around(self, part: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
+    def around(self, part: str, forward: Callable[..., object]) -> Callable[..., object]:
+        def timed(*args: object, **kwargs: object) -> object:
             self._inner.append(0.0)
             began = time.perf_counter()
             try:
@@ -135,7 +138,7 @@ def token_time(path: str | Path, options: LoadOptions = DEFAULTS, context: int =
         )
 
 
-def _steps(model: Any, context: int, steps: int, clock: _Clock | None = None) -> Any:
+def _steps(model: Any, context: int, steps: int, clock: _Clock | None = None) -> Iterator[float]:
     """Yield the seconds of each step after a prompt of `context` tokens."""
     import torch
     from transformers import DynamicCache
@@ -155,7 +158,7 @@ def _steps(model: Any, context: int, steps: int, clock: _Clock | None = None) ->
         yield time.perf_counter() - began
 
 
-def _parts(model: Any, serving: Any) -> dict[str, str]:
+def _parts(model: PreTrainedModel, serving: Serving) -> dict[str, str]:
     """Map the names of modules to their parts. Modules inside experts have none."""
     from torch import nn
 
@@ -186,7 +189,7 @@ def _parts(model: Any, serving: Any) -> dict[str, str]:
     return out
 
 
-def _bytes(model: Any, serving: Any, parts: dict[str, str]) -> dict[str, int]:
+def _bytes(model: PreTrainedModel, serving: Serving, parts: dict[str, str]) -> dict[str, int]:
     """Bytes of weights that one step reads, by part: a token's `top_k` experts count at their layer's mean size."""
     from moepack.runtime.planning.fixed import top_k
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,12 +23,16 @@ from . import op  # noqa: F401  # registers the operator
 from .handles import EVERYWHERE, RUN_THERE, LayerCall, LayerExperts, Snapshot
 from .host_tier import HostTier
 
+if TYPE_CHECKING:
+    from moepack.families.interface import ExpertsModule
+    from moepack.runtime.kernels.routing_triton import Routed
+
 _HOST = frozenset({Where.HOST})
 CLOSED = "this model was closed: load the bundle again"
 IMPLEMENTATION = "moepack"  # the name under which transformers knows `experts_forward`
 
 
-def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(self: ExpertsModule, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Run the experts of one layer from their active versions. Transformers calls it for every family.
 
     Args:
@@ -80,11 +84,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         snapshot = step.snapshots[position]
         if experts.of.critical is not None:
             snapshot = experts.of.critical.choose(snapshot, step, position)
-    call = LayerCall(self, snapshot, hidden_states, top_k_index, top_k_weights, routed=few)
-    if (step is not None and step.paging is None) or not snapshot.in_window:
-        return _run(call)
-    with _window(step).run(position, snapshot, top_k_index, step) as call.pages:
-        return _run(call)
+    return _run(LayerCall(self, snapshot, hidden_states, top_k_index, top_k_weights, routed=few))
 
 
 def _count(step: Step, position: int, index: Tensor, weights: Tensor, fused: bool) -> None:
@@ -104,14 +104,7 @@ def _count(step: Step, position: int, index: Tensor, weights: Tensor, fused: boo
         watcher.add(position, routing)
 
 
-def _window(step: Step | None) -> Any:
-    """The `Paging` of experts in a window."""
-    if step is None or step.paging is None:
-        raise InputError(CLOSED)
-    return step.paging
-
-
-def _few(experts: LayerExperts, step: Step | None, index: Tensor, weights: Tensor) -> Any:
+def _few(experts: LayerExperts, step: Step | None, index: Tensor, weights: Tensor) -> Routed | None:
     """The routing of few tokens on a GPU, made and counted on the device; `None` elsewhere."""
     if experts.of.backend != "triton":
         return None
@@ -222,9 +215,6 @@ def _rows(call: LayerCall, threads: int | None = None) -> Tensor:
         from .cpu import rows
 
         return rows(call, threads)
-    if call.pages is not None:  # torch's code does not wait for each matrix
-        for matrix in range(len(call.experts.of.layer.matrices)):
-            call.pages.ready(matrix)
     return reference_rows(call)
 
 

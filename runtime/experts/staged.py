@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -26,13 +26,13 @@ NONE = (1 << VERSION_BITS) - 1  # a word of no version: kernels pass over its ex
 class Gpu(Protocol):
     """What a stage asks of a GPU: its computing stream, and events on it."""
 
-    def computing(self) -> contextlib.AbstractContextManager[Any]:
+    def computing(self) -> contextlib.AbstractContextManager[object]:
         """Issue work on the stream that computes."""
 
-    def wait(self, event: Any) -> None:
+    def wait(self, event: torch.cuda.Event) -> None:
         """Let that stream wait for an event; the host does not."""
 
-    def mark(self) -> Any:
+    def mark(self) -> torch.cuda.Event:
         """Return an event that comes when the work issued so far has ended."""
 
 
@@ -44,7 +44,7 @@ class Stage:
         self._gpu = gpu
         self._rows = memory.view(torch.int32).view(-1, block // 4)
         self._lock = threading.Lock()
-        self._last: Any = None  # the end of the work on it
+        self._last: torch.cuda.Event | None = None  # the end of the work on it
         with torch.inference_mode(False):
             words = [row.data_ptr() for row in self._rows]
             self._words = torch.tensor(words, dtype=torch.int64, device=memory.device)

@@ -15,15 +15,18 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer
 from moepack.runtime.step.context import current
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 WATCHED = ("eager", "sdpa")  # names of attention functions
 ELEMENT = 12  # bytes of memory to compute one attention weight: the product, in float32, and its softmax
@@ -70,7 +73,9 @@ def attention_received(
     for b in range(batch):
         at = torch.arange(queries, device=query.device) if text is None else text[b].nonzero()[:, 0]
         for begin, some in zip(range(0, max(1, len(at)), rows), at.split(rows), strict=True):
-            last = begin + len(some) - 1 if text is None else int(some[-1]) if len(some) else queries - 1
+            last = begin + len(some) - 1
+            if text is not None:
+                last = int(some[-1]) if len(some) else queries - 1
             seen = keys if not causal else last + 1 + (0 if mask is None else keys - queries)
             hidden: Tensor | None = None  # [heads or 1, rows, seen]
             if mask is not None:
@@ -120,7 +125,7 @@ class _Pass(threading.local):
 class TokenImportance:
     """The heavy hitters of prompts that are being read, by layer: of one in every thread."""
 
-    def __init__(self, model: Any, layers: Sequence[ExpertLayer], share: float, workspace: int) -> None:
+    def __init__(self, model: PreTrainedModel, layers: Sequence[ExpertLayer], share: float, workspace: int) -> None:
         """Find the attention of each layer with experts. A `share` of a sequence's tokens are heavy hitters.
 
         `workspace` bytes hold attention weights. Raises InputError when a layer's attention cannot be observed.
@@ -128,7 +133,7 @@ class TokenImportance:
         self._share = share
         self._workspace = workspace
         self._positions = {id(_attention_of(model, layer.module)): i for i, layer in enumerate(layers)}
-        configs = [m.config for m in model.modules() if hasattr(m, "config")]
+        configs: list[Any] = [m.config for m in model.modules() if hasattr(m, "config")]
         self._configs = list({id(c): c for c in configs if hasattr(c, "_attn_implementation_internal")}.values())
         self._kind = type(model).__name__
         self._pass = _Pass()
@@ -164,7 +169,7 @@ class TokenImportance:
             mine.text = None
             mine.heavy.clear()
 
-    def saw(self, module: Any, query: Tensor, key: Tensor, mask: Tensor | None, given: dict[str, Any]) -> None:
+    def saw(self, module: object, query: Tensor, key: Tensor, mask: Tensor | None, given: dict[str, Any]) -> None:
         """Compute and keep the heavy hitters of one attention layer's call; `given` are its further arguments."""
         position = self._positions.get(id(module))
         if position is None or (query.shape[0], query.shape[2]) != self._pass.shape:
@@ -208,7 +213,7 @@ def refused(kind: str, why: str) -> InputError:
     )
 
 
-def _attention_of(model: Any, experts: str) -> Any:
+def _attention_of(model: PreTrainedModel, experts: str) -> nn.Module:
     """Find the attention module in the decoder layer that has these experts. Raises InputError if there is none."""
     path = experts.split(".")
     ends = [
@@ -225,11 +230,11 @@ def _attention_of(model: Any, experts: str) -> Any:
     raise refused(type(model).__name__, name or experts)
 
 
-def _watched(run: Callable[..., Any]) -> Callable[..., Any]:
+def _watched(run: Callable[..., object]) -> Callable[..., object]:
     """Return an attention function that calls `run`, and lets the running step's `TokenImportance` see the call."""
 
     @functools.wraps(run)  # who asks whose function it is, as for kernels that stand in for transformers' own, is told
-    def forward(*args: Any, **given: Any) -> Any:
+    def forward(*args: Any, **given: Any) -> object:
         out = run(*args, **given)
         step = current()
         if step is not None and step.importance is not None:  # set by ForwardWrapper.step for a prompt
@@ -243,7 +248,9 @@ def _watched(run: Callable[..., Any]) -> Callable[..., Any]:
 _kept = functools.cache(_watched)  # others keep one function for each that they get
 
 
-def _called(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any) -> Any:
+def _called(
+    module: object, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
+) -> tuple[object, Tensor, Tensor, Tensor | None, dict[str, Any]]:
     """The arguments of `saw`, by the names that families may call an attention function with."""
     return module, query, key, attention_mask, given
 
@@ -254,16 +261,18 @@ def _watch_all() -> None:
     by_name = AttentionInterface.get_interface
     by_index = AttentionInterface.__getitem__
 
-    def seen(name: str, found: Callable[..., Any]) -> Callable[..., Any]:
+    def seen(name: str, found: Callable[..., object]) -> Callable[..., object]:
         if name not in WATCHED or torch.compiler.is_compiling() or getattr(found, "is_watched", False):
             return found
         plain = isinstance(found, types.FunctionType) and found.__closure__ is None  # which lives as long as its module
         return _kept(found) if plain else _watched(found)
 
-    def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+    def get_interface(
+        self: AttentionInterface, attn_implementation: str, default: Callable[..., object]
+    ) -> Callable[..., object]:
         return seen(attn_implementation, by_name(self, attn_implementation, default))
 
-    def getitem(self: Any, name: str) -> Callable[..., Any]:
+    def getitem(self: Any, name: str) -> Callable[..., object]:
         return seen(name, by_index(self, name))  # type: ignore[no-untyped-call]
 
     AttentionInterface.get_interface = get_interface  # type: ignore[method-assign]

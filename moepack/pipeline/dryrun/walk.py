@@ -12,9 +12,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moepack.pack.layer_file import header_size
+from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.spec import DenseMatrix, Version, dense_layers, lossy
 from moepack.runtime.devices.glibc import reusing
 from moepack.shared.progress import Reporter
@@ -266,7 +267,7 @@ class DryRun:
         # A layer's batches run in rounds of `at_once`; the last round may leave workers idle.
         return one * -(-batches // at_once) / batches
 
-    def result(self, rates: Mapping[str, Any], keep: bool, linked: bool) -> Estimate:
+    def result(self, rates: JsonObject, keep: bool, linked: bool) -> Estimate:
         """Scale the measurements to the whole build.
 
         `rates` are the disk's, from `disk_rates`. `keep`: activations are kept. `linked`: the bundle's layer

@@ -14,14 +14,13 @@ import pytest
 import torch
 from fake_cuda import REGISTERS
 from gpu_stand_in import StandIn
-from live_models import at, ids, load, logits, same, same_at_once, wait_for
+from live_models import at, ids, load, logits, same, wait_for
 from tiny_models import build_tiny
 
 import moepack
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import MEMORY_PAGE
-from moepack.reports.plan import plan
 from moepack.runtime import attach
 from moepack.runtime.devices.cpu import READERS
 from moepack.runtime.devices.cuda_memory import ReadMemory
@@ -29,7 +28,6 @@ from moepack.runtime.experts import backends
 from moepack.runtime.experts import gpu as gpu_module
 from moepack.runtime.planning import plan as plan_module
 from moepack.runtime.planning.fixed import page_entries
-from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.plan import make_plan, pinned_bytes
 from moepack.runtime.policies.contract import Interval, Setting
 from moepack.runtime.policies.lru import NEWCOMERS, Recent, RecentOptions
@@ -256,16 +254,6 @@ def test_a_bundle_of_one_version(demo_model: Path, text: Path, tmp_path: Path) -
     assert 0 < at(model, "bf16") < 16
 
 
-def test_it_is_not_the_process_alone(small: Path) -> None:
-    """A limit of the process does not count it, so both together are refused: by loading, and by a plan."""
-    options = LoadOptions(policy=HOT, memory="8GB")
-    for asked in (lambda: moepack.load(small, policy=HOT, memory="8GB"), lambda: plan(small, options)):
-        with pytest.raises(InputError, match=r"policy hotness:.* keeps experts in host memory .* process's memory"):
-            asked()
-    made = [plan(small, LoadOptions(policy=HOT, device_memory=1 << 30, device=device)) for device in ("cuda", "cpu")]
-    assert [p.pinned_bytes for p in made] == [24 * 8192, 0]
-
-
 def test_layers_share_the_cache_evenly(small: Path) -> None:
     """A prompt that uses all experts alike leaves no layer without, and few come at a time."""
     experts, version = [32] * 8, open_bundle(small).versions[1]
@@ -282,10 +270,6 @@ def test_layers_share_the_cache_evenly(small: Path) -> None:
     layers = [sum(key[0] == p for key in held) for p in range(8)]
     assert min(layers) >= 8, layers
     assert policy.decide(Interval(10.0, room, [np.zeros(n, np.int64) for n in experts])) is None
-
-
-def test_threads_read_and_promote_at_once(small: Path, want: dict[int, torch.Tensor]) -> None:
-    same_at_once(load(small, RECENT, room=ROOM, **ALL), want, tuple(want), threads=3, rounds=12)
 
 
 def test_page_entries_are_in_the_budget(small: Path) -> None:

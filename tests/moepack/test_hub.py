@@ -232,10 +232,7 @@ def test_eval_and_generate_by_hub_id(client: Client, bundle: Path, demo_model: P
     """Bundles and plain checkpoints; the same numbers as from their directories."""
     client.hub.files["someone/model"] = {p.name: p.read_bytes() for p in demo_model.iterdir()}
     options = ("-d", evaluation, "--length", "32", "--samples", "2", "-q", "--json")
-    for name, path, policy in (
-        ("someone/mini", bundle, ("--policy", "static:w2")),
-        ("someone/model", demo_model, ()),
-    ):
+    for name, path, policy in (("someone/mini", bundle, ("--policy", "static:w2")), ("someone/model", demo_model, ())):
         scores = []
         for source in (name, path):
             scores.append(json.loads(ok(cli("eval", source, *options, *policy))))

@@ -64,7 +64,6 @@ FULL: dict[str, str] = {
     "whole/test_quality.py::test_better_than_rounding": "a build more; quantize/test_quantize",
     "whole/test_rotated.py::test_added_versions": "a build more; pipeline/test_add",
     "moepack/reports/test_speed.py::test_a_plan_predicts": "every policy is replayed; the other tests predict one",
-    "quantize/test_refine.py::test_any_number_of_workers": "the same build three times; pipeline/test_executors",
     "runtime/dense/test_file_rows.py::test_a_converted": "a model more; test_under_a_memory_limit",
     "runtime/dense/test_file_rows.py::test_llama4": "a family more; families/test_llama4",
     "runtime/planning/test_fixed.py::test_plans_do_not_depend": "every instruction set in turn; test_choice",

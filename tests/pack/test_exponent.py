@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import multiprocessing
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from moepack.pack.codec import exponent, exponent_fast
 from moepack.pack.codec.checks import check_lossless
-from moepack.pack.codec.exponent import HEADER, TILE
+from moepack.pack.codec.exponent import HEADER, TILE, make_code
 from moepack.pack.codec.lossless import LosslessMatrix
 from moepack.pack.errors import CodecError
 from moepack.pack.spec import Matrix, Version
@@ -88,6 +89,30 @@ def test_decodes_from_any_offset_and_into_a_slice() -> None:
         out = np.zeros(bits.size + 8, np.uint16)
         exponent_fast.decode_into(room[shift:], out[4:-4])
         assert np.array_equal(out[4:-4], bits) and not out[:4].any() and not out[-4:].any()
+
+
+def huffman_cost(weights: list[int]) -> int:
+    """Total code bits of an unlimited Huffman code, by the textbook heap."""
+    heap, total = list(weights), 0
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        a, b = heapq.heappop(heap), heapq.heappop(heap)
+        total += a + b
+        heapq.heappush(heap, a + b)
+    return total
+
+
+def test_code_lengths_are_optimal_and_capped() -> None:
+    counts = np.zeros(256, np.int64)
+    counts[100:108] = [5, 9, 12, 13, 16, 45, 3, 7]
+    code = make_code(counts)
+    cost = sum(int(counts[code.exponent[s]]) * int(code.length[s]) for s in range(8))
+    assert cost == huffman_cost([5, 9, 12, 13, 16, 45, 3, 7])
+    counts[:] = 0
+    counts[:15] = [2**k for k in range(15)]  # an unlimited code would need 14 bits
+    capped = make_code(counts)
+    used = capped.length[capped.length > 0]
+    assert used.max() == 8 and sum(2.0 ** -int(v) for v in used) == 1
 
 
 def test_full_tiles_of_a_large_matrix_have_no_loose_bits() -> None:

@@ -23,7 +23,7 @@ from moepack.runtime.store import files as store_module
 from moepack.runtime.store import filling, host_limit, pinning
 from moepack.runtime.store.cudart import PORTABLE, READ_ONLY, CudaError, Cudart
 from moepack.runtime.store.files import BackingStore
-from moepack.runtime.store.pinned import HostStore
+from moepack.runtime.store.pinned import HostStore, plan_pieces
 from moepack.runtime.store.pinning import Mode
 
 GIB = 1 << 30
@@ -260,6 +260,19 @@ def test_a_limit_leaves_the_least_wanted_in_files(opened: BackingStore) -> None:
     nothing = filled(opened, FakeCudart(NO_MAPPINGS), 0)
     assert nothing.state()["pinned_bytes"] == 0 and nothing.state()["file_bytes"] == whole
     nothing.close()
+
+
+def test_regions_in_order() -> None:
+    sizes = {("bf16", p): dict.fromkeys(range(4), 10) for p in range(2)}
+    wanted = {("bf16", 0): [1.0, 4.0, 2.0, 3.0], ("bf16", 1): [9.0, 0.0, 0.0, 8.0]}
+    gathered = plan_pieces(sizes, wanted, 1000, in_place=False, most=20)
+    assert [(p.file[1], p.experts) for p in gathered] == [(0, (1, 3)), (1, (0, 3)), (0, (2, 0)), (1, (1, 2))]
+    in_place = plan_pieces(sizes, wanted, 1000, in_place=True, most=20)
+    assert [(p.file[1], p.experts) for p in in_place] == [(0, (0, 1)), (1, (0, 1)), (0, (2, 3)), (1, (2, 3))]
+    few = plan_pieces(sizes, wanted, 35, in_place=False, most=20)
+    assert {(p.file[1], e) for p in few for e in p.experts} == {(1, 0), (1, 3), (0, 1)}
+    large = plan_pieces({("w4", 0): {0: 50, 1: 50}}, {("w4", 0): [1, 2]}, 60, in_place=False, most=20)
+    assert [(p.experts, p.size) for p in large] == [((1,), 50)], "an extent above a region's size is one of its own"
 
 
 def test_pieces_are_used_one_after_another(opened: BackingStore) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,10 +18,9 @@ from benchmarks.limited import make as maker
 from benchmarks.limited import rows as measured
 from benchmarks.limited.bundle import write_bundle
 from benchmarks.limited.cage import Cage
-from benchmarks.limited.shapes import SHAPES, TOPICS, place, text, word
+from benchmarks.limited.shapes import SHAPES, TOPICS, place, text
 from benchmarks.limited.weights import Weights, to_float
 from benchmarks.peers.worker import PeerError
-from benchmarks.tables.peers import limited_rows
 from moepack.pack.reader import open_bundle
 from moepack.reports.verify import verify
 
@@ -88,14 +86,6 @@ def test_a_generated_bundle_of_released_experts(tmp_path: Path) -> None:
     )
     wanted = (torch.nn.functional.silu(x.float() @ gate.T) * (x.float() @ up.T)) @ down.T
     assert 0.05 < ((got - wanted).square().mean() / wanted.square().mean()).sqrt() < 0.25  # what four bits lose
-
-
-def test_every_id_is_a_word_of_its_tokenizer(bundle: Path) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(bundle)
-    ids = [*text(1, 50, 3), TINY.vocabulary - 1]
-    assert tokenizer.decode(ids) == " ".join(map(word, ids)) and tokenizer.encode(tokenizer.decode(ids)) == ids
 
 
 def test_layers_have_files_of_their_own_and_repeat(bundle: Path) -> None:
@@ -204,44 +194,3 @@ def test_a_row_cut_short_has_what_was_decoded() -> None:
     said = [{"loaded": True, "read": 0, "at": 1.0}, line(512, 4.0, 0) | {"at": 5.0}, *[line(1, 2.0, 0)] * 5]
     found = measured.summary(said, 512)
     assert found["decode tokens/s"] == 0.5 and found["decoded"] == 5 and "prefill tokens/s" not in found
-
-
-def test_options_of_a_side_are_told_apart() -> None:
-    assert measured.moepack_options("hotness:lo=stored:dense=w4") == ["hotness:lo=stored", "dense=w4"]
-    assert measured.moepack_options("lru") == ["lru"]
-
-
-def test_a_side_held_to_avx2(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "bundle_of", lambda shape: bundle)
-    for ending, variables in (("", {}), (":avx2", measured.AVX2)):
-        asked = measured.Asked(f"moepack:lru:dense=w4{ending}:read-ahead=128", 10**9, 8, 8, 1.0, 1)
-        assert asked.environment == variables and json.loads(asked.command(TINY)[-1])["options"] == ["lru", "dense=w4"]
-
-
-def test_rows_are_a_table_and_replace_their_own(tmp_path: Path) -> None:
-    rows = [{"side": SIDE, "cage GB": 6.0, "decode tokens/s": 1.2345}, {"side": SIDE, "cage GB": 10.0}]
-    measured.kept(tmp_path / "rows.json", {"side": SIDE, "cage GB": 6.0, "result": "killed"}, rows)
-    assert [r["cage GB"] for r in rows] == [10.0, 6.0] and rows[1]["result"] == "killed"
-    columns, (one, two) = limited_rows(rows)
-    assert len(one) == len(columns) and two == ["6", SIDE.replace("moepack", "**moepack**"), *[""] * 8, "killed"]
-
-
-def test_the_picture_has_both_programs_and_their_divergences() -> None:
-    from benchmarks.draw.limited import divergence, drawn
-
-    known = {"w4, dense w4": 2.0, "w2, dense w4": 8.0, "Q4_K_M": 5.0}
-    rows = [
-        {"side": SIDE, "cage GB": 6.0, "decode tokens/s": 2.0, "served w4": 0.75, "served w2": 0.25},
-        {"side": "llama:Q4_K_M", "cage GB": 6.0, "result": "killed: out of memory"},
-        {"side": "llama:Q4_K_M", "cage GB": 10.0, "decode tokens/s": 0.5},
-    ]
-    assert [divergence(r, known) for r in rows] == [3.5, 5.0, 5.0]
-    assert divergence({"side": "moepack:lru"}, known) is None
-    import matplotlib
-
-    matplotlib.use("Agg")
-    figure = drawn(rows, known)
-    axis = figure.axes[0]
-    words = {t.get_text() for t in axis.texts}
-    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["moepack hotness:lo=stored", "llama.cpp Q4_K_M"]
-    assert {"KL 3.5", "KL 5"} < words

@@ -202,15 +202,7 @@ def test_mxfp4_agrees_with_transformers() -> None:
     assert set((exact / 2.0 ** exact.abs().log2().floor()).abs().nan_to_num(0).unique().tolist()) == {0.0, 1.0, 1.5}
 
 
-@pytest.mark.parametrize(
-    "quantization",
-    [
-        {"quant_method": "hqq", "bits": 4},
-        {"bits": 4},
-        "strange",
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("quantization", [{"quant_method": "hqq", "bits": 4}, {"bits": 4}, "strange"], ids=str)
 def test_other_methods_are_refused(quantization: object, demo_model: Path, tmp_path: Path) -> None:
     checkpoint = Path(shutil.copytree(demo_model, tmp_path / "checkpoint"))
     rewrite(checkpoint, load_file(checkpoint / "model.safetensors"), quantization)  # type: ignore[arg-type]

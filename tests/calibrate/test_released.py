@@ -355,12 +355,7 @@ BY_GROUPS = {
 SEVERAL: dict[str, tuple[str, str, dict[str, Any], str]] = {  # the experts' format, that of one, what else to say
     "ModelOpt": ("modelopt nvfp4", "modelopt fp8", {"quant_algo": "MIXED_PRECISION"}, "F8_E4M3 as {}, NVFP4 as {}"),
     "compressed-tensors": ("int4", "ct fp8 rows", {"config_groups": BY_GROUPS}, "F8_E4M3 as {}, INT4 as {}"),
-    "scales": (
-        "gptq",
-        "gptq",
-        {},
-        "int4 with a scale for 32 columns as {}, int4fp16 with a scale",
-    ),
+    "scales": ("gptq", "gptq", {}, "int4 with a scale for 32 columns as {}, int4fp16 with a scale"),
 }
 
 

@@ -14,7 +14,7 @@ import conformance
 import pytest
 import stages
 import yaml
-from conformance import Row, judged, reason_of, table, tried
+from conformance import Row, reason_of, table, tried
 from stages import STAGES, Stage
 
 HERE = Path(conformance.__file__).parent
@@ -86,10 +86,6 @@ def test_a_stage_that_goes_wrong_keeps_its_cases(environment: Path, then: str, w
     assert (row.passed, row.run, row.failed) == (1, 2, {"the program": why})
 
 
-def test_a_stage_without_cases_failed(environment: Path) -> None:
-    assert run(environment, [])[0].failed == {"the program": "it ran nothing"}
-
-
 def test_a_server_in_trouble_is_a_failure_and_is_ended(environment: Path) -> None:
     row, serving = run(environment, [("a", True)], trouble="the server ended with -11")
     assert row.failed == {"the server afterwards": "the server ended with -11"} and serving.ended == 1
@@ -159,8 +155,3 @@ def test_every_program_is_installed_by_the_suite() -> None:
         ours = {"transformers"}  # comes with this environment
         assert stage.program in (packages if stage.node else pinned | ours), stage.name
         assert (HERE / "stages" / stage.script).is_file()
-
-
-def test_a_single_case_is_named() -> None:
-    row = judged(Row("a", "1", "x"), [{"name": "706 requests", "ok": True, "why": ""}], {})
-    assert table([row]).endswith("| a | 1 | x | 706 requests |  |  |")

@@ -35,8 +35,6 @@ FULL: dict[str, str] = {
     "runtime/kernels/test_sanitised": "the libraries are compiled again under sanitisers",
     "benchmarks/test_gpu.py::test_kernels_compiled_anew": "kernels are compiled; the committed table is read",
     "benchmarks/test_gpu.py::test_the_gpu_half": "interpreted kernels; kernels/test_affine_triton checks the numbers",
-    "whole/test_encodings.py::test_down_has": "a whole build; pack/test_format_document decodes the same versions",
-    "whole/test_lacking.py::test_without_each": "fourteen packages one at a time; test_without_any hides all",
     # Processes of our own, killed or measured
     "moepack/pipeline/test_bound.py::test_activations_in_a_file": "measures a process; the other tests",
     "runtime/test_process_limit.py::test_a_process_keeps_its_limit": "a process in a cage",
@@ -46,9 +44,7 @@ FULL: dict[str, str] = {
     "moepack/pipeline/test_add.py::test_killed_at_every_step": "kills; the other tests stop between steps",
     "moepack/pipeline/test_bound.py::test_a_build_stays": "measures a process; the other tests",
     "runtime/planning/test_fixed.py::test_the_process_takes": "measures a process; the other tests",
-    "runtime/kernels/test_isa.py::test_libraries_stay_below_it": "processes; `.ci/run` runs two levels",
     "runtime/kernels/test_affine_native.py::test_without_the_extension": "a process; kernels/test_by_torch",
-    "runtime/test_load.py::test_registers_whichever": "processes",
     "runtime/test_load.py::test_a_process_that_does_not_close": "a process; residency/test_worker",
     "benchmarks/test_limited.py::test_a_refusal_is_a_row": "a process in a cage",
     # Interpreted kernels of GPUs, 2 to 20 s each
@@ -67,13 +63,11 @@ FULL: dict[str, str] = {
     "whole/test_quality.py::test_better_than_rounding": "a build more; quantize/test_quantize",
     "whole/test_rotated.py::test_added_versions": "a build more; pipeline/test_add",
     "moepack/reports/test_speed.py::test_a_plan_predicts": "every policy is replayed; the other tests predict one",
-    "quantize/test_refine.py::test_any_number_of_workers": "the same build three times; pipeline/test_executors",
     "runtime/dense/test_file_rows.py::test_a_converted": "a model more; test_under_a_memory_limit",
     "runtime/dense/test_file_rows.py::test_llama4": "a family more; families/test_llama4",
     "runtime/planning/test_fixed.py::test_plans_do_not_depend": "every instruction set in turn; test_choice",
     "runtime/planning/test_choice.py::test_it_is_the_same_everywhere": "every instruction set in turn",
     "pack/test_hostile.py::test_a_case_that_does": "shows that the tests can fail",
-    "whole/test_quality.py::test_bit_identity": "as a command does it; pipeline/test_build compares the same bytes",
     "moepack/pipeline/test_shrink.py::test_a_budget_chooses": "plans again for each budget; test_hub's budget",
     "whole/test_examples": "examples/ as scripts",
 }

@@ -219,23 +219,12 @@ def test_load_by_hub_id(client: Client, tmp_path: Path) -> None:
     }, "what one policy fetched is there for the next"  # fmt: skip
 
 
-def test_build_from_a_hub_id(client: Client, demo_model: Path, text: Path, tmp_path: Path) -> None:
-    client.hub.files["someone/model"] = {p.name: p.read_bytes() for p in demo_model.iterdir()}
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text("quantize: {method: rtn}\ncalibration: {samples: 4, length: 64}\nversions: [bf16, w2]\n")
-    ok(cli("build", "someone/model", "-o", tmp_path / "b", "-r", recipe, "-c", text, "-q"))
-    assert verify(tmp_path / "b", demo_model) == []
-
-
 @pytest.mark.usefixtures("pushed")
 def test_eval_and_generate_by_hub_id(client: Client, bundle: Path, demo_model: Path, evaluation: Path) -> None:
     """Bundles and plain checkpoints; the same numbers as from their directories."""
     client.hub.files["someone/model"] = {p.name: p.read_bytes() for p in demo_model.iterdir()}
     options = ("-d", evaluation, "--length", "32", "--samples", "2", "-q", "--json")
-    for name, path, policy in (
-        ("someone/mini", bundle, ("--policy", "static:w2")),
-        ("someone/model", demo_model, ()),
-    ):
+    for name, path, policy in (("someone/mini", bundle, ("--policy", "static:w2")), ("someone/model", demo_model, ())):
         scores = []
         for source in (name, path):
             scores.append(json.loads(ok(cli("eval", source, *options, *policy))))

@@ -10,30 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import random_matrix
 
-from moepack.pack.codec.bits import bf16_to_float32, join_planes, pack_plane, split_planes
+from moepack.pack.codec.bits import bf16_to_float32, join_planes, split_planes
 from moepack.pack.spec import PAGE, SECTION, Matrix, Version
-
-
-def test_plane_bit_order() -> None:
-    """Column c stands at bits c*p of the row, low bits first: 1, 2, 3 ... in nibbles read backwards in hexadecimal."""
-    for values, bits, words in (
-        ([1, 2, 3, 4, 5, 6, 7, 8, 9], 4, [0x87654321, 0x9]),
-        ([1, 0, 0, 1], 1, [0b1001]),
-        ([3, 0, 1], 2, [0b010011]),
-    ):
-        packed = pack_plane(np.array([values], np.uint8), bits)
-        assert packed[0, :, 0].tolist() == words and not packed[0, :, 1:].any()
-
-
-def test_a_block_holds_sixteen_rows_side_by_side() -> None:
-    packed = pack_plane(np.arange(18, dtype=np.uint8)[:, None] % 16 * np.ones((1, 9), np.uint8), 4)
-    assert packed.shape == (2, 2, 16)
-    assert packed[0, 1].tolist() == list(range(16)) and packed[1, 1].tolist() == [0, 1] + [0] * 14
-
-
-def test_three_bits_split_low_two_first() -> None:
-    low, high = split_planes(np.array([[0b110, 0b011]], np.uint8), (2, 1))
-    assert low[0, 0, 0] == 0b1110 and high[0, 0, 0] == 0b01
 
 
 @given(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from moepack.pack.codec import exponent, exponent_fast
 from moepack.pack.codec.checks import check_lossless
-from moepack.pack.codec.exponent import HEADER, TILE, Code, make_code
+from moepack.pack.codec.exponent import HEADER, TILE, make_code
 from moepack.pack.codec.lossless import LosslessMatrix
 from moepack.pack.errors import CodecError
 from moepack.pack.spec import Matrix, Version
@@ -114,12 +114,6 @@ def test_code_lengths_are_optimal_and_capped() -> None:
     capped = make_code(counts)
     used = capped.length[capped.length > 0]
     assert used.max() == 8 and sum(2.0 ** -int(v) for v in used) == 1
-
-
-def test_canonical_code_words() -> None:
-    length = np.zeros(16, np.uint8)
-    length[[0, 1, 2, 15]] = [1, 3, 3, 2]
-    assert Code(np.zeros(16, np.uint8), length).codewords()[[0, 15, 1, 2]].tolist() == [0b0, 0b10, 0b110, 0b111]
 
 
 def test_full_tiles_of_a_large_matrix_have_no_loose_bits() -> None:

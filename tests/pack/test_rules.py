@@ -1,6 +1,6 @@
 """Every rule of FORMAT.md with an edit that breaks it and nothing else: refused in one line, by the kind of problem.
 
-The edits are in helpers/broken_rules; those here are allowed. Random ones are in test_random_edits.py.
+The edits are in helpers/broken_rules; those here are allowed. Random ones are those of benchmarks.hostile.
 """
 
 from __future__ import annotations

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from support import RTN
 from true_losses import Case, generated
 
 from moepack.calibrate.experts import finish, hidden
 from moepack.calibrate.gather import gather_batch
 from moepack.pack.spec import Version
-from moepack.pipeline import build as pipeline
-from moepack.pipeline.recipe import parse_recipe
-from moepack.quantize import expert_batch
 from moepack.quantize.expert_batch import RIDGE, SPARSE, ExpertBatch, Settings, quantise_batch, refit_down
 from moepack.quantize.grid import Quantised, dequantise
 from moepack.quantize.methods import quantise
@@ -93,24 +88,3 @@ def test_experts_without_tokens_are_fitted_to_the_layers(case: Case) -> None:
     for zero in (first, Quantised(first.codes * 0, first.scale, first.zero)):
         made = refit_down(batch, PLAIN, VERSIONS[1], zero)
         assert bool(torch.isfinite(dequantise(made, VERSIONS[1])).all())
-
-
-def test_any_number_of_workers_writes_the_same_bytes(
-    short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Batches of four experts, one at a time and two; other bytes than without `refine`."""
-    monkeypatch.setattr(expert_batch, "MOST", 4)
-    recipe = parse_recipe(f"versions: [w4, w1]\n{RTN}".replace("rtn", "gptq, refine: true"), "r")
-    plain = parse_recipe(recipe.text.replace(", refine: true", ""), "r")
-    pipeline.calibrate(short_model, tmp_path / "work", recipe, [text])
-    before, made = torch.get_num_threads(), []
-    try:
-        for threads, how in ((1, recipe), (2, recipe), (2, plain)):
-            torch.set_num_threads(threads)
-            pipeline.quantize(tmp_path / "work", how, fresh=True)
-            folder = tmp_path / "work" / "quantize"
-            made.append({str(p.relative_to(folder)): p.read_bytes() for p in folder.glob("layer-*/*.safetensors")})
-    finally:
-        torch.set_num_threads(before)
-    assert made[0] == made[1] and len(made[0]) == 6
-    assert {name for name in made[0] if made[0][name] != made[2][name]} == set(made[0])

@@ -11,16 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from live_models import plain_twin
-from support import damage, flip, random_matrix
+from support import damage, flip
 from transformers.quantizers.base import HfQuantizer
 
 import moepack
 from benchmarks import resources
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.reader import open_bundle
-from moepack.pack.spec import Matrix, Version
 from moepack.runtime.attach import load_map
-from moepack.runtime.kernels.reference import dequantise
 from moepack.runtime.plugin import MoepackQuantizer
 from moepack.runtime.policies.maps import static_map
 from moepack.runtime.policies.registry import parse_policy
@@ -40,19 +38,6 @@ def test_served_weights_are_packs_weights(bundle: Path, version: str, dtype: tor
             else:
                 exact = torch.from_numpy(matrix.dequantise(described))
             assert torch.equal(layer.current.weight(expert, m, dtype), exact.to(dtype))
-
-
-@pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
-@pytest.mark.parametrize("group_size", [32, 64, 128])
-def test_reference_kernel_at_odd_shapes(bits: int, group_size: int) -> None:
-    version = Version.of(f"w{bits}", group_size)
-    matrices = (Matrix("gate_up", 6, 2880 // 8, True), Matrix("down", 5, 33, True))
-    values = [random_matrix(m, version, i) for i, m in enumerate(matrices)]
-    extent = torch.from_numpy(version.encode(matrices, values)[0])
-    for i, m in enumerate(matrices):
-        sections = {s.kind: s for s in version.sections(matrices) if s.matrix == i}
-        got = dequantise(extent, sections, m, version, torch.float32)
-        assert torch.equal(got, torch.from_numpy(values[i].dequantise(version)))
 
 
 def test_mixed_versions_in_one_layer(bundle: Path, demo_model: Path, tmp_path: Path) -> None:
@@ -151,21 +136,6 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import moepack\nfrom transformers import AutoModelForCausalLM",
-        "import transformers.quantizers.auto\nimport moepack\nfrom transformers import AutoModelForCausalLM",
-    ],
-)
-def test_registers_whichever_is_imported_first(bundle: Path, imports: str) -> None:
-    """And transformers has nothing to report."""
-    out = python(f"{imports}\nprint(AutoModelForCausalLM.from_pretrained({str(bundle)!r}).moepack.policy)")
-    assert out.returncode == 0, out.stderr
-    assert out.stdout.strip() == "static"
-    assert "import moepack" not in out.stderr and "LOAD REPORT" not in out.stderr, out.stderr
-
-
 def test_loads_where_transformers_hands_over_no_model(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As transformers 5.19 calls the quantiser, which vLLM 0.32 pins; the limit still finds its model."""
     own = MoepackQuantizer.update_weight_conversions
@@ -184,18 +154,6 @@ def test_without_moepack_nothing_is_served(bundle: Path) -> None:
     assert (
         len([x for x in out.stderr.splitlines() if x.startswith("import moepack first: this is a moepack bundle")]) == 1
     )
-
-
-def test_load_says_what_is_wrong(tmp_path: Path, demo_model: Path, bundle: Path) -> None:
-    for path, word in (
-        (demo_model, "not a bundle"),
-        (tmp_path, "not a bundle"),
-        ("no/such/thing", "no such directory"),
-    ):
-        with pytest.raises(InputError, match=word):
-            moepack.load(path)
-    with pytest.raises(InputError, match="device"):
-        moepack.load(bundle, device="warp:9")
 
 
 # --- evaluation

@@ -104,20 +104,8 @@ def in_cage(limit: int, *words: str | Path) -> tuple[int, str, str, int]:
 
 def test_a_process_keeps_its_limit_in_a_cage(bundle: Path, evaluation: Path) -> None:
     """At the least limit that the refusal names, in a control group of just that size."""
-    words = (
-        "eval",
-        bundle,
-        "-d",
-        evaluation,
-        "--samples",
-        "8",
-        "--length",
-        "256",
-        "--policy",
-        "hotness",
-        "--json",
-        "-q",
-    )
+    words: list[str | Path] = ["eval", bundle, "-d", evaluation, "--policy", "hotness", "--json", "-q"]
+    words += ["--samples", "8", "--length", "256"]
     code, _, said, _ = in_cage(2 * GIB, *words, "--memory", "500MB")
     found = re.search(r"a memory limit of 500000000 bytes is too small: the least that would do is (\d+) bytes", said)
     assert code == 2 and found and said.count("\n") == 1, said

@@ -142,41 +142,6 @@ def test_a_bundle_holds_it_and_a_cpu_serves_it(
         open_bundle(tmp_path / "bundle")
 
 
-MIXED = """
-versions: [bf16, w4d5, w3d4, w2d3, w2, w1d2, w1]
-quantize: {loss_tokens: 256}
-calibration: {samples: 16, length: 128, batch_size: 8}
-"""
-
-
-def test_down_has_a_bit_more(demo_model: Path, text: Path, tmp_path: Path) -> None:
-    """Built, verified, measured and served from packed bytes; its down has the codes of its own width."""
-    recipe = parse_recipe(MIXED, "mixed")
-    sizes = {v.name: v.group_size for v in recipe.version_specs()}
-    assert sizes == {"bf16": 0, "w4d5": 128, "w3d4": 128, "w2d3": 128, "w2": 64, "w1d2": 128, "w1": 64}
-    build(demo_model, tmp_path / "bundle", recipe, [text])
-    assert verify(tmp_path / "bundle") == []
-    opened = open_bundle(tmp_path / "bundle")
-    tables = opened.calibration()
-    loss = {v: np.mean([row.relative[:, i] for row in tables.layers]) for i, v in enumerate(tables.versions)}
-    assert 2 * loss["w4d5"] < loss["w3d4"] < loss["w2d3"] < 0.75 * loss["w2"] and loss["w1d2"] < 0.75 * loss["w1"], loss
-    ids = torch.arange(40)[None]
-    exact = moepack.load(tmp_path / "bundle", policy="static:bf16")(ids).logits.float()
-    error = {}
-    for name, bits in (("w4d5", 4), ("w3d4", 3), ("w2d3", 2), ("w2", 2), ("w1d2", 1), ("w1", 1)):
-        expert = opened.expert(name, opened.layers[0].index, 3)
-        more = int(encoding_of(name).by_matrix)
-        assert [int(m.codes.max()) for m in expert.decode()] == [2**bits - 1, 2 ** (bits + more) - 1]
-        model = moepack.load(tmp_path / "bundle", policy=f"static:{name}")
-        with torch.no_grad():
-            error[name] = float((model(ids).logits.float() - exact).norm())
-        served = model.model.layers[opened.layers[0].index].mlp.experts._moepack.current
-        assert served.of.backend == "native", "C reads each matrix by its own bits"
-        for m, want in enumerate(expert.numpy().values()):
-            assert np.array_equal(served.weight(3, m, torch.float32).numpy(), want)
-    assert error["w4d5"] < error["w3d4"] < error["w2d3"] < error["w2"] and error["w1d2"] < error["w1"], error
-
-
 def test_mixed_versions_are_for_experts_alone(demo_model: Path) -> None:
     with pytest.raises(InputError, match="dense: w2d3 is for experts alone"):
         parse_recipe("dense: [w2d3]", "recipe")

@@ -16,11 +16,7 @@ from moepack.reports.verify import verify
 
 
 def test_train_then_build(
-    text: Path,
-    evaluation: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    text: Path, evaluation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = [
         ROOT / "examples" / "train.py", "--text", text, "-o", tmp_path / "model", "--steps", "40",

@@ -52,10 +52,3 @@ def test_without_any(short_model: Path, text: Path, bundle: Path, tmp_path: Path
         refused(result, f"pip install 'moepack[{extra}]'")
         brought = [re.split(r"[>=\[]", one)[0].replace("-", "_") for one in extras[extra]]
         assert any(library in result[2].replace("-", "_") for library in brought), (name, result[2])
-
-
-def test_without_each(short_model: Path, text: Path, bundle: Path, tmp_path: Path, whole_core: dict[str, Any]) -> None:
-    """What is there may ask for what is not: PEFT for optimum, torchao for Triton."""
-    every = found(tmp_path / "each", short_model, text, bundle, names=lacking.ABSENT)
-    different = [name for name, said in zip(lacking.ABSENT, every, strict=True) if said != whole_core]
-    assert different == []

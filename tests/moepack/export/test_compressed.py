@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_models
@@ -16,10 +15,8 @@ from support import Notes, cli, refused
 from torch import Tensor
 
 import moepack
-from moepack.calibrate.released import find_encoded, read_scheme
 from moepack.export import Wanted, export
 from moepack.pack.reader import Bundle, open_bundle
-from moepack.pack.safetensors_file import read_header
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 
@@ -122,19 +119,6 @@ def test_transformers_loads_it(bits: int, of_zeros: Made, tmp_path: Path) -> Non
     assert (got - want).norm() / want.norm() < 1e-5 and notes.notes == []
     export(of_zeros("integer"), tmp_path / "zeros", "compressed-tensors", Wanted(bits="4"), True, notes)
     assert len(notes.notes) == 1 and "symmetric" in notes.notes[0]
-
-
-def test_our_own_reader_reads_it(of_zeros: Made, tmp_path: Path) -> None:
-    """As a released checkpoint of INT4 codes."""
-    bundle, out = open_bundle(of_zeros("integer")), tmp_path / "out"
-    export(bundle.path, out, "compressed-tensors", Wanted(bits="4"))
-    headers = read_header(out / "model.safetensors").tensors
-    config: dict[str, Any] = json.loads((out / "config.json").read_text())
-    encoded = find_encoded(out, read_scheme(out, config), headers)
-    stored = load_file(out / "model.safetensors")
-    for module, own in experts(bundle, lambda _, e: "w4"):
-        one = encoded[f"{module}.weight"]
-        assert one.version == "int4" and torch.equal(one.decode(stored.__getitem__), own.to(torch.bfloat16))
 
 
 def test_fractional_zero_points_are_refused(of_zeros: Made, tmp_path: Path) -> None:

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from native_checkpoints import released, small
-from released_kinds import E8M0, block_fp8
 from support import HELPERS, RTN, flip, python, spy, tree
 
 import moepack
@@ -175,13 +173,6 @@ def test_kills_at_random_moments(short_model: Path, text: Path, tmp_path: Path) 
     """By hand the same script made twenty of each of its kinds. Tests above stop stages at their seams."""
     script = HELPERS / "kill_and_resume.py"
     assert "2 kills" in python(script, short_model, text, tmp_path, "2", "bf16, w4, w2")
-
-
-def test_kills_of_a_released_checkpoint(demo_model: Path, text: Path, tmp_path: Path) -> None:
-    plain = small(demo_model, tmp_path / "plain")
-    released(plain, tmp_path / "checkpoint", "deepseek mxfp4", lambda r, n, c: block_fp8(r, n, c, 128, "scale", E8M0))
-    script = HELPERS / "kill_and_resume.py"
-    assert "2 kills" in python(script, tmp_path / "checkpoint", text, tmp_path / "at", "2", "native, w2")
 
 
 def test_nothing_is_thrown_away_that_cannot_be_made_again(short_model: Path, text: Path, tmp_path: Path) -> None:

@@ -86,7 +86,6 @@ def test_a_recipe_without_its_text_has_one_written(said: str) -> None:
 
 BAD = {
     "versons: [w4]": "unknown key 'versons': did you mean 'versions'?",
-    "quantize: {metod: gptq}": "quantize: unknown key 'metod': did you mean 'method'?",
     "calibration: {sample: 3}": "calibration: unknown key 'sample': did you mean 'samples'?",
     "quantize: {zzzz: 1}": "unknown key 'zzzz': known are method",
     "versions: [w5]": "unknown version 'w5': did you mean",
@@ -107,7 +106,6 @@ BAD = {
     "calibration: {data: [{weight: 2}]}": "data[0].source: must name a file",
     "calibration: {data: [a, {source: b, wait: 2}]}": "data[1]: unknown key 'wait': did you mean 'weight'?",
     "calibration: {data: [{source: b, weight: 0}]}": "0 is not a number from 0.001 to 1000",
-    "calibration: {data: [{source: b, weight: true}]}": "True is not a number",
     "calibration: {data: [{source: b, weight: .nan}]}": "nan is not a number",
     "quantize: {zeros: whole}": "'whole' is not one of fractional, integer, symmetric",
     "quantize: {zeros: symmetric, method: hqq}": "hqq makes no symmetric codes: gptq and rtn do",
@@ -115,11 +113,9 @@ BAD = {
     "quantize: {refine: true, method: hqq}": "hqq fits nothing to tokens: gptq and gptqmodel do",
     "calibration: {seed: -1}": "-1 is not an integer",
     "calibration: {samples: 0}": "0 is not an integer of at least 1",
-    "calibration: {samples: 1.5}": "1.5 is not an integer",
     "calibration: {samples: true}": "True is not an integer",
     "calibration: {data: text.txt}": "must be a list",
     "calibration: {dtype: float64}": "'float64' is not one of",
-    "average_bits: 3": "unknown key 'average_bits'",
     "allocation: 3": "must be a mapping",
     "allocation: {}": "allocation.average_bits: None is not a number from 1 to 20",
     "allocation: {average_bits: 40}": "40 is not a number from 1 to 20",

@@ -13,16 +13,7 @@ import pytest
 from moepack.pack.reader import open_bundle
 from moepack.reports.machine_rates import call_seconds, disk_rate, kernel_rate, move_rate
 from moepack.reports.plan import Planned, plan, render
-from moepack.reports.speed import (
-    Rates,
-    TokenBytes,
-    chances,
-    fresh,
-    held_misses,
-    recent_misses,
-    speed,
-    while_moving,
-)
+from moepack.reports.speed import Rates, TokenBytes, chances, fresh, held_misses, recent_misses, speed, while_moving
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.store.files import Stored
 from moepack.runtime.store.read_ahead import Place

@@ -24,7 +24,7 @@ from moepack.pipeline.allocate import (
 )
 from moepack.pipeline.recipe import Allocate
 from moepack.runtime.allocation.knapsack import BudgetError, greedy, hull, spent, uniform
-from moepack.runtime.allocation.prefix_split import prefill_importance, prefix_split
+from moepack.runtime.allocation.prefix_split import prefix_split
 from moepack.runtime.policies.contract import Versions
 
 Case = tuple[list[list[float]], list[list[float]], float]
@@ -85,18 +85,6 @@ def test_uniform_spreads_the_wider_version() -> None:
     assert uniform(sizes, 32) == [1] * 16 and uniform(sizes, 48) == [0] * 16
 
 
-def test_prefix_split_by_hand() -> None:
-    """Four experts at 2.5 bits have six increments: two at 4 bits, or one at 4, one at 3, one at 2, or 3, 3, 2, 2."""
-    even = [[8.0, 4.0, 2.0, 1.0]] * 4
-    assert prefix_split([0.1, 0.4, 0.3, 0.2], even, 2.5) == [2, 3, 3, 2]
-    steep = [[8.0, 7.0, 6.0, 0.0]] * 4
-    assert prefix_split([0.1, 0.4, 0.3, 0.2], steep, 2.5) == [1, 4, 4, 1]
-    assert prefix_split([1.0, 1.0, 1.0], even[:3], 2.5) == [3, 2, 2]  # 4.5 increments are 4
-    for average in (0.5, 4.5):
-        with pytest.raises(ValueError, match="not from 1 to 4"):
-            prefix_split([1.0], even[:1], average)
-
-
 @settings(max_examples=200)
 @given(st.data())
 def test_prefix_split_is_the_best_prefix(data: st.DataObject) -> None:
@@ -124,12 +112,6 @@ def test_activations_alike() -> None:
     assert activation_similarity([2, 0, 1], [4, 0, 2]) == pytest.approx(1)
     assert activation_similarity([1, 0], [0, 3]) == activation_similarity([0, 0], [1, 1]) == 0
     assert activation_similarity([3, 4], [4, 3]) == pytest.approx(24 / 25)
-
-
-def test_importance_is_the_mean_of_two_shares() -> None:
-    assert prefill_importance([3, 1], [1.0, 1.0]) == [0.625, 0.375]
-    assert prefill_importance([3, 1], [1.0, 3.0], alpha=1.0) == [0.75, 0.25]
-    assert prefill_importance([0, 0], [0.0, 0.0]) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("method", [greedy, lambda sizes, losses, budget: uniform(sizes, budget)])
@@ -196,11 +178,6 @@ def test_the_least_average_is_named(measured: tuple[Bundle, list[LayerCosts]]) -
     opened, costs = measured
     with pytest.raises(InputError, match=r"average_bits 1\.1 cannot be met: the smallest versions take 1\.333 bits"):
         allocate(Allocate(1.1), opened.layers, opened.versions, costs)
-
-
-def test_the_manifest_says_how(bundle: Path) -> None:
-    allocation = open_bundle(bundle).manifest.allocation
-    assert allocation is not None and allocation.name == "greedy at 3 bits, losses weighted by gates"
 
 
 def test_experts_and_dense_matrices_under_one_budget(measured: tuple[Bundle, list[LayerCosts]]) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import threading
-import weakref
 from typing import Any
 
 import pytest
@@ -149,24 +147,6 @@ def test_in_inference_mode_an_input_is_compared() -> None:
         assert torch.equal(made[0](x), group._products(x, (0,))[0])
         x.copy_(torch.randn(1, 64))
         assert torch.equal(made[1](x), group._products(x, (1,))[0])
-
-
-def test_a_served_map_goes_with_its_model() -> None:
-    model = Attention().bfloat16().requires_grad_(False)
-
-    class Bundle:
-        layers = ()
-        manifest = type("M", (), {"dense": ()})
-
-    module_under_test.serve(model, Bundle(), (), True)  # type: ignore[arg-type]
-    model(torch.randn(1, 1, 96).bfloat16())
-    gc.disable()
-    try:
-        gone = weakref.ref(model.o_proj)
-        del model
-        assert gone() is None, "without waiting for the collector of cycles"
-    finally:
-        gc.enable()
 
 
 def test_gradients_and_copies() -> None:

@@ -18,11 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import moepack
 from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer, Matrix
-from moepack.runtime.experts.token_importance import (
-    TokenImportance,
-    attention_received,
-    heavy_hitters,
-)
+from moepack.runtime.experts.token_importance import TokenImportance, attention_received, heavy_hitters
 from moepack.runtime.policies.reducers import HEAVY
 from moepack.runtime.step.context import Step, opened
 

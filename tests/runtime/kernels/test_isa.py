@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from expert_layers import native
 
 from moepack.pack import isa
 from moepack.pack.errors import InputError
-
-SHOW = (
-    "import json\n"
-    "from moepack.pack.codec import exponent_native\n"
-    "from moepack.reports.doctor import _cpu\n"
-    "from moepack.runtime.kernels import affine_native as n\n"
-    "used = [n.LEVELS[n.use_level()], n.LEVELS[n.use_level(9)], n.use_level(0)]\n"
-    "print(json.dumps([*used, exponent_native.level, _cpu()]))"
-)
-
-
-def start(code: str, level: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, isa.VARIABLE: level}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
 
 
 def test_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,15 +32,6 @@ def test_levels_are_named_lowest_first() -> None:
             assert not native.has_tiles(torch.float32)
     finally:
         native.use_level()
-
-
-@pytest.mark.parametrize("level", sorted({"plain", native.levels()[min(1, native.HERE)]}))
-def test_libraries_stay_below_it(level: str) -> None:
-    out = start(SHOW, level)
-    assert out.returncode == 0, out.stderr
-    used, most, least, exponent, cpu = json.loads(out.stdout)
-    assert used == most == level and least == 0 and exponent == isa.LEVELS.index(level)
-    assert cpu["isa"] == level and cpu["isa_best"] == native.levels()[-1], "it stands its trial"
 
 
 @pytest.mark.parametrize(("capability", "has"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])

@@ -1,4 +1,4 @@
-"""Released encodings: torch's weights against pack's, bit for bit; products of several in one call."""
+"""Torch's weights against pack's, bit for bit; released encodings: products of several in one call."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from moepack.pack.spec import Matrix, Version
 from moepack.runtime.kernels import reference
 from moepack.runtime.kernels.forms import handle
 
+AFFINE = [Version.of(f"w{bits}", size) for bits in (8, 4, 3, 2, 1) for size in (128, 64, 32)]
 ONE_EACH = list({v.name: v for v in RELEASED}.values())
 SHAPES = [(96, 2048), (1, 1), (17, 31), (33, 100), (65, 33), (130, 257)]
 
@@ -25,7 +26,7 @@ def best_level() -> Iterator[None]:
     native.use_level()
 
 
-@pytest.mark.parametrize("version", RELEASED + SMALL, ids=lambda v: f"{v.name}-{v.group_size}")
+@pytest.mark.parametrize("version", RELEASED + SMALL + AFFINE, ids=lambda v: f"{v.name}-{v.group_size}")
 def test_torchs_weights_are_packs(version: Version) -> None:
     for k, (rows, cols) in enumerate(SHAPES):
         m = Matrix("m", rows, cols, bias=bool(k % 2))

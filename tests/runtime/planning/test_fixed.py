@@ -16,14 +16,11 @@ from live_models import least, wait_for
 from support import HELPERS, RTN, ids, python
 
 import moepack
-from moepack.generation import generate
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Matrix
-from moepack.reports.evaluate import evaluate
 from moepack.runtime.experts import backends
 from moepack.runtime.kv.growing import SPARE
 from moepack.runtime.kv.sizes import cache_bytes
-from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.fixed import Workload, dense_arena, dense_bytes, dense_shapes
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.skeleton import LiveBytes, Probe, skeleton
@@ -227,36 +224,6 @@ def test_other_caches_and_none(bundle: Path) -> None:
         options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
         plain = model.generate(ids(20), **options)
         assert torch.equal(plain, model.generate(ids(20), cache_implementation="static", **options))
-
-
-def test_generate_asks_for_its_cache(bundle: Path) -> None:
-    """A prompt longer than a chunk goes in by chunks; what comes out is what comes out without a budget."""
-    prompt = "The history of the world. " * 120
-    small = generate(bundle, prompt, LoadOptions(policy="static:w2"), max_new_tokens=6)
-    with pytest.raises(TooSmallError) as refused:
-        generate(bundle, prompt, LoadOptions(policy="static:w2", device_memory=1000), max_new_tokens=6)
-    budget = refused.value.least
-    assert generate(bundle, prompt, LoadOptions(policy="static:w2", device_memory=budget), max_new_tokens=6) == small
-    with pytest.raises(InputError, match="kv 20480000"):
-        generate(bundle, prompt, LoadOptions(policy="static:w2", device_memory=budget, kv_tokens=10_000, batch=2))
-
-
-def test_eval_scores_in_the_budget(bundle: Path, evaluation: Path) -> None:
-    """Scored in pieces, within what is held back; the same perplexity."""
-
-    def score(length: int = 256, **options: Any) -> Any:
-        given = LoadOptions(policy="static:w2", **options)
-        return evaluate(bundle, [str(evaluation)], given, length=length, samples=4)
-
-    plain = score()
-    with pytest.raises(TooSmallError) as refused:
-        score(device_memory=1000)
-    budget = refused.value.least
-    held = score(device_memory=budget)
-    assert held.perplexity == pytest.approx(plain.perplexity, rel=1e-3) and held.fixed is not None
-    assert held.resident_bytes_peak <= budget and held.fixed.kv == 0 and held.kv_waits == 0
-    with pytest.raises(InputError, match="kv 1024000"):
-        score(64, device_memory=budget // 2, kv_tokens=500, batch=2)
 
 
 # --- what the process takes

@@ -16,7 +16,7 @@ from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
 from moepack.runtime.allocation.ladder import Ladder, bytes_by_loss
 from moepack.runtime.planning.capacity import even_bytes, even_room
-from moepack.runtime.policies.contract import Changes, Interval, LayerReached, LiveOptions, Setting
+from moepack.runtime.policies.contract import Changes, Interval, LayerReached, Setting
 from moepack.runtime.policies.hotness import Hotness, HotnessOptions
 from moepack.runtime.policies.lru import Recent
 from moepack.runtime.policies.placements import ABSENT, Placement
@@ -280,18 +280,6 @@ def test_experts_are_ranked_by_what_they_save() -> None:
 def test_options_are_checked(text: str, word: str) -> None:
     with pytest.raises(InputError, match=word):
         parse_policy(text)
-
-
-def test_options() -> None:
-    options = parse_policy("hotness:hi=w4,lo=w2,interval=0.5,slack=3,rate=50").options
-    assert (options.hi, options.lo, options.rate) == ("w4", "w2", 50.0)
-    assert options == HotnessOptions(hi="w4", lo="w2", rate=50.0, interval=0.5, slack=3)
-    assert options.bytes_per_second == 50e6 and options.spare_blocks == 6 and not options.keeps_low
-    assert (options.prior, options.score) == ("calibration", "loss")
-    assert parse_policy("hotness:rate=0").options.bytes_per_second is None
-    assert parse_policy("random").options == 0 and parse_policy("random:seed=7").options == 7
-    lru = parse_policy("lru:hi=bf16").options
-    assert isinstance(lru, LiveOptions) and lru.keeps_low and lru.hi == "bf16"
 
 
 def test_below_the_lowest_version_experts_may_be_absent() -> None:

@@ -98,8 +98,8 @@ def test_one_file_and_one_line_serve(tiers: ModuleType, bundle: Path) -> None:
 
 def test_the_less_doubt_the_higher_the_precision(certain: ModuleType) -> None:
     """Tokens of experts 2, 0 and 3 were routed with 0.1, 0.5 and 0.9 nats each; there is room for two versions."""
-    ladder = certain.DeviceOptions(hi="w4", lo="w2").ladders(VERSIONS)[0]
-    policy = certain.Certain(Setting([4], ladder, [(4, 3, 2)], [], []), certain.DeviceOptions())
+    ladder = certain.CertainOptions(hi="w4", lo="w2").ladders(VERSIONS)[0]
+    policy = certain.Certain(Setting([4], ladder, [(4, 3, 2)], [], []), certain.CertainOptions())
     sums = {certain.ENTROPY: [np.array([1.0, 0.0, 0.4, 0.9])]}
     event = Interval(0.0, [3], [np.array([2, 0, 4, 1])], sums)
     assert policy.decide(event) == {(0, 2): 0, (0, 0): 1}, "the last one stays at the base, as does one never chosen"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from live_models import at, ids, least, load, logits, ours, wait_for
-from support import PATIENCE, RTN, spy
+from support import RTN, spy
 from tiny_models import build_tiny
 from transformers import DynamicCache
 
@@ -162,26 +161,6 @@ def test_options_of_the_host_tier(bundle: Path) -> None:
     model.moepack.close()
     with pytest.raises(InputError, match="size 'fast'"):
         moepack.load(bundle, policy="prefill", device_memory=budget, host_rate="fast")
-
-
-def test_threads_end_with_the_model(bundle: Path) -> None:
-    """Closed, or out of use without a word; a call that goes on ends first."""
-    before = ours()
-    budget = least(bundle, "prefill") + 1
-    model = load(bundle, "prefill:k=0", budget, host_rate="300KB")
-    assert any(t.name == "moepack-host" for t in ours() - before)
-    out: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: out.append(logits(model, ids(0, 8))))
-    thread.start()
-    wait_for(lambda: model.moepack.manager.residency.steps.open != set())
-    model.moepack.close()
-    thread.join(PATIENCE)
-    assert out and torch.isfinite(out[0]).all() and not ours() - before
-    another = load(bundle, "prefill:k=0", budget)
-    logits(another, ids(0, 8))
-    del another
-    gc.collect()
-    wait_for(lambda: not ours() - before)
 
 
 def test_shared_experts_dense_layers_and_all_experts_for_every_token(

@@ -24,53 +24,8 @@ from residency_simulation import (
 
 from moepack.pack.spec import PAGE
 from moepack.runtime.residency import transitions
-from moepack.runtime.residency.entries import ExpertState, Outcome
 
 BASE = DROPS.base
-
-
-def phase(entry: ExpertState) -> str:
-    """What is happening to an expert (dynaexq, section 3.2); of several things at once the way to a new version."""
-    if entry.coming not in (None, entry.active):
-        return "promoting" if entry.coming < entry.active else "demoting"
-    return "evicting" if entry.leaving else "resident-lo" if entry.active == entry.base else "resident-hi"
-
-
-def test_an_expert_goes_through_its_states() -> None:
-    sim = Simulation()
-    entry, key = sim.residency.entries[0, 1], (0, 1)
-    assert phase(entry) == "resident-lo"
-    sim.transitions.want({key: 0})
-    sim.transitions.tick()
-    assert phase(entry) == "promoting" and sim.seen[key][0] == BASE
-    before = sim.begin()
-    sim.finish(0)
-    sim.transitions.tick()
-    assert phase(entry) == "evicting" and sim.seen[key][0] == 0, "published at once, and the base version drains"
-    assert sim.readers[before][key][0] == BASE, "for the step that runs nothing has changed"
-    assert not sim.residency.drop_spare(sim.pools[BASE]), "it reads it"
-    sim.end(before, compute_goes_on=False)
-    sim.transitions.tick()
-    assert phase(entry) == "resident-hi" and set(entry.complete) == {0, BASE}, "spare, as nobody needs its bytes"
-    step = sim.begin()
-    sim.transitions.want({key: 1})
-    sim.transitions.tick()
-    assert phase(entry) == "resident-hi", "nobody needs the bytes that a lower version would free"
-    sim.residency.start(key, 1)
-    assert phase(entry) == "demoting" and sim.seen[key][0] == 0, "the high version serves until the other is there"
-    sim.finish(0)
-    sim.transitions.tick()
-    assert phase(entry) == "evicting" and sim.seen[key][0] == 1 and sim.readers[step][key][0] == 0
-    sim.end(step, compute_goes_on=True)
-    sim.begin()
-    sim.transitions.tick()
-    assert not sim.residency.drop_spare(sim.pools[0]), "on the device that step has not ended"
-    sim.draining.pop()[0].ended = True
-    sim.transitions.tick()
-    assert phase(entry) == "resident-hi" and sim.residency.drop_spare(sim.pools[0]) and sim.pools[0].taken == 0
-    counts = sim.residency.counts
-    assert (counts.promotions, counts.demotions, counts.failures) == (1, 1, 0)
-    assert sim.residency.start(key, 1) is Outcome.NOTHING
 
 
 def active(sim: Simulation) -> list[list[int]]:

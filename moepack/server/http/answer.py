@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -69,9 +69,11 @@ class Streamed(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, reply: Reply, batches: AsyncIterator[list[tuple[int, JobEvent]]]) -> None:
-        """Send a reply's events as soon as they come."""
-        super().__init__(None, headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+    def __init__(
+        self, reply: Reply, batches: AsyncIterator[list[tuple[int, JobEvent]]], headers: Mapping[str, str]
+    ) -> None:
+        """Send a reply's events as soon as they come, with these headers beside a stream's own."""
+        super().__init__(None, headers={"cache-control": "no-store", "x-accel-buffering": "no", **headers})
         self._reply, self._batches = reply, batches
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -130,6 +130,7 @@ def test_a_web_page_cannot_use_it(running: Running) -> None:
     body = json.dumps(HONEST).encode()
     assert answered(running, body, Content_Type="text/plain")[0] == 415
     assert answered(running, body, Content_Type="application/x-www-form-urlencoded")[0] == 415
+    assert answered(running, body, Content_Encoding="gzip")[0] == 415
     assert answered(running, body, Host="evil.example")[0] == 403
     assert answered(running, body, Host="localhost.evil.example:80")[0] == 403
     for host in ("localhost", "127.0.0.1:8000", "[::1]:8000", "localhost:1"):

@@ -33,9 +33,9 @@ class Harmony:
     def answer(self, lark: Lark, tools: Tools, schema: Schema | None = None) -> str:
         """See CallForm. Reasoning may stand before the answer, which has one call at most."""
         each = []
-        for name, schema in tools.functions.items():
+        for name, arguments in tools.functions.items():
             head = f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}"
-            each.append(lark.rule(f"{lark.text(head)} {lark.json(schema)} {lark.text('<|call|>')}"))
+            each.append(lark.rule(f"{lark.text(head)} {lark.json(arguments)} {lark.text('<|call|>')}"))
         if not tools.required:
             text = lark.rule(f"/(.|{BREAK})*/", "T") if schema is None else lark.json(schema)
             each.append(lark.rule(f"{lark.text(FINAL)} {text}"))

@@ -98,10 +98,10 @@ class StateReader:
             self.parts.append(AnswerPart(kind, text, identity))
 
     def content(self, text: str, before_call: bool = False) -> None:
-        """Add content. White space at its end waits for more content, and is dropped before a call."""
+        """Add content. White space at its end waits for more content; before a call, or a cut, it is dropped."""
         shown = text.rstrip()
         self.add("content", shown)
-        if before_call:
+        if before_call or self.unfinished:
             return
         if self.ended or (shown and not text[len(shown) :]):
             self.add("content", text[len(shown) :])

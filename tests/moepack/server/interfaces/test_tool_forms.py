@@ -106,7 +106,7 @@ def test_reading(form: CallForm) -> None:
         cut = read(mine.reader(Tools(FUNCTIONS), ""), text[:at], 5, unfinished=True)
         named = [part for part in cut if part[0] == "call"]
         assert named == [part for part in calls if part[0] == "call"][: len(named)]
-        assert all("Sure.\n".startswith(part[1]) for part in cut if part[0] in ("content", "reasoning")), text[:at]
+        assert all("Sure.".startswith(part[1]) for part in cut if part[0] in ("content", "reasoning")), text[:at]
 
 
 def test_odd_schemas_of_arguments(running: Running) -> None:

@@ -139,12 +139,11 @@ def test_the_commands(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     own = GenerationConfig(temperature=0.9, top_k=3)
     with monkeypatch.context() as patched:
         patched.setattr(GenerationConfig, "from_pretrained", lambda *args, **more: own)
-        drawn = cli("generate", bundle, "-p", "hi", "--chat", *options)
-        assert "moepack: sampling by generation_config.json: temperature 0.9, top_k 3\n" in drawn.stderr
-        assert ok(drawn) == ok(
-            cli("generate", bundle, "-p", "hi", "--chat", *options, "--temperature", "0.9", "--top-k", "3")
-        )
-        assert ok(cli("generate", bundle, "-p", "hi", "--chat", *options, "--generation-config", "none")) == answer
+        chat = ("generate", bundle, "-p", "hi", "--chat", *options)
+        drawn = cli(*chat)
+        assert "moepack: sampling by generation_config.json: temperature 0.9, top_k 3\n" in drawn[2]
+        assert ok(drawn) == ok(cli(*chat, "--temperature", "0.9", "--top-k", "3"))
+        assert ok(cli(*chat, "--generation-config", "none")) == answer
     assert ok(cli("chat", bundle, *options, "--temperature", "0", stdin="hi\n")) == answer
 
 

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NoReturn
 
 from moepack.pack.reader import Bundle
 from moepack.runtime.experts.handles import LayerExperts
@@ -24,6 +24,9 @@ from moepack.runtime.step.context import RoutingCounter
 from .forward_wrapper import ForwardWrapper
 from .process_limit import ProcessLimit
 from .routed import RoutedCounts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 COUNTERS: dict[str, Callable[[ResidencyManager], int]] = {
     "promotions": lambda m: m.residency.counts.promotions,
@@ -44,7 +47,7 @@ class Serving:
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         bundle: Bundle,
         policy: str,
         layers: list[LayerExperts],
@@ -76,7 +79,7 @@ class Serving:
             _live.add(manager)
         weakref.finalize(model, _let_go, list(layers), manager)
 
-    def watch_caches(self, model: Any, needs: MeasuredNeeds) -> None:
+    def watch_caches(self, model: PreTrainedModel, needs: MeasuredNeeds) -> None:
         """Keep the caches of the model's forward passes inside the budget, from now on."""
         assert self.tracker is not None
         reserve = FreeReserve(self.tracker) if self.manager is None else EvictionReserve(self.manager)
@@ -111,7 +114,7 @@ class Serving:
             if self.manager is not None:
                 self.manager.close()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse pickles and copies, as the model does."""
         self._wrapper.refuse_copies()
 
@@ -126,7 +129,7 @@ class Serving:
         """The active version of every expert, by layer."""
         return tuple(tuple(str(h) for h in layer.current.handles) for layer in self.layers)
 
-    def resident_bytes(self, model: Any = None) -> int:
+    def resident_bytes(self, model: object = None) -> int:
         """Return the device memory in use: in a budget the reserved bytes, otherwise those of weights."""
         if self.tracker is not None:
             return self.tracker.reserved
@@ -150,7 +153,7 @@ class Serving:
         failures = 0 if self._wrapper.graphs is None else self._wrapper.graphs.failures
         return {**counts, "kv_waits": kv_waits, "graph_failures": failures, **asdict(moved)}
 
-    def health(self) -> dict[str, Any]:
+    def health(self) -> dict[str, object]:
         """Describe whether versions still change, for JSON.
 
         The keys are `ok`, `worker`, `error`, `failed_rounds` and `last_round_seconds_ago`. `worker` is "none" where

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
@@ -60,7 +60,7 @@ class TraceWriter:
         """Add the line of a step."""
         self._line(asdict(record))
 
-    def _line(self, value: dict[str, Any]) -> None:
+    def _line(self, value: dict[str, object]) -> None:
         self._file.write(json.dumps(value, separators=(",", ":")) + "\n")
 
     def close(self) -> None:

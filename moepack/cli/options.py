@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -74,7 +74,7 @@ Template = Annotated[
     Path | None, typer.Option("--chat-template", help="A Jinja file that replaces the model's own template.")
 ]
 
-_LOADING: dict[str, Any] = {  # field of LoadOptions -> its flag
+_LOADING: dict[str, object] = {  # field of LoadOptions -> its flag
     "policy": Annotated[
         str | None,
         typer.Option(
@@ -149,7 +149,7 @@ _LOADING: dict[str, Any] = {  # field of LoadOptions -> its flag
     "dtype": Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")],
 }
 _HEAT = "0 is greedy; by default the model's own, else 0 for generate and 0.7 for chat."
-_SAMPLING: dict[str, Any] = {  # field of SamplingFlags -> its flag
+_SAMPLING: dict[str, object] = {  # field of SamplingFlags -> its flag
     "temperature": Annotated[float | None, typer.Option("--temperature", min=0.0, help=_HEAT)],
     "top_p": Annotated[
         float | None,
@@ -167,7 +167,7 @@ _SAMPLING: dict[str, Any] = {  # field of SamplingFlags -> its flag
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
-def loading(*names: str, **others: Any) -> Decorator:
+def loading(*names: str, **others: object) -> Decorator:
     """Decorate a command: the flags of these fields of `LoadOptions` replace its parameter `options`.
 
     `others` maps further fields to a default, or to an annotation and a default.
@@ -186,10 +186,10 @@ def sampling(temperature: float) -> Decorator:
 
 def _taking(
     parameter: str,
-    record: Callable[..., Any],
-    known: Mapping[str, Any],
+    record: Callable[..., object],
+    known: Mapping[str, object],
     names: Sequence[str],
-    others: Mapping[str, Any],
+    others: Mapping[str, object],
 ) -> Decorator:
     """Make a decorator that replaces a command's `parameter`, of the dataclass `record`, by flags of its fields."""
     defaults = inspect.signature(record).parameters
@@ -198,7 +198,7 @@ def _taking(
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
-        def run(**values: Any) -> None:
+        def run(**values: object) -> None:
             made = record(**{name: values.pop(name) for name in flags})
             command(**values, **{parameter: made})
 

@@ -27,7 +27,7 @@ def check_choice(choice: str) -> None:
         raise InputError(f"--generation-config {choice} is unknown: it is {' or '.join(CHOICES)}")
 
 
-def own_sampling(generation_config: Any) -> Own:
+def own_sampling(generation_config: object) -> Own:
     """Return the values that a model's generation configuration names.
 
     Raises:
@@ -70,7 +70,7 @@ class SamplingFlags:
         """Raise InputError for an unknown choice."""
         check_choice(self.generation_config)
 
-    def own(self, generation_config: Any) -> Own:
+    def own(self, generation_config: object) -> Own:
         """Return the model's own values that apply: those that no flag replaces."""
         if self.generation_config == "none":
             return {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -107,7 +107,7 @@ class Device(Protocol):
     def serve(self) -> None:
         """Begin background work. Called once the model is loaded."""
 
-    def host(self) -> dict[str, Any]:
+    def host(self) -> dict[str, object]:
         """Return how extents are kept on the host, ready for JSON. The key `mode` is always present."""
 
     def close(self, wait: bool = True) -> None:

@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -196,6 +195,6 @@ class CpuDevice(Migration):
         """Keep the threads that serving may use: the files are the host's store."""
         self._narrow()
 
-    def host(self) -> dict[str, Any]:
+    def host(self) -> dict[str, object]:
         """Return the mode `files`: extents are kept in the bundle's files alone."""
         return {"mode": "files"}

@@ -14,7 +14,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -299,7 +298,7 @@ class CudaDevice(Migration):
         if self.pinned is not None:
             self.pinned.start()
 
-    def host(self) -> dict[str, Any]:
+    def host(self) -> dict[str, object]:
         """Return the state of the pinned store (`HostStore.state`), or the mode `staged` without one.
 
         `read_there` are the bytes of experts that kernels read in pinned memory, by the way in which they are pinned.

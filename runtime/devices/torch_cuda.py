@@ -64,7 +64,7 @@ class TorchGpu:
         """Use the device, and the thread's own compute stream, inside the context."""
         return torch.cuda.device(self.device)
 
-    def wait(self, event: Any) -> None:
+    def wait(self, event: torch.cuda.Event) -> None:
         """Make later work on the current stream wait for an event; the host does not wait."""
         torch.cuda.current_stream(self.device).wait_event(event)
 

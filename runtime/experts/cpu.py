@@ -8,7 +8,7 @@ BF16, or activations are float32, torch multiplies by the tiles. A slot is one o
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,8 @@ from moepack.runtime.kernels.token_native import GatedExperts, silu_gate
 from . import backends
 
 if TYPE_CHECKING:
+    from moepack.families.interface import ExpertsModule
+
     from .handles import LayerCall, ServedLayer, Snapshot
 
 Limits = npt.NDArray[np.int64]
@@ -48,7 +50,7 @@ def forward(call: LayerCall) -> Tensor:
     return summed(call, rows(call))
 
 
-def gated(of: ServedLayer, module: Any) -> GatedExperts | None:
+def gated(of: ServedLayer, module: ExpertsModule) -> GatedExperts | None:
     """Return the kernel for a layer whose gate gives the kernel's bits on random numbers; else `None`."""
     matrices = of.layer.matrices
     plain = module.has_gate and not getattr(module, "has_post_expert_norm", False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,15 +19,19 @@ from moepack.runtime.policies.placements import Where
 from moepack.runtime.step.context import Step, step_of
 
 from . import op  # noqa: F401  # registers the operator
-from .handles import EVERYWHERE, RUN_THERE, LayerCall, LayerExperts, Snapshot
+from .handles import EVERYWHERE, RUN_THERE, LayerCall, LayerExperts
 from .host_tier import HostTier
+
+if TYPE_CHECKING:
+    from moepack.families.interface import ExpertsModule
+    from moepack.runtime.kernels.routing_triton import Routed
 
 _HOST = frozenset({Where.HOST})
 CLOSED = "this model was closed: load the bundle again"
 IMPLEMENTATION = "moepack"  # the name under which transformers knows `experts_forward`
 
 
-def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(self: ExpertsModule, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Run the experts of one layer from their active versions. Transformers calls it for every family.
 
     Args:
@@ -81,12 +85,10 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         snapshot = experts.current
     elif step is not None:
         snapshot = step.snapshots[position]
-        if experts.of.critical is not None:
-            snapshot = experts.of.critical.choose(snapshot, step, position, top_k_index)
     return _run(LayerCall(self, snapshot, hidden_states, top_k_index, top_k_weights, routed=few))
 
 
-def _few(experts: LayerExperts, step: Step | None, index: Tensor, weights: Tensor) -> Any:
+def _few(experts: LayerExperts, step: Step | None, index: Tensor, weights: Tensor) -> Routed | None:
     """The routing of few tokens on a GPU, made and counted on the device; `None` elsewhere."""
     if experts.of.backend != "triton":
         return None
@@ -114,8 +116,6 @@ def _inside_mtp() -> bool:
 def _run(call: LayerCall) -> Tensor:
     """Run experts on the device and on the host tier; absent experts add nothing."""
     experts = call.experts
-    if experts.of.makes_up_for_absent:
-        call.weights = made_up(experts, call.index, call.weights)
     tier = experts.of.tier
     here = experts.of.device.type == "cpu"
     if tier is None or Where.HOST not in experts.places:
@@ -123,20 +123,6 @@ def _run(call: LayerCall) -> Tensor:
             call.index = experts.only(call.index, EVERYWHERE if here else RUN_THERE)
         return _on_device(call)
     return (beside if here else across)(call, tier)
-
-
-def made_up(experts: Snapshot, index: Tensor, weights: Tensor) -> Tensor:
-    """Gate weights [tokens, top_k], scaled so that a token's present experts take over the weights of absent ones.
-
-    The sum over a token's experts stays the same. If all of them are absent, its weights do not change.
-    """
-    if experts.places <= EVERYWHERE:
-        return weights
-    there = experts.only(index, EVERYWHERE) < len(experts.handles)
-    kept = (weights * there).sum(-1, keepdim=True, dtype=torch.float32)
-    all_of_them = (weights * (index < len(experts.handles))).sum(-1, keepdim=True, dtype=torch.float32)
-    scale = torch.where(kept > 0, all_of_them / kept, 1.0)
-    return (weights * scale).to(weights.dtype)
 
 
 def beside(call: LayerCall, tier: HostTier) -> Tensor:

@@ -20,13 +20,15 @@ from moepack.pack.spec import Matrix
 from moepack.runtime.kernels.affine_triton import DECODE, TERMS, product, tiling_for
 from moepack.runtime.kernels.current import current
 from moepack.runtime.kernels.forms import Form
-from moepack.runtime.kernels.routing_triton import Routed, Routing, Tally, fits, second_words, sort
+from moepack.runtime.kernels.routing_triton import Routed, Routing, Tally, fits, sort
 from moepack.runtime.kernels.routing_triton import route as route_few
 from moepack.runtime.kernels.switch_triton import summed, switched
 from moepack.runtime.policies.placements import Where
 from moepack.runtime.step.context import Step
 
 if TYPE_CHECKING:
+    from moepack.families.interface import ExpertsModule
+
     from .handles import LayerCall, LayerExperts, Snapshot
 
 
@@ -39,7 +41,6 @@ def takes(experts: LayerExperts, step: Step | None, tokens: int, top_k: int) -> 
     return (
         experts.of.backend == "triton"
         and (step is None or step.loader is None)  # a policy that blocks reads counts before the layer's snapshot
-        and not experts.of.makes_up_for_absent
         and (counters is None or not counters.within)
         and fits(tokens, top_k, experts.of.layer.experts)
         and (_snapshot(experts, step).places <= _STAY or experts.of.in_place is not None)  # else words come later
@@ -77,14 +78,6 @@ def routed(experts: LayerExperts, step: Step | None, index: Tensor, weights: Ten
             return made
     pair = (index.contiguous(), weights.detach().contiguous())
     return launch(experts, step, Routing(index.shape[1]), count, given=pair)
-
-
-def critical_words(experts: Snapshot, counts: Tensor, scores: tuple[Tensor, Tensor | None], most: Tensor) -> Tensor:
-    """Return the words at which a layer's critical experts run at the best version; arguments as of `second_words`."""
-    table = experts.device_table()
-    seconds = experts.seconds
-    with current(table.device):
-        return second_words(table, seconds, counts, scores, most)
 
 
 def forward(call: LayerCall) -> Tensor:
@@ -149,13 +142,13 @@ def _tables(
 ) -> contextlib.AbstractContextManager[Iterable[Tensor]]:
     """Handle tables for a call's launches; of many tokens, given slots by expert, such as have no pinned experts."""
     staged = experts.of.staged
-    if counts is None or staged is None or (Where.PINNED not in experts.places and experts.of.critical is None):
+    if counts is None or staged is None or Where.PINNED not in experts.places:
         return contextlib.nullcontext((handles,))
     tables: contextlib.AbstractContextManager[Iterable[Tensor]] = staged.tables(handles, counts)
     return tables
 
 
-def _fuses(module: Any) -> bool:
+def _fuses(module: ExpertsModule) -> bool:
     """Whether the family's gate activation is silu(gate) * up on two halves."""
     # some have one of their own
     gate = getattr(module, "_apply_gate", None)

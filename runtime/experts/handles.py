@@ -90,7 +90,6 @@ class ServedLayer:
         self.tier: HostTier | None = None  # runs experts on the host, beside the device's
         # Numbers of all versions that experts on the device may have under the policy; empty if none ever changes
         self.launched: tuple[int, ...] = ()
-        self.makes_up_for_absent = False  # whether a token's other experts take over gate weights of absent ones
         # Decodes experts in coded bytes to places of their own, between a call's launches on a GPU: some, with the
         # slots of each, or all (paging/in_place.py)
         self.in_place: Callable[[Snapshot, Tensor | None, Tensor], None] | None = None
@@ -98,7 +97,6 @@ class ServedLayer:
         self.staged: Any = None
         # What a step's kernels find beside the handles of a snapshot, int64 [experts]; None where they need no more
         self.second: Callable[[Snapshot], npt.NDArray[np.int64]] | None = None
-        self.critical: Any = None  # the `Critical` (critical.py): which experts of a pass run at their second words
         # The experts module's gate, and the kernel that runs few tokens in one call if the gate is its own (cpu.py)
         self.gated: tuple[Any, GatedExperts | None] | None = None
 
@@ -166,12 +164,6 @@ class Snapshot:
         vars(made).update(vars(self), _on_device=words[0, :count], served=self.served, seconds=words[-1, :count])
         if not self.places <= RUN_THERE:
             made._maps = {here: row[: count + 1] for here, row in zip(REACHES, words[1:-1], strict=True)}
-        return made
-
-    def at(self, words: Tensor) -> Snapshot:
-        """The same experts for a GPU's kernels, at `words` on the device, int64 [experts], of launched versions."""
-        made = object.__new__(Snapshot)
-        vars(made).update(vars(self), _on_device=words, served=list(self.of.launched))
         return made
 
     def device_table(self) -> Tensor:

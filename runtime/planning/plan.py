@@ -25,7 +25,6 @@ from moepack.runtime.policies.contract import (
     Versions,
     Wanted,
     bytes_of_layers,
-    critical_count,
 )
 from moepack.runtime.policies.contract import Ladder as Placements
 from moepack.runtime.policies.placements import ABSENT, CODED, ON_HOST, READ_THERE, Placement, Where
@@ -39,7 +38,6 @@ from .paging import block_on_gpu, coded_version, decoded_in_place, in_place_size
 
 STAGE = 256 << 20  # bytes for experts that a prompt brings at a time: w4 of 100 experts of Qwen3-30B-A3B
 ROOMY = 32  # a workspace gets 1/32 of the bytes beyond the least budget
-FEW = 256  # with this many tokens, an expert's own loss counts as much as the mean of its layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +70,6 @@ class Plan:
     stage: int = 0  # bytes of a GPU to which prompts bring experts of pinned memory (experts/staged.py)
     entries: int = 0  # a GPU's page entries for pinned host memory: experts there, and extents that are copied
     rates: tuple[float, ...] = ()  # as in `Setting`
-    # [layers], as `LiveOptions.critical`: all experts are also in pinned host memory, at the best version; empty if not
-    critical: tuple[float, ...] = ()
 
     @property
     def base(self) -> int:
@@ -94,17 +90,14 @@ class Plan:
     def largest_pinned(self) -> int:
         """Bytes of the largest block of an expert that kernels read in pinned memory; 0 without any."""
         read = [v for v, p in enumerate(self.ladder) if p.where is Where.PINNED]
-        return max((row[v] for row in self.blocks for v in (*read, *[0] * bool(self.critical))), default=0)
+        return max((row[v] for row in self.blocks for v in read), default=0)
 
     @property
     def copied(self) -> list[str]:
         """The names of the versions whose extents a GPU copies from the host's store, the most important first."""
         served = [p for p in self.ladder[: len(self.ladder) - self.keep] if p.where is Where.DEVICE]
-        if not self.reads_host:
-            read = set[Version | None]()
-        else:  # experts of these versions are copied from where kernels read them
-            read = {self.ladder[n].version for n in (self.base, *[0] * bool(self.critical))}
-        return [p.version.name for p in served if p.version is not None and p.version not in read]
+        read = self.ladder[self.base].version if self.reads_host else None  # copied from where kernels read it
+        return [p.version.name for p in served if p.version is not None and p.version != read]
 
     @property
     def in_place(self) -> bool:
@@ -118,14 +111,9 @@ class Plan:
         return self.reads_host and placement.where is near and placement.version == self.ladder[self.base].version
 
     def on_host(self, *where: Where) -> int:
-        """Return the bytes of all experts at the largest placement in host memory of these kinds.
-
-        Pinned memory has them at the best version too, if passes choose which run at it.
-        """
+        """Return the bytes of all experts at the largest placement in host memory of these kinds."""
         there = [v for v, placement in enumerate(self.ladder) if placement.where in where]
         largest = [max((row[v] for v in there), default=0) for row in self.blocks]
-        if Where.PINNED in where and self.critical:
-            largest = [size + row[0] for size, row in zip(largest, self.blocks, strict=True)]
         return sum(n * size for n, size in zip(self.experts, largest, strict=True))
 
     @property
@@ -180,26 +168,8 @@ class Plan:
         Raises:
             TooSmallError: when the budget does not hold these blocks for layers of each size.
         """
-        if self.critical:
-            return replace(self, most=self._divided_by_share())
         most = self._divided_cache() if self.demand else tuple(map(tuple, self._counts(self.capacity())))
         return replace(self, most=most)
-
-    def _divided_by_share(self) -> tuple[tuple[int, ...], ...]:
-        """Blocks for experts of which a layer's share is critical; those of others become larger where bytes are left.
-
-        A critical expert that the device lacks crosses the bus at the best version, so the next one's blocks, of which
-        more would fit, serve too few of the bytes.
-        """
-        out = []
-        of = zip(self.experts, self.growing(), self.capacity(), self.critical, strict=True)
-        for experts, (best, low, *_), room, share in of:
-            high = [critical_count(share, n) for n in range(experts + 1)]
-            held = max(n for n, h in enumerate(high) if h * best + (n - h) * low <= max(0, room))
-            left = room - high[held] * best - (held - high[held]) * low
-            more = min(held - high[held], left // (best - low) if best > low else held)
-            out.append((high[held] + more, held - high[held] - more, 0))
-        return tuple(out)
 
     def _divided_cache(self) -> tuple[tuple[int, ...], ...]:
         left = sum(self.capacity())
@@ -253,7 +223,7 @@ def make_plan(
     ladders = [_on_device(bundle, ladder, on_gpu) for ladder in ladders_of(bundle, options)]
     experts = tuple(x.experts for x in bundle.layers)
     traffic, losses, compared = calibration(bundle, ladders)
-    shares = options.share == "loss" or (options.share == "auto" and compared)
+    shares = options.shares_by_loss and compared
     plans: list[tuple[int, Plan]] = []  # each with the least budget that it needs
     for ladder, loss in zip(ladders, losses, strict=True):
         here = [p.where in (Where.DEVICE, Where.PACKED) for p in ladder]
@@ -281,7 +251,6 @@ def make_plan(
             loss,
             None,
             window=window,
-            critical=options.critical(len(experts)),
         )
         entries = page_entries(pinned_bytes(bundle, plan, host_memory)) if on_gpu else 0
         stage = stage_bytes(max(experts), plan.largest_pinned) if on_gpu else 0
@@ -369,11 +338,9 @@ def window_bytes(bundle: Bundle, ladder: Placements, staging: int, sizes: Sequen
 def calibration(bundle: Bundle, ladders: Sequence[Placements]) -> tuple[list[list[float]], list[Sums], bool]:
     """Read calibration's traffic and losses (pack/FORMAT.md, "Calibration tables").
 
-    Losses with standard errors are used as they are: for rarely used experts they lean on the layer's already. Without
-    standard errors, the layer's mean counts as `FEW` more tokens of each expert. An absent expert loses all of its
-    output. One in pinned host memory loses what its version loses, but its tokens wait for the bus: that counts as much
-    as leaving out an average expert. Losses are multiplied by how far they reach the logits, where the bundle says
-    (`LayerTables.reach`).
+    For rarely used experts losses lean on the layer's. An absent expert loses all of its output. One in pinned host
+    memory loses what its version loses, but its tokens wait for the bus: that counts as much as leaving out an average
+    expert. Losses are multiplied by how far they reach the logits, where the bundle says (`LayerTables.reach`).
 
     Returns:
         Tokens routed to each expert plus one, [layers][experts]. For each ladder and layer, the squared error a token
@@ -389,14 +356,12 @@ def calibration(bundle: Bundle, ladders: Sequence[Placements]) -> tuple[list[lis
         relative = layer.relative.astype("float64")
         shares = np.divide(gated, relative, out=np.zeros_like(gated), where=relative > 0)
         known = np.concatenate([gated, shares.max(1, keepdims=True)], 1)  # the last column: absent
-        mean = (tokens * known).sum(0) / tokens.sum()
-        drawn = known if layer.gated_error is not None else (tokens * known + FEW * mean) / (tokens + FEW)
         traffic.append(tokens[:, 0].tolist())
         for ladder, out in zip(ladders, losses, strict=True):
             columns = [-1 if p.version is None else tables.versions.index(p.version.name) for p in ladder]
             waits = [p.where is Where.PINNED for p in ladder]
-            wait = drawn[:, -1].mean() or 1.0  # where every version is exact, nothing else counts
-            out.append(drawn[:, columns] + wait * np.array(waits))
+            wait = known[:, -1].mean() or 1.0  # where every version is exact, nothing else counts
+            out.append(known[:, columns] + wait * np.array(waits))
     return traffic, list(losses), all(layer.reach is not None for layer in tables.layers)
 
 

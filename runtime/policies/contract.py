@@ -7,7 +7,6 @@ events that it needs, and receives these.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -20,7 +19,7 @@ from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
 from moepack.runtime.allocation.knapsack import Table
 
-from .placements import Placement, Where, find_version
+from .placements import Placement, find_version
 
 if TYPE_CHECKING:
     from moepack.pack.reader import Bundle
@@ -151,8 +150,8 @@ class Needs:
     gates: bool = False  # whether events have sums of gate weights
     # Whether an expert that is wanted on the host or absent leaves the device at once; else when its bytes are needed
     exact: bool = False
-    # With `layers`, or where passes choose critical experts, the share of a prompt's tokens that are heavy hitters
-    # (receive the most attention); 0 turns their observation off. A model whose attention cannot be read is refused
+    # With `layers`, the share of a prompt's tokens that are heavy hitters (receive the most attention); 0 turns their
+    # observation off. A model whose attention cannot be read is refused
     importance: float = 0.0
     # With `layers`, whether the next layer's routing is predicted. A model whose routers cannot be called is refused
     prediction: bool = False
@@ -213,9 +212,8 @@ class LiveOptions:
     The type of a field's default says how a user's text is read. `CHOICES` lists the words that a field accepts.
     """
 
-    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {"share": ("even", "loss")}
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {}
 
-    share: str = "even"  # how layers share the budget: "even", or "loss" by the loss tables
     rate: float = 0.0  # limit of copies in megabytes a second, to spare a link or emulate a slower one; 0: no limit
 
     def __post_init__(self) -> None:
@@ -229,6 +227,11 @@ class LiveOptions:
             InputError: when a version is missing.
         """
         raise NotImplementedError
+
+    @property
+    def shares_by_loss(self) -> bool:
+        """Whether layers share the budget by loss where losses of different layers can be compared; else evenly."""
+        return False
 
     @property
     def keeps_low(self) -> bool:
@@ -273,23 +276,30 @@ class LiveOptions:
         """Bytes for measurements of the policy during a pass: the least that works, and the most that helps."""
         return 0, 0
 
-    @property
-    def makes_up_for_absent(self) -> bool:
-        """Whether gate weights of a token's present experts are scaled up, to the sum that includes absent ones."""
-        return False
 
-    def critical(self, layers: int) -> tuple[float, ...]:
-        """Of the experts that a pass needs in each layer, [layers], the share that runs at the ladder's best version.
+def device_ladders(versions: Sequence[Version], hi: str, lo: str, between: bool) -> list[Ladder]:
+    """Return a ladder on the device for each possible pair of a best and a lowest version.
 
-        The pass chooses them, and finds that version of all experts in pinned host memory too. Empty: every expert runs
-        at its active version.
-        """
-        return ()
+    Args:
+        versions: the bundle's, most precise first.
+        hi, lo: the names of the best and the lowest version; if empty, any.
+        between: whether a ladder has the versions between the two as well.
 
-
-def critical_count(share: float, experts: int) -> int:
-    """Return the number of critical experts among `experts` that a layer needs (dymoe, equation 5)."""
-    return math.ceil(share * experts - 1e-9)  # so that 0.7 x 10 gives 7
+    Raises:
+        InputError: for a version that is missing, or if `lo` is not below `hi`.
+    """
+    names = [v.name for v in versions]
+    for name in filter(None, (hi, lo)):
+        find_version(name, versions)
+    highs = [names.index(hi)] if hi else list(range(len(names) - 1))
+    lows = [names.index(lo)] if lo else list(range(1, len(names)))
+    if not highs or highs == [len(names) - 1]:
+        raise InputError(f"has no version below {names[-1]}: changing versions needs two")
+    if highs[0] >= lows[-1]:
+        raise InputError(f"lo={names[lows[-1]]} is not below hi={names[highs[0]]}")
+    step = 1 if between else len(versions)
+    ends = [(high, last) for high in highs for last in lows if last > high]
+    return [tuple(Placement(versions[v]) for v in (*range(high, last, step), last)) for high, last in ends]
 
 
 def bytes_of_layers(sizes: Sequence[Sequence[int]], experts: Sequence[int], layers: int) -> int:
@@ -301,51 +311,6 @@ def bytes_of_layers(sizes: Sequence[Sequence[int]], experts: Sequence[int], laye
     count = len(of_layer)
     together = range(min(layers, count))
     return max((sum(of_layer[(p + i) % count] for i in together) for p in range(count)), default=0)
-
-
-PINNED = f"@{Where.PINNED.value}"  # the end of a placement's name
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceOptions(LiveOptions):
-    """Options of a policy whose placements are on the device, except that the last may be in pinned host memory."""
-
-    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {**LiveOptions.CHOICES, "between": ("yes", "no")}
-
-    # The best and the lowest version of the ladder; if empty, chosen for the least expected loss in the budget.
-    # `lo` may be NAME@pinned: that version in host memory, below the same one on the device
-    hi: str = ""
-    lo: str = ""
-    between: str = "yes"  # "yes": the versions between `hi` and `lo` are served too; "no": these two alone
-
-    def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
-        """Return one ladder for each possible pair of a best and a lowest version."""
-        names = [v.name for v in versions]
-        low = self.lo.removesuffix(PINNED)
-        for name in filter(None, (self.hi, low or self.lo)):
-            find_version(name, versions)
-        if self.reads_host:
-            last = names.index(low)
-            tops = [names.index(self.hi)] if self.hi else list(range(last + 1))
-            if tops[0] > last:
-                raise InputError(f"lo={self.lo} is above hi={self.hi}")
-            pinned = Placement(versions[last], Where.PINNED)
-            end = len(versions) if self.between == "yes" else 1
-            return [(*map(Placement, versions[top : last + 1][:end]), pinned) for top in tops]
-        highs = [names.index(self.hi)] if self.hi else list(range(len(names) - 1))
-        lows = [names.index(self.lo)] if self.lo else list(range(1, len(names)))
-        if not highs or highs == [len(names) - 1]:
-            raise InputError(f"has no version below {names[-1]}: changing versions needs two")
-        if highs[0] >= lows[-1]:
-            raise InputError(f"lo={names[lows[-1]]} is not below hi={names[highs[0]]}")
-        step = 1 if self.between == "yes" else len(versions)
-        ends = [(high, last) for high in highs for last in lows if last > high]
-        return [tuple(Placement(versions[v]) for v in (*range(high, last, step), last)) for high, last in ends]
-
-    @property
-    def reads_host(self) -> bool:
-        """Whether `lo` is a version in pinned host memory, where the device's kernels read it."""
-        return self.lo.endswith(PINNED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,21 +173,6 @@ class MixedCache:
             out[key] = asked
         return out
 
-    def use(self, wants: Mapping[Key, int], room: int, newcomers: int) -> None:
-        """Mark experts of any layers as used, and take in the first `newcomers` that are new; others leave for them.
-
-        `wants` are placements, the most wanted expert first; it leaves last.
-        """
-        new = set([key for key in wants if key not in self.held][:newcomers])
-        for key in reversed(list(wants)):
-            if key in self.held or key in new:
-                self._put(key, wants[key])
-        for gone in self.leaving():
-            if not self._is_over(room):
-                break
-            if self._is_too_much(gone, room):
-                self.drop(gone)
-
     def drop(self, key: Key) -> int:
         """Remove an expert from the cache; return the base placement, at which it then is."""
         if (have := self.held.pop(key, None)) is not None:

@@ -53,7 +53,6 @@ class PagedOptions(LiveOptions):
     """Options of `paged`."""
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
-        "share": ("even",),
         "stagger": ("yes", "no"),
         "ahead": ("yes", "no"),
         "lo": ("stored", "pinned"),

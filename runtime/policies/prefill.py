@@ -42,7 +42,7 @@ Importance = list[Floats]  # [layers][experts]; a layer's sum is 1, or 0 if noth
 class PrefillOptions(LiveOptions):
     """Options of `prefill`."""
 
-    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {**LiveOptions.CHOICES, "selector": ("yes", "no")}
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {"selector": ("yes", "no")}
 
     hi: str = ""  # the version on the device; by default the most precise
     k: int = -1  # K, experts of each layer on the device, at most what the budget holds; -1: all that it holds

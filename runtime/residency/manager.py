@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -43,13 +43,13 @@ from moepack.runtime.store.loading import AHEAD, loading
 from . import opening
 from .on_demand import OnDemandLoader
 from .opening import version_of
-from .pinned import pin_best
 from .residency import Residency
 from .routing_statistics import RoutingStatistics
 from .transitions import Transitions, fails, makes_room
 from .worker import Worker
 
 if TYPE_CHECKING:
+    from moepack.runtime.devices.contract import Completion
     from moepack.runtime.paging.in_place import PagesInPlace
 
 CHANGING = (
@@ -148,7 +148,6 @@ class ResidencyManager:
         for layer in self.layers:
             layer.of.launched = tuple(sorted(layer.of.numbers[name] for name in there))
             layer.of.tier = self.tier
-            layer.of.makes_up_for_absent = options.makes_up_for_absent
             layer.no_gradients = CHANGING
         self._epoch = 0
         self._tables = DeviceTables(plan.experts, devices[0], self.device.mark) if self._on_gpu else None
@@ -198,11 +197,10 @@ class ResidencyManager:
         loaded = [(key, v) for key in keys for v in dict.fromkeys([*[plan.base] * plan.keep, number[key]])]
         sizes = {(key, v): self._stored_size(key, v) for key, v in loaded if plan.blocks[key[0]][v]}
         count = loading()
-        count.expect(sum(sizes.values()) + sum(self._stored_size(key, 0) for key in keys if plan.critical))
-        pin_best(plan, self.layers, (self.device, self._host_device or self.device), self.host, self.store)
+        count.expect(sum(sizes.values()))
         # A GPU copies from one place in order, and a lossless version is decoded from it. Others are read in place, by
         # several threads, which digest them: host memory gets each byte once.
-        ahead = [(version_of(plan, v), key, plan.ladder[v].where) for key, v in sizes if v or not plan.critical]
+        ahead = [(version_of(plan, v), key, plan.ladder[v].where) for key, v in sizes]
         copied = [
             (v.name, *key)
             for v, key, where in ahead
@@ -232,7 +230,7 @@ class ResidencyManager:
             return self.store.stored(version_of(self.plan, version).name, *key).size
         return 0
 
-    def _fetch(self, key: Key, version: int, target: Tensor) -> Any:
+    def _fetch(self, key: Key, version: int, target: Tensor) -> Completion:
         position, expert = key
         described = version_of(self.plan, version)
         where = self.plan.ladder[version].where
@@ -240,14 +238,12 @@ class ResidencyManager:
         device = self._host_device if where in ON_HOST and self._host_device is not None else self.device
         here = self._pinned(key, version) if self.plan.reads_host else None
         source = self.residency.source_of(key)
-        coded = None if source is None else source.handle.packed.extent
+        packed = None if source is None else source.handle.packed
+        coded = None if packed is None else packed.extent
         return device.fetch(stored, target, self.layers[position].of.layer, described, where in CODED, here, coded)
 
     def _pinned(self, key: Key, number: int) -> Tensor | None:
         """Return an expert's bytes in pinned memory, for a placement; None while they are loaded, or elsewhere."""
-        if not number and (chooses := self.layers[key[0]].of.critical) is not None:
-            best: Handle = chooses.best[key[1]]
-            return best.extent
         if not self.plan.is_of_base(number):
             return None
         with self.residency.lock:
@@ -281,18 +277,18 @@ class ResidencyManager:
 
     # --- steps
 
-    def pass_lock(self) -> contextlib.AbstractContextManager[Any]:
+    def pass_lock(self) -> contextlib.AbstractContextManager[object]:
         """Return a lock for a whole forward pass and its wait for room; it does nothing unless the policy blocks."""
         return self._one_at_a_time if self._blocking else contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def sequence(self, given: dict[str, Any]) -> Iterator[tuple[Prompt, Callable[[Any], None]]]:
+    def sequence(self, given: dict[str, object]) -> Iterator[tuple[Prompt, Callable[[object], None]]]:
         """Enclose a forward pass with these arguments, and its step.
 
         Yields a `Prompt` (what the pass reads of a sequence), for `step`, and a function to call with the result.
         """
         needs = self.policy.needs
-        if not (needs.prompts or needs.layers or needs.timings or self.plan.critical):
+        if not (needs.prompts or needs.layers or needs.timings):
             yield NO_PROMPT, lambda out: None
             return
         try:

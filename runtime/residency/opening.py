@@ -22,7 +22,7 @@ from moepack.runtime.planning.capacity import base_bytes
 from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.paging import coded_version, in_place_size
 from moepack.runtime.planning.plan import Plan
-from moepack.runtime.policies.contract import PINNED, Key
+from moepack.runtime.policies.contract import Key
 from moepack.runtime.policies.placements import ON_HOST, READ_THERE, Where
 from moepack.runtime.store.files import BackingStore
 from moepack.runtime.store.host_limit import host_limits
@@ -123,8 +123,6 @@ def check_host(bundle: Bundle, plan: Plan, host_memory: int | None, on_gpu: bool
         host_memory = host_limits()["pinnable_bytes"]
     if host_memory is not None and host_memory < least:
         names = "any of " + ", ".join(str(plan.ladder[v]) for v in on_host)
-        if plan.critical:
-            names = f"{plan.ladder[0]}{PINNED} and at {plan.ladder[plan.base]}"
         raise TooSmallError(
             f"{bundle.path}: a host_memory of {host_memory} bytes does not hold every expert at {names}: the "
             f"least that would do is {least} bytes",
@@ -180,8 +178,7 @@ def open_stage(plan: Plan, layers: Sequence[LayerExperts], device: Device, resid
     stage = Stage(device.gpu, device.gpu.memory(plan.stage), plan.largest_pinned)
     for p, layer in enumerate(layers):
         base = [residency.entries[p, e].complete[plan.base].handle for e in range(plan.experts[p])]
-        best = () if layer.of.critical is None else (layer.of.critical.best,)
-        layer.of.staged = StagedLayer(stage, layer.of, (base, *best))
+        layer.of.staged = StagedLayer(stage, layer.of, base)
 
 
 def open_in_place(plan: Plan, layers: Sequence[LayerExperts], device: Device) -> PagesInPlace:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
@@ -26,6 +26,9 @@ from moepack.runtime.store.loading import AHEAD, in_order
 
 from .entries import Complete, Copying, ExpertState, Outcome, RunningSteps, TransitionCounts
 from .pools import Block, Pool
+
+if TYPE_CHECKING:
+    from moepack.runtime.experts.handles import Handle
 
 
 class Residency:
@@ -51,8 +54,8 @@ class Residency:
         base: int,
         pool: Callable[[int, int], Pool | None],
         fetch: Callable[[Key, int, Tensor], Completion],
-        make: Callable[[Key, int, Tensor | None], Any],
-        publish: Callable[[Key, Any], None],
+        make: Callable[[Key, int, Tensor | None], Handle],
+        publish: Callable[[Key, Handle], None],
         mark: Callable[[], Completion],
         keeps_base: bool = False,
         snapshot: Callable[[], Any] = lambda: None,
@@ -89,7 +92,7 @@ class Residency:
         ahead: int,
         loaded: Callable[[Key, int], None],
         failed: Callable[[Key, int, BaseException], None],
-    ) -> Iterator[tuple[Key, Any]]:
+    ) -> Iterator[tuple[Key, Handle]]:
         """Load experts' first versions, and with `keeps_base` their base; yield the handles. Only before serving.
 
         All blocks are taken before the first fetch, so that a CPU's huge pages are whole when they are written. Blocks
@@ -421,7 +424,7 @@ class Residency:
         The functions in `others` are called once the running steps have ended.
         """
 
-        def gone(*_: Any) -> NoReturn:
+        def gone(*_: object) -> NoReturn:
             raise InputError("this model was closed: load the bundle again")
 
         with self.lock:

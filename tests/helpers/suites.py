@@ -90,7 +90,6 @@ FEW: dict[str, tuple[str, ...]] = {
     "runtime/dense/test_on_gpu.py::test_every_encoding": ("[w4-64]", "[fp8row-0]"),
     "runtime/test_decode_graph.py::test_replays_are_the_steps": ("[hotness:hi=w4,lo=w2,",),
     "runtime/paging/test_in_place.py::test_the_same_bits": ("[,resident=0.3]",),
-    "runtime/residency/test_pinned.py::test_on_a_gpu": ("[hotness:",),
     "runtime/residency/test_on_gpu.py::test_caches_on_demand": ("[lru:hi=w4,lo=absent-zeros]",),
     "runtime/planning/test_skeleton.py::test_leaving_out_repeated": ("[qwen3_moe-2]", "[glm4_moe-3]"),
     "runtime/planning/test_fixed.py::test_the_arena_is": ("shape0",),
@@ -114,8 +113,6 @@ FEW: dict[str, tuple[str, ...]] = {
     "moepack/reports/test_plan.py::test_what_is_feasible": ("[uniform-work2]",),
     "runtime/residency/test_residency.py::test_planted": ("[reused_early]", "[seen_in_a_step]", "[inexact]"),
     "runtime/residency/test_sequences.py::test_guesses": ("[lookup]",),
-    "runtime/residency/test_critical.py::test_families_that": ("w2,r=1]",),
-    "runtime/residency/test_critical.py::test_words_follow": ("[False]",),
     "runtime/planning/test_skeleton.py::test_kv_bytes": ("[mistral_large4]", "[hy_v4]"),
     "runtime/test_profile.py::test_ones_own_traffic": ("[python]",),
     "pack/test_exponent.py::test_mutated": ("[1-1]",),
@@ -130,7 +127,7 @@ FEW: dict[str, tuple[str, ...]] = {
     "whole/test_combinations.py::test_every_dtype": ("None-static-torch.float16", "w4-paged-torch.bfloat16"),
     "runtime/policies/test_every_policy.py::test_serves": (
         "between-static]", "experts-hotness]", "biases-lru]", "attention-prefill]", "attention-paged]",
-        "experts-importance]", "biases-hotness:lo=absent]", "between-importance:lo=w2@pinned]",
+        "experts-importance]", "biases-hotness:lo=absent]",
     ),
     "whole/test_native_served.py::test_every_policy": ("blocks-static]", "mxfp4-hotness]", "mxfp4-paged]"),
 }  # fmt: skip

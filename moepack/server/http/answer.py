@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -19,7 +18,7 @@ from .replies import Reply
 PATIENCE = 60.0  # seconds a client may stop reading a stream
 SILENCE = 15.0  # seconds before the first token after which a comment is sent; Node's fetch gives up after 300
 COMMENT = b": the prompt is read\n\n"
-Events = list[dict[str, Any]]
+Events = list[dict[str, object]]
 
 
 class Gone(Exception):

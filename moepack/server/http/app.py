@@ -8,7 +8,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -42,6 +42,12 @@ from .replies import ChatReply, CompletionReply, Reply
 from .templates import ChatTemplate
 from .tokenizing import Tokenized, detokenize, tokenize
 
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from transformers import PreTrainedTokenizerBase
+
+    from moepack.runtime.served_model import ServedModel
+
 log = logging.getLogger("moepack.server")
 HELPERS = 2  # threads beside the event loop; glibc keeps an arena for each thread that ever ran
 Found = TypeVar("Found")
@@ -54,7 +60,7 @@ class Server:
         own: the model's own defaults of sampling, as far as they apply.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, options: Options) -> None:
+    def __init__(self, model: ServedModel, tokenizer: PreTrainedTokenizerBase, options: Options) -> None:
         self._options = options
         self.tokens = Tokens(tokenizer, getattr(model, "generation_config", None))
         if options.template is not None:
@@ -119,9 +125,9 @@ class Server:
                 self.metrics.ended(job, event)
             job.tell(event)
 
-    def _counted(self, app: Any, known: set[str]) -> Any:
-        async def counting(scope: Any, receive: Any, send: Any) -> None:
-            async def sending(message: Any) -> None:
+    def _counted(self, app: ASGIApp, known: set[str]) -> ASGIApp:
+        async def counting(scope: Scope, receive: Receive, send: Send) -> None:
+            async def sending(message: Message) -> None:
                 if message["type"] == "http.response.start":
                     path = scope["path"] if scope["path"] in known else "other"
                     self.metrics.requests.labels(path, str(message["status"])).inc()
@@ -142,7 +148,7 @@ class Server:
     async def _tokens_of(self, request: Request, parsed: Callable[[Object, int], Tokenized]) -> Response:
         raw = await body(request, self._options.body)
 
-        def answer() -> dict[str, Any]:
+        def answer() -> dict[str, object]:
             asked = parsed(parse_json(raw), self._vocabulary)
             self._info.check_model(asked.model)
             return asked.answer(self.tokens, self._template, self.scheduler.most_tokens)

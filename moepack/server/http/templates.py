@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 from moepack.server.batching.tokens import Tokens
 from moepack.server.errors import ApiError, bad
@@ -14,9 +13,10 @@ from moepack.server.tools.forms import Manners
 from .models import Object
 from .parse import Dialogue
 from .system_messages import Places, check_single, joined, places_of
+from .toolbox import Listed
 
 
-def source(template: Any) -> str:
+def source(template: object) -> str:
     """Return the text of a tokenizer's chat template, or of all of several; "" without one."""
     return template if isinstance(template, str) else json.dumps(template, ensure_ascii=False) if template else ""
 
@@ -60,7 +60,7 @@ class ChatTemplate:
             raise ApiError(400, why, field, "no_chat_template")
         if asked.shown and self.manners.form is None:
             raise bad("tools", "this model's template does not say how it calls tools", "unsupported")
-        given: dict[str, Any] = {"add_generation_prompt": True, **self._thought(asked), **asked.template}
+        given: Object = {"add_generation_prompt": True, **self._thought(asked), **asked.template}
         messages = asked.messages
         if self._system == "refuse":
             check_single(messages, asked.origins)
@@ -95,6 +95,6 @@ class ChatTemplate:
             found[self._switch] = asked.effort != "none"
         return found
 
-    def _applied(self, messages: list[Object], tools: Any, given: Object) -> str:
+    def _applied(self, messages: list[Object], tools: Listed | None, given: Object) -> str:
         tokenizer = self._tokens.tokenizer
         return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **given))

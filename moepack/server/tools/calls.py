@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from .lark import Lark
 from .parts import MOST_CALLS, Schema, StateReader, Tools
@@ -45,7 +44,7 @@ class Marked:
         only = f"{lark.text(mark)} {calls}"
         return only if tools.required or schema is None else f"({only} | {lark.json(schema)})"
 
-    def call(self, lark: Lark, name: str, schema: dict[str, Any]) -> str:
+    def call(self, lark: Lark, name: str, schema: dict[str, object]) -> str:
         """Return a rule of a call without its opening mark."""
         raise NotImplementedError
 

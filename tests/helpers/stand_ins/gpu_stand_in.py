@@ -67,7 +67,7 @@ def install(
         monkeypatch.setattr(affine_triton, "dense", lambda matrix, form, extent, x, out: out.zero_())
     for name in ("product", "switched"):
         monkeypatch.setattr(gpu_module, name, _watched(made, getattr(gpu_module, name), computes))
-    for name in ("route_few", "summed", "second_words"):
+    for name in ("route_few", "summed"):
         monkeypatch.setattr(gpu_module, name, _in_turn(made, getattr(gpu_module, name)))
     return made
 

@@ -179,8 +179,7 @@ def test_a_stand_in_makes_the_same_blocks(width: int, monkeypatch: pytest.Monkey
 def test_second_words_of_the_highest(experts: int) -> None:
     """Against the policy's own ranking: by gates of a step, by tokens or heavy hitters of a prompt; many are equal."""
     from moepack.runtime.kernels.routing_triton import second_words
-    from moepack.runtime.policies.contract import critical_count
-    from moepack.runtime.policies.importance import most_important
+    from moepack.runtime.policies.importance import critical_count, most_important
 
     table, seconds = (torch.randint(1, 1 << 60, (experts,), device=DEVICE) for _ in range(2))
     for tokens in range(1, 17) if experts < 60 else (1, 5, 16):

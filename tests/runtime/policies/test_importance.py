@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
-from moepack.runtime.policies.contract import Changes, Interval, Key, LayerReached, Setting, critical_count
-from moepack.runtime.policies.importance import Importance, ImportanceOptions, ranked, retention
+from moepack.runtime.policies.contract import Changes, Interval, Key, LayerReached, Setting
+from moepack.runtime.policies.importance import Importance, ImportanceOptions, critical_count, ranked, retention
 from moepack.runtime.policies.lru import Recent, RecentOptions
 from moepack.runtime.policies.mixed_cache import MixedCache
 from moepack.runtime.policies.placements import ABSENT, Placement

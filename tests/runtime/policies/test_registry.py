@@ -53,7 +53,7 @@ def test_quarters_by_rank_as_long_as_there_is_room(tiers: ModuleType) -> None:
 def test_one_file_and_one_line_serve(tiers: ModuleType, bundle: Path) -> None:
     """Three versions on the device, one on the host and absent experts in one layer; and what is computed is theirs."""
     assert str(parse_policy("tiers")) == "tiers" and "tiers[:KEY=VALUE,...]" in registry.usages(in_budget=True)
-    with pytest.raises(InputError, match="policy tiers:speed=1: option 'speed' is unknown: there are share"):
+    with pytest.raises(InputError, match="policy tiers:speed=1: option 'speed' is unknown: there are rate"):
         parse_policy("tiers:speed=1")
     least = plan(bundle, LoadOptions(device_memory=0, policy="tiers")).least_bytes
     opened = open_bundle(bundle)

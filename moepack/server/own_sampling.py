@@ -63,7 +63,7 @@ class SamplingFlags:
     top_k: int | None = None
     min_p: float | None = None
     repetition: float | None = None
-    seed: int = 0
+    seed: int | None = 0
     generation_config: str = "auto"  # whether the model's own values apply: "auto", or "none"
 
     def __post_init__(self) -> None:

@@ -301,7 +301,7 @@ class DecodeGraphs:
             graph = graphs.capture(run, device, beside)
         pool.taken += max(0, graphs.reserved(device) - before)
         self._pools[at[0]] = pool
-        inner.packed = inner.outer = None  # which hold sequences and memory of this pass
+        inner.packed = inner.outer = inner.logits = None  # which hold sequences and memory of this pass
         log.info("a decode step of %d sequences is now a CUDA graph", at[1])
         return _Captured(graph, own, words, counters, kind[0], out, shared, pool, _addresses(owner, step), inner)
 

@@ -29,7 +29,7 @@ from moepack.runtime.devices import graphs
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.forward import experts_forward
 from moepack.runtime.experts.handles import LayerExperts, Snapshot
-from moepack.runtime.experts.prediction import Prediction
+from moepack.runtime.experts.prediction import Prediction, tell_logits
 from moepack.runtime.residency.kv_reserve import KvBudget
 from moepack.runtime.residency.manager import ResidencyManager
 from moepack.runtime.residency.transitions import Queues
@@ -120,7 +120,9 @@ class ForwardWrapper:
 
                 self._importance = TokenImportance(model, described, needs.importance, manager.plan.workspace)
             if needs.prediction:
-                manager.prediction = Prediction(model, described)
+                manager.prediction = Prediction(model, described, needs.sums)
+            if any(reducer.reads_logits for reducer in needs.sums):
+                tell_logits(model, described, self._key)
         for position, layer in enumerate(self._layers):
             layer.model = self._key
             layer.position = position
@@ -173,13 +175,12 @@ class ForwardWrapper:
                 if traced:
                     experts = [x.of.layer.experts for x in self._layers]
                     device = self._layers[0].of.device
-                    step.counters = Counters(experts, False, device)
+                    step.counters = Counters(experts, (), device)
                     step.counters.mask = text
             else:
                 prompt, done = stack.enter_context(manager.sequence(given))
                 told.append(done)
                 step = stack.enter_context(manager.step(prompt, text))
-                step.prediction = manager.prediction
                 if prompt.several and self._importance is not None:
                     stack.enter_context(self._observed(self._importance, step, given, text))
             step.watchers = self.watchers

@@ -99,14 +99,14 @@ def kept(path: str | Path, bundle: Bundle, serving: Serving) -> Iterator[None]:
 
     What the file held before counts half, so that traffic of a few sessions ago fades. Without traffic it stays.
     """
-    before: Counts = [np.array(row, np.int64) for row in serving.routed().counts()]
+    before: Counts = [np.array(row, np.int64) for row in serving.routed()]
     old = read_profile(path, bundle) if Path(path).exists() else [0 * row for row in before]
     ended = threading.Event()
     written = sum(int(row.sum()) for row in before)
 
     def save() -> None:
         nonlocal written
-        counts = serving.routed().counts()
+        counts = serving.routed()
         if (total := sum(map(sum, counts))) == written:
             return
         new = [(a // 2 + b - c).tolist() for a, b, c in zip(old, counts, before, strict=True)]

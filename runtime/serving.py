@@ -9,7 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+import torch
+
 from moepack.pack.reader import Bundle
+from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.handles import LayerExperts
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.fixed import Fixed, MeasuredNeeds
@@ -23,7 +26,6 @@ from moepack.runtime.step.context import RoutingCounter
 
 from .forward_wrapper import ForwardWrapper
 from .process_limit import ProcessLimit
-from .routed import RoutedCounts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,7 +76,7 @@ class Serving:
         self.limit: ProcessLimit | None = None  # the process's memory limit, where one was given
         self.caches: KvBudget | None = None  # keeps the KV caches inside the budget
         self._wrapper = ForwardWrapper(model, layers, manager)
-        self._routed: RoutedCounts | None = None
+        self._routed: Counters | None = None
         if manager is not None:
             _live.add(manager)
         weakref.finalize(model, _let_go, list(layers), manager)
@@ -95,12 +97,14 @@ class Serving:
         """Add a counter that sees every layer's routing from now on."""
         self._wrapper.watchers = (*self._wrapper.watchers, counter)
 
-    def routed(self) -> RoutedCounts:
-        """Return the counts of routers' choices since the first call; all callers share one counter."""
+    def routed(self) -> list[list[int]]:
+        """Return how often routers chose each expert since the first call, [layers][experts]: padding included."""
         if self._routed is None:
-            self._routed = RoutedCounts(self.layers)
+            experts = [layer.of.layer.experts for layer in self.layers]
+            device = self.layers[0].of.device if self.layers else torch.device("cpu")
+            self._routed = Counters(experts, (), device)
             self.count_routing(self._routed)
-        return self._routed
+        return [row.tolist() for row in self._routed.take()[0]]
 
     def trace(self, path: str | Path) -> None:
         """Write every step from now on into a file (trace.py)."""

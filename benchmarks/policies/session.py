@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 import moepack
 from benchmarks.common import Row
@@ -19,6 +18,7 @@ from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import PAGE, align
 from moepack.runtime.policies.placements import Where
+from moepack.runtime.policies.reducers import RouterOutput
 from moepack.runtime.step.context import current
 
 if TYPE_CHECKING:
@@ -32,12 +32,12 @@ class ReadInPlace:
 
     bytes = 0
 
-    def add(self, position: int, index: Tensor, weights: Tensor) -> None:
+    def add(self, position: int, routing: RouterOutput) -> None:
         """Count a layer's experts."""
         step = current()
         assert step is not None
         handles = step.snapshots[position].handles
-        chosen = [handles[e] for e in set(index.flatten().tolist()) if e < len(handles)]
+        chosen = [handles[e] for e in set(routing.index.flatten().tolist()) if e < len(handles)]
         self.bytes += sum(h.extent.numel() for h in chosen if h.where is Where.PINNED)
 
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moepack.pack.errors import InputError
 from moepack.runtime.policies.placements import Where
+from moepack.runtime.policies.reducers import RouterOutput
 from moepack.runtime.step.context import Step, step_of
 
 from . import op  # noqa: F401  # registers the operator
@@ -69,11 +70,7 @@ def experts_forward(self: ExpertsModule, hidden_states: Tensor, top_k_index: Ten
         raise InputError(CLOSED)
     few = _few(experts, step, top_k_index, top_k_weights)
     if step is not None:
-        # `counters` were set by RoutingStatistics.counters, or by ForwardWrapper.step for a trace
-        if step.counters is not None and few is None:
-            step.counters.add(position, top_k_index, top_k_weights)
-        for watcher in step.watchers:  # set by Serving.count_routing
-            watcher.add(position, top_k_index, top_k_weights)
+        _count(step, position, top_k_index, top_k_weights, few is not None)
     if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
         if experts.no_gradients:
             raise InputError(experts.no_gradients)
@@ -86,6 +83,23 @@ def experts_forward(self: ExpertsModule, hidden_states: Tensor, top_k_index: Ten
     elif step is not None:
         snapshot = step.snapshots[position]
     return _run(LayerCall(self, snapshot, hidden_states, top_k_index, top_k_weights, routed=few))
+
+
+def _count(step: Step, position: int, index: Tensor, weights: Tensor, fused: bool) -> None:
+    """Tell counters and watchers a layer's routing; `fused` if the launch that routed few tokens has counted it."""
+    counters = step.counters  # set by RoutingStatistics.counters, or by ForwardWrapper.step for a trace
+    is_wanted = counters is not None and not (fused and counters.only_fused)
+    if not is_wanted and not step.watchers:
+        return
+    heavy = None if step.importance is None else step.importance.heavy(position, len(index))
+    teller, logits = step.logits or (position, None)
+    if teller != position or (logits is not None and len(logits) != len(index)):
+        logits = None
+    routing = RouterOutput(index, weights, logits, heavy)
+    if is_wanted:
+        counters.add(position, routing, fused)
+    for watcher in step.watchers:  # set by Serving.count_routing
+        watcher.add(position, routing)
 
 
 def _few(experts: LayerExperts, step: Step | None, index: Tensor, weights: Tensor) -> Routed | None:

@@ -58,7 +58,7 @@ def launch(experts: LayerExperts, step: Step | None, form: Routing, count: bool 
     tally = None
     tokens = len(given["logits"] if "logits" in given else given["given"][0])
     if count and counters is not None:
-        tally = Tally(*counters.rows(experts.position, tokens))
+        tally = Tally(*counters.fused(experts.position, tokens))
     table = _snapshot(experts, step).device_table()
     with current(table.device):
         return route_few(form, table, DECODE.tokens, tally=tally, **given)

@@ -16,8 +16,6 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -122,7 +120,6 @@ class TokenImportance:
         `workspace` bytes hold attention weights. Raises InputError when a layer's attention cannot be observed.
         """
         self._share = share
-        self._layers = tuple(layers)
         self._workspace = workspace
         self._positions = {id(_attention_of(model, layer.module)): i for i, layer in enumerate(layers)}
         configs: list[Any] = [m.config for m in model.modules() if hasattr(m, "config")]
@@ -185,27 +182,17 @@ class TokenImportance:
         first = min(self._cached, key.shape[2] - tokens)  # a cache of fixed length has keys behind the pass's, too
         self._heavy[position] = heavy_hitters(received[:, first : first + tokens], self._share, self._text)
 
-    def important(self, position: int, index: Tensor) -> npt.NDArray[np.int64] | None:
-        """Count the heavy hitters routed to each expert of a layer (dymoe, equation 2), int64 [experts].
-
-        `index` is [tokens, top_k]; a number past the last expert is ignored. Returns `None` if the layer's attention
-        was not observed. Waits for the device.
-        """
+    def heavy(self, position: int, tokens: int) -> Tensor | None:
+        """Return whether each token is a heavy hitter, bool [tokens]; `None` if the attention was not observed."""
         heavy = self._heavy.pop(position, None)
-        experts = self._layers[position].experts
-        if heavy is None or heavy.numel() != len(index):
-            return None
-        chosen = index.long().clamp(max=experts).masked_fill(~heavy.view(-1, 1), experts).reshape(-1)
-        counts = torch.zeros(experts + 1, dtype=torch.int64, device=index.device)
-        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-        return counts[:experts].cpu().numpy()
+        return None if heavy is None or heavy.numel() != tokens else heavy.view(-1)
 
 
 def refused(kind: str, why: str) -> InputError:
     """Return the error for a model whose attention cannot be observed."""
     return InputError(
-        f"policy importance needs attention weights, which {kind}'s layers do not give ({why}): load it with "
-        "attn_implementation='sdpa' or 'eager' where it has those, or name by=counts, which does without"
+        f"the policy needs attention weights, which {kind}'s layers do not give ({why}): load it with "
+        "attn_implementation='sdpa' or 'eager' where it has those, or name importance:by=counts, which does without"
     )
 
 

@@ -198,7 +198,7 @@ class Plan:
         setting = Setting(self.experts, self.ladder, self.growing(), self.traffic, self.losses, self.most, self.rates)
         made = policy.entry.make(setting, policy.options)
         nothing = [np.zeros(n, np.int64) for n in self.experts]
-        none = [np.zeros(n) for n in self.experts] if made.needs.gates else []
+        none = {reducer: [np.zeros(n) for n in self.experts] for reducer in made.needs.sums}
         return made, made.decide(Interval(time.monotonic(), self.capacity(), nothing, none)) or {}
 
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
-
-import numpy as np
-import numpy.typing as npt
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
 from moepack.runtime.allocation.knapsack import Table
 
 from .placements import Placement, find_version
+from .reducers import Floats, Ints, Reducer
 
 if TYPE_CHECKING:
     from moepack.pack.reader import Bundle
@@ -28,8 +26,6 @@ Key = tuple[int, int]  # layer position (among layers with experts), expert
 Wanted = Mapping[Key, int]  # placements of the experts that are not at the base placement, the most wanted expert first
 Versions = tuple[tuple[str, ...], ...]  # [layer position][expert], the name of a version
 Ladder = tuple[Placement, ...]  # the best placement first, the base last; an int "placement" is an index into a ladder
-Ints = npt.NDArray[np.int64]  # [experts]
-Floats = npt.NDArray[np.float64]  # [experts]
 Counts = Sequence[Ints]
 Sums = Sequence[Floats]
 
@@ -57,7 +53,7 @@ class Counted(Event):
     """An event with routing statistics."""
 
     counts: Counts  # for each layer, int64 [experts]: how often the router chose each expert, without padding
-    gates: Sums = ()  # for each layer, float64 [experts]: sums of gate weights; empty unless the policy needs gates
+    sums: Mapping[Reducer, Sums] = field(default_factory=dict)  # of `Needs.sums`, for each layer float64 [experts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +81,7 @@ class SequenceBegan(Event):
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnded(Counted):
-    """A step that read a prompt, or a chunk of a prompt, has ended. `counts` and `gates` cover this step alone.
+    """A step that read a prompt, or a chunk of a prompt, has ended. `counts` and `sums` cover this step alone.
 
     Such a step fills an empty cache, or adds several tokens to each sequence, unless these are guesses to verify
     (residency/sequences.py).
@@ -125,14 +121,12 @@ class LayerReached(Event):
 
     layer: int  # the layer's position
     counts: Ints  # how often the router chose each expert in this step
-    gates: Floats | None = None  # the sums of gate weights; `None` if the policy does not need them
+    sums: Mapping[Reducer, Floats] = field(default_factory=dict)  # of `Needs.sums` in this step
     is_prompt: bool = False  # whether the step reads several tokens of a prompt in each sequence
-    # The part of `counts` from heavy hitters. `None` without `Needs.importance`, outside prompts, and if compiled
-    important: Ints | None = None
-    # The next layer's counts and gates, predicted by its router from the input of this layer's experts. `None` without
+    # The next layer's counts and sums, predicted by its router from the input of this layer's experts. `None` without
     # `Needs.prediction`, and at the last layer
     predicted: Ints | None = None
-    predicted_gates: Floats | None = None
+    predicted_sums: Mapping[Reducer, Floats] = field(default_factory=dict)
     placed: Sequence[int] | None = None  # the present placement of each of the layer's experts
     coming: Sequence[int] | None = None  # the placement to which each expert is being copied; -1 if it is not
 
@@ -147,7 +141,7 @@ class Needs:
     # is sent once before any token, and between steps with `timings` (its answers are not carried out). For policies
     # whose experts have no resident version, and for baselines
     layers: bool = False
-    gates: bool = False  # whether events have sums of gate weights
+    sums: tuple[Reducer, ...] = ()  # what passes add up for the policy, beside counts; events have these sums
     # Whether an expert that is wanted on the host or absent leaves the device at once; else when its bytes are needed
     exact: bool = False
     # With `layers`, the share of a prompt's tokens that are heavy hitters (receive the most attention); 0 turns their

@@ -18,9 +18,7 @@ from moepack.pack.spec import Version
 
 from .contract import (
     Event,
-    Floats,
     Interval,
-    Ints,
     Key,
     Ladder,
     LayerReached,
@@ -33,6 +31,7 @@ from .contract import (
 from .heat import busiest
 from .mixed_cache import MixedCache
 from .placements import ABSENT, Placement, find_version
+from .reducers import GATES, HEAVY, Floats, Ints, ranked
 
 # placements (indices into the ladder); with `lo=absent` LOW is the base
 HIGH = 0
@@ -125,9 +124,10 @@ class Importance:
 
     def __init__(self, setting: Setting, options: ImportanceOptions | None = None) -> None:
         self._options = options = options or ImportanceOptions()
+        sums = {"importance": (GATES, HEAVY), "random": ()}.get(options.by, (GATES,))
         self.needs = Needs(
             layers=True,
-            gates=options.by != "random",
+            sums=sums,
             prediction=options.prefetch == "yes",
             importance=options.heavy if options.by == "importance" else 0.0,
         )
@@ -153,8 +153,8 @@ class Importance:
             return None
         wants = self._designated(event.layer, self._ranked(event))
         changes = self._cache.serve(event.layer, wants, room, event.placed, event.coming)
-        if event.predicted is not None and event.predicted_gates is not None:
-            ahead = self._ahead(event.layer + 1, event.is_prompt, event.predicted, event.predicted_gates)
+        if event.predicted is not None:
+            ahead = self._ahead(event.layer + 1, event.is_prompt, event.predicted, event.predicted_sums[GATES])
             changes |= self._cache.foresee(event.layer + 1, ahead, room, changes)
         return changes
 
@@ -167,7 +167,11 @@ class Importance:
         if self._options.by == "random":
             chosen: list[int] = self._random.permutation(event.counts.nonzero()[0]).tolist()
             return chosen
-        return most_important(event.counts, event.gates, event.important, event.is_prompt)
+        if not event.is_prompt:
+            return ranked(event.counts, event.sums[GATES])
+        if self._options.by == "importance":
+            return ranked(event.counts, event.sums[HEAVY], event.counts)
+        return ranked(event.counts, event.counts)
 
     def _designated(self, layer: int, experts: Sequence[int]) -> dict[int, int]:
         high = critical_count(self._shares[layer], len(experts))
@@ -177,29 +181,6 @@ class Importance:
         """Return the experts to prefetch: the most frequent in a prompt, all predicted in decoding (eq. 7 and 8)."""
         wants = self._designated(layer, ranked(counts, counts, gates) if is_prompt else ranked(counts, gates))
         return {e: v for e, v in wants.items() if v == HIGH or (v != self._base and not is_prompt)}
-
-
-def most_important(counts: Ints, gates: Floats | None, important: Ints | None, is_prompt: bool) -> list[int]:
-    """Return the experts that a step needs, the most important first (equations 2 and 3).
-
-    Args:
-        counts: the step's choices of each expert, [experts].
-        gates: the sums of their gate weights, which decide in decoding.
-        important: the part of `counts` from heavy hitters, which decides in a prompt; if `None`, `counts` do.
-        is_prompt: whether the step reads a prompt.
-    """
-    if not is_prompt:
-        assert gates is not None
-        return ranked(counts, gates)
-    return ranked(counts, counts) if important is None else ranked(counts, important, counts)
-
-
-def ranked(counts: Ints, *scores: Ints | Floats) -> list[int]:
-    """Return the experts that have tokens, highest score first; ties of the first score are broken by the next."""
-    here = counts.nonzero()[0]
-    order = np.lexsort([-score[here] for score in reversed(scores)])
-    out: list[int] = here[order].tolist()
-    return out
 
 
 ENTRY = live_entry("importance", ImportanceOptions, Importance)

@@ -17,7 +17,6 @@ from .contract import (
     Decoding,
     Event,
     Interval,
-    Ints,
     Ladder,
     LayerReached,
     LiveOptions,
@@ -30,6 +29,7 @@ from .contract import (
 from .heat import busiest
 from .mixed_cache import MixedCache
 from .placements import ABSENT, Placement, find_version
+from .reducers import ranked
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +84,8 @@ class Recent:
             return self._cache.fill(dict.fromkeys(busiest([np.array(row) for row in self._traffic]), 0), room)
         if not isinstance(event, LayerReached):
             return None
-        wants = dict.fromkeys(_most_used(event.counts), 0)
+        wants = dict.fromkeys(ranked(event.counts, event.counts), 0)
         return self._cache.serve(event.layer, wants, room, event.placed, event.coming, all_of_them=self._strict)
-
-
-def _most_used(counts: Ints) -> list[int]:
-    """Return a layer's used experts, the most used first."""
-    used: list[int] = counts.nonzero()[0].tolist()
-    return sorted(used, key=lambda expert: -int(counts[expert]))
 
 
 ENTRY = live_entry("lru", RecentOptions, Recent)

@@ -15,6 +15,10 @@ from moepack.pack.errors import InputError
 
 from .contract import Changes, Key
 
+# Where no pass waits: seconds between decisions, and the most experts that come in one. Some 640 a second, 1.6 GB of a
+# 30 B model's at w4, so that copies leave the bus to the kernels that read there.
+INTERVAL = 0.1
+NEWCOMERS = 64
 _Kind = tuple[int, int]  # a placement and the bytes of an expert there: experts of one kind share blocks
 
 

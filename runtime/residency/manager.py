@@ -391,11 +391,8 @@ class ResidencyManager:
         Raises:
             BundleError, InputError: when an expert without a resident version cannot be loaded.
         """
-        important = step.importance.important(position, index) if step.importance is not None else None
-        predicted = None
-        gates = None
-        if step.prediction is not None:
-            predicted, gates = step.prediction.ahead(position, hidden, index, step.counters.mask)
+        foresees = self.prediction
+        predicted = (None, {}) if foresees is None else foresees.ahead(position, hidden, index, step.counters.mask)
         # A load was interrupted while the policy decided, or before its whole answer was carried out: the policy's
         # state may not match memory. So all experts go to the base, and a new policy starts from there.
         if self._upset:
@@ -405,16 +402,15 @@ class ResidencyManager:
             self.transitions.want({}, self.policy.worth)
         self._upset = True
         placed, coming = self.on_demand.where(position)
+        counts, sums = step.counters.layer(position)
         event = LayerReached(
             time.monotonic(),
             self.capacity(),
             position,
-            step.counters.layer(position),
-            step.counters.gates(position),
+            counts,
+            sums,
             step.prompt.several,
-            important,
-            predicted,
-            gates,
+            *predicted,
             placed,
             coming,
         )

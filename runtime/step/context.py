@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from moepack.runtime.policies.reducers import RouterOutput
 
+if TYPE_CHECKING:
     from moepack.runtime.kernels.routing_triton import Routed
 
 
@@ -63,8 +62,8 @@ NO_PROMPT = Prompt()
 class RoutingCounter(Protocol):
     """Counts what routers choose."""
 
-    def add(self, position: int, index: Tensor, weights: Tensor) -> None:
-        """Count the choice of the layer at `position`: experts and their gate weights, [tokens, top_k]."""
+    def add(self, position: int, routing: RouterOutput) -> None:
+        """Count the routing of the layer at `position`."""
 
 
 class Loader(Protocol):
@@ -75,13 +74,13 @@ class Loader(Protocol):
 
 
 class HeavyHitters(Protocol):
-    """Sees the attention of a prompt, and counts heavy hitters by the experts that they are routed to."""
+    """Sees the attention of a prompt, and marks heavy hitters."""
 
     def saw(self, module: object, query: Tensor, key: Tensor, mask: Tensor | None, given: dict[str, Any]) -> None:
         """Take up one attention layer's call."""
 
-    def important(self, position: int, index: Tensor) -> NDArray[np.int64] | None:
-        """Count a layer's heavy hitters by expert; None if its attention was not observed."""
+    def heavy(self, position: int, tokens: int) -> Tensor | None:
+        """Return whether each token is a heavy hitter, bool [tokens]; None if the attention was not observed."""
 
 
 class SequenceTable(Protocol):
@@ -138,8 +137,8 @@ class Step:
     # The `ResidencyManager`, if the policy lets passes wait for experts. Its `load` returns once the layer's current
     # snapshot is what the policy wants for the layer's routing; the layer then reads that snapshot
     loader: Loader | None = None
-    prediction: Any = None  # the `Prediction` of the next layer's routing (experts/prediction.py), for `loader`
     importance: HeavyHitters | None = None  # the `TokenImportance` that sees the attention of a prompt, for `loader`
+    logits: tuple[int, Tensor | None] | None = None  # the last router's: its layer's position, and [tokens, experts]
     packed: PackedCache | None = None  # the cache of a pass that packs several sequences
     number: int = 0  # the residency's number of the step
     table: Any = None  # the handle table on a GPU

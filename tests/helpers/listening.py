@@ -15,6 +15,7 @@ from live_models import least, wait_for
 import moepack
 from moepack.pack.spec import Version
 from moepack.runtime.policies import contract, registry
+from moepack.runtime.policies.reducers import GATES
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Options(contract.LiveOptions):
 class Listener:
     """What the last one made has heard stands in `heard`, intervals apart."""
 
-    needs = contract.Needs(interval=0.02, prompts=True, gates=True)
+    needs = contract.Needs(interval=0.02, prompts=True, sums=(GATES,))
     heard: list[contract.Event]
 
     def __init__(self, setting: contract.Setting, options: Options) -> None:

@@ -23,7 +23,7 @@ class LiveView:
 
     def __init__(self, model: ServedModel, name: str, engine: Engine, scheduler: Scheduler) -> None:
         self._serving, self._name, self._engine, self._scheduler = model.moepack, name, engine, scheduler
-        self._heat = self._serving.routed()
+        self._serving.routed()  # counts from now on
         self._began = time.monotonic()
         self._lock = threading.Lock()
         self._made: tuple[float, dict[str, object]] = (-1.0, {})
@@ -49,7 +49,7 @@ class LiveView:
             "kinds": kinds,
             "layers": [layer.of.layer.index for layer in serving.layers],
             "placed": [[kinds.index(kind) for kind in row] for row in placed],
-            "heat": self._heat.counts(),
+            "heat": serving.routed(),
             "budget": self._budget(),
             "counters": serving.counters(),
             "health": serving.health(),

@@ -90,7 +90,7 @@ class Engine:
         # Seconds that passes waited for experts' bytes since the start.
         self.waited: Callable[[], float] = lambda: 0.0 if manager is None else float(manager.waited)
         try:
-            if manager is not None and getattr(manager.policy.needs, "importance", False):
+            if manager is not None and manager.policy.needs.importance:
                 raise NotPackable("its policy reads attention weights")
             self._windows = windows_of(model.config)
             model.config._attn_implementation = NAME

@@ -16,6 +16,7 @@ from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.forward import experts_forward, reference_forward
 from moepack.runtime.experts.handles import NOTHING, REACHES, LayerCall, LayerExperts
 from moepack.runtime.policies.placements import Where
+from moepack.runtime.policies.reducers import GATES
 from moepack.runtime.step.context import Step, opened
 
 META = torch.device("meta")
@@ -78,7 +79,7 @@ def test_a_layer_waits_for_nothing_and_launches_what_is_served(module: Module, m
         monkeypatch.setattr(routing_triton, name, launches)
     # the sort's two; 80: activations for each product; few: routing, two products, the sum
     for tokens, count in ((80, 11), (17, 7), (6, 4), (1, 4)):
-        counters, launches.count = Counters([8], True, META), 0
+        counters, launches.count = Counters([8], (GATES,), META), 0
         counters.mask = torch.empty(tokens, dtype=torch.long, device=META)
         x, index, gates = routed(tokens)
         with opened(Step(snapshots=[module._moepack.current], counters=counters)):
@@ -92,7 +93,7 @@ def test_planted_waits_are_found(module: Module, waiting: str) -> None:
     x, index, gates = routed()
     with pytest.raises((NotImplementedError, RuntimeError)):
         if waiting == "counts":
-            Counters([8], False, META).layer(0)
+            Counters([8], (), META).layer(0)
         else:
             reference_forward(LayerCall(module, module._moepack.current, x, index, gates))
 

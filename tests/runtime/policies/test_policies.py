@@ -21,7 +21,7 @@ from moepack.runtime.policies.hotness import Hotness, HotnessOptions
 from moepack.runtime.policies.lru import Recent
 from moepack.runtime.policies.placements import ABSENT, Placement
 from moepack.runtime.policies.registry import parse_policy
-from moepack.runtime.trace import Record, TraceWriter, read_trace, replay
+from moepack.runtime.trace import Record, TraceWriter, read_trace
 
 VERSIONS = tuple(Version.of(name, 0 if name == "bf16" else 64) for name in ("bf16", "w4", "w2"))
 
@@ -315,7 +315,7 @@ def test_below_the_lowest_version_experts_may_be_absent() -> None:
     assert policy.decide(passed(2.0, [[9, 0, 5]], [3])) == {(0, 0): 0, (0, 2): 1}
 
 
-def test_traces_are_read_back_and_replayed(tmp_path: Path) -> None:
+def test_traces_are_read_back(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path / "t.jsonl", "static", [(2, 3)], ["bf16", "w2"])
     records = [Record(i, i / 2, [[0, 1, 1]], [[i, 0, 2]], 0, 0, 0, 5, 6, 7, 8) for i in range(1, 5)]
     for record in records:
@@ -323,8 +323,6 @@ def test_traces_are_read_back_and_replayed(tmp_path: Path) -> None:
     writer.close()
     trace = read_trace(tmp_path / "t.jsonl")
     assert trace.records == records and trace.versions == ["bf16", "w2"] and trace.policy == "static"
-    decisions = [w for _, w in replay(trace, Hotness(setting([3]), counting(alpha=0.0)), [1])]
-    assert decisions == [None, None, {(0, 0): 0}, None], "1 + 2 + 3 against 2 + 2 + 2 tokens: the first of equals"
 
 
 @pytest.mark.parametrize("damage", ["", "{}", "cut", "counts"])

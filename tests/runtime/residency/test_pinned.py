@@ -310,11 +310,11 @@ def test_a_prompt_brings_each_expert_once(
         model.moepack.close()
     monkeypatch.setattr(plan_module, "STAGE", rows * size)
     model = load(small, HOT, room=0, **given)
-    held, counts = model.moepack.manager.plan, model.moepack.routed()
+    held, counts = model.moepack.manager.plan, model.moepack.routed
     assert held.stage == rows * size == model.moepack.fixed.staging - held.staging
     gpu.read_there = 0
     assert torch.equal(logits(model, tokens), want) and gpu.read_there == 0
-    used = [h for row, x in zip(counts.counts(), model.moepack.layers, strict=True)
+    used = [h for row, x in zip(counts(), model.moepack.layers, strict=True)
             for n, h in zip(row, x.current.handles, strict=True) if n]  # fmt: skip
     assert several > 1.5 * sum(m.weights for h in used for m in model.moepack.layers[0].of.layer.matrices)
     assert gpu.brought == sum(h.extent.numel() for h in used)

@@ -32,6 +32,7 @@ from moepack.runtime.policies.contract import (
     Setting,
 )
 from moepack.runtime.policies.placements import ON_HOST, Where
+from moepack.runtime.policies.reducers import GATES, HEAVY
 from moepack.runtime.policies.registry import parse_policy
 from moepack.runtime.residency.on_demand import OnDemandLoader
 
@@ -95,8 +96,8 @@ class UnderPolicy(Machine):
     def policy(self, wanted: int) -> None:
         self.clock += 1
         loaded = [[0, 10_000 * (wanted % 7), 5000 * (wanted % 5)]] * 2 if self.made.needs.timings else ()
-        gates = [row.astype(float) for row in counts(wanted)] if self.made.needs.gates else ()
-        self.tell(Interval(self.clock, self.capacity(), counts(wanted), gates, 3, 0.01 * (wanted % 9), loaded))
+        sums = {reducer: [row.astype(float) for row in counts(wanted)] for reducer in self.made.needs.sums}
+        self.tell(Interval(self.clock, self.capacity(), counts(wanted), sums, 3, 0.01 * (wanted % 9), loaded))
 
     @rule(seed=st.integers(0, 999))
     def a_prompt(self, seed: int) -> None:
@@ -104,8 +105,8 @@ class UnderPolicy(Machine):
         if number not in self.sequences:
             self.sequences.append(number)
             self.tell(SequenceBegan(self.clock, self.capacity(), 8, number))
-        gates = [0.3 * row for row in counts(seed + 1)]
-        self.tell(PrefillEnded(self.clock, self.capacity(), counts(seed), gates, number))
+        sums = {reducer: [0.3 * row for row in counts(seed + 1)] for reducer in self.made.needs.sums}
+        self.tell(PrefillEnded(self.clock, self.capacity(), counts(seed), sums, number))
 
     @rule(which=st.integers(0, 9))
     @precondition(lambda self: self.sequences)
@@ -164,8 +165,8 @@ def test_invariants_hold_under_policies_that_block(text: str, silent: None) -> N
                 kv = sim.transitions.kv_bytes + sim.transitions.kv_asked
                 capacity = [(room * PAGE - kv + 1) // 2] * 2
                 event = LayerReached(
-                    float(step), capacity, layer, chosen, 0.3 * chosen, bool(rng.randint(0, 1)), chosen,
-                    ahead, None if ahead is None else 0.3 * ahead, placed, coming,
+                    float(step), capacity, layer, chosen, {GATES: 0.3 * chosen, HEAVY: chosen}, bool(rng.randint(0, 1)),
+                    ahead, {} if ahead is None else {GATES: 0.3 * ahead}, placed, coming,
                 )  # fmt: skip
                 wanted = policy.decide(event)
                 try:

@@ -10,6 +10,7 @@ from moepack.pack.errors import InputError
 
 from .generation import Session
 from .server.options import Sampling
+from .server.own_sampling import SamplingFlags
 
 HELP = "/reset forgets the chat, /quit ends it; Ctrl-C stops an answer."
 Tell = Callable[[str], None]
@@ -21,8 +22,10 @@ def local_model(session: Session, new_tokens: int, sampling: Sampling, stop: Seq
     return lambda messages, tell: session.go_on(session.chat(messages), new_tokens, sampling, stop, tell)
 
 
-def server(url: str, key: str | None, new_tokens: int, sampling: Sampling, stop: Sequence[str] = ()) -> Answer:
+def server(url: str, key: str | None, new_tokens: int, sampling: SamplingFlags, stop: Sequence[str] = ()) -> Answer:
     """Return the `Answer` of the first model that a server with OpenAI's interface lists.
+
+    What no flag of `sampling` names is left to the server.
 
     Calling the answer raises InputError if the server cannot be reached or refuses.
     """
@@ -31,7 +34,7 @@ def server(url: str, key: str | None, new_tokens: int, sampling: Sampling, stop:
     base = url.rstrip("/").removesuffix("/v1") + "/v1"
     key = key or "none"
     client = InferenceClient(base_url=base, api_key=key)
-    # OpenAI's interface lacks these, but many servers know them: they are sent only if set.
+    # OpenAI's interface lacks these, but many servers know them.
     extra = {"top_k": sampling.top_k, "min_p": sampling.min_p, "repetition_penalty": sampling.repetition}
     asked: dict[str, object] = {
         "temperature": sampling.temperature,
@@ -39,7 +42,7 @@ def server(url: str, key: str | None, new_tokens: int, sampling: Sampling, stop:
         "seed": sampling.seed,
         "max_tokens": new_tokens,
         "stop": list(stop) or None,
-        "extra_body": {n: v for n, v in extra.items() if v != (1.0 if n.startswith("rep") else 0)} or None,
+        "extra_body": {name: value for name, value in extra.items() if value is not None} or None,
     }
 
     def answer(messages: list[dict[str, str]], tell: Tell) -> str:

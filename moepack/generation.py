@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,7 @@ from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 from .server.batching.text import Stops
 from .server.batching.tokens import end_tokens
 from .server.options import Sampling
+from .server.own_sampling import SamplingFlags, described
 from .shared.opening import check, load_model, locate
 from .shared.progress import Reporter, loading_bar
 
@@ -66,6 +68,13 @@ class Session:
         self._cache = None
         if self.model is not None and self._source.is_bundle:
             self.model.moepack.close()
+
+    def sampling(self, flags: SamplingFlags) -> Sampling:
+        """Return how tokens are chosen by flags and the loaded model's own values, which stderr shows."""
+        own = flags.own(self.model.generation_config)
+        if own:
+            print(f"moepack: {described(own)}", file=sys.stderr)
+        return flags.over(own)
 
     def text(self, prompt: str) -> list[int]:
         """The token ids of a plain text. Raises InputError if there are none."""
@@ -213,7 +222,7 @@ def generate(
     prompt: str,
     options: LoadOptions = DEFAULTS,
     max_new_tokens: int = NEW_TOKENS,
-    sampling: Sampling = GREEDY,
+    sampling: Sampling | SamplingFlags = GREEDY,
     stop: Sequence[str] = (),
     messages: Messages | None = None,
     chat_template: str | None = None,
@@ -230,4 +239,5 @@ def generate(
     with Session(path, options, chat_template) as session:
         ids = session.text(prompt) if messages is None else session.chat(messages)
         session.load(len(ids) + max_new_tokens, min(len(ids), PROMPT))
-        return session.go_on(ids, max_new_tokens, sampling, stop, tell)
+        how = session.sampling(sampling) if isinstance(sampling, SamplingFlags) else sampling
+        return session.go_on(ids, max_new_tokens, how, stop, tell)

@@ -13,7 +13,7 @@ import typer
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.sizes import parse_size
 from moepack.runtime.policies.registry import usages
-from moepack.server.options import Sampling
+from moepack.server.own_sampling import SamplingFlags
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
@@ -53,6 +53,23 @@ Fitted = Annotated[
 Work = Annotated[Path, typer.Option("--work", help="The work directory.", show_default=False)]
 StopTexts = Annotated[list[str] | None, typer.Option("--stop", help="Stop at this text; may be repeated.")]
 System = Annotated[str, typer.Option("--system", help="The system message that begins a chat.")]
+GenerationConfig = Annotated[
+    str,
+    typer.Option(
+        "--generation-config",
+        metavar="auto|none",
+        help="auto: the model's generation_config.json sets the sampling that is not given; none: it does not.",
+    ),
+]
+SystemMessages = Annotated[
+    str,
+    typer.Option(
+        "--system-messages",
+        metavar="join|keep|refuse",
+        help="Several system messages of a chat: join the first ones and give later ones as the template can, keep "
+        "all as they are sent, or refuse them.",
+    ),
+]
 Template = Annotated[
     Path | None, typer.Option("--chat-template", help="A Jinja file that replaces the model's own template.")
 ]
@@ -131,19 +148,21 @@ _LOADING: dict[str, object] = {  # field of LoadOptions -> its flag
     "device": Device,
     "dtype": Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")],
 }
-_SAMPLING: dict[str, object] = {  # field of Sampling -> its flag
-    "temperature": Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")],
+_HEAT = "0 is greedy; by default the model's own, else 0 for generate and 0.7 for chat."
+_SAMPLING: dict[str, object] = {  # field of SamplingFlags -> its flag
+    "temperature": Annotated[float | None, typer.Option("--temperature", min=0.0, help=_HEAT)],
     "top_p": Annotated[
-        float,
+        float | None,
         typer.Option("--top-p", min=0.0, max=1.0, help="Sample from the likeliest tokens that make up this share."),
     ],
-    "top_k": Annotated[int, typer.Option("--top-k", min=0, help="Sample from so many tokens; 0: from all.")],
+    "top_k": Annotated[int | None, typer.Option("--top-k", min=0, help="Sample from so many tokens; 0: from all.")],
     "min_p": Annotated[
-        float,
+        float | None,
         typer.Option("--min-p", min=0.0, max=1.0, help="Leave out tokens below this share of the best probability."),
     ],
-    "repetition": Annotated[float, typer.Option("--repetition-penalty", min=0.01, help="Above 1: repeat less.")],
+    "repetition": Annotated[float | None, typer.Option("--repetition-penalty", min=0.01, help="Above 1: repeat less.")],
     "seed": Annotated[int, typer.Option("--seed", help="The seed of sampling.")],
+    "generation_config": GenerationConfig,
 }
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
@@ -157,13 +176,20 @@ def loading(*names: str, **others: object) -> Decorator:
 
 
 def sampling(temperature: float) -> Decorator:
-    """Decorate a command: flags of `Sampling` replace its parameter `sampling`; `temperature` is the default."""
-    names = ("top_p", "top_k", "min_p", "repetition")
-    return _taking("sampling", Sampling, _SAMPLING, names, {"temperature": temperature, "seed": 0})
+    """Decorate a command: the flags of `SamplingFlags` replace its parameter `sampling`.
+
+    `temperature` applies where neither flag nor model names one.
+    """
+    made = functools.partial(SamplingFlags, temperature)
+    return _taking("sampling", made, _SAMPLING, tuple(_SAMPLING), {})
 
 
 def _taking(
-    parameter: str, record: type, known: Mapping[str, object], names: Sequence[str], others: Mapping[str, object]
+    parameter: str,
+    record: Callable[..., object],
+    known: Mapping[str, object],
+    names: Sequence[str],
+    others: Mapping[str, object],
 ) -> Decorator:
     """Make a decorator that replaces a command's `parameter`, of the dataclass `record`, by flags of its fields."""
     defaults = inspect.signature(record).parameters

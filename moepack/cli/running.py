@@ -10,11 +10,23 @@ from typing import Annotated
 import typer
 
 from moepack.runtime.planning.options import LoadOptions
-from moepack.server.options import Sampling
+from moepack.server.own_sampling import SamplingFlags
 from moepack.shared.memory import peaks
 from moepack.shared.progress import loading_line, progress
 
-from .options import Json, Model, Quiet, StopTexts, System, Template, loading, names_of, sampling
+from .options import (
+    GenerationConfig,
+    Json,
+    Model,
+    Quiet,
+    StopTexts,
+    System,
+    SystemMessages,
+    Template,
+    loading,
+    names_of,
+    sampling,
+)
 from .output import console, print_json
 
 _PASS = typer.Option("--batch", min=1, help="Windows a forward pass; by default 16, or 1024 tokens in a budget.")
@@ -90,7 +102,7 @@ def generate(
     path: Model,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="The text to continue.", show_default=False)],
     options: LoadOptions,
-    sampling: Sampling,
+    sampling: SamplingFlags,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="The most tokens to add.")] = 64,
     stop: StopTexts = None,
     chat: Annotated[
@@ -150,7 +162,7 @@ def profile(
 def chat(
     path: Annotated[str, typer.Argument(help="A bundle or checkpoint, or a server's http:// address.")],
     options: LoadOptions,
-    sampling: Sampling,
+    sampling: SamplingFlags,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="The most tokens of an answer.")] = 256,
     stop: StopTexts = None,
     system: System = "",
@@ -170,7 +182,7 @@ def chat(
     with Session(path, options, read_template(chat_template)) as session:
         session.chat([{"role": "user", "content": "?"}])  # raises an error of the template before weights are read
         session.load(CHAT_TOKENS, PROMPT)
-        talk(local_model(session, max_new_tokens, sampling, stop or ()), system)
+        talk(local_model(session, max_new_tokens, session.sampling(sampling), stop or ()), system)
 
 
 @loading(*_LOADED, kv_tokens=(Annotated[int | None, _HELD], None), profile=(Annotated[str | None, _KEPT], None))
@@ -189,6 +201,8 @@ def serve(
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="The model's name for clients.")] = None,
     chat_template: Template = None,
+    system_messages: SystemMessages = "join",
+    generation_config: GenerationConfig = "auto",
     max_sequences: Annotated[
         int, typer.Option("--max-sequences", min=1, help="The most requests answered at a time.")
     ] = 32,

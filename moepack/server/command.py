@@ -9,9 +9,11 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
 from moepack.pack.errors import InputError, in_a_line
@@ -19,7 +21,8 @@ from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 from moepack.runtime.planning.sizes import parse_size
 from moepack.shared.opening import read_template
 
-from .options import UNLIMITED, Limits, Options
+from .options import UNLIMITED, WAYS, Limits, Options
+from .own_sampling import check_choice, described
 
 if TYPE_CHECKING:
     import uvicorn
@@ -31,7 +34,6 @@ if TYPE_CHECKING:
     from .http.app import Server
 
 KEY = "MOEPACK_API_KEY"
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 CONNECTIONS = 1024
 HELD = 4096  # tokens of KV cache reserved at loading if the policy cannot evict experts for it later
 LEAST = 16  # tokens of prompt and answer that the budget must hold
@@ -59,6 +61,8 @@ class Serve:
     api_key: Sequence[str] | None = None
     name: str | None = None
     chat_template: Path | None = None
+    system_messages: str = "join"
+    generation_config: str = "auto"
     max_sequences: int = 32
     max_waiting: int = 256
     step_tokens: int = 256
@@ -89,6 +93,7 @@ def serve(asked: Serve, say: Callable[[str], None], shown_by: Callable[[str], Sh
         from .http.front import Front
 
         where = f"{options.name} at {shown(asked.host, listener.getsockname()[1])}"
+        told = [where]
 
         def load(held: contextlib.ExitStack, report: Callable[[int, int], None]) -> Server:
             with shown_by(where) as show:
@@ -97,12 +102,39 @@ def serve(asked: Serve, say: Callable[[str], None], shown_by: Callable[[str], Sh
                     show(done, total)
                     report(done, total)
 
-                return held.enter_context(opened(asked, options, both))
+                server = held.enter_context(opened(asked, options, both))
+                told.append(described(server.own))
+                return server
 
-        front = Front(options, load, lambda: say(where))
+        front = Front(options, load, lambda: say("; ".join(filter(None, told))))
         asyncio.run(run(front, listener, asked, front.begin))
         if front.error is not None:
             raise front.error
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals at which running requests finish and serving ends.
+
+    SIGHUP, the end of the terminal, is one of them unless it is ignored, as under nohup.
+    """
+    found = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        found.append(signal.SIGHUP)
+    return found
+
+
+@contextlib.contextmanager
+def handling(numbers: Sequence[int], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Handle these signals inside the context. Only the main thread has signals: on others, do nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 def prepare() -> None:
@@ -142,7 +174,11 @@ def options_of(asked: Serve) -> Options:
     assert most is not None
     name = asked.name or (path.resolve().name if path.exists() else asked.bundle)
     keys = tuple(filter(None, asked.api_key or ())) or tuple(filter(None, [os.environ.get(KEY)]))
-    return Options(name, asked.host, keys, most, template, limits)
+    if asked.system_messages not in WAYS:
+        raise InputError(f"--system-messages {asked.system_messages} is unknown: it is {', '.join(WAYS)}")
+    check_choice(asked.generation_config)
+    own = asked.generation_config == "auto"
+    return Options(name, asked.host, keys, most, limits, template, asked.system_messages, own)
 
 
 @contextlib.contextmanager
@@ -247,7 +283,7 @@ async def run(
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
-            with super().capture_signals():
+            with super().capture_signals(), handling(stop_signals(), self.handle_exit):
                 yield
                 self._captured_signals.clear()  # otherwise uvicorn raises the signals again
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 UNLIMITED = 1 << 40
+Way = Literal["join", "keep", "refuse"]  # what becomes of several system messages of a chat
+WAYS: tuple[Way, ...] = get_args(Way)
+GREEDY_BELOW = 1e-5  # the temperature below which sampling is greedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,18 +24,6 @@ class Limits:
     # Tokens of all KV caches. Without a limit, experts are evicted as the caches grow.
     kv_tokens: int = UNLIMITED
     kept_bytes: int | None = None  # bytes of kept chunks of prompts; 0 keeps none, None takes the default
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Options of a server."""
-
-    name: str  # the model's name for clients
-    host: str = "127.0.0.1"  # the host that the server listens on
-    keys: tuple[str, ...] = ()  # API keys, one of which clients must send; none asks for no key
-    body: int = 4 << 20  # the most bytes of a request's body
-    template: str | None = None  # a chat template that replaces the tokenizer's own
-    limits: Limits = field(default_factory=Limits)  # upper limits of what the server accepts
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +42,40 @@ class Sampling:
     repetition: float = 1.0
     bias: Mapping[int, float] = field(default_factory=dict)  # token -> what is added to its logit
     top_logprobs: int | None = None  # alternatives reported with each token; None reports no probabilities
+
+    def with_given(
+        self,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        repetition: float | None = None,
+    ) -> Sampling:
+        """Return these options with what is given; None keeps this object's value."""
+        if temperature is None:
+            temperature = self.temperature
+        return replace(
+            self,
+            temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+            top_p=self.top_p if top_p is None else top_p,
+            top_k=self.top_k if top_k is None else max(0, top_k),
+            min_p=self.min_p if min_p is None else min_p,
+            repetition=self.repetition if repetition is None else repetition,
+        )
+
+
+DEFAULTS = Sampling()
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of a server."""
+
+    name: str  # the model's name for clients
+    host: str = "127.0.0.1"  # the host that the server listens on
+    keys: tuple[str, ...] = ()  # API keys, one of which clients must send; none asks for no key
+    body: int = 4 << 20  # the most bytes of a request's body
+    limits: Limits = field(default_factory=Limits)  # upper limits of what the server accepts
+    template: str | None = None  # a chat template that replaces the tokenizer's own
+    system_messages: Way = "join"
+    own_sampling: bool = True  # whether the model's generation_config.json sets defaults of sampling

@@ -15,17 +15,16 @@ import logging
 import math
 import os
 import secrets
-import signal
 import threading
 from collections.abc import AsyncIterator, Callable
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import InputError, MissingExtraError
 from moepack.runtime.planning.options import AUTO
 from moepack.shared.cluster import connect
 
-from .command import COMPILED, SIGNALS, Serve, listening, opened, options_of, prepare, run, shown
+from .command import COMPILED, Serve, handling, listening, opened, options_of, prepare, run, shown, stop_signals
 
 if TYPE_CHECKING:
     import uvicorn
@@ -244,9 +243,8 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
     ray, started = connect(asked.address, num_cpus=cpus)
     name = f"moepack-{secrets.token_hex(4)}"
     stopped = threading.Event()
-    before: dict[int, signal.Handlers | Callable[[int, FrameType | None], object] | int | None] = {}
     with contextlib.ExitStack() as undo:
-        undo.callback(lambda: [signal.signal(number, handler) for number, handler in before.items()])
+        handled = undo.enter_context(contextlib.ExitStack())  # left last: a second signal ends nothing early
         if started:
             undo.callback(ray.shutdown)
         try:
@@ -260,7 +258,7 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
             port = ray.get(door.open.remote())
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, InputError) else error from None
-        before |= {number: signal.signal(number, lambda *_: stopped.set()) for number in SIGNALS}
+        handled.enter_context(handling(stop_signals(), lambda *_: stopped.set()))
         say(f"{options.name} at {shown(asked.host, port)}, {asked.replicas} replicas")
         closed = door.closed.remote()
         while not stopped.is_set() and not ray.wait([closed], timeout=0.5)[0]:

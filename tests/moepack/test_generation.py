@@ -16,7 +16,7 @@ from moepack.chat import local_model, server, talk
 from moepack.generation import GREEDY, Session, generate
 from moepack.pack.errors import InputError
 from moepack.runtime.planning.options import LoadOptions
-from moepack.server.options import Sampling
+from moepack.server.own_sampling import SamplingFlags
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}<a>{% endif %}"
@@ -124,16 +124,26 @@ def test_what_cannot_chat_says_so(bundle: Path) -> None:
             bundle, "", messages=[{"role": "user", "content": "hi"}], chat_template="{{ raise_exception('no system') }}"
         )  # fmt: skip
     with pytest.raises(InputError, match=r"http://127.0.0.1:9: .*refused"):
-        talk(server("http://127.0.0.1:9", None, 4, GREEDY), lines=["hi"], tell=lambda text: None)
+        talk(server("http://127.0.0.1:9", None, 4, SamplingFlags(0.0)), lines=["hi"], tell=lambda text: None)
 
 
-def test_the_commands(bundle: Path, tmp_path: Path) -> None:
+def test_the_commands(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import GenerationConfig
+
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE)
     text = ok(cli("generate", bundle, "--prompt", "The history of", "--max-new-tokens", "4"))
     assert text.startswith("The history of") and text.endswith("\n")
     options = ("--chat-template", template, "--max-new-tokens", "4")
     answer = ok(cli("generate", bundle, "-p", "hi", "--chat", *options))
+    own = GenerationConfig(temperature=0.9, top_k=3)
+    with monkeypatch.context() as patched:
+        patched.setattr(GenerationConfig, "from_pretrained", lambda *args, **more: own)
+        chat = ("generate", bundle, "-p", "hi", "--chat", *options)
+        drawn = cli(*chat)
+        assert "moepack: sampling by generation_config.json: temperature 0.9, top_k 3\n" in drawn[2]
+        assert ok(drawn) == ok(cli(*chat, "--temperature", "0.9", "--top-k", "3"))
+        assert ok(cli(*chat, "--generation-config", "none")) == answer
     assert ok(cli("chat", bundle, *options, "--temperature", "0", stdin="hi\n")) == answer
 
 
@@ -147,13 +157,14 @@ def test_a_chat_with_a_server(bundle: Path) -> None:
 
     model = moepack.load(bundle, policy="static:bf16", dtype=torch.float32)
     with serving(model, load_tokenizer(bundle), Options("mini", keys=("secret",), template=TEMPLATE)) as running:
-        how = Sampling(temperature=0.9, top_k=20, min_p=0.05, repetition=1.2, seed=3)
+        flags = SamplingFlags(0.7, temperature=0.9, top_k=20, min_p=0.05, repetition=1.2, seed=3)
+        how = flags.over({})
         lines, there, here = ["one and two", "three"], list[str](), list[str]()
-        talk(server(f"{running.url}/v1/", "secret", 8, how, ("\n",)), "Be short.", lines, there.append)
+        talk(server(f"{running.url}/v1/", "secret", 8, flags, ("\n",)), "Be short.", lines, there.append)
         with Session(bundle, LoadOptions(policy="static:bf16", dtype="float32"), chat_template=TEMPLATE) as session:
             session.load(256, 64)
             talk(local_model(session, 8, how, ("\n",)), "Be short.", lines, here.append)
         assert "".join(there) == "".join(here) and len("".join(here)) > 10
         for key, new, words in (("wrong", 8, "key"), ("secret", 1 << 20, "max_tokens|tokens of a sequence")):
             with pytest.raises(InputError, match=words):
-                talk(server(running.url, key, new, how), lines=lines, tell=lambda text: None)
+                talk(server(running.url, key, new, flags), lines=lines, tell=lambda text: None)

@@ -16,7 +16,6 @@ from starlette.routing import Route
 
 from moepack.server.batching.scheduler import Scheduler
 from moepack.server.errors import ApiError
-from moepack.server.options import UNLIMITED
 from moepack.shared.version import __version__
 
 from .live_view import LiveView
@@ -90,8 +89,8 @@ class Info:
         return JSONResponse(await self._aside(lambda: described(self._name)))
 
     def _described(self) -> dict[str, object]:
-        limits = self._scheduler.limits
-        context = {"max_model_len": limits.context} if limits.context < UNLIMITED else {}
+        most = self._scheduler.most_tokens
+        context = {} if most is None else {"max_model_len": most}
         return {
             "id": self._name, "object": "model", "created": self._began, "owned_by": f"moepack {__version__}",
             **context,

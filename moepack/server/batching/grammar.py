@@ -32,22 +32,41 @@ class Grammars:
         self._made: LLTokenizer | None = None
         self._lock = threading.Lock()
 
-    def of_schema(self, schema: dict[str, object], lark: Lark = lambda schema: None) -> Callable[[], JsonMask]:
+    def of_schema(
+        self, schema: dict[str, object], lark: Lark = lambda schema: None, param: str = "response_format"
+    ) -> Callable[[], JsonMask]:
         """Turn a JSON schema into a function that makes a sequence's mask. An invalid schema is an ApiError.
 
-        `lark` writes the grammar of an answer with more than JSON, such as reasoning before it; None if there is none.
+        Args:
+            schema: the schema, which the field `param` of the request has.
+            lark: writes the grammar of an answer with more than JSON, such as reasoning before it; None if there is
+                none.
+            param: the name that an error has.
         """
-        check_schemas("response_format", [schema])
+        check_schemas(param, [schema])
         if (whole := lark(schema)) is not None:
-            return self._check("response_format", lambda kind: kind.grammar_from_lark(whole))
-        return self._check(
-            "response_format", lambda kind: kind.grammar_from_json_schema({**schema, "x-guidance": STYLE})
-        )
+            return self._check(param, lambda kind: kind.grammar_from_lark(whole))
+        return self._check(param, lambda kind: kind.grammar_from_json_schema({**schema, "x-guidance": STYLE}))
 
-    def of_calls(self, functions: Functions, lark: Callable[[], str]) -> Callable[[], JsonMask]:
-        """Turn a grammar of calls of some functions into such a function. An invalid schema of one is an ApiError."""
-        check_schemas("tools", functions.values())
-        return self._check("tools", lambda kind: kind.grammar_from_lark(lark()))
+    def of_calls(
+        self,
+        functions: Functions,
+        lark: Callable[[], str],
+        schema: dict[str, Any] | None = None,
+        param: str = "response_format",
+    ) -> Callable[[], JsonMask]:
+        """Turn a grammar of calls of some functions into such a function. An invalid schema of one is an ApiError.
+
+        The grammar may also allow an answer by `schema`, which the field `param` of the request has.
+        """
+        others = [] if schema is None else [schema]
+        check_schemas("tools", [*functions.values(), *others])
+        try:
+            return self._check("tools", lambda kind: kind.grammar_from_lark(lark()))
+        except ApiError:
+            if schema is not None:
+                self.of_schema(schema, param=param)  # whose error names the answer's schema, if that is at fault
+            raise
 
     def _check(self, param: str, made: Callable[[type[LLMatcher]], str]) -> Callable[[], JsonMask]:
         try:

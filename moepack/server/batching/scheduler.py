@@ -21,7 +21,7 @@ from torch import Tensor
 from moepack.pack.errors import NotFiniteError
 from moepack.runtime.planning.exceeded import BudgetExceeded
 from moepack.server.errors import ApiError, failed, not_finite, stopping, too_long
-from moepack.server.options import Limits
+from moepack.server.options import UNLIMITED, Limits
 
 from .engine import CacheSlot, Engine, StepInput
 from .jobs import Job, JobEvent
@@ -133,6 +133,13 @@ class Scheduler:
         """
         working = self._thread.is_alive() and self._error is None
         return {"ok": working, "error": self._error, "not_finite": self.totals.not_finite}
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens of the longest sequence that limits and budget hold now; None if nothing bounds them."""
+        context = min(self.limits.context, self.limits.kv_tokens)
+        held = context if self._engine.holds(context) else self._engine.most_tokens(context)
+        return held if held < UNLIMITED else None
 
     def most_answer(self, prompt: int) -> int:
         """The most tokens that can follow a prompt of `prompt` tokens.

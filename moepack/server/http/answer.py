@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -16,6 +16,9 @@ from .guard import disconnected
 from .replies import Reply
 
 PATIENCE = 60.0  # seconds a client may stop reading a stream
+SILENCE = 15.0  # seconds before the first token after which a comment is sent; Node's fetch gives up after 300
+COMMENT = b": the prompt is read\n\n"
+Events = list[dict[str, object]]
 
 
 class Gone(Exception):
@@ -69,25 +72,42 @@ class Streamed(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, reply: Reply, batches: AsyncIterator[list[tuple[int, JobEvent]]]) -> None:
-        """Send a reply's events as soon as they come."""
-        super().__init__(None, headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+    def __init__(
+        self, reply: Reply, batches: AsyncIterator[list[tuple[int, JobEvent]]], headers: Mapping[str, str]
+    ) -> None:
+        """Send a reply's events as soon as they come, with these headers beside a stream's own."""
+        super().__init__(None, headers={"cache-control": "no-store", "x-accel-buffering": "no", **headers})
         self._reply, self._batches = reply, batches
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response (ASGI)."""
         headers = [(k, v) for k, v in self.raw_headers if k != b"content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        chunks = self._reply.chunks(self._batches)
         try:
-            async for events in self._reply.chunks(self._batches):
-                body = b"".join(map(self._reply.event, events))
-                await _sent(send, {"type": "http.response.body", "body": body, "more_body": True})
+            await self._send(send, await self._first(chunks, send))
+            async for events in chunks:
+                await self._send(send, events)
             last = self._reply.done
         except Gone:
             return
         except ApiError as error:
             last = self._reply.event(self._reply.failure(error))
         await _sent(send, {"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _first(self, chunks: AsyncIterator[Events], send: Send) -> Events:
+        """Wait for the first events. Meanwhile send comments, because clients give up on a silent stream."""
+        waiting = asyncio.ensure_future(anext(chunks))
+        try:
+            while not (await asyncio.wait([waiting], timeout=SILENCE))[0]:
+                await _sent(send, {"type": "http.response.body", "body": COMMENT, "more_body": True})
+            return waiting.result()
+        finally:
+            waiting.cancel()
+
+    async def _send(self, send: Send, events: Events) -> None:
+        body = b"".join(map(self._reply.event, events))
+        await _sent(send, {"type": "http.response.body", "body": body, "more_body": True})
 
 
 async def _sent(send: Send, message: Message) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,7 +25,8 @@ from moepack.server.batching.jobs import Job, JobEvent
 from moepack.server.batching.scheduler import Scheduler
 from moepack.server.batching.tokens import Tokens
 from moepack.server.errors import ApiError, failed, too_long
-from moepack.server.options import UNLIMITED, Options
+from moepack.server.options import UNLIMITED, Options, Sampling
+from moepack.server.own_sampling import defaults_of, own_sampling
 from moepack.server.tools.parts import AnswerReader, PlainReader
 from moepack.server.translated.message_reply import MessageReply
 from moepack.server.translated.messages import counted, messages
@@ -33,11 +35,11 @@ from moepack.server.translated.responses import responses
 
 from . import parse
 from .answer import Answer, Gone, Streamed
-from .guard import Guard, Json, body, refusal
+from .guard import IGNORED, Guard, Json, body, refusal
 from .json_body import parse_json
 from .models import Object
 from .replies import ChatReply, CompletionReply, Reply
-from .templates import manners_of, render
+from .templates import ChatTemplate
 from .tokenizing import Tokenized, detokenize, tokenize
 
 if TYPE_CHECKING:
@@ -46,12 +48,17 @@ if TYPE_CHECKING:
 
     from moepack.runtime.served_model import ServedModel
 
+log = logging.getLogger("moepack.server")
 HELPERS = 2  # threads beside the event loop; glibc keeps an arena for each thread that ever ran
 Found = TypeVar("Found")
 
 
 class Server:
-    """The application: a model, its scheduler and the routes. Call `start` on the event loop that serves `app`."""
+    """The application: a model, its scheduler and the routes. Call `start` on the event loop that serves `app`.
+
+    Attributes:
+        own: the model's own defaults of sampling, as far as they apply.
+    """
 
     def __init__(self, model: ServedModel, tokenizer: PreTrainedTokenizerBase, options: Options) -> None:
         self._options = options
@@ -60,7 +67,10 @@ class Server:
             tokenizer.chat_template = options.template
         text = model.config.get_text_config()
         self._vocabulary = int(text.vocab_size)
-        self._manners = manners_of(self.tokens)
+        self.own = own_sampling(getattr(model, "generation_config", None)) if options.own_sampling else {}
+        self._defaults = defaults_of(self.own)
+        self._template = ChatTemplate(self.tokens, options.system_messages)
+        self._ignored: set[str] = set()  # hints of which the log has told
         self._grammars = Grammars(tokenizer, self._vocabulary, self.tokens.ends)
         context = min(options.limits.context, int(getattr(text, "max_position_embeddings", None) or UNLIMITED))
         self.engine = Engine(model, options.limits.step_tokens, options.limits.kept_bytes)
@@ -137,12 +147,11 @@ class Server:
 
     async def _tokens_of(self, request: Request, parsed: Callable[[Object, int], Tokenized]) -> Response:
         raw = await body(request, self._options.body)
-        context = self.scheduler.limits.context
 
         def answer() -> dict[str, object]:
             asked = parsed(parse_json(raw), self._vocabulary)
             self._info.check_model(asked.model)
-            return asked.answer(self.tokens, self._manners, context if context < UNLIMITED else None)
+            return asked.answer(self.tokens, self._template, self.scheduler.most_tokens)
 
         return Json(await self._aside(answer))
 
@@ -170,53 +179,74 @@ class Server:
             asked = counted(parse_json(raw), self._vocabulary)
             self._info.check_model(asked.model)
             assert asked.chat is not None
-            return {"input_tokens": len(render(self.tokens, self._manners, asked.chat)[1])}
+            return {"input_tokens": len(self._template.render(asked.chat)[1])}
 
         return Json(await self._aside(answer))
 
     def _prepare_chat(self, asked: parse.Request) -> _Prepared:
         assert asked.chat is not None
-        manners, tools = self._manners, asked.chat.tools
-        text, ids = render(self.tokens, manners, asked.chat)
+        manners = self._template.manners
+        tools = asked.chat.tools
+        text, ids = self._template.render(asked.chat)
         grammar = None
-        if tools.binding:
-            grammar = self._grammars.of_calls(tools.functions, lambda: manners.grammar(tools, text))
-        elif asked.schema is not None:
-            grammar = self._grammars.of_schema(asked.schema, lambda schema: manners.json_grammar(schema, text))
-        return _Prepared([ids], lambda: manners.reader(tools, text), grammar, manners.shows_special)
+        schema = None if tools.functions and tools.required else asked.schema  # then the answer is calls alone
+        field = asked.names.schema
+        if tools.binding or (tools.functions and schema is not None):
+            grammar = self._grammars.of_calls(
+                tools.functions, lambda: manners.grammar(tools, text, schema), schema, field
+            )
+        elif schema is not None:
+            grammar = self._grammars.of_schema(schema, lambda schema: manners.json_grammar(schema, text), field)
+        ignored = tuple(self._template.unfollowed(asked.chat))
+
+        def reader() -> AnswerReader:
+            return manners.reader(tools, text, schema is not None)
+
+        return _Prepared([ids], reader, grammar, manners.shows_special, ignored)
 
     async def _answered(
         self,
         request: Request,
-        parsed: Callable[[Object, int], parse.Request],
+        parsed: Callable[[Object, int, Sampling], parse.Request],
         prepared: Callable[[parse.Request], _Prepared],
         kind: type[Reply],
     ) -> Response:
         raw = await body(request, self._options.body)
-        asked = await self._aside(lambda: parsed(parse_json(raw), self._vocabulary))
+        asked = await self._aside(lambda: parsed(parse_json(raw), self._vocabulary, self._defaults))
         self._info.check_model(asked.model)
         answer = Answer()
 
-        def prepare() -> Reply:
+        def prepare() -> tuple[Reply, tuple[str, ...]]:
             found = prepared(asked)
             self._jobs(asked, found, answer)
-            return kind(asked, found.prompts, self.tokens, self._options.name, found.reader)
+            reply = kind(asked, found.prompts, self.tokens, self._options.name, found.reader)
+            return reply, (*asked.unfollowed, *found.ignored)
 
-        reply = await self._aside(prepare)
+        reply, ignored = await self._aside(prepare)
+        headers = self._told(ignored)
         self.scheduler.submit(answer.jobs)
         batches = answer.batches(request.receive)
         if asked.stream:
-            return Streamed(reply, batches)
+            return Streamed(reply, batches, headers)
         async for batch in batches:
             for index, event in batch:
                 reply.hear(index, event)
-        return Json(reply.whole())
+        return Json(reply.whole(), headers=headers)
+
+    def _told(self, ignored: Iterable[str]) -> Mapping[str, str]:
+        """Return the headers that name ignored hints. The log names each hint once."""
+        names = list(ignored)
+        for name in names:
+            if name not in self._ignored:
+                self._ignored.add(name)
+                log.warning("%s is accepted, but no answer of this model follows it (header %s)", name, IGNORED)
+        return {IGNORED: ", ".join(names)} if names else {}
 
     def _jobs(self, asked: parse.Request, prepared: _Prepared, answer: Answer) -> None:
         """Add a job for each answer to each prompt. Call it off the event loop: a grammar may take seconds."""
         for prompt in prepared.prompts:
             if not prompt:
-                raise ApiError(400, "the prompt is empty", "prompt")
+                raise ApiError(400, "the prompt is empty", asked.names.prompt)
             room = self.scheduler.most_answer(len(prompt))
             wanted = room if asked.max_tokens is None else asked.max_tokens
             if asked.bound:
@@ -224,7 +254,7 @@ class Server:
             if wanted > room:
                 held = f"{len(prompt) + room} tokens of a sequence is the most that this server holds"
                 why = f"the prompt has {len(prompt)} tokens, and {wanted} are wanted: {held}, which leaves {room}"
-                raise too_long(why, "max_tokens")
+                raise too_long(why, asked.names.limit)
             for n in range(asked.count):
                 seed = asked.sampling.seed
                 sampling = asked.sampling if seed is None else replace(asked.sampling, seed=_mixed(seed, n))
@@ -243,6 +273,7 @@ class _Prepared:
     reader: Callable[[], AnswerReader] = PlainReader  # makes what reads an answer of a chat
     grammar: Callable[[], JsonMask] | None = None  # makes the mask of an answer
     shows_special: bool = False  # whether answers are decoded with special tokens
+    ignored: tuple[str, ...] = ()  # fields with hints that the chat template cannot follow
 
 
 def _mixed(seed: int, n: int) -> int:

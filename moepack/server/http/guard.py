@@ -29,6 +29,7 @@ BODY = 30.0  # seconds to receive a request's body
 LONGEST, MANY, LONG = 4096, 100, 32 << 10  # bytes of a URL; number of headers; bytes of all headers
 FIRST = 128 << 10  # bytes of a body at which its values are first counted
 REQUEST_ID = b"x-request-id"
+IGNORED = "X-Moepack-Ignored"  # the header that names a request's hints which its answer does not follow
 _ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")  # what of a client may stand in headers and logs
 
 
@@ -86,7 +87,11 @@ def shared(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     if not origins:
         return app
     return CORSMiddleware(
-        app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=["X-Request-Id"]
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["X-Request-Id", IGNORED],
     )
 
 
@@ -129,12 +134,15 @@ async def body(request: Request, most: int) -> bytes:
     """Read a request's body.
 
     Raises:
-        ApiError: if its content type is not JSON, it is longer than `most` bytes, it has very many values, or it takes
-            too long.
+        ApiError: if its content type is not JSON, it is compressed, it is longer than `most` bytes, it has very many
+            values, or it takes too long.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # else any web page could send forms here: browsers send them without asking
         raise ApiError(415, "send JSON, as Content-Type: application/json")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise ApiError(415, f"send the body as it is, without Content-Encoding: {coding[:64]}")
     told = request.headers.get("content-length", "0")
     if told.isdigit() and int(told[:20]) > most:
         raise ApiError(413, f"the body is longer than {most} bytes")

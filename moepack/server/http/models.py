@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
@@ -9,12 +11,14 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     FailFast,
+    Field,
     GetJsonSchemaHandler,
     StrictBool,
     StrictFloat,
     StrictInt,
     StrictStr,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
@@ -24,6 +28,7 @@ from moepack.server.errors import ApiError, bad
 Item = TypeVar("Item")
 Kind = TypeVar("Kind", bound="Body")
 Path = list[str | int]
+LONGEST_NAME = 64  # letters of an undeclared field for which a declared one is proposed
 
 
 class _First(FailFast):
@@ -39,6 +44,17 @@ Text = StrictStr
 Whole = StrictInt
 Object = dict[str, Any]
 List = Annotated[list[Item], _First()]
+# What says nothing, and changes no answer.
+NoItems = Annotated[list[Any], Field(max_length=0)]
+NoFields = Annotated[Object, Field(max_length=0)]
+Known = dict[str, set[str]]  # undeclared field -> those that its object may have
+
+
+class Hint:
+    """Marks a field that asks for what no answer here follows, at other values than `met`."""
+
+    def __init__(self, *met: object) -> None:
+        self.met = met
 
 
 class Body(BaseModel):
@@ -48,16 +64,32 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _present(cls, given: object) -> object:
-        """Leave out nulls, and all undeclared fields but the first: one is enough to refuse an object of many."""
+    def _present(cls, given: object, info: ValidationInfo) -> object:
+        """Leave out nulls, and all undeclared fields but the first: one is enough to refuse an object of many.
+
+        The validation's context, a `Known`, receives that one.
+        """
         if not isinstance(given, dict):
             return given
         present = {name: value for name, value in given.items() if value is not None}
         if cls.model_config["extra"] == "forbid":
             known = {field.alias or name for name, field in cls.model_fields.items()}
-            for name in sorted(present.keys() - known)[1:]:
+            undeclared = sorted(present.keys() - known)
+            for name in undeclared[1:]:
                 del present[name]
+            if undeclared and info.context is not None:
+                info.context[undeclared[0]] = known
         return present
+
+    def unfollowed(self) -> Iterator[str]:
+        """Yield the names of fields, also in objects but not in lists, that are hints no answer here follows."""
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if isinstance(value, Body):
+                yield from (f"{name}.{inner}" for inner in value.unfollowed())
+            hints = [one for one in field.metadata if isinstance(one, Hint)]
+            if value is not None and any(value not in hint.met for hint in hints):
+                yield name
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, object]:
@@ -89,10 +121,11 @@ def by_type(absent: str) -> Discriminator:
 
 def read(kind: type[Kind], given: Object) -> Kind:
     """Parse a body. An ApiError names the field that is wrong or unsupported."""
+    known: Known = {}
     try:
-        return kind.model_validate(given)
+        return kind.model_validate(given, context=known)
     except ValidationError as error:
-        raise _refusal(error.errors(include_url=False, include_input=False), given) from None
+        raise _refusal(error.errors(include_url=False, include_input=False), given, known) from None
 
 
 def wrong(message: str, at: str | None = None, code: str = "invalid") -> PydanticCustomError:
@@ -100,10 +133,11 @@ def wrong(message: str, at: str | None = None, code: str = "invalid") -> Pydanti
     return PydanticCustomError(code, "{message}", {"message": message, "at": at})
 
 
-def _refusal(errors: list[ErrorDetails], given: Object) -> ApiError:
+def _refusal(errors: list[ErrorDetails], given: Object, known: Mapping[str, set[str]]) -> ApiError:
     """Name the first wrong field; of a value of several forms, that of the form which fits the furthest.
 
-    Of an object it is the type, where that is wrong: other errors follow from it.
+    Of an object it is the type, where that is wrong: other errors follow from it. For an undeclared field, which
+    `known` has, propose the one that was probably meant.
     """
     paths = [_path(error, given) for error in errors]
     in_field = [path for path in paths if path[:1] == paths[0][:1]]
@@ -113,7 +147,16 @@ def _refusal(errors: list[ErrorDetails], given: Object) -> ApiError:
     forms = dict.fromkeys(word.removeprefix("must be ") for word in words)
     said = ("must be " if words[0].startswith("must be ") else "") + " or ".join(forms)
     name = "".join(f"[{step}]" if isinstance(step, int) else _named(step) for step in path).removeprefix(".")
+    if found[0]["type"] == "extra_forbidden":
+        said += _meant(str(path[-1]), known)
     return bad(name, said, "unsupported" if found[0]["type"] in _UNSUPPORTED else None)
+
+
+def _meant(name: str, known: Mapping[str, set[str]]) -> str:
+    if len(name) > LONGEST_NAME:
+        return ""
+    near = difflib.get_close_matches(name.lower(), sorted(known.get(name, ())), 1, cutoff=0.75)
+    return f": did you mean {near[0]}?" if near else ""
 
 
 def _named(step: str) -> str:
@@ -157,4 +200,6 @@ _UNSUPPORTED = ("extra_forbidden", "literal_error", "none_required", "union_tag_
 
 def _words(error: ErrorDetails) -> str:
     own = _WORDS.get(error["type"])
+    if error["type"] == "too_long" and error["ctx"]["max_length"] == 0:
+        own = "must be empty"
     return error["msg"].replace("Input should", "must") if own is None else own.format(**error.get("ctx", {}))

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
 from moepack.server.errors import bad
-from moepack.server.options import Sampling
+from moepack.server.options import DEFAULTS, Sampling
 from moepack.server.tools.parts import Tools
 
-from .models import Body, Flag, List, Number, Object, OpenBody, Text, Whole, read, wrong
+from .models import Body, Flag, Hint, List, NoFields, NoItems, Number, Object, OpenBody, Text, Whole, read, wrong
 from .toolbox import MOST_TOOLS, Choice, ChosenTool, EarlierCall, Listed, Tool, chosen
 
 MOST_STOPS, MOST_CHOICES, MOST_TOP = 16, 128, 20
 MOST_BIAS = 100.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """What a client calls parts of its request: refusals name them so."""
+
+    prompt: str
+    limit: str = "max_tokens"
+    schema: str = "response_format"
+    effort: str = "reasoning_effort"
+
+
+CHAT_NAMES = Names(prompt="messages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +37,14 @@ class Dialogue:
     """A conversation for the model's template."""
 
     messages: list[Object]  # in the shape that templates read
+    origins: list[str]  # the field that each message comes from, for example messages[0]
     shown: Listed = field(default_factory=list)  # functions, in the shape that templates read
     tools: Tools = field(default_factory=Tools)  # those that the model may or must call
     effort: str | None = None  # how much to reason, in the words of the model's template
     template: Object = field(default_factory=dict)  # further arguments of the model's template
     thinks: bool | None = None  # whether to reason, where the template leaves a choice; None leaves it to it
     special: bool = False  # whether to add the tokens that begin or end a text, beside those that the template writes
+    names: Names = field(default_factory=lambda: CHAT_NAMES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +66,8 @@ class Request:
     special: bool = True  # whether to add the tokens that begin or end a text
     chat: Dialogue | None = None  # the chat; None for completions
     bound: bool = False  # whether max_tokens may exceed what fits: the answer then ends where its room does
+    names: Names = CHAT_NAMES
+    unfollowed: tuple[str, ...] = ()  # fields with hints that no answer follows
 
 
 # --- fields that requests share
@@ -70,47 +87,72 @@ Stop = Annotated[Text, Field(min_length=1, max_length=1000)]
 Stops = Annotated[List[Stop], Field(max_length=MOST_STOPS)]
 
 
-class Sampled(Body):
-    """Fields that say how tokens are chosen, and where the answer ends."""
+class Unused(Body):
+    """Fields of OpenAI and vLLM that change no answer at these values."""
 
-    temperature: Number = Field(1.0, ge=0, le=100)
-    top_p: Number = Field(1.0, ge=0, le=1)
-    top_k: Whole = Field(0, ge=-1, le=1 << 31)
-    min_p: Number = Field(0.0, ge=0, le=1)
+    user: Text | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
+    prompt_cache_retention: Text | None = None
+    metadata: Object | None = None
+    store: Annotated[Flag, Hint(False)] = False
+    service_tier: Annotated[Text | None, Hint("auto", "default")] = None
+    priority: Whole | None = None
+    request_id: Text | None = None
+    use_beam_search: Literal[False] | None = None
+    length_penalty: Number | None = None  # of beams
+    early_stopping: Flag | None = None  # of beams
+    min_tokens: Literal[0] | None = None
+    stop_token_ids: NoItems | None = None
+    bad_words: NoItems | None = None
+    logits_processors: NoItems | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: Flag | None = None
+    return_token_ids: Literal[False] | None = None
+    return_tokens_as_token_ids: Literal[False] | None = None
+    mm_processor_kwargs: NoFields | None = None
+    vllm_xargs: NoFields | None = None
+
+
+class Sampled(Unused):
+    """Fields that say how tokens are chosen, and where the answer ends. None leaves the choice to the server."""
+
+    temperature: Number | None = Field(None, ge=0, le=100)
+    top_p: Number | None = Field(None, ge=0, le=1)
+    top_k: Whole | None = Field(None, ge=-1, le=1 << 31)
+    min_p: Number | None = Field(None, ge=0, le=1)
     seed: Whole | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
     presence_penalty: Number = Field(0.0, ge=-2, le=2)
     frequency_penalty: Number = Field(0.0, ge=-2, le=2)
-    repetition_penalty: Number = Field(1.0, ge=0.01, le=100)
+    repetition_penalty: Number | None = Field(None, ge=0.01, le=100)
     logit_bias: Biases = Field(default_factory=dict)
     stop: Stop | Stops = Field(default_factory=list)
     ignore_eos: Flag = False
     stream: Flag = False
-    # OpenAI's fields that do not change an answer here
-    user: Text | None = None
-    safety_identifier: Text | None = None
-    prompt_cache_key: Text | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The strings that end an answer."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    def sampling(self, vocabulary: int, top: int | None) -> Sampling:
+    def sampling(self, vocabulary: int, defaults: Sampling, top: int | None) -> Sampling:
         """How tokens are chosen; `top` alternatives are reported with each."""
         for name in self.logit_bias:
             if not name.isascii() or not name.isdigit() or len(name) > 9 or int(name) >= vocabulary:
                 raise bad(f"logit_bias[{name!r}]", f"is not a token: tokens go from 0 to {vocabulary - 1}")
-        return Sampling(
-            temperature=0.0 if self.temperature < 1e-5 else self.temperature,
+        asked = defaults.with_given(
+            temperature=self.temperature,
             top_p=self.top_p,
-            top_k=max(0, self.top_k),
+            top_k=self.top_k,
             min_p=self.min_p,
+            repetition=self.repetition_penalty,
+        )
+        return replace(
+            asked,
             seed=self.seed,
             presence=self.presence_penalty,
             frequency=self.frequency_penalty,
-            repetition=self.repetition_penalty,
             bias={int(name): float(value) for name, value in self.logit_bias.items()},
             top_logprobs=top,
         )
@@ -119,7 +161,7 @@ class Sampled(Body):
 class StreamOptions(Body):
     """What a stream says beside the answer."""
 
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: Annotated[Flag, Hint(False)] = False
 
 
 class UsageOptions(StreamOptions):
@@ -171,14 +213,15 @@ class Completed(Sampled):
     stream_options: UsageOptions | None = None
     response_format: ResponseFormat | None = None
 
-    def request(self, vocabulary: int, top: int | None, limit: int | None, **own: Any) -> Request:
+    def request(self, sampling: Sampling, limit: int | None, **own: Any) -> Request:
         """Make the request; `own` holds fields of one kind alone."""
         options = self.stream_options or UsageOptions()
         if self.stream_options is not None and not self.stream:
             raise bad("stream_options", "needs stream: true")
         return Request(
-            sampling=self.sampling(vocabulary, top),
+            sampling=sampling,
             max_tokens=limit,
+            unfollowed=tuple(self.unfollowed()),
             count=self.n,
             stream=self.stream,
             usage=options.include_usage,
@@ -215,7 +258,7 @@ class CompletionBody(Completed):
     max_tokens: Whole = Field(16, ge=0, le=1 << 31)
 
 
-def completion(given: Object, vocabulary: int) -> Request:
+def completion(given: Object, vocabulary: int, defaults: Sampling = DEFAULTS) -> Request:
     """Parse a request to /v1/completions. An ApiError names the field that is wrong or unsupported."""
     body = read(CompletionBody, given)
     if body.best_of not in (None, 1, body.n):
@@ -225,7 +268,8 @@ def completion(given: Object, vocabulary: int) -> Request:
     prompts = _prompts(body.prompt)
     check_tokens("prompt", (token for prompt in prompts if not isinstance(prompt, str) for token in prompt), vocabulary)
     own: Object = {"model": body.model, "prompts": prompts, "echo": body.echo, "special": body.add_special_tokens}
-    return body.request(vocabulary, body.logprobs, body.max_tokens, **own)
+    sampling = body.sampling(vocabulary, defaults, body.logprobs)
+    return body.request(sampling, body.max_tokens, names=Names(prompt="prompt"), **own)
 
 
 def check_tokens(where: str, tokens: Iterable[int], vocabulary: int) -> None:
@@ -265,6 +309,7 @@ class AnyMessage(Body):
     role: Text
     content: Content | None
     name: Text | None = None
+    cache_control: Object | None = None  # of Anthropic's clients: it changes no answer
 
     def said(self) -> Object:
         """The message as templates read it."""
@@ -353,34 +398,44 @@ class ChatMessages(Body):
         choice = "required" if isinstance(self.tool_choice, ChosenTool) else self.tool_choice
         shown, tools = chosen([tool.function for tool in self.tools], choice, named, self.parallel_tool_calls)
         said = [message.said() for message in self.messages]
-        return Dialogue(said, shown, tools, self.reasoning_effort, self.chat_template_kwargs)
+        origins = [f"messages[{n}]" for n in range(len(said))]
+        return Dialogue(said, origins, shown, tools, self.reasoning_effort, self.chat_template_kwargs)
 
 
 class ChatBody(Completed, ChatMessages):
     """A request to /v1/chat/completions."""
 
     model: Text
+    verbosity: Annotated[Literal["low", "medium", "high"] | None, Hint("medium")] = None
+    # fields that change no answer at these values
+    best_of: Literal[1] | None = None
+    prediction: Object | None = None  # text that the answer may have: a hint for speed alone
+    functions: NoItems | None = None
+    function_call: Literal["none", "auto"] | None = None
+    echo: Literal[False] | None = None
+    documents: NoItems | None = None
+    include_reasoning: Literal[True] | None = None
+    add_generation_prompt: Literal[True] | None = None
+    continue_final_message: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None
     logprobs: Flag = False
     top_logprobs: Whole | None = Field(None, ge=0, le=MOST_TOP)
     max_tokens: Whole | None = Field(None, ge=1, le=1 << 31)
     max_completion_tokens: Whole | None = Field(None, ge=1, le=1 << 31)
 
 
-def chat(given: Object, vocabulary: int) -> Request:
+def chat(given: Object, vocabulary: int, defaults: Sampling = DEFAULTS) -> Request:
     """Parse a request to /v1/chat/completions. An ApiError names the field that is wrong or unsupported."""
     body = read(ChatBody, given)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise bad("top_logprobs", "needs logprobs: true")
-    limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    if body.max_completion_tokens not in (None, limit):
-        raise bad("max_completion_tokens", "differs from max_tokens")
+    names = CHAT_NAMES
+    limit = body.max_tokens
+    if body.max_completion_tokens is not None:
+        if limit is not None:
+            raise bad("max_completion_tokens", "cannot stand beside max_tokens, its older name: send one of them")
+        names = Names(prompt="messages", limit="max_completion_tokens")
+        limit = body.max_completion_tokens
     top = (body.top_logprobs or 0) if body.logprobs else None
-    asked = body.request(vocabulary, top, limit, model=body.model, chat=body.dialogue())
-    check_chat(asked, "response_format")
-    return asked
-
-
-def check_chat(asked: Request, shape: str) -> None:
-    """Refuse what does not go together; `shape` is where the answer's schema stands."""
-    if asked.schema is not None and asked.chat is not None and asked.chat.tools.binding:
-        raise bad(shape, "a schema of the answer cannot stand beside calls that keep to theirs", "unsupported")
+    sampling = body.sampling(vocabulary, defaults, top)
+    return body.request(sampling, limit, model=body.model, chat=body.dialogue(), names=names)

@@ -89,10 +89,6 @@ class Reply:
         """Yield a stream's chunks as events arrive, in batches."""
         # a stream that ends with its usage has the field throughout
         empty: dict[str, object] = {"usage": None} if self._asked.usage else {}
-        if begins := self._begins():
-            if self._asked.continuous:
-                empty = {"usage": self._usage()}
-            yield [{**self._head, "choices": [piece], **empty} for piece in begins]
         async for batch in batches:
             pieces = [piece for index, event in batch for piece in self._pieces(index, self.choices[index], event)]
             if pieces:
@@ -115,10 +111,6 @@ class Reply:
             "prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made,
             "prompt_tokens_details": {"cached_tokens": cached},
         }  # fmt: skip
-
-    def _begins(self) -> list[dict[str, object]]:
-        """The choices of a stream's first chunks, before any event."""
-        return []
 
     def _choice(self, index: int, choice: Choice) -> dict[str, object]:
         """Format one choice of a whole answer."""
@@ -156,10 +148,13 @@ class ChatReply(Reply):
         logprobs = self._logprobs(choice.scored)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": said.finish}
 
-    def _begins(self) -> list[dict[str, object]]:
-        return [_chat_piece(index, {"role": "assistant", "content": ""}) for index in range(len(self.choices))]
+    def _setup(self) -> None:
+        self._begun: set[int] = set()  # choices of which a stream has told the role
 
     def _pieces(self, index: int, choice: Choice, event: JobEvent) -> list[dict[str, object]]:
+        """See Reply. The role comes with the first token, so that its arrival is the time to first token."""
+        role = [] if index in self._begun else [_chat_piece(index, {"role": "assistant", "content": ""})]
+        self._begun.add(index)
         _, scored = choice.hear(event)
         said = self._said[index]
         before = len(said.calls)
@@ -167,7 +162,7 @@ class ChatReply(Reply):
         if scored and not deltas:
             deltas = [{}]
         logprobs = [self._logprobs(scored), *[self._logprobs(())] * len(deltas)]
-        out = [_chat_piece(index, delta, None, p) for delta, p in zip(deltas, logprobs, strict=False)]
+        out = role + [_chat_piece(index, delta, None, p) for delta, p in zip(deltas, logprobs, strict=False)]
         return [*out, _chat_piece(index, {}, said.finish)] if said.finish else out
 
     def _deltas(self, said: Said, calls: int, parts: list[AnswerPart]) -> Iterator[dict[str, object]]:

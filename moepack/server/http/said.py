@@ -32,7 +32,8 @@ class Said:
         """Append an event; return the new parts."""
         parts = self._reader.push(event.text)
         if event.finish is not None:
-            parts = [*parts, *self._reader.end()]
+            unfinished = event.finish == "length" or event.stop is not None
+            parts = [*parts, *self._reader.end(unfinished)]
         kept = [part for part in parts if self._take(part)]
         if self.reasoning and not self.content and not self.calls:
             self.reasoning_tokens = event.generated

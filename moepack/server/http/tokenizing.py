@@ -9,11 +9,10 @@ from pydantic import Field
 
 from moepack.server.batching.tokens import Tokens
 from moepack.server.errors import bad
-from moepack.server.tools.forms import Manners
 
 from .models import Body, Flag, List, Object, Text, Whole, read
 from .parse import ChatMessages, check_tokens
-from .templates import render
+from .templates import ChatTemplate
 
 
 class Tokenized(Body):
@@ -21,7 +20,7 @@ class Tokenized(Body):
 
     model: Text | None = None
 
-    def answer(self, tokens: Tokens, manners: Manners, context: int | None) -> Object:
+    def answer(self, tokens: Tokens, template: ChatTemplate, context: int | None) -> Object:
         """The answer; `context` is the most tokens of a sequence, None if that is not limited."""
         raise NotImplementedError
 
@@ -33,7 +32,7 @@ class TextBody(Tokenized):
     return_token_strs: Flag = False
     add_special_tokens: Flag = True
 
-    def answer(self, tokens: Tokens, manners: Manners, context: int | None) -> Object:
+    def answer(self, tokens: Tokens, template: ChatTemplate, context: int | None) -> Object:
         """See Tokenized."""
         ids = tokens.encode(self.prompt, self.add_special_tokens, "prompt")
         return _listed(tokens, ids, self.return_token_strs, context)
@@ -47,15 +46,15 @@ class DialogueBody(ChatMessages, Tokenized):
     add_generation_prompt: Flag | None = None
     continue_final_message: Flag = False
 
-    def answer(self, tokens: Tokens, manners: Manners, context: int | None) -> Object:
+    def answer(self, tokens: Tokens, template: ChatTemplate, context: int | None) -> Object:
         """See Tokenized."""
         goes_on = self.continue_final_message
         begins = not goes_on if self.add_generation_prompt is None else self.add_generation_prompt
         if goes_on and begins:
             raise bad("continue_final_message", "needs add_generation_prompt: false")
         asked = self.dialogue()
-        template = {**asked.template, "add_generation_prompt": begins, "continue_final_message": goes_on}
-        _, ids = render(tokens, manners, replace(asked, template=template, special=self.add_special_tokens))
+        arguments = {**asked.template, "add_generation_prompt": begins, "continue_final_message": goes_on}
+        _, ids = template.render(replace(asked, template=arguments, special=self.add_special_tokens))
         return _listed(tokens, ids, self.return_token_strs, context)
 
 
@@ -64,7 +63,7 @@ class DetokenizeBody(Tokenized):
 
     tokens: List[Annotated[Whole, Field(ge=0)]]
 
-    def answer(self, tokens: Tokens, manners: Manners, context: int | None) -> Object:
+    def answer(self, tokens: Tokens, template: ChatTemplate, context: int | None) -> Object:
         """See Tokenized."""
         return {"prompt": tokens.decode(self.tokens, special=True)}
 

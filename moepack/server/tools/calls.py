@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .lark import Lark
-from .parts import MOST_CALLS, StateReader, Tools
+from .parts import MOST_CALLS, Schema, StateReader, Tools
 
 HEAD = 4096  # the most characters of a call's head: those of one without end are not looked through at every token
 
@@ -31,15 +31,18 @@ class Marked:
     section: tuple[str, str] | None = None
     marks: tuple[str, ...] = ()  # tokens that answers must show though they may be special ones
 
-    def answer(self, lark: Lark, tools: Tools) -> str:
-        """Return the body of a rule of an answer: of calls, or of a text and calls if none is required."""
+    def answer(self, lark: Lark, tools: Tools, schema: Schema | None = None) -> str:
+        """See CallForm."""
         call = lark.one_of([self.call(lark, name, schema) for name, schema in tools.functions.items()])
         opens, closes = self.section or ("", "")
         more = f"({lark.text(self.between + self.open)} {call}){{0,{MOST_CALLS - 1}}}" if tools.several else ""
         first = f"{lark.text(self.open)} " if opens else ""
         calls = f"{first}{call} {more} {lark.text(closes)}"
         mark = opens or self.open
-        return f"{lark.text(mark)} {calls}" if tools.required else lark.text_or(mark, calls)
+        if not tools.required and schema is None:
+            return lark.text_or(mark, calls)
+        only = f"{lark.text(mark)} {calls}"
+        return only if tools.required or schema is None else f"({only} | {lark.json(schema)})"
 
     def call(self, lark: Lark, name: str, schema: dict[str, object]) -> str:
         """Return a rule of a call without its opening mark."""
@@ -78,7 +81,9 @@ class MarkedReader(StateReader):
             self.state = self.begin(head)
             return True
         body, close, rest = self.held.partition(self.form.close)
-        if not close and not self.ended:
+        if not close and self.unfinished:
+            self.held = ""
+        if not close and (self.unfinished or not self.ended):
             return False
         self.held, self.state = rest, self.behind(self.form.close)
         self.no_call(body, close)

@@ -67,7 +67,9 @@ class _Reader(MarkedReader):
         text, mark = self.until(form.open, *self.ends)
         self._loose += text
         if mark is not None or self.ended:
-            shown = self._loose.lstrip().removeprefix(form.after.removesuffix(form.close).strip()).lstrip()
+            ends = form.after.removesuffix(form.close).strip()
+            loose = self._loose.lstrip()
+            shown = "" if self.unfinished and ends.startswith(loose) else loose.removeprefix(ends).lstrip()
             self._loose = ""
             if mark != form.close:
                 self.add("content", shown if mark is None else shown.rstrip())

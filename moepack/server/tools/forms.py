@@ -9,7 +9,7 @@ from . import thinking
 from .delimited import DEEPSEEK, DEEPSEEK_V3, HERMES, KIMI
 from .harmony import HARMONY
 from .lark import BREAK, Lark
-from .parts import AnswerReader, Functions, PlainReader, Tools
+from .parts import AnswerReader, Functions, JsonOrCalls, PlainReader, Schema, Tools
 from .tagged import DEEPSEEK_V4, DEEPSEEK_V32, GLM, QWEN_CODER
 from .thinking import Thinking
 
@@ -32,8 +32,12 @@ class CallForm(Protocol):
     def reader(self, functions: Functions) -> AnswerReader:
         """Make a reader of one answer."""
 
-    def answer(self, lark: Lark, tools: Tools) -> str:
-        """Return the body of a rule of an answer: of calls, or of a text and calls if none is required."""
+    def answer(self, lark: Lark, tools: Tools, schema: Schema | None = None) -> str:
+        """Return the body of a rule of an answer.
+
+        It consists of calls; or, if none is required, of JSON that keeps to `schema` or of calls; or, without a schema,
+        of a text and perhaps calls.
+        """
 
 
 # A new form is one line here. The first whose sign a template holds is the model's: GLM's and Qwen3-Coder's templates
@@ -52,7 +56,12 @@ FORMS: tuple[CallForm, ...] = (
 
 
 class Manners:
-    """How one model writes: its form of calls, and whether it thinks first."""
+    """How one model writes.
+
+    Attributes:
+        form: its form of calls; None if the template has none that is known.
+        thinks: whether it may write its thoughts between tags before its answer.
+    """
 
     def __init__(self, template: str, added: Mapping[str, int], special: Collection[str]) -> None:
         """Read the model's template.
@@ -63,30 +72,40 @@ class Manners:
             special: those of them that decoding leaves out.
         """
         self.form = next((form for form in FORMS if form.sign in template and _has_marks(form, template)), None)
-        self._thinks = self.form is not HARMONY and thinking.CLOSE in template
+        self.thinks = self.form is not HARMONY and thinking.CLOSE in template
         marks = (*(() if self.form is None else self.form.marks), thinking.OPEN, thinking.CLOSE)
         self._tokens = {mark: added[mark] for mark in marks if mark in added}
         self.shows_special = any(mark in special for mark in marks)  # whether decoding must leave special tokens in
 
-    def reader(self, tools: Tools, prompt: str) -> AnswerReader:
-        """Make a reader of one answer to a rendered prompt."""
+    @property
+    def reasons(self) -> bool:
+        """Whether it may reason before its answer."""
+        return self.thinks or self.form is HARMONY
+
+    def reader(self, tools: Tools, prompt: str, is_json: bool = False) -> AnswerReader:
+        """Make a reader of one answer to a rendered prompt; `is_json` says that it is JSON unless it is calls."""
         calls = self.form is not None and (bool(tools.functions) or self.form is HARMONY)
         inner = self.form.reader(tools.functions) if self.form is not None and calls else PlainReader()
-        return Thinking(inner, _opened(prompt)) if self._thinks else inner
+        if is_json and calls and self.form is not HARMONY:
+            inner = JsonOrCalls(inner)
+        return Thinking(inner, _opened(prompt)) if self.thinks else inner
 
-    def grammar(self, tools: Tools, prompt: str) -> str:
-        """Write the grammar of an answer whose calls keep to their schemas, after it has thought if the model does."""
+    def grammar(self, tools: Tools, prompt: str, schema: Schema | None = None) -> str:
+        """Write the grammar of an answer whose calls keep to their schemas, after it has thought if the model does.
+
+        An answer without calls keeps to `schema`, if there is one.
+        """
         assert self.form is not None
         lark = Lark(self._tokens)
-        answer = self.form.answer(lark, tools)
-        return self._behind_thought(lark, answer, prompt) if self._thinks else lark.grammar(answer)
+        answer = self.form.answer(lark, tools, schema)
+        return self._behind_thought(lark, answer, prompt) if self.thinks else lark.grammar(answer)
 
-    def json_grammar(self, schema: dict[str, object], prompt: str) -> str | None:
+    def json_grammar(self, schema: Schema, prompt: str) -> str | None:
         """Write the grammar of an answer in JSON by a schema, behind what the model writes first; None if nothing."""
         lark = Lark(self._tokens)
         if self.form is HARMONY:
             return lark.grammar(HARMONY.final(lark, lark.json(schema)))
-        return self._behind_thought(lark, lark.json(schema), prompt) if self._thinks else None
+        return self._behind_thought(lark, lark.json(schema), prompt) if self.thinks else None
 
     def _behind_thought(self, lark: Lark, answer: str, prompt: str) -> str:
         thought = lark.through(thinking.CLOSE)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from .lark import BREAK, Lark
-from .parts import AnswerReader, Functions, StateReader, Tools
+from .parts import AnswerReader, Functions, Schema, StateReader, Tools, cut
 
 CHANNEL = "<|channel|>"
 MESSAGE = "<|message|>"
@@ -30,14 +30,15 @@ class Harmony:
         """Make a reader of one answer."""
         return _Reader()
 
-    def answer(self, lark: Lark, tools: Tools) -> str:
-        """Return the body of a rule of an answer, after reasoning or not; it has one call at most."""
+    def answer(self, lark: Lark, tools: Tools, schema: Schema | None = None) -> str:
+        """See CallForm. Reasoning may stand before the answer, which has one call at most."""
         each = []
-        for name, schema in tools.functions.items():
+        for name, arguments in tools.functions.items():
             head = f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}"
-            each.append(lark.rule(f"{lark.text(head)} {lark.json(schema)} {lark.text('<|call|>')}"))
+            each.append(lark.rule(f"{lark.text(head)} {lark.json(arguments)} {lark.text('<|call|>')}"))
         if not tools.required:
-            each.append(lark.rule(f"{lark.text(FINAL)} {lark.rule(f'/(.|{BREAK})*/', 'T')}"))
+            text = lark.rule(f"/(.|{BREAK})*/", "T") if schema is None else lark.json(schema)
+            each.append(lark.rule(f"{lark.text(FINAL)} {text}"))
         return f"{_thought(lark)} {lark.one_of(each)}"
 
     def final(self, lark: Lark, text: str) -> str:
@@ -58,15 +59,17 @@ class _Reader(StateReader):
     def __init__(self) -> None:
         super().__init__(self._header)
         self._kind = "content"
+        self._began = False  # whether a message has begun
 
     def _header(self) -> bool:
         """Before a message: its channel, and the function that it is for."""
         head, mark, rest = self.held.partition(MESSAGE)
         if not mark:
-            if self.ended and not self._looks_like_header(head):
-                self.add("content", head)  # no channel at all: an answer of another form
+            if self.ended and not self._looks_like_header(head):  # no channel at all: an answer of another form
+                self.add("content", cut(head, (CHANNEL, START), not self.unfinished)[0])
             return False
         self.held = rest
+        self._began = True
         self.state = self._message
         channel = _CHANNEL.search(head)
         if (to := _TO.search(head)) is not None:
@@ -77,7 +80,7 @@ class _Reader(StateReader):
         return True
 
     def _looks_like_header(self, head: str) -> bool:
-        return CHANNEL in head or START in head
+        return CHANNEL in head or START in head or (self._began and self.unfinished)
 
     def _message(self) -> bool:
         text, mark = self.until(*ENDS, START)

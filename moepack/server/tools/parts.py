@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 MOST_CALLS = 8  # of one answer whose grammar allows several: a weak model would never end them
-Schema = dict[str, Any]  # a JSON schema, an object
-Functions = Mapping[str, Schema]  # name -> JSON schema of the arguments
+Schema = dict[str, Any]  # a JSON schema
+Functions = Mapping[str, Schema]  # name -> schema of the arguments, an object
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,12 @@ class AnswerReader(Protocol):
     def push(self, text: str) -> list[AnswerPart]:
         """Take more of the answer; return the parts that are certain by now."""
 
-    def end(self) -> list[AnswerPart]:
-        """Return what was held back, at the end of the answer."""
+    def end(self, unfinished: bool = False) -> list[AnswerPart]:
+        """Return what was held back, at the end of the answer.
+
+        `unfinished` says that a limit or a stop string cut the answer off: the beginning of a mark, and a call without
+        its name, are then left out.
+        """
 
 
 class StateReader:
@@ -60,6 +64,7 @@ class StateReader:
         self.held = ""
         self.parts = list[AnswerPart]()
         self.ended = False
+        self.unfinished = False  # whether the answer was cut off
         self.state = state
 
     def push(self, text: str) -> list[AnswerPart]:
@@ -70,17 +75,21 @@ class StateReader:
             pass
         return self.parts
 
-    def end(self) -> list[AnswerPart]:
+    def end(self, unfinished: bool = False) -> list[AnswerPart]:
         """Return what was held back, at the end of the answer."""
         self.ended = True
+        self.unfinished = unfinished
         return self.push("")
 
     def until(self, *marks: str) -> tuple[str, str | None]:
         """Take the text before the first of these marks, and that mark, off `held`.
 
-        Without one, take what cannot begin a mark any more: all, at the end of the answer.
+        Without one, take what cannot begin a mark any more: all, at the end of the answer. The beginning of a mark that
+        was cut off is dropped.
         """
-        text, mark, self.held = cut(self.held, marks, self.ended)
+        text, mark, self.held = cut(self.held, marks, self.ended and not self.unfinished)
+        if self.unfinished and mark is None:
+            self.held = ""
         return text, mark
 
     def add(self, kind: str, text: str, identity: str = "") -> None:
@@ -89,10 +98,10 @@ class StateReader:
             self.parts.append(AnswerPart(kind, text, identity))
 
     def content(self, text: str, before_call: bool = False) -> None:
-        """Add content. White space at its end waits for more content, and is dropped before a call."""
+        """Add content. White space at its end waits for more content; before a call, or a cut, it is dropped."""
         shown = text.rstrip()
         self.add("content", shown)
-        if before_call:
+        if before_call or self.unfinished:
             return
         if self.ended or (shown and not text[len(shown) :]):
             self.add("content", text[len(shown) :])
@@ -107,9 +116,37 @@ class PlainReader:
         """Take more of the answer."""
         return [AnswerPart("content", text)] if text else []
 
-    def end(self) -> list[AnswerPart]:
+    def end(self, unfinished: bool = False) -> list[AnswerPart]:
         """Return nothing: nothing is held back."""
         return []
+
+
+class JsonOrCalls(StateReader):
+    """A reader of answers that are JSON or calls. JSON is content, whatever marks its strings hold."""
+
+    def __init__(self, calls: AnswerReader) -> None:
+        """Leave an answer that begins with a call's mark to the reader `calls`."""
+        super().__init__(self._begin)
+        self._inner = calls
+
+    def end(self, unfinished: bool = False) -> list[AnswerPart]:
+        """Return what was held back, at the end of the answer."""
+        return [*super().end(unfinished), *self._inner.end(unfinished)]
+
+    def _begin(self) -> bool:
+        begins = self.held.lstrip()
+        if not begins:
+            return False
+        if not begins.startswith("<"):  # as all marks do, and no JSON
+            self._inner = PlainReader()
+        self.state = self._rest
+        return True
+
+    def _rest(self) -> bool:
+        text = self.held
+        self.held = ""
+        self.parts += self._inner.push(text)
+        return False
 
 
 def cut(text: str, marks: tuple[str, ...], ended: bool) -> tuple[str, str | None, str]:

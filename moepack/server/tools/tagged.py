@@ -132,7 +132,7 @@ class _Reader(MarkedReader):
         ends = self._form.after.removesuffix(self._form.close).strip()
         argument = self._form.argument[0].partition("KEY")[0].strip()
         text = text.removeprefix(ends).lstrip()
-        if not text.startswith(argument) and not any(mark.startswith(text) for mark in (ends, argument)):
+        if not text.startswith(argument) and not any(mark.startswith(text) for mark in (ends, argument, *self.ends)):
             self.add("content", text)
 
     def _nothing(self) -> bool:

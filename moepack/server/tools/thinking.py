@@ -17,16 +17,16 @@ class Thinking(StateReader):
         self._inner = inner
         self._began = False
 
-    def end(self) -> list[AnswerPart]:
+    def end(self, unfinished: bool = False) -> list[AnswerPart]:
         """Return what was held back, at the end of the answer."""
-        return [*super().end(), *self._inner.end()]
+        return [*super().end(unfinished), *self._inner.end(unfinished)]
 
     def _begin(self) -> bool:
         text = self.held.lstrip()
         if text.startswith(OPEN):
             self.held = text[len(OPEN) :]
             self.state = self._reasoning
-        elif not self.ended and (not text or OPEN.startswith(text)):
+        elif OPEN.startswith(text) and (not self.ended or (text and self.unfinished)):
             return False
         else:
             self.state = self._rest

@@ -48,11 +48,21 @@ class ItemReply(Reply):
     async def chunks(
         self, batches: AsyncIterator[list[tuple[int, JobEvent]]]
     ) -> AsyncIterator[list[dict[str, object]]]:
-        """Yield a stream's events as the job's events arrive."""
-        yield [*self._first()]
+        """Yield a stream's events as the job's events arrive.
+
+        None comes before the first token: only then are all the counts known that the first events have.
+        """
+        made: list[dict[str, object]] = []
+        began = False
         async for batch in batches:
-            if made := [one for _, event in batch for one in self._events(event)]:
+            if not began:
+                began = True
+                self.choices[0].cached = batch[0][1].cached
+                made = [*self._first()]
+            made += [one for _, event in batch for one in self._events(event)]
+            if made:
                 yield made
+            made = []
         yield [*self._last()]
 
     @property

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from moepack.server.errors import bad
 from moepack.server.http import parse
-from moepack.server.http.models import Body, Flag, List, Number, Object, Text, Whole, read, wrong
-from moepack.server.http.parse import Dialogue, Request
+from moepack.server.http.models import Body, Flag, Hint, List, NoItems, Number, Object, Text, Whole, read, wrong
+from moepack.server.http.parse import Dialogue, Names, Request
 from moepack.server.http.toolbox import MOST_TOOLS, Arguments, BaseFunction, Parameters, chosen, said_call
-from moepack.server.options import Sampling
+from moepack.server.options import DEFAULTS, Sampling
 
+NAMES = Names(prompt="messages", schema="output_config.format", effort="output_config.effort")
 CHOICES = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 
 
@@ -38,6 +41,13 @@ class ThinkingBlock(Cached):
     type: Literal["thinking"]
     thinking: Text = ""
     signature: Text | None = None
+
+
+class RedactedThinking(Cached):
+    """Earlier reasoning of another model, which no other can read."""
+
+    type: Literal["redacted_thinking"]
+    data: Text = ""
 
 
 class ToolUse(Cached):
@@ -72,8 +82,12 @@ def _paragraphs(texts: Texts) -> str:
     return texts if isinstance(texts, str) else "\n\n".join(block.text for block in texts)
 
 
-Block = Annotated[TextBlock | ThinkingBlock | ToolUse | ToolResult, Field(discriminator="type")]
-BLOCKS = {"system": (TextBlock,), "user": (TextBlock, ToolResult), "assistant": (TextBlock, ThinkingBlock, ToolUse)}
+Block = Annotated[TextBlock | ThinkingBlock | RedactedThinking | ToolUse | ToolResult, Field(discriminator="type")]
+BLOCKS = {
+    "system": (TextBlock,),
+    "user": (TextBlock, ToolResult),
+    "assistant": (TextBlock, ThinkingBlock, RedactedThinking, ToolUse),
+}
 
 
 class Turn(Body):
@@ -104,7 +118,7 @@ class Turn(Body):
                 said |= parse.reasoned(block.thinking)
             elif isinstance(block, ToolUse):
                 calls.append(said_call(block.id, block.name, block.input))
-            else:
+            elif isinstance(block, ToolResult):
                 results.append(block.said())
         if calls:
             said["tool_calls"] = calls
@@ -115,11 +129,24 @@ class Turn(Body):
 
 
 class ThinkingOptions(Body):
-    """Whether the model is to think first. A budget bounds nothing here."""
+    """Whether the model is to think first. A budget bounds nothing here, and thoughts are sent whole."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Whole | None = Field(None, ge=1, le=1 << 31)
-    display: Literal["summarized", "omitted"] | None = None
+    budget_tokens: Annotated[Whole | None, Hint(), Field(ge=1, le=1 << 31)] = None
+    display: Annotated[Literal["summarized", "omitted"] | None, Hint("summarized")] = None
+
+
+class ContextEdit(Body):
+    """How earlier thoughts are shortened: not at all."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(Body):
+    """How the conversation is shortened: not at all."""
+
+    edits: List[ContextEdit] = Field(default_factory=list)
 
 
 class OutputFormat(Body):
@@ -132,7 +159,7 @@ class OutputFormat(Body):
 class OutputConfig(Body):
     """The answer's form, and how much to reason."""
 
-    effort: Text | None = None
+    effort: Text | None = None  # how much to reason, in the words of the model's template
     format: OutputFormat | None = None
 
 
@@ -141,6 +168,9 @@ class MessagesTool(BaseFunction, Cached):
 
     type: Literal["custom"] = "custom"
     input_schema: Parameters | None = None
+    eager_input_streaming: Flag | None = None  # arguments are streamed as they are made
+    defer_loading: Literal[False] | None = None
+    allowed_callers: List[Literal["direct"]] | None = None
 
     @property
     def arguments(self) -> Object | None:
@@ -172,43 +202,56 @@ class CountBody(Cached):
     tool_choice: ToolChoice = Field(default_factory=lambda: ToolChoice(type="auto"))
     thinking: ThinkingOptions | None = None  # None leaves it to the model's template
     output_config: OutputConfig = Field(default_factory=OutputConfig)
+    output_format: OutputFormat | None = None  # the older name of output_config.format
+    # fields that change no answer at these values
     metadata: Object | None = None
+    context_management: ContextManagement | None = None
+    mcp_servers: NoItems | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
-    speed: Literal["standard"] | None = None
+    speed: Annotated[Literal["standard", "fast"] | None, Hint("standard")] = None
+    inference_geo: Annotated[Text | None, Hint()] = None
 
     def request(self, **own: Any) -> Request:
         """Make the request; `own` holds what only an answer needs."""
-        asked, format = self.tool_choice, self.output_config.format
+        asked = self.tool_choice
+        format = self.output_config.format or self.output_format
+        if self.output_config.format is not None and self.output_format is not None:
+            raise bad("output_format", "cannot stand beside output_config.format, its newer name: send one of them")
         shown, tools = chosen(self.tools, CHOICES[asked.type], asked.name, not asked.disable_parallel_tool_use)
         system: list[Object] = [] if self.system is None else [{"role": "system", "content": _paragraphs(self.system)}]
-        said = [*system, *(made for message in self.messages for made in message.said())]
+        said = [*system]
+        origins = ["system"] * len(system)
+        for n, message in enumerate(self.messages):
+            for made in message.said():
+                said.append(made)
+                origins.append(f"messages[{n}]")
         thinks = None if self.thinking is None else self.thinking.type != "disabled"
-        made = Request(
+        names = NAMES if self.output_format is None else replace(NAMES, schema="output_format")
+        return Request(
             model=self.model,
             schema=None if format is None else format.schema_,
-            chat=Dialogue(said, shown, tools, self.output_config.effort, thinks=thinks),
+            chat=Dialogue(said, origins, shown, tools, self.output_config.effort, thinks=thinks, names=names),
+            names=names,
+            unfollowed=tuple(self.unfollowed()),
             **own,
         )
-        parse.check_chat(made, "output_config.format")
-        return made
 
 
 class MessagesBody(CountBody):
     """A request to /v1/messages."""
 
     max_tokens: Whole = Field(ge=1, le=1 << 31)
-    temperature: Number = Field(1.0, ge=0, le=1)
-    top_p: Number = Field(1.0, ge=0, le=1)
-    top_k: Whole = Field(0, ge=0, le=1 << 31)
+    temperature: Number | None = Field(None, ge=0, le=1)
+    top_p: Number | None = Field(None, ge=0, le=1)
+    top_k: Whole | None = Field(None, ge=0, le=1 << 31)
     stop_sequences: parse.Stops = Field(default_factory=list)
     stream: Flag = False
 
 
-def messages(given: Object, vocabulary: int) -> Request:
+def messages(given: Object, vocabulary: int, defaults: Sampling = DEFAULTS) -> Request:
     """Parse a request to /v1/messages. An ApiError names the field that is wrong or unsupported."""
     body = read(MessagesBody, given)
-    temperature = 0.0 if body.temperature < 1e-5 else body.temperature
-    sampling = Sampling(temperature=temperature, top_p=body.top_p, top_k=body.top_k)
+    sampling = defaults.with_given(body.temperature, body.top_p, body.top_k)
     stops = tuple(body.stop_sequences)
     return body.request(max_tokens=body.max_tokens, bound=True, sampling=sampling, stops=stops, stream=body.stream)
 

@@ -35,7 +35,7 @@ class ResponseReply(ItemReply):
             "error": None, "model": self._head["model"], "output": [self._item(item) for item in self._items],
             "usage": None if said.finish is None else usage, **asked.repeated,
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_logprobs": 0,
-            "presence_penalty": sampling.presence, "frequency_penalty": sampling.frequency, "max_tool_calls": None,
+            "presence_penalty": sampling.presence, "frequency_penalty": sampling.frequency,
             "previous_response_id": None, "store": False, "background": False, "service_tier": "default",
             "truncation": "disabled",
         }  # fmt: skip

@@ -8,9 +8,25 @@ from typing import Annotated, Literal
 from pydantic import Field, Tag, model_validator
 
 from moepack.server.http import parse
-from moepack.server.http.models import Body, Flag, List, Object, OpenBody, Text, Whole, by_type, read, wrong
-from moepack.server.http.parse import Dialogue, Request
+from moepack.server.http.models import (
+    Body,
+    Flag,
+    Hint,
+    List,
+    NoItems,
+    Object,
+    OpenBody,
+    Text,
+    Whole,
+    by_type,
+    read,
+    wrong,
+)
+from moepack.server.http.parse import Dialogue, Names, Request
 from moepack.server.http.toolbox import MOST_TOOLS, Arguments, Choice, Function, chosen, said_call
+from moepack.server.options import DEFAULTS, Sampling
+
+NAMES = Names(prompt="input", limit="max_output_tokens", schema="text.format", effort="reasoning.effort")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,11 +127,13 @@ AnyItem = Annotated[
 ]
 
 
-def _messages(given: str | list[AnyItem]) -> list[Object]:
+def _messages(given: str | list[AnyItem]) -> tuple[list[Object], list[str]]:
+    """Return the messages of an input, and the item that each begins with."""
     if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+        return [{"role": "user", "content": given}], ["input"]
     out: list[Object] = []
-    for item in given:
+    origins: list[str] = []
+    for n, item in enumerate(given):
         made = item.said()
         if out and out[-1]["role"] == made["role"] == "assistant":  # reasoning, texts and calls of one answer
             last = out[-1]
@@ -124,7 +142,8 @@ def _messages(given: str | list[AnyItem]) -> list[Object]:
             out[-1] = {**last, **made, "content": content, **({"tool_calls": calls} if calls else {})}
         else:
             out.append(made)
-    return out
+            origins.append(f"input[{n}]")
+    return out, origins
 
 
 # --- the other fields
@@ -135,6 +154,7 @@ class ReasoningOptions(Body):
 
     effort: Text | None = None
     summary: Text | None = None
+    generate_summary: Text | None = None  # the older name
 
 
 class TextFormat(Body):
@@ -163,13 +183,14 @@ class TextOptions(Body):
     """The answer's form."""
 
     format: TextFormat = Field(default_factory=lambda: TextFormat.model_validate({}))
-    verbosity: Literal["medium"] | None = None
+    verbosity: Annotated[Literal["low", "medium", "high"] | None, Hint("medium")] = None
 
 
 class ResponsesTool(Function):
     """A function that an answer may call."""
 
     type: Literal["function"]
+    defer_loading: Literal[False] | None = None
 
     def repeated(self) -> Object:
         """How the answer repeats it."""
@@ -181,6 +202,18 @@ class ChosenFunction(OpenBody):
 
     type: Literal["function"]
     name: Text
+
+
+# What may be in an answer beside its text. Reasoning is always sent as it is; no other of these ever exists here.
+Included = Literal[
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+]
 
 
 class ResponsesBody(parse.Sampled):
@@ -199,27 +232,39 @@ class ResponsesBody(parse.Sampled):
     chat_template_kwargs: parse.TemplateArguments = Field(default_factory=dict)
     stream_options: parse.StreamOptions | None = None
     background: Literal[False] | None = None
-    truncation: Literal["disabled"] | None = None
-    # reasoning is sent as it is, and may be sent back so
-    include: Annotated[List[Literal["reasoning.encrypted_content"]], Field(max_length=1)] | None = None
+    truncation: Annotated[Literal["auto", "disabled"] | None, Hint("disabled")] = None
+    include: Annotated[List[Included], Field(max_length=16)] | None = None
     top_logprobs: Literal[0] | None = None
+    max_tool_calls: Whole | None = Field(None, ge=1)  # of tools that OpenAI runs: there is none here
+    context_management: NoItems | None = None
 
-    def request(self, vocabulary: int) -> ResponsesRequest:
+    def request(self, vocabulary: int, defaults: Sampling) -> ResponsesRequest:
         """Make the request."""
         named = self.tool_choice.name if isinstance(self.tool_choice, ChosenFunction) else None
         choice = self.tool_choice if isinstance(self.tool_choice, str) else None
         shown, tools = chosen(self.tools, choice if named is None else "required", named, self.parallel_tool_calls)
         system: list[Object] = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        said = [*system, *_messages(self.input)]
+        said, origins = _messages(self.input)
+        chat = Dialogue(
+            [*system, *said],
+            ["instructions"] * len(system) + origins,
+            shown,
+            tools,
+            self.reasoning.effort,
+            self.chat_template_kwargs,
+            names=NAMES,
+        )
         return ResponsesRequest(
             model=self.model,
-            sampling=self.sampling(vocabulary, None),
+            sampling=self.sampling(vocabulary, defaults, None),
             max_tokens=self.max_output_tokens,
             stops=self.stops,
             ignores_ends=self.ignore_eos,
             stream=self.stream,
             schema=parse.wanted_schema(self.text.format.type, self.text.format.schema_),
-            chat=Dialogue(said, shown, tools, self.reasoning.effort, self.chat_template_kwargs),
+            chat=chat,
+            names=NAMES,
+            unfollowed=tuple(self.unfollowed()),
             repeated=self._repeated(),
         )
 
@@ -229,8 +274,9 @@ class ResponsesBody(parse.Sampled):
             "instructions": self.instructions,
             "metadata": self.metadata,
             "max_output_tokens": self.max_output_tokens,
-            "reasoning": self.reasoning.model_dump(),
-            "text": {"format": self.text.format.repeated(), "verbosity": "medium"},
+            "reasoning": self.reasoning.model_dump(exclude={"generate_summary"}),
+            "max_tool_calls": self.max_tool_calls,
+            "text": {"format": self.text.format.repeated(), "verbosity": self.text.verbosity or "medium"},
             "tools": [one.repeated() for one in self.tools],
             "tool_choice": "auto"
             if self.tool_choice is None
@@ -242,8 +288,6 @@ class ResponsesBody(parse.Sampled):
         }
 
 
-def responses(given: Object, vocabulary: int) -> ResponsesRequest:
+def responses(given: Object, vocabulary: int, defaults: Sampling = DEFAULTS) -> ResponsesRequest:
     """Parse a request to /v1/responses. An ApiError names the field that is wrong or unsupported."""
-    asked = read(ResponsesBody, given).request(vocabulary)
-    parse.check_chat(asked, "text.format")
-    return asked
+    return read(ResponsesBody, given).request(vocabulary, defaults)

@@ -74,8 +74,9 @@ def test_it_answers_soon_and_finishes_what_runs(start: Start) -> None:
         ask(url, PROMPT)
 
 
-def test_a_stop_that_has_no_time(bundle: Path) -> None:
-    """Ctrl-C cuts a running answer off after the grace, and serving ends without an error."""
+@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGHUP))
+def test_a_stop_that_has_no_time(bundle: Path, number: signal.Signals) -> None:
+    """Ctrl-C, or the end of the terminal, cuts a running answer off after the grace; serving ends without an error."""
     seen: list[Any] = []
 
     def interrupt(told: str) -> None:
@@ -86,7 +87,7 @@ def test_a_stop_that_has_no_time(bundle: Path) -> None:
         )
         with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
             seen.append(answer.status)
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
             seen.append(time.monotonic())
             with contextlib.suppress(http.client.HTTPException, OSError):
                 answer.read()
@@ -111,8 +112,19 @@ def test_the_key_from_the_environment(
 @pytest.mark.parametrize(("given", "wanted"), ((None, None), ("off", 0), ("64MiB", 64 << 20)))
 def test_the_most_that_is_kept_of_prompts(given: str | None, wanted: int | None, bundle: Path) -> None:
     assert options_of(Serve(str(bundle), prefix_cache=given)).limits.kept_bytes == wanted
-    with pytest.raises(InputError, match="size 'on' is not a number of bytes"):
-        options_of(Serve(str(bundle), prefix_cache="on"))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    (
+        ({"prefix_cache": "on"}, "size 'on' is not a number of bytes"),
+        ({"system_messages": "drop"}, "--system-messages drop is unknown: it is join, keep, refuse"),
+        ({"generation_config": "vllm"}, "--generation-config vllm is unknown: it is auto or none"),
+    ),
+)
+def test_options_that_are_unknown(given: dict[str, Any], words: str, bundle: Path) -> None:
+    with pytest.raises(InputError, match=words):
+        options_of(Serve(str(bundle), **given))
 
 
 def test_what_cannot_begin_says_why(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

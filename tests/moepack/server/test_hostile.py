@@ -8,7 +8,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -130,6 +130,7 @@ def test_a_web_page_cannot_use_it(running: Running) -> None:
     body = json.dumps(HONEST).encode()
     assert answered(running, body, Content_Type="text/plain")[0] == 415
     assert answered(running, body, Content_Type="application/x-www-form-urlencoded")[0] == 415
+    assert answered(running, body, Content_Encoding="gzip")[0] == 415
     assert answered(running, body, Host="evil.example")[0] == 403
     assert answered(running, body, Host="localhost.evil.example:80")[0] == 403
     for host in ("localhost", "127.0.0.1:8000", "[::1]:8000", "localhost:1"):
@@ -173,6 +174,35 @@ def test_a_send_without_a_reader_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(TimeoutError):
         asyncio.run(answer._sent(never, {"type": "http.response.body"}))
+
+
+def test_a_stream_is_not_silent_before_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comments, which no client shows, keep clients from giving up."""
+    from moepack.server.http import answer
+
+    monkeypatch.setattr(answer, "SILENCE", 0.01)
+    sent: list[bytes] = []
+    enough = asyncio.Event()
+
+    class Reply:
+        done = b"done"
+
+        async def chunks(self, batches: Any) -> AsyncIterator[list[dict[str, Any]]]:
+            await enough.wait()
+            yield [{"n": 1}]
+            yield [{"n": 2}]
+
+        def event(self, value: dict[str, Any]) -> bytes:
+            return b"%d" % value["n"]
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body"))
+        if len(sent) == 3:
+            enough.set()
+
+    made = answer.Streamed(Reply(), None, {})  # type: ignore[arg-type]
+    asyncio.run(made({}, send, send))  # type: ignore[arg-type]
+    assert sent == [None, answer.COMMENT, answer.COMMENT, b"1", b"2", b"done"]
 
 
 def test_a_client_that_does_not_read(running: Running) -> None:

@@ -75,7 +75,7 @@ def test_one_wrong_value_ends_the_reading(given: dict[str, Any], words: str, mon
     """Of very many wrong values few make an error each: pydantic takes 20 us for one."""
     seen: list[int] = []
     real = models._refusal
-    monkeypatch.setattr(models, "_refusal", lambda errors, given: (seen.append(len(errors)), real(errors, given))[1])
+    monkeypatch.setattr(models, "_refusal", lambda errors, *more: (seen.append(len(errors)), real(errors, *more))[1])
     with pytest.raises(ApiError, match=words):
         chat({"model": NAME, "messages": SAID, **given}, 10)
     assert seen[0] < 4

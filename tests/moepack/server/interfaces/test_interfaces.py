@@ -57,11 +57,80 @@ def test_usage_in_every_chunk(running: Running, path: str, body: dict[str, Any])
     )
 
 
+EXTRAS: dict[str, Any] = {
+    "metadata": {"a": "b"},
+    "priority": 3,
+    "prompt_cache_retention": "24h",
+    "request_id": "r",
+    "stop_token_ids": [],
+    "min_tokens": 0,
+    "skip_special_tokens": True,
+    "use_beam_search": False,
+    "length_penalty": 0.5,
+    "store": False,
+    "service_tier": "auto",
+}
+TEXT = {"prompt": "The history of", "max_tokens": 6}
+TALK = {"model": NAME, "messages": SAID, "max_tokens": 6}
+ITEMS = {"model": NAME, "input": "Tell me a story", "max_output_tokens": 6}
+CHAT_EXTRAS = {"best_of": 1, "functions": [], "function_call": "none", "top_logprobs": 0, "verbosity": "medium"}
+KEEPS_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "more", "ignored"),
+    (
+        ("/v1/completions", TEXT, {**EXTRAS, "best_of": 1, "suffix": ""}, None),
+        ("/v1/chat/completions", TALK, {**EXTRAS, **CHAT_EXTRAS, "prediction": {"type": "content"}}, None),
+        ("/v1/responses", ITEMS, {**EXTRAS, "max_tool_calls": 3, "context_management": []}, None),
+        ("/v1/messages", TALK, {"metadata": {"user_id": "u"}, "context_management": KEEPS_ALL, "speed": "standard"},
+         None),
+        ("/v1/completions", TEXT, {"service_tier": "flex", "store": True}, "store, service_tier"),
+        ("/v1/chat/completions", TALK, {"reasoning_effort": "low", "verbosity": "low"}, "verbosity, reasoning_effort"),
+        ("/v1/chat/completions", TALK, {"reasoning_effort": "none"}, None),
+        ("/v1/responses", ITEMS, {"reasoning": {"effort": "low"}, "text": {"verbosity": "high"}, "truncation": "auto"},
+         "text.verbosity, truncation, reasoning.effort"),
+        ("/v1/messages?beta=true", TALK, {"output_config": {"effort": "high"}, "thinking": {"type": "adaptive"}},
+         "thinking, output_config.effort"),
+        ("/v1/messages", TALK, {"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}}, None),
+        ("/v1/messages", TALK, {"thinking": {"type": "enabled", "budget_tokens": 1024}, "speed": "fast"},
+         "thinking.budget_tokens, speed, thinking"),
+    ),
+)  # fmt: skip
+@pytest.mark.parametrize("stream", (False, True))
+def test_fields_without_effect(
+    exact: Running, path: str, body: dict[str, Any], more: dict[str, Any], ignored: str | None, stream: bool
+) -> None:
+    """Accepted, with the same answer as without; hints that no answer follows are named in a header."""
+
+    def said(given: dict[str, Any]) -> tuple[list[str], str | None]:
+        raw = json.dumps({**given, "temperature": 0, "stream": stream}).encode()
+        request = urllib.request.Request(exact.url + path, raw, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request) as answer:
+            texts = re.findall(rb'"(?:text|content|delta)": ?"((?:[^"\\]|\\.)*)"', answer.read())
+            return [text.decode() for text in texts], answer.headers["x-moepack-ignored"]
+
+    plain = said(body)
+    assert "".join(plain[0]) and plain[1] is None
+    assert said({**body, **more}) == (plain[0], ignored)
+
+
+def test_a_hint_is_told_once(exact: Running, caplog: pytest.LogCaptureFixture) -> None:
+    exact.server._ignored.clear()
+    for _ in range(2):
+        asked(exact, "/v1/chat/completions", {**TALK, "reasoning_effort": "low"})
+    (told,) = [record.getMessage() for record in caplog.records if "no answer" in record.getMessage()]
+    assert told.startswith("reasoning_effort is accepted")
+
+
 def test_tokens_and_back(running: Running, tokenizer: Any) -> None:
     found = asked(running, "/tokenize", {"model": NAME, "prompt": "The history of", "return_token_strs": True})
     ids = tokenizer("The history of").input_ids
     assert found["tokens"] == ids and found["count"] == 3 and found["token_strs"] == ["The", "Ġhistory", "Ġof"]
-    assert found["max_model_len"] == running.server.scheduler.limits.context
+    most = running.server.scheduler.most_answer(1) + 1  # what the budget holds, which is less than the model's context
+    assert found["max_model_len"] == most < running.server.scheduler.limits.context
+    (model,) = asked(running, "/v1/models")["data"]
+    assert model["max_model_len"] == most
     assert asked(running, "/detokenize", {"tokens": ids}) == {"prompt": "The history of"}
     assert asked(running, "/detokenize", {"tokens": [0, ids[0]]})["prompt"] == "<|endoftext|>The"
     chat = asked(running, "/tokenize", {"messages": SAID})

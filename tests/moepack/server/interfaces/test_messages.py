@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -205,15 +206,69 @@ def test_every_refusal_has_the_shape(running: Running) -> None:
         ({"thinking": {"type": "often"}}, "thinking.type"),
         ({"temperature": 1.5}, "temperature"),
         ({"n": 2}, "n: is not supported"),
-        ({"output_config": {"effort": "low"}}, "reasoning_effort"),
+        ({"temperatur": 0.5}, "temperatur: is not supported: did you mean temperature?"),
+        ({"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}},
+         "context_management.edits[0].keep: is missing"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0].type"),
+        ({"mcp_servers": [{"name": "x"}]}, "mcp_servers: must be empty"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}},
+         "output_config.format: this schema cannot be kept to"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {}}},
+          "output_format": {"type": "json_schema", "schema": {}}}, "output_format: cannot stand beside"),
     ),
-)
+)  # fmt: skip
 def test_what_is_refused(running: Running, given: dict[str, Any], words: str) -> None:
     with pytest.raises(urllib.error.HTTPError) as caught:
         ask(running, **given)
     body = json.load(caught.value)
     assert caught.value.code == 400 and body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
     assert body["error"]["message"].startswith(words)
+
+
+EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
+# The first request of Claude Code 2.1 as recorded, with shortened texts and two of its 24 tools.
+CLAUDE_CODE: dict[str, Any] = {
+    "model": NAME,
+    "messages": [
+        {"role": "user", "content": [
+            {"type": "text", "text": "<system-reminder>\nToday's date is 2026-11-28.\n</system-reminder>"},
+            {"type": "text", "text": "hello", **EPHEMERAL},
+        ]},
+        {"role": "system", "content": "Available agent types for the Agent tool:\n- claude: Catch-all"},
+    ],
+    "system": [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.fa0; cc_entrypoint=sdk-cli;"},
+        {"type": "text", "text": "You are a Claude agent, built on Anthropic's Claude Agent SDK.", **EPHEMERAL},
+        {"type": "text", "text": "\nYou are an interactive agent.\n", **EPHEMERAL},
+    ],
+    "tools": [
+        {"name": name, "description": "It.", "input_schema": {
+            "$schema": "https://json-schema.org/draft/2020-12/schema", "type": "object",
+            "properties": {"command": {"description": "The command", "type": "string"}, "timeout": {"type": "number"}},
+            "required": ["command"], "additionalProperties": False,
+        }} for name in ("Agent", "Bash")
+    ],
+    "metadata": {"user_id": '{"device_id":"7e","account_uuid":"","session_id":"11"}'},
+    "max_tokens": 32000,
+    "thinking": {"type": "adaptive"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "high"},
+    "stream": True,
+}  # fmt: skip
+
+
+def test_the_first_requests_of_claude_code(exact: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact.server.scheduler, "most_answer", lambda prompt: 5)
+    with urllib.request.urlopen(urllib.request.Request(exact.url, method="HEAD")) as answer:
+        assert answer.status == 200
+    head = {"anthropic_beta": "claude-code-20250219,mid-conversation-system-2026-04-07", "x_api_key": "none"}
+    raw = post(f"{exact.url}/v1/messages?beta=true", CLAUDE_CODE, anthropic_version="2023-06-01", **head).decode()
+    assert "event: message_stop" in raw and '"stop_reason":"model_context_window_exceeded"' in raw
+    counted = {name: CLAUDE_CODE[name] for name in ("model", "messages", "system", "tools", "thinking")}
+    found = json.loads(post(f"{exact.url}/v1/messages/count_tokens?beta=true", counted, **head))
+    start = json.loads(raw.split("data: ")[1].split("\n")[0])["message"]
+    usage = start["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == found["input_tokens"] and not start["content"]
 
 
 def test_a_key_as_anthropics_clients_send_it(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,10 +76,10 @@ def manners(form: CallForm) -> Manners:
     return Manners(f"{form.sign} {' '.join(form.marks)}", {}, ())
 
 
-def read(reader: Any, text: str, size: int = 1) -> list[tuple[str, str]]:
+def read(reader: Any, text: str, size: int = 1, unfinished: bool = False) -> list[tuple[str, str]]:
     """Kinds and texts of an answer's parts, each kind together, from pieces of `size` characters."""
     pieces = [text[n : n + size] for n in range(0, len(text), size)]
-    parts: list[AnswerPart] = [part for piece in pieces for part in reader.push(piece)] + reader.end()
+    parts: list[AnswerPart] = [part for piece in pieces for part in reader.push(piece)] + reader.end(unfinished)
     out: list[tuple[str, str]] = []
     for part in parts:
         assert part.text
@@ -102,9 +102,11 @@ def test_reading(form: CallForm) -> None:
     assert calls[2:] == ([] if form.name == "gpt-oss" else [("call", "time"), ("arguments", "{}")])
     for size in (2, 7, len(text)):
         assert read(mine.reader(Tools(FUNCTIONS), ""), text, size) == [first, *calls]
-    for at in range(len(text)):  # a cut answer has the calls that it began
-        cut = [part for part in read(mine.reader(Tools(FUNCTIONS), ""), text[:at], 5) if part[0] == "call"]
-        assert cut == [part for part in calls if part[0] == "call"][: len(cut)]
+    for at in range(len(text)):  # a cut answer has the calls that it began, and none of their markup
+        cut = read(mine.reader(Tools(FUNCTIONS), ""), text[:at], 5, unfinished=True)
+        named = [part for part in cut if part[0] == "call"]
+        assert named == [part for part in calls if part[0] == "call"][: len(named)]
+        assert all("Sure.".startswith(part[1]) for part in cut if part[0] in ("content", "reasoning")), text[:at]
 
 
 def test_odd_schemas_of_arguments(running: Running) -> None:
@@ -139,8 +141,8 @@ def test_grammars(form: CallForm, added: str, demo_model: Path) -> None:
     assert mine.shows_special is (added == "special")
     made = from_tokenizer(tokenizer, n_vocab=len(tokenizer), eos_token=[0])
 
-    def passes(tools: Tools, text: str) -> bool:
-        matcher = llguidance.LLMatcher(made, mine.grammar(tools, ""), log_level=0)
+    def passes(tools: Tools, text: str, schema: dict[str, Any] | None = None) -> bool:
+        matcher = llguidance.LLMatcher(made, mine.grammar(tools, "", schema), log_level=0)
         assert not matcher.is_error(), matcher.get_error()
         ids = tokenizer.encode(text, add_special_tokens=False)
         return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
@@ -149,6 +151,9 @@ def test_grammars(form: CallForm, added: str, demo_model: Path) -> None:
     calls = whole.removeprefix("Sure.").lstrip()
     must, strict = Tools(FUNCTIONS, required=True), Tools(FUNCTIONS, strict=True)
     assert passes(must, calls) and passes(strict, whole)
+    thought = "<|channel|>final<|message|>" if form.name == "gpt-oss" else ""
+    for said, right in ((calls, True), (thought + '{"n": 1}', True), (thought + '{"n": 2}', False), (whole, thought)):
+        assert passes(strict, said, {"type": "object", "enum": [{"n": 1}]}) is bool(right), said
     wrong = [("weather", "whether"), ("3", "three"), ("days", "hours"), ("Köln", "Kölnisches")]
     if form in (DEEPSEEK_V32, DEEPSEEK_V4):
         wrong += [('"false"', '"true"'), ('"true"', '"false"'), ("Köln</", "Köln"), ("\n\n</", "\n\n\n</")]
@@ -192,6 +197,11 @@ def test_thinking() -> None:
         for size in (1, 3, 500):
             assert read(mine.reader(Tools(FUNCTIONS), prompt), text + call, size)[:4] == wanted
     assert read(mine.reader(Tools(), "<think>"), "Hm, it goes on") == [("reasoning", "Hm, it goes on")]
+    assert read(mine.reader(Tools(), "<think>"), "Hm.</thi", unfinished=True) == [("reasoning", "Hm.")]
+    assert read(mine.reader(Tools(), ""), "<thi", unfinished=True) == []
+    marked = '{"text": "<tool_call>{}</tool_call>"}'
+    assert read(mine.reader(Tools(FUNCTIONS), "", is_json=True), marked) == [("content", marked)]
+    assert read(mine.reader(Tools(FUNCTIONS), "", is_json=True), call) == wanted[2:] + read(HERMES.reader({}), call)[2:]
     assert read(mine.reader(Tools(), ""), " <thin") == [("content", " <thin")]
     assert read(mine.reader(Tools(), ""), "a </think> b") == [("content", "a </think> b")]
     assert "lazy" in mine.grammar(Tools(FUNCTIONS, required=True), "<think>")
@@ -298,7 +308,7 @@ def test_json_behind_reasoning(running: Running, monkeypatch: pytest.MonkeyPatch
         (harmony, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>"
          '{"n": 1}', [("reasoning", "Hm.")]),
     ):  # fmt: skip
-        monkeypatch.setattr(running.server, "_manners", mine)
+        monkeypatch.setattr(running.server._template, "manners", mine)
         made = running.server._prepare_chat(parse.chat(given, 10))
         assert made.grammar is not None
         mask = made.grammar()

@@ -14,6 +14,8 @@ from moepack.server.http.replies import ChatReply
 from moepack.server.tools.delimited import HERMES
 from moepack.server.tools.parts import MOST_CALLS, Functions
 from moepack.server.tools.thinking import Thinking
+from moepack.server.translated.messages import messages
+from moepack.server.translated.responses import responses
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")
@@ -92,6 +94,64 @@ def test_strict_functions_leave_text_free(client: Any) -> None:
     assert free.message.content and free.finish_reason == "length"
 
 
+SHAPE = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+
+
+CALL = '<tool_call>\n{"name": "time", "arguments": {"zone": "utc"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("strict", (False, True))
+def test_calls_or_a_schema_of_the_answer(running: Running, strict: bool) -> None:
+    """One grammar allows both and nothing else, in every interface. A required call leaves no other answer."""
+    own = {"name": "time", "strict": strict}
+    schema = TIME["function"]["parameters"]
+    form = {"type": "json_schema", "schema": SHAPE}
+    shared = {"model": NAME, "messages": SAID, "parallel_tool_calls": False}
+    chat = {**shared, "tools": [{"type": "function", "function": {**own, "parameters": schema}}]}
+    chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": SHAPE}}
+    response = {**shared, "input": "?", "tools": [{"type": "function", **own, "parameters": schema}]}
+    response["text"] = {"format": {**form, "name": "n"}}
+    del response["messages"]
+    message = {"model": NAME, "messages": SAID, "max_tokens": 9, "tools": [{**own, "input_schema": schema}]}
+    message |= {"output_config": {"format": form}, "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+
+    def passes(asked: parse.Request, text: str) -> bool:
+        made = running.server._prepare_chat(asked)
+        assert made.grammar is not None
+        mask = made.grammar()
+        for token in running.server.tokens.encode(text, False, ""):
+            if mask.is_done or not mask.allowed(token + 1)[token]:
+                return False
+            mask.take(token)
+        return mask.is_done
+
+    for asked in (parse.chat(chat, 10), responses(response, 10), messages(message, 10)):
+        assert passes(asked, CALL) and passes(asked, '{"n": 1}')
+        for wrong in ('{"n": 3}', "Hello", CALL.replace("utc", "x"), "Sure. " + CALL):
+            assert not passes(asked, wrong), wrong
+    must = parse.chat({**chat, "tool_choice": "required"}, 10)
+    assert passes(must, CALL) and not passes(must, '{"n": 1}')
+
+
+@pytest.mark.parametrize("stream", (False, True))
+@pytest.mark.parametrize("begins", ("<", "{"))
+def test_such_an_answer(client: Any, tokenizer: Any, stream: bool, begins: str) -> None:
+    """A bias on its first token chooses."""
+    (token,) = tokenizer(begins).input_ids
+    shape = {"type": "json_schema", "json_schema": {"name": "n", "schema": SHAPE}}
+    tools = [{**TIME, "function": {**TIME["function"], "strict": True}}]
+    given = {"tools": tools, "response_format": shape, "logit_bias": {token: 100}, "parallel_tool_calls": False}
+    out = ask(client, "auto", stream=stream, **given)
+    said = [one.choices[0].delta if stream else one.choices[0].message for one in (out if stream else [out])]
+    content = "".join(one.content or "" for one in said)
+    calls = [call.function for one in said for call in one.tool_calls or ()]
+    if begins == "{":
+        assert not calls and json.loads(content)["n"] in (1, 2)
+    else:
+        assert not content and calls[0].name == "time"
+        check("time", "".join(call.arguments or "" for call in calls))
+
+
 def test_the_same_tools_without_a_choice(client: Any) -> None:
     """`auto` is the default, and the answer of a model that calls nothing is its text."""
     auto, default = (ask(client, choice, max_tokens=8, temperature=0) for choice in ("auto", openai.omit))
@@ -112,7 +172,7 @@ def test_the_same_tools_without_a_choice(client: Any) -> None:
         ({"tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": "array"}}}]},
          "tools[0].function.parameters"),
         ({"tools": [tool("x", a={"type": "nothing"})], "tool_choice": "required"}, "tools"),
-        ({"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        ({"tools": [WEATHER], "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}},
          "response_format"),
         ({"tools": [function(parameters={"properties": []})]}, "tools[0].function.parameters.properties"),
         ({"tools": [function(parameters={"properties": {"a": 1}})]}, "tools[0].function.parameters.properties"),
@@ -171,7 +231,8 @@ def test_reasoning_and_calls_in_a_whole_answer() -> None:
 def test_reasoning_and_calls_in_a_stream() -> None:
     made = reply({}, stream=True)
     pieces = [piece for event in EVENTS for piece in made._pieces(0, made.choices[0], event)]
-    deltas = [p["delta"] for p in pieces]
+    assert pieces[0]["delta"] == {"role": "assistant", "content": ""}  # with the first token
+    deltas = [p["delta"] for p in pieces[1:]]
     assert [d for d in deltas if "tool_calls" not in d] == [
         {"reasoning_content": "Let me"}, {"reasoning_content": " see."}, {"content": "I ask."}, {},
     ]  # fmt: skip

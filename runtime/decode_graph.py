@@ -283,7 +283,7 @@ class DecodeGraphs:
         inner = replace(step, snapshots=tuple(seen), counters=counters, table=None, routed=None)
         args, kwargs = _with(of, iter(own))
         out = dict[str, Tensor | None]()
-        kind = list[type[ModelOutput]]()
+        kind: list[type[ModelOutput]] = []
         shared = list[Tensor]()
 
         def run() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +16,8 @@ from .server.batching.text import Stops
 from .server.batching.tokens import end_tokens
 from .server.options import Sampling
 from .shared.opening import check, load_model, locate
-from .shared.progress import Reporter, loading_bar
+from .shared.progress import Reporter, loading
+from .spent import Spent
 
 PROMPT = 512  # by default, the most prompt tokens that one pass reads in a budget
 NEW_TOKENS = 64  # the most tokens of a continuation
@@ -42,6 +44,7 @@ class Session:
         if chat_template is not None:
             self.tokenizer.chat_template = chat_template
         self.model: Any = None
+        self.spent = Spent()
         self._cache: Any = None
         self._cached: list[int] = []
         self._ends: set[int] = set()
@@ -51,7 +54,7 @@ class Session:
         options = self._options.filled(kv_tokens=kv_tokens, prefill_tokens=prefill_tokens, all_logits=False)
         self._chunk = options.workload.prefill_tokens or PROMPT
         self._room = options.workload.kv_tokens
-        with Reporter().hub_bars(), loading_bar(str(self._path)) as report:
+        with Reporter().hub_bars(), loading(str(self._path)) as report:
             self.model = load_model(self._source, options, report)
         self._ends = {*end_tokens(self.model.generation_config)}
 
@@ -128,6 +131,7 @@ class Session:
 
         streamer: Any = Streamer(self.tokenizer, skip_special_tokens=True)
         seen = list(ids)
+        began = first = time.perf_counter()
         with torch.inference_mode():
             cache, done = self._reuse(ids, len(ids) + new_tokens)
             cache = self._static(len(ids) + new_tokens) if cache is None else cache
@@ -137,11 +141,15 @@ class Session:
                     token = sampler.choose(logits).token
                 except NotFiniteError as error:
                     raise error.within(str(self._path)) from None
+                if len(seen) == len(ids):
+                    first = time.perf_counter()
+                    self.spent.read(len(ids) - done, first - began)
                 streamer.put(torch.tensor([token]))
                 if ended or token in self._ends or not left:
                     break
                 seen.append(token)
                 logits, cache = self._read(seen, cache, 0 if cache is None else len(seen) - 1)
+        self.spent.decoded(len(seen) - len(ids), time.perf_counter() - first)
         streamer.end()
         self._cache = cache
         self._cached = [] if cache is None else seen
@@ -214,8 +222,11 @@ def generate(
     messages: Messages | None = None,
     chat_template: str | None = None,
     tell: Tell = lambda text: None,
+    finished: Callable[[Session], object] = lambda session: None,
 ) -> str:
     """Continue a prompt, or answer `messages`. `tell` receives the text as it is generated.
+
+    `finished` receives the session, with what the answer took, before the model is closed.
 
     By default, a budget reserves memory for the KV cache of the prompt and all new tokens (`kv_tokens`), and for passes
     of the prompt's tokens, at most 512 (`prefill_tokens`).
@@ -226,4 +237,6 @@ def generate(
     with Session(path, options, chat_template) as session:
         ids = session.text(prompt) if messages is None else session.chat(messages)
         session.load(len(ids) + max_new_tokens, min(len(ids), PROMPT))
-        return session.go_on(ids, max_new_tokens, sampling, stop, tell)
+        text = session.go_on(ids, max_new_tokens, sampling, stop, tell)
+        finished(session)
+        return text

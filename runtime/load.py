@@ -201,4 +201,6 @@ def check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise InputError(f"device {device}: {str(error).splitlines()[0]}") from None
+        meant = {"gpu": "cuda", "nvidia": "cuda", "processor": "cpu"}.get(str(device).lower().partition(":")[0])
+        guess = f"; did you mean {meant}?" if meant else ""
+        raise InputError(f"device {device}: {str(error).splitlines()[0]}{guess}") from None

@@ -10,9 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
+from moepack.pack.errors import InputError
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.sizes import parse_size
-from moepack.runtime.policies.registry import usages
+from moepack.runtime.policies.registry import completions, usages
 from moepack.server.options import Sampling
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
@@ -57,11 +58,18 @@ Template = Annotated[
     Path | None, typer.Option("--chat-template", help="A Jinja file that replaces the model's own template.")
 ]
 
+
+def complete_policy(incomplete: str) -> list[tuple[str, str]]:
+    """Return what may follow in a policy's text, each with what it is, for the shell's completion."""
+    return [(text, meaning) for text, meaning in completions(incomplete) if text.startswith(incomplete)]
+
+
 _LOADING: dict[str, Any] = {  # field of LoadOptions -> its flag
     "policy": Annotated[
         str | None,
         typer.Option(
             "--policy",
+            autocompletion=complete_policy,
             help=f"{usages(in_budget=False)}; with --device-memory also {usages(in_budget=True)}. By default the best "
             "version, with --device-memory hotness.",
         ),
@@ -185,6 +193,16 @@ def _taking(
         return run
 
     return decorate
+
+
+def counts_of(flag: str, text: str) -> list[int]:
+    """Split a comma-separated list of numbers from 1, of a flag; "0" is none. Raises InputError for anything else."""
+    if text.strip() == "0":
+        return []
+    names = names_of(text)
+    if not names or not all(name.isdecimal() and int(name) for name in names):
+        raise InputError(f"{flag} {text!r}: numbers from 1 with commas between, as 128,512")
+    return [int(name) for name in names]
 
 
 def names_of(text: str) -> list[str]:

@@ -25,8 +25,11 @@ def console() -> Console:
 
 def print_json(value: Any) -> None:
     """Write a value as JSON to stdout; a dataclass becomes an object of its fields."""
-    value = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-    sys.stdout.write(json.dumps(value, indent=1, default=str) + "\n")
+    sys.stdout.write(json.dumps(value, indent=1, default=_plain) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
 
 
 def show(value: Any, as_json: bool, text: str | Callable[[Any], Any]) -> None:

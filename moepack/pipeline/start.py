@@ -115,6 +115,11 @@ def start(
             "mtp": recipe.mtp if keeps_mtp else None,
         },
         fresh,
+        {
+            "checkpoint": opened.name,
+            "text": [Path(source).name for source in sources],
+            **{name: getattr(settings, name) for name in ("samples", "length", "seed", "until", "most")},
+        },
     )
     record = _record(stream, recipe, sources, windows, keeps_mtp) | {"dense": list(dense)}
     replace_file(directory.path / "run.json", json.dumps(record, indent=1).encode())

@@ -105,7 +105,7 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
         InputError: without a budget, or if the policy does not fit the bundle. A small budget gives a `message`.
     """
     if not options.in_budget:
-        raise InputError("a plan needs a memory budget: device_memory or memory, --device-memory or --memory")
+        raise InputError("a plan needs a memory budget: --device-memory or --memory")
     bundle = path if isinstance(path, Bundle) else open_bundle(path)
     check_options(bundle, options)
     bundle = profiled(bundle, options.profile)

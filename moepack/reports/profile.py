@@ -9,8 +9,8 @@ from pathlib import Path
 from moepack.pack.errors import InputError, TargetError
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 from moepack.runtime.profile import check_writable, write_profile
-from moepack.shared.opening import check, load_model, locate
-from moepack.shared.progress import Reporter, loading_bar
+from moepack.shared.opening import check, load_shown, locate
+from moepack.shared.progress import Reporter
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ def make_profile(
     check_writable(output)
     options = options.filled(prefill_tokens=length, all_logits=False, batch=1)
     check(source, options)
-    with reporter.hub_bars(), loading_bar(str(path)) as report:
+    with reporter.hub_bars():
         pools = text_windows(source, data, length, samples)
-        model = load_model(source, options, report)
+    model = load_shown(source, options, reporter)
 
     import torch
 

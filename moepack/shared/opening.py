@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +11,8 @@ from moepack.pack.errors import InputError
 from moepack.pack.hub_name import on_hub
 from moepack.pack.manifest import MANIFEST
 from moepack.runtime.planning.options import LoadOptions
+
+from .progress import Reporter
 
 
 class Source(NamedTuple):
@@ -71,6 +74,15 @@ def load_model(source: Source, options: LoadOptions, progress: Callable[[int, in
         opened = open_checkpoint(source.path)
         kind = auto_class(opened.config)
         return from_pretrained(kind, opened.path, dtype=options.torch_dtype, device_map=options.device)
+
+
+def load_shown(source: Source, options: LoadOptions, reporter: Reporter) -> Any:
+    """Load as `load_model` does, as a stage that a reporter shows."""
+    reporter.stage("load", 1)
+    reporter.step(Path(source.path).name)
+    fetched = not Path(source.path).exists()
+    with reporter.hub_bars() if fetched else contextlib.nullcontext():
+        return load_model(source, options, reporter.bytes)
 
 
 def read_template(file: Path | None) -> str | None:

@@ -16,6 +16,7 @@ from .sizes import Bound, parse_bound, parse_size
 
 METHOD = "moepack"  # the name of the quantisation method in transformers
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 # Environment variables
 POLICY = "MOEPACK_POLICY"
 DENSE = "MOEPACK_DENSE"
@@ -147,7 +148,9 @@ class LoadOptions:
         parse_policy(self.policy)
         _ = self.workload
         if isinstance(self.dtype, str) and self.dtype not in DTYPES:
-            raise InputError(f"dtype {self.dtype!r} is unknown: {', '.join(DTYPES)}")
+            meant = SHORT.get(self.dtype.lower())
+            guess = f"did you mean {meant}? " if meant else ""
+            raise InputError(f"dtype {self.dtype!r} is unknown: {guess}there are {', '.join(DTYPES)}")
 
     @property
     def budget(self) -> int | None:

@@ -50,7 +50,7 @@ def parse_bound(text: str | int | None) -> Bound | None:
         else:
             bound = Bound(str(text), bytes=float(parse_size(text) or 0))
     except (InputError, OverflowError):
-        raise InputError(f"max_tpot {text!r} is not a time such as 50ms, nor bytes a token such as 2GB") from None
+        raise InputError(f"--max-tpot {text!r} is not a time such as 50ms, nor bytes a token such as 2GB") from None
     if not min(bound.seconds, bound.bytes) > 0:
-        raise InputError(f"max_tpot {text!r} leaves no time at all")
+        raise InputError(f"--max-tpot {text!r} leaves no time at all")
     return bound

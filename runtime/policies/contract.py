@@ -7,10 +7,11 @@ events that it needs, and receives these.
 
 from __future__ import annotations
 
+import difflib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -340,11 +341,13 @@ class Entry:
     # a budget); raises BudgetError if these bytes do not suffice
     versions: Callable[[Bundle, Any, int | None], Versions] | None = None
     make: Callable[[Setting, Any], LivePolicy] | None = None  # makes the policy for a setting and the parsed options
+    keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # options, and the words that each may be
 
 
 def live_entry(name: str, options: type[LiveOptions], make: Callable[[Setting, Any], LivePolicy]) -> Entry:
     """Return the entry of a policy that changes placements in a budget, and whose options are written as KEY=VALUE."""
-    return Entry(name, f"{name}[:KEY=VALUE,...]", lambda text: read_options(options, text), True, make=make)
+    keys = {f.name: options.CHOICES.get(f.name, ()) for f in fields(options)}
+    return Entry(name, f"{name}[:KEY=VALUE,...]", lambda text: read_options(options, text), True, make=make, keys=keys)
 
 
 # Seconds. By items instead, a decision over six layers let others run twenty times: beside eight passes on two cores a
@@ -378,7 +381,9 @@ def read_options(kind: type[Options], text: str) -> Options:
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
         if key not in known:
-            raise InputError(f"option {key!r} is unknown: there are {', '.join(known)}")
+            near = difflib.get_close_matches(key, known, n=1)
+            guess = f"did you mean {near[0]}=? " if near else ""
+            raise InputError(f"option {key!r} is unknown: {guess}there are {', '.join(known)}")
         try:
             values[key] = known[key](value)
         except ValueError:

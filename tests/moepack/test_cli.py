@@ -282,7 +282,7 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(
 ) -> None:
     from moepack.reports import evaluate
 
-    monkeypatch.setattr(evaluate, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(evaluate, "load_shown", lambda *_, **__: pytest.fail("a model was loaded"))
     (tmp_path / "short.txt").write_text("not much")
     (tmp_path / "rows.jsonl").write_text('{"words": "and no text"}\n')
     for model in (bundle, demo_model):

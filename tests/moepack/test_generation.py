@@ -117,7 +117,7 @@ def test_a_prompt_longer_than_a_chunk_in_a_budget(bundle: Path) -> None:
 
 
 def test_what_cannot_chat_says_so(bundle: Path) -> None:
-    with pytest.raises(InputError, match="no chat template: give one with --chat-template"):
+    with pytest.raises(InputError, match="no chat template: give one with chat_template"):
         generate(bundle, "hi", messages=[{"role": "user", "content": "hi"}])
     with pytest.raises(InputError, match=r"does not take this chat: .*no system"):
         generate(

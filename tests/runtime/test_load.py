@@ -224,7 +224,7 @@ def test_an_amd_gpu_without_kernels_is_refused_by_name(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.version, "hip", "7.14")
     asked = SimpleNamespace(gcnArchName="gfx1100")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: asked)
-    with pytest.raises(InputError, match=r"device cuda: .* shared memory than gfx1100 has: serve with --device cpu"):
+    with pytest.raises(InputError, match=r"device cuda: .* shared memory than gfx1100 has: serve with device cpu"):
         load._check_kernels("cuda")
     load._check_kernels("cpu")
     asked.gcnArchName = "gfx942:sramecc+:xnack-"

@@ -94,7 +94,7 @@ def test_two_fine_tunes_do_not_mix(checkpoint: Path, text: Path, tmp_path: Path)
 
 
 def test_a_revision_is_for_the_hub(checkpoint: Path) -> None:
-    with pytest.raises(InputError, match="--revision is for a model on the Hub"):
+    with pytest.raises(InputError, match="revision is for a model on the Hub"):
         open_checkpoint(checkpoint, "main")
 
 

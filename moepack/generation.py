@@ -68,6 +68,8 @@ class Session:
 
     def text(self, prompt: str) -> list[int]:
         """The token ids of a plain text. Raises InputError if there are none."""
+        if any("\ud800" <= character <= "\udfff" for character in prompt):  # how Python keeps bytes of no text
+            raise InputError("the prompt is not text in UTF-8")
         ids: list[int] = self.tokenizer(prompt, add_special_tokens=False).input_ids if prompt else []
         if not ids:
             raise InputError("the prompt is empty")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import CODE_ERRORS, InputError, MoepackError, in_a_line
 from moepack.pack.hub_name import on_hub
@@ -16,6 +16,18 @@ from moepack.runtime.planning.choice import ladders_of
 from moepack.runtime.planning.options import METHOD, LoadOptions
 from moepack.runtime.profile import read_profile
 
+if TYPE_CHECKING:
+    import torch
+    from transformers import GenerationMixin, PreTrainedModel
+
+    from .serving import Serving
+
+    class ServedModel(PreTrainedModel, GenerationMixin):
+        """What `load` returns: a model of the bundle's class in transformers, with `moepack`."""
+
+        moepack: Serving
+
+
 _loading = threading.RLock()  # transformers sets the default dtype and device of the whole process while it loads
 
 
@@ -24,7 +36,7 @@ def load(
     device: str = "cpu",
     device_memory: int | str | None = None,
     policy: str | None = None,
-    dtype: Any = "auto",
+    dtype: str | torch.dtype = "auto",
     kv_tokens: int = 0,
     batch: int = 1,
     prefill_tokens: int = 512,
@@ -41,8 +53,10 @@ def load(
     memory: int | str | None = None,
     profile: str | None = None,
     checked: bool | None = None,
-) -> Any:
+) -> ServedModel:
     """Load a bundle as a transformers causal language model. Deleting it or `model.moepack.close()` stops its threads.
+
+    `model.moepack` says what is served (moepack.runtime.serving.Serving).
 
     Args:
         bundle: a directory, or a Hub id, of which the versions that the policy may serve are fetched.
@@ -77,7 +91,8 @@ def load(
         profile=profile,
         checked=checked,
     )
-    return load_bundle(bundle, options, progress)
+    model: ServedModel = load_bundle(bundle, options, progress)
+    return model
 
 
 def load_bundle(bundle: str | Path, options: LoadOptions, progress: Callable[[int, int], None] | None = None) -> Any:
@@ -86,6 +101,7 @@ def load_bundle(bundle: str | Path, options: LoadOptions, progress: Callable[[in
 
     import torch
 
+    from moepack.runtime.planning.exceeded import TooSmallError
     from moepack.runtime.store.loading import loading_report
 
     check_device(options.device)
@@ -100,7 +116,10 @@ def load_bundle(bundle: str | Path, options: LoadOptions, progress: Callable[[in
     with _loading, loading_report(progress):
         dtype = options.torch_dtype
         device = options.device
-        return from_pretrained(kind, bundle, config=config, dtype=dtype, device_map=device, **named)
+        try:
+            return from_pretrained(kind, bundle, config=config, dtype=dtype, device_map=device, **named)
+        except TooSmallError as error:
+            raise error.like(options.size) from None
 
 
 def _check_kernels(device: str) -> None:
@@ -201,6 +220,10 @@ def check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        meant = {"gpu": "cuda", "nvidia": "cuda", "processor": "cpu"}.get(str(device).lower().partition(":")[0])
-        guess = f"; did you mean {meant}?" if meant else ""
-        raise InputError(f"device {device}: {str(error).splitlines()[0]}{guess}") from None
+        raise InputError(f"device {device}: {meant_device(device)}{str(error).splitlines()[0]}") from None
+
+
+def meant_device(device: str) -> str:
+    """Ask for the device that a name of no device may mean; nothing for others."""
+    meant = {"gpu": "cuda", "nvidia": "cuda", "processor": "cpu"}.get(str(device).lower().partition(":")[0])
+    return f"did you mean {meant}? " if meant else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -120,6 +121,14 @@ class Serving:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        """Describe the policy, the bytes in use, the budget and how many experts each version has."""
+        held = Counter(name for row in self.versions for name in row)
+        experts = ", ".join(f"{count:,} {name}" for name, count in held.most_common())
+        room = "without a budget" if self.budget_bytes is None else f"of a budget of {self.budget_bytes:,}"
+        used = f"{self.resident_bytes():,} bytes {room}"
+        return f"<moepack {self.bundle.path}: policy {self.policy}; {used}; experts: {experts}>"
 
     @property
     def versions(self) -> Versions:

@@ -78,8 +78,11 @@ def start(
 ) -> LayerWalk:
     """Open a walk that calibrates, in `memory` bytes. `keep` saves activations, from which another run can resume."""
     from moepack.calibrate.checkpoint import open_checkpoint
+    from moepack.calibrate.text.documents import check_source
 
     recipe = with_text(recipe)
+    for text in calibration:
+        check_source(str(text))  # before transformers is imported
     with reporter.hub_bars():
         opened = open_checkpoint(checkpoint, revision)
 

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from moepack.families.arguments import cache_in, with_cache
 from moepack.pack.errors import InputError
-from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 from moepack.shared.opening import Source, check, load_shown, locate
 from moepack.shared.progress import Reporter, size
@@ -122,6 +121,8 @@ def _case(
     for clients in lengths.clients:
         tests += [(clients, "prompt", tokens) for tokens in lengths.prompts]
         tests += [(clients, "decode", tokens) for tokens in lengths.new]
+    from moepack.runtime.planning.exceeded import TooSmallError
+
     try:
         model = load_shown(source, options, reporter)
     except TooSmallError as error:

@@ -154,14 +154,14 @@ def _checked(path: str | Path, data: Sequence[str], options: LoadOptions, trace:
     from moepack.calibrate.text.documents import check_source
 
     source = locate(path)
+    for name in data:
+        check_source(name)  # before torch is imported
     check(source, options)
     if trace is not None:
         if not source.is_bundle:
             raise InputError(f"{path}: not a bundle: a trace needs one")
         if trace.is_dir() or not os.access(trace if trace.exists() else trace.parent, os.W_OK):
             raise InputError(f"{trace}: a trace cannot be written there: name a file in an existing folder")
-    for name in data:
-        check_source(name)
     return source
 
 

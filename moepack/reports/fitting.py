@@ -17,7 +17,6 @@ from moepack.pack.layer_file import LayerFile
 from moepack.pack.reader import Bundle
 from moepack.runtime.planning.choice import ladders_of, versions_of
 from moepack.runtime.planning.options import LoadOptions
-from moepack.runtime.planning.paging import paged_version
 
 from .plan import PLANNED, plan
 
@@ -65,6 +64,8 @@ def fitting(bundle: Bundle, options: LoadOptions) -> Fitting:
             weights are read and the weights are not here.
     """
     options = options.filled(**PLANNED)
+    from moepack.runtime.planning.paging import paged_version  # imports torch
+
     policy = options.parsed_policy()
     if isinstance(bundle, Described) and policy.is_live and any(map(paged_version, ladders_of(bundle, policy.options))):
         needed = ",".join(versions_of(options.policy, bundle, True))

@@ -36,6 +36,8 @@ def make_profile(
         InputError: if `path` is no bundle, or a text has no full window.
         TargetError: if the profile cannot be written.
     """
+    from moepack.calibrate.text.documents import check_source
+
     from .evaluate import text_windows
 
     reporter = reporter or Reporter()
@@ -43,6 +45,8 @@ def make_profile(
     if not source.is_bundle:
         raise InputError(f"{path}: not a bundle: it has no manifest.json")
     check_writable(output)
+    for name in data:
+        check_source(name)  # before torch is imported
     options = options.filled(prefill_tokens=length, all_logits=False, batch=1)
     check(source, options)
     with reporter.hub_bars():

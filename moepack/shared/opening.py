@@ -29,7 +29,12 @@ def locate(path: str | Path) -> Source:
         InputError: if `path` is neither a directory nor on the Hub, or the checkpoint is incomplete.
     """
     if Path(path).exists():
-        return Source(path, (Path(path) / MANIFEST).is_file())
+        is_bundle = (Path(path) / MANIFEST).is_file()
+        if not is_bundle:
+            from moepack.calibrate.checkpoint import check_kind
+
+            check_kind(path)
+        return Source(path, is_bundle)
     name = str(path)
     if on_hub(name, MANIFEST, "config.json") == MANIFEST:
         return Source(name, True)

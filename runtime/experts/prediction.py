@@ -132,4 +132,4 @@ def _router_of(model: Any, layer: ExpertLayer) -> Router:
 
 
 def _refused(where: str, why: str) -> InputError:
-    return InputError(f"policy importance: the next layer cannot be predicted: {where} {why}: name prefetch=no")
+    return InputError(f"the next layer cannot be predicted: {where} {why}: give the policy the option prefetch=no")

@@ -158,6 +158,11 @@ class LoadOptions:
         return parse_size(self.device_memory)
 
     @property
+    def size(self) -> int | str | None:
+        """The budget or limit as the user wrote it."""
+        return self.device_memory if self.device_memory is not None else self.memory
+
+    @property
     def in_budget(self) -> bool:
         """Whether the model is served in a budget."""
         return self.device_memory is not None or self.memory is not None

@@ -10,6 +10,8 @@ from moepack.pack.errors import InputError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
+_BYTES = re.compile(r"(at most )?(?<![\w/.:-])(\d{4,})(?: bytes)?(?![\w/.-])")
+
 
 def parse_size(size: str | int | None) -> int | None:
     """Return the bytes of a size such as "24GiB"; a number counts bytes. Raises InputError for an invalid size."""
@@ -24,6 +26,26 @@ def parse_size(size: str | int | None) -> int | None:
         return int(float(number[: len(number) - len(unit)]) * _UNITS[unit.strip()])
     except (KeyError, ValueError, OverflowError):
         raise InputError(f"size {size!r} is not a number of bytes, nor one with KB, MiB, GB ... after it") from None
+
+
+def in_unit(text: str, like: str | int | None) -> str:
+    """Return a text in which sizes are in the unit of the user's own, `like`; bytes stay where that is a number.
+
+    Sizes are rounded up to two places, so that they suffice, and down behind "at most".
+    """
+    found = re.search(r"(?<=[\d\s.])([kmgt]i?)b?\s*$", str(like or ""), re.IGNORECASE)
+    if found is None:
+        return text
+    unit = found[0].strip()
+    bytes_of = _UNITS[found[1].lower()]
+
+    def shown(number: re.Match[str]) -> str:
+        least = number[1] is None
+        count = int(number[2]) * 100 / bytes_of
+        rounded = (math.ceil(count - 1e-6) if least else math.floor(count + 1e-6)) / 100
+        return f"{number[1] or ''}{rounded:.2f}".rstrip("0").rstrip(".") + unit
+
+    return _BYTES.sub(shown, text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from moepack.runtime.policies.registry import completions, usages
 from moepack.server.options import Sampling
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda, cuda:1 ...")]
 EngineName = Annotated[str, typer.Option("--engine", help="Where experts are quantised: local, or ray for a cluster.")]
 Address = Annotated[str | None, typer.Option("--address", help="The Ray cluster; by default one is started here.")]
@@ -151,7 +151,7 @@ _SAMPLING: dict[str, Any] = {  # field of Sampling -> its flag
         typer.Option("--min-p", min=0.0, max=1.0, help="Leave out tokens below this share of the best probability."),
     ],
     "repetition": Annotated[float, typer.Option("--repetition-penalty", min=0.01, help="Above 1: repeat less.")],
-    "seed": Annotated[int, typer.Option("--seed", help="The seed of sampling.")],
+    "seed": Annotated[int | None, typer.Option("--seed", help="The seed of sampling; chat draws another each time.")],
 }
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
@@ -164,10 +164,10 @@ def loading(*names: str, **others: Any) -> Decorator:
     return _taking("options", LoadOptions, _LOADING, names, others)
 
 
-def sampling(temperature: float) -> Decorator:
-    """Decorate a command: flags of `Sampling` replace its parameter `sampling`; `temperature` is the default."""
+def sampling(temperature: float, seed: int | None = 0) -> Decorator:
+    """Decorate a command: flags of `Sampling` replace its parameter `sampling`; both arguments are defaults."""
     names = ("top_p", "top_k", "min_p", "repetition")
-    return _taking("sampling", Sampling, _SAMPLING, names, {"temperature": temperature, "seed": 0})
+    return _taking("sampling", Sampling, _SAMPLING, names, {"temperature": temperature, "seed": seed})
 
 
 def _taking(

@@ -206,7 +206,7 @@ def profile(
 
 
 @loading(*_LOADED)
-@sampling(temperature=0.7)
+@sampling(temperature=0.7, seed=None)
 def chat(
     path: Annotated[str, typer.Argument(help="A bundle or checkpoint, or a server's http:// address.")],
     options: LoadOptions,

@@ -176,5 +176,5 @@ def install() -> None:
         finder = _Finder()
         sys.meta_path.insert(0, finder)
         for name in _AFTER:
-            if name in sys.modules:
+            if sys.modules.get(name) is not None:
                 finder.ran(name)

@@ -12,8 +12,7 @@ import typer
 from moepack.runtime.planning.options import LoadOptions
 from moepack.server.options import Sampling
 from moepack.shared.memory import peaks
-from moepack.shared.progress import loading as loading_shown
-from moepack.shared.progress import progress
+from moepack.shared.progress import loading_line, progress
 
 from .options import (
     Json,
@@ -294,4 +293,4 @@ def serve(
     else:
         from moepack.server.command import serve as serve_one
 
-        serve_one(Serve(**given), say, loading_shown)
+        serve_one(Serve(**given), say, loading_line)

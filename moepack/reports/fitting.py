@@ -18,7 +18,7 @@ from moepack.pack.reader import Bundle
 from moepack.runtime.planning.choice import ladders_of, versions_of
 from moepack.runtime.planning.options import LoadOptions
 
-from .plan import PLANNED, plan
+from .plan import plan
 
 if TYPE_CHECKING:
     from moepack.runtime.policies.contract import Versions
@@ -63,7 +63,6 @@ def fitting(bundle: Bundle, options: LoadOptions) -> Fitting:
         InputError: if the budget is too small (the message names the least), or if the policy's plan measures how fast
             weights are read and the weights are not here.
     """
-    options = options.filled(**PLANNED)
     from moepack.runtime.planning.paging import paged_version  # imports torch
 
     policy = options.parsed_policy()

@@ -94,7 +94,7 @@ class Count:
     def counted(self) -> str:
         """Describe how many are finished, with their name."""
         if self.name == "bytes":
-            return f"{size(self.done)} of {size(self.total)}"
+            return f"{size(min(self.done, self.total))} of {size(self.total)}"  # a file is read again if it changed
         return f"{self.done:,} of {self.total:,} {self.name}"
 
 
@@ -186,11 +186,17 @@ class _Shown(Reporter):
 
 
 class LineReporter(_Shown):
-    """Writes a line a step, for logs: at most about 100 a stage, and two a minute inside a long step."""
+    """Writes a line a step, for logs: at most about 100 a stage, and two a minute inside a long step.
 
-    def __init__(self, write: Callable[[str], object], clock: Callable[[], float] = time.monotonic) -> None:
+    With `patient` a stage has no line before it has taken half a minute.
+    """
+
+    def __init__(
+        self, write: Callable[[str], object], clock: Callable[[], float] = time.monotonic, patient: bool = False
+    ) -> None:
         super().__init__(clock)
         self._write = write
+        self._patient = patient
         self._last = 0.0  # when the last line was written
         self._percent = -1  # what it said
 
@@ -204,7 +210,7 @@ class LineReporter(_Shown):
             stage = self._stage
             self._stage = None
             self._percent = -1
-            if stage is None or stage.done < 0:
+            if stage is None or stage.done < 0 or (self._patient and self._last <= stage.began):
                 return
             now = self._clock()
             done = f"{min(stage.done + 1, stage.total)} of {stage.total}"
@@ -215,6 +221,9 @@ class LineReporter(_Shown):
             self._write(f"{stage.name}: {done} in {duration(now - stage.began)}{rate}")
 
     def _stepped(self, stage: Count) -> None:
+        if self._patient and self._clock() - stage.began < SECONDS:
+            self._last = stage.began
+            return
         percent = int(100 * stage.share)
         ended = stage.done >= stage.total  # `close` says so
         if ended or (stage.total > LINES and percent == self._percent):
@@ -321,13 +330,14 @@ def _write_line(text: str) -> None:
 def progress(quiet: bool = False, transient: bool = False) -> Iterator[Reporter]:
     """Yield a `Reporter` that shows progress on stderr, or nothing if `quiet`.
 
-    A terminal shows bars, which `transient` removes at the end; anything else gets lines.
+    A terminal shows bars, which `transient` removes at the end; anything else gets lines, with `transient` of stages
+    alone that take half a minute.
     """
     if quiet:
         yield Reporter()
         return
     if not sys.stderr.isatty():
-        lines = LineReporter(_write_line)
+        lines = LineReporter(_write_line, patient=transient)
         yield lines
         lines.close()  # not of a stage that has failed
         return
@@ -343,3 +353,12 @@ def loading(name: str) -> Iterator[Callable[[int, int], None]]:
         reporter.stage("loading", 1)
         reporter.step(name)
         yield reporter.bytes
+
+
+@contextlib.contextmanager
+def loading_line(name: str) -> Iterator[Callable[[int, int], None]]:
+    """Do as `loading`, and where stderr is no terminal say at once what is loading."""
+    if not sys.stderr.isatty():
+        _write_line(f"moepack: loading {name}")
+    with loading(name) as report:
+        yield report

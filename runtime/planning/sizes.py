@@ -31,7 +31,7 @@ def parse_size(size: str | int | None) -> int | None:
 def in_unit(text: str, like: str | int | None) -> str:
     """Return a text in which sizes are in the unit of the user's own, `like`; bytes stay where that is a number.
 
-    Sizes are rounded up to two places, so that they suffice, and down behind "at most".
+    Sizes are rounded up to three digits, so that they suffice, and down behind "at most".
     """
     found = re.search(r"(?<=[\d\s.])([kmgt]i?)b?\s*$", str(like or ""), re.IGNORECASE)
     if found is None:
@@ -40,10 +40,11 @@ def in_unit(text: str, like: str | int | None) -> str:
     bytes_of = _UNITS[found[1].lower()]
 
     def shown(number: re.Match[str]) -> str:
-        least = number[1] is None
-        count = int(number[2]) * 100 / bytes_of
-        rounded = (math.ceil(count - 1e-6) if least else math.floor(count + 1e-6)) / 100
-        return f"{number[1] or ''}{rounded:.2f}".rstrip("0").rstrip(".") + unit
+        size = int(number[2]) / bytes_of
+        places = 2 - min(0, math.floor(math.log10(size))) if size else 0
+        scaled = size * 10**places
+        rounded = (math.ceil(scaled - 1e-6) if number[1] is None else math.floor(scaled + 1e-6)) / 10**places
+        return f"{number[1] or ''}{rounded:.{places}f}".rstrip("0").rstrip(".") + unit
 
     return _BYTES.sub(shown, text)
 

@@ -346,8 +346,13 @@ class Entry:
 
 def live_entry(name: str, options: type[LiveOptions], make: Callable[[Setting, Any], LivePolicy]) -> Entry:
     """Return the entry of a policy that changes placements in a budget, and whose options are written as KEY=VALUE."""
-    keys = {f.name: options.CHOICES.get(f.name, ()) for f in fields(options)}
-    return Entry(name, f"{name}[:KEY=VALUE,...]", lambda text: read_options(options, text), True, make=make, keys=keys)
+    usage = f"{name}[:KEY=VALUE,...]"
+    return Entry(name, usage, lambda text: read_options(options, text), True, make=make, keys=keys_of(options))
+
+
+def keys_of(options: type[LiveOptions]) -> dict[str, tuple[str, ...]]:
+    """Return the names of a policy's options, and the words that each may be."""
+    return {f.name: options.CHOICES.get(f.name, ()) for f in fields(options)}
 
 
 # Seconds. By items instead, a decision over six layers let others run twenty times: beside eight passes on two cores a

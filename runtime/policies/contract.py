@@ -384,11 +384,13 @@ def read_options(kind: type[Options], text: str) -> Options:
     known: dict[str, Any] = {f.name: type(f.default) for f in fields(kind)}
     values: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
-        key, _, value = part.partition("=")
+        key, equals, value = part.partition("=")
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             guess = f"did you mean {near[0]}=? " if near else ""
             raise InputError(f"option {key!r} is unknown: {guess}there are {', '.join(known)}")
+        if not equals:
+            raise InputError(f"option {key} has no value: write {key}=...")
         try:
             values[key] = known[key](value)
         except ValueError:

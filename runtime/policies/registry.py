@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +64,7 @@ def parse_policy(text: str | None, in_budget: bool | None = None) -> Policy:
 
 def _meant(text: str) -> str:
     """Ask for the policy that a text may mean: a version served alone, or one of which the colon is missing."""
-    name, _, rest = text.replace(":", ",", 1).partition(",")
+    name, _, rest = re.sub("[:;/ ]", ",", text, count=1).partition(",")
     if not rest and name.lower() in (*version_names(), "allocation"):
         return f"did you mean {static.ENTRY.name}:{name.lower()}? "
     near = difflib.get_close_matches(name.lower(), [e.name for e in ENTRIES], n=1)

@@ -233,7 +233,7 @@ def test_smaller_batches_are_a_setting_of_the_work_directory(
         pipeline.build(short_model, tmp_path / f"{i}", RECIPE, [text], work=work, memory=memory)
         assert tree(tmp_path / f"{i}") == tree(tmp_path / "undisturbed")
     other = replace(RECIPE, calibration=replace(RECIPE.calibration, batch_size=4))
-    with pytest.raises(InputError, match="another batch_size: 1, now 4"):
+    with pytest.raises(InputError, match="made with batch_size 1, now 4"):
         pipeline.build(short_model, tmp_path / "other", other, [text], work=work)
     pipeline.build(short_model, tmp_path / "anew", RECIPE, [text], work=work, fresh=True)
     assert json.loads((work / "settings.json").read_text())["calibrate"]["batch_size"] == 2

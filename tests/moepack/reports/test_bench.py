@@ -37,7 +37,7 @@ def test_every_policy_in_every_limit(bundle: Path, monkeypatch: pytest.MonkeyPat
         for test in (("prompt", 8), ("prompt", 16), ("decode", 3))
     ]
     refused, measured = rows[:12], rows[12:]
-    assert all(r.tokens_per_second is None and "the least that would do" in str(r.error) for r in refused)
+    assert all(r.tokens_per_second is None and "the budget is 1MB" in str(r.error) for r in refused)
     for row in measured:
         assert row.tokens_per_second is not None and row.tokens_per_second > 0 and row.deviation is not None
         assert row.experts == {row.policy.removeprefix("static:"): 64}

@@ -16,7 +16,7 @@ from moepack.pack.errors import InputError
 from moepack.pack.layer_file import LayerFile
 from moepack.pack.reader import Bundle
 from moepack.runtime.planning.choice import ladders_of, versions_of
-from moepack.runtime.planning.options import LoadOptions
+from moepack.runtime.planning.options import GENERATION, LoadOptions
 
 from .plan import plan
 
@@ -65,6 +65,7 @@ def fitting(bundle: Bundle, options: LoadOptions) -> Fitting:
     """
     from moepack.runtime.planning.paging import paged_version  # imports torch
 
+    options = options.filled(**GENERATION)
     policy = options.parsed_policy()
     if isinstance(bundle, Described) and policy.is_live and any(map(paged_version, ladders_of(bundle, policy.options))):
         needed = ",".join(versions_of(options.policy, bundle, True))

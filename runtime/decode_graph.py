@@ -246,7 +246,7 @@ class DecodeGraphs:
         if counters is not None and (counters.mask is not None or counters.within):
             return False
         return all(
-            takes(layer, step, tokens, 1) and not snapshot.in_window and snapshot.places <= RUN_THERE
+            takes(layer, step, tokens, 1) and snapshot.places <= RUN_THERE
             for layer, snapshot in zip(self._layers, step.snapshots, strict=True)
         )
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 from moepack.pack.errors import InputError
 from moepack.pack.layer_file import LayerFile
 from moepack.pack.reader import Bundle
-from moepack.runtime.planning.choice import ladders_of, versions_of
+from moepack.runtime.planning.choice import versions_of
 from moepack.runtime.planning.options import GENERATION, LoadOptions
 
 from .plan import plan
@@ -63,11 +63,9 @@ def fitting(bundle: Bundle, options: LoadOptions) -> Fitting:
         InputError: if the budget is too small (the message names the least), or if the policy's plan measures how fast
             weights are read and the weights are not here.
     """
-    from moepack.runtime.planning.paging import paged_version  # imports torch
-
     options = options.filled(**GENERATION)
     policy = options.parsed_policy()
-    if isinstance(bundle, Described) and policy.is_live and any(map(paged_version, ladders_of(bundle, policy.options))):
+    if isinstance(bundle, Described) and policy.is_live and policy.options.by_rates:
         needed = ",".join(versions_of(options.policy, bundle, True))
         raise InputError(f"policy {policy}: its plan measures rates on weights: fetch {needed} by name")
     planned = plan(bundle, options)

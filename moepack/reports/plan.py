@@ -342,7 +342,7 @@ def render(planned: Planned) -> tuple[Any, str]:
         (f.kv, "KV cache"),
         (f.activations, f"activations{estimated}"),
         (f.staging, "staging"),
-        (f.window, "window for paged experts"),
+        (f.window, "slots in which experts are decoded"),
         (f.entries, "page entries of pinned memory"),
         (planned.used_bytes - f.total, "experts"),
     )

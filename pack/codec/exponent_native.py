@@ -79,7 +79,7 @@ class Opened:
         # kept, as C holds pointers into them
         self._data = data
         self._room = room
-        self.address = _at(room)  # the first argument of the function at `part_address`
+        self.address = _at(room)
 
     def decode(self) -> int:
         """Decode the whole matrix on this thread; returns 0, or 8 * tile + the number of an error."""
@@ -97,8 +97,3 @@ def open_coded(data: Buffer, weights: int, out: int) -> Opened | None:
     if _at(data) % 4 or _library.moepack_exponent_open(_at(data), len(data), weights, out, _at(room)):
         return None
     return Opened(data, room)
-
-
-def part_address() -> int:
-    """The address of the function that decodes tiles of an opened matrix: (address, first tile, last tile)."""
-    return int(ctypes.cast(_library.moepack_exponent_part, _pointer).value or 0)

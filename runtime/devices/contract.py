@@ -78,10 +78,12 @@ class Device(Protocol):
         version: Version,
         packed: bool = False,
         here: Tensor | None = None,
+        coded: Tensor | None = None,
     ) -> Completion:
         """Copy an extent into the block `target` on the migration stream; decode a lossless extent unless `packed`.
 
         `here` are the bytes that `target` is to have, if they are in this device's pinned memory: they are copied.
+        `coded` are an entropy-coded extent's bytes, if they are in a CPU's memory: they are decoded from there.
 
         `find` locates the extent. It is called on the migration stream because it may open a file. The returned event
         ends without an error only after every byte of the block is in place and the digest was checked.

@@ -105,7 +105,6 @@ class CudaDevice(Migration):
         self._pins = pins
         self._refused = threading.Event()
         self._registered: list[RegisteredMemory] = []
-        self._parts: dict[int, tuple[CodedPart, ...]] = {}
         on_device = gpu.memory(slots * staging)
         self._free = [
             _Slot(
@@ -147,11 +146,9 @@ class CudaDevice(Migration):
         version: Version,
         packed: bool = False,
         here: Tensor | None = None,
+        coded: Tensor | None = None,
     ) -> Completion:
-        """Copy an extent, or `here`; decode a lossless one on the device unless `packed`.
-
-        `parts` describes a packed extent.
-        """
+        """Copy an extent, or `here`; decode a lossless one on the device unless `packed`. `coded` is never given."""
         if here is not None:
             return self.stream.submit(lambda event: self._copy_here(event, here, target))
         return self.stream.submit(lambda event: self._issue(event, find(), target, layer, version, packed))
@@ -177,8 +174,6 @@ class CudaDevice(Migration):
                     else:
                         self.bring(source, slot.device if decodes else target, slot.host, held, before)
                     before(0)
-                    if packed:
-                        self._parts[target.data_ptr()] = find_parts(source, layer, slot.host, held)
                 except BaseException as caught:  # raised after the copies already issued have ended
                     error = caught
                 issued = self.gpu.record()
@@ -271,10 +266,6 @@ class CudaDevice(Migration):
         except CodecError as error:
             raise BundleError.single(source.where, "codec", str(error)) from None
         self.gpu.copy(target[:size], slot.host[:size])
-
-    def parts(self, extent: Tensor) -> tuple[CodedPart, ...]:
-        """Return the parts (coded matrices) of the packed extent that was fetched to this address."""
-        return self._parts[extent.data_ptr()]
 
     def decode(
         self,

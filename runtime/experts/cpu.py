@@ -7,7 +7,6 @@ BF16, or activations are float32, torch multiplies by the tiles. A slot is one o
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +40,7 @@ def forward(call: LayerCall) -> Tensor:
     if of.gated is None or of.gated[0] != gate:  # not tried yet, or another gate since
         of.gated = gate, gated(of, call.module)
     kernel = of.gated[1]
-    if kernel is not None and x.dtype == torch.bfloat16 and 0 < len(x) <= FEW and call.pages is None:
+    if kernel is not None and x.dtype == torch.bfloat16 and 0 < len(x) <= FEW:
         limits = backends.direct_limits(x.dtype, of.versions)
         if has_tiles(x.dtype) or len(x) <= limits.min():
             index = call.index.long().contiguous()
@@ -127,17 +126,13 @@ def _matrix(
     Without this rounding, a token with nearly equal router scores could choose other experts than in the plain model.
     """
     experts = call.experts
-    pages = call.pages
     native = call.experts.of.native
     assert native is not None
     m = experts.of.layer.matrices[matrix]
     slots = index.numel()
     out = torch.empty(slots, m.rows, dtype=x.dtype)
-    if pages is not None and many:
-        pages.ready(matrix)
     if sum(len(s) for _, s in many) < slots:
-        with nullcontext() if pages is None else pages.decoding(matrix) as coded:
-            product(native, matrix, experts.table, x, index, out, limits, threads, coded)
+        product(native, matrix, experts.table, x, index, out, limits, threads)
     for expert, where in many:
         mine = x[where // (slots // len(x))]
         made = experts.handles[expert]

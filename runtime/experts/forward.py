@@ -83,18 +83,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         snapshot = step.snapshots[position]
         if experts.of.critical is not None:
             snapshot = experts.of.critical.choose(snapshot, step, position, top_k_index)
-    call = LayerCall(self, snapshot, hidden_states, top_k_index, top_k_weights, routed=few)
-    if (step is not None and step.paging is None) or not snapshot.in_window:
-        return _run(call)
-    with _window(step).run(position, snapshot, top_k_index, step) as call.pages:
-        return _run(call)
-
-
-def _window(step: Step | None) -> Any:
-    """The `Paging` of experts in a window."""
-    if step is None or step.paging is None:
-        raise InputError(CLOSED)
-    return step.paging
+    return _run(LayerCall(self, snapshot, hidden_states, top_k_index, top_k_weights, routed=few))
 
 
 def _few(experts: LayerExperts, step: Step | None, index: Tensor, weights: Tensor) -> Any:
@@ -208,9 +197,6 @@ def _rows(call: LayerCall, threads: int | None = None) -> Tensor:
         from .cpu import rows
 
         return rows(call, threads)
-    if call.pages is not None:  # torch's code does not wait for each matrix
-        for matrix in range(len(call.experts.of.layer.matrices)):
-            call.pages.ready(matrix)
     return reference_rows(call)
 
 

@@ -87,12 +87,6 @@ def critical_words(experts: Snapshot, counts: Tensor, scores: tuple[Tensor, Tens
         return second_words(table, seconds, counts, scores, most)
 
 
-def in_pages(table: Tensor, index: Tensor, weights: Tensor) -> Routed:
-    """Route few tokens whose experts' words, all but those past the last, have just been written to the table."""
-    pair = (index.long().contiguous(), weights.detach().contiguous())
-    return route_few(Routing(index.shape[1]), table, DECODE.tokens, given=pair)
-
-
 def forward(call: LayerCall) -> Tensor:
     """Run `experts_forward` on a GPU; return [tokens, hidden]."""
     with current(call.hidden.device):
@@ -103,16 +97,11 @@ def _forward(call: LayerCall) -> Tensor:
     module = call.module
     experts = call.experts
     hidden = call.hidden
-    pages = call.pages
     tokens, top_k = call.index.shape
     x = (hidden if hidden.dtype in TERMS else hidden.float()).detach().contiguous()
     if not tokens:
         return torch.empty_like(hidden)
     count, (first, second) = experts.of.layer.experts, experts.of.layer.matrices
-    if pages is not None:
-        pages.ready(0)
-        if fits(tokens, top_k, count):  # now that the pages' words are written
-            call.routed = in_pages(experts.device_table(), call.index, call.weights)
     few = call.routed
     slots = tokens * top_k
     fused = _fuses(module)
@@ -149,8 +138,6 @@ def _forward(call: LayerCall) -> Tensor:
                 h = (module._apply_gate(h) if module.has_gate else module.act_fn(h)).contiguous()
             if experts.of.rotation is not None:
                 h = experts.of.rotation.run(h, call.index.long().reshape(-1), table, served)
-            if pages is not None:
-                pages.ready(1)
             run(second, second_forms, table, h, y)
     if normed:
         y = module.post_expert_norm(y)

@@ -42,7 +42,7 @@ class Fixed:
     kv: int = 0  # the requested KV cache
     activations: int = 0  # the most that a forward pass takes beside weights and cache
     staging: int = 0  # buffers through which lossless extents are decoded, and prompts' pinned experts are read
-    window: int = 0  # the memory into which paged experts are decoded while their layer runs
+    window: int = 0  # the slots in which a GPU decodes experts in place while their layer runs
     entries: int = 0  # a GPU's page entries for pinned host memory (`page_entries`)
 
     @property
@@ -138,7 +138,8 @@ def measure(
     """
     layers = tuple(bundle.layers)
     model = json.dumps(plain_config(config), sort_keys=True, default=str), getattr(config, "_attn_implementation", None)
-    key = (*model, dtype, device.type, layers, torch.get_num_threads(), workload, bool(bundle.manifest.dense))
+    compiled = backends.library() is not None
+    key = (*model, dtype, device.type, layers, torch.get_num_threads(), workload, bool(bundle.manifest.dense), compiled)
     found = _known.get(key)
     if found is None:
         try:

@@ -24,6 +24,7 @@ from moepack.runtime.policies.contract import (
     Sums,
     Versions,
     Wanted,
+    bytes_of_layers,
     critical_count,
 )
 from moepack.runtime.policies.contract import Ladder as Placements
@@ -34,16 +35,7 @@ from .capacity import base_bytes, even_bytes
 from .choice import ladders_of
 from .exceeded import TooSmallError
 from .fixed import Fixed, page_entries
-from .paging import (
-    LOADERS,
-    block_on_gpu,
-    by_matrix,
-    in_place_size,
-    measure_rates,
-    paged_version,
-    segment,
-    window_size,
-)
+from .paging import block_on_gpu, coded_version, decoded_in_place, in_place_size, measure_rates, segment
 
 STAGE = 256 << 20  # bytes for experts that a prompt brings at a time: w4 of 100 experts of Qwen3-30B-A3B
 ROOMY = 32  # a workspace gets 1/32 of the bytes beyond the least budget
@@ -69,18 +61,17 @@ class Plan:
     by_loss: SharedByLoss | None  # how layers share the budget by the loss that promotions save; None: evenly
     # [layers][placements], the most experts at each placement, if memory is divided into blocks by placement
     most: tuple[tuple[int, ...], ...] | None = None
-    # The least bytes for on-demand loading: the largest layer's experts at the best placement; 0 with resident versions
+    # The least bytes for on-demand loading: the experts of the largest layer, or of several consecutive layers
+    # (`LiveOptions.layers_held`), at the best placement; 0 with resident versions
     demand: int = 0
     # Where experts may be absent beside passes: the least bytes of the others, half of all at the lowest version, and
     # of moves
     present: int = 0
     workspace: int = 0  # the part of `fixed` for measurements that the policy needs during a pass
-    window: int = 0  # bytes into which paged experts are decoded while their layer runs, with the loaders' buffers
+    window: int = 0  # bytes of a GPU in which experts are decoded in place while their layer runs
     stage: int = 0  # bytes of a GPU to which prompts bring experts of pinned memory (experts/staged.py)
     entries: int = 0  # a GPU's page entries for pinned host memory: experts there, and extents that are copied
-    # `rates`, `together`: as in `Setting`
-    rates: tuple[float, ...] = ()
-    together: bool = False
+    rates: tuple[float, ...] = ()  # as in `Setting`
     # [layers], as `LiveOptions.critical`: all experts are also in pinned host memory, at the best version; empty if not
     critical: tuple[float, ...] = ()
 
@@ -117,8 +108,8 @@ class Plan:
 
     @property
     def in_place(self) -> bool:
-        """Whether a GPU's paged experts have slots of their own, where launches decode them, instead of a window."""
-        return self.ladder[self.base].where is Where.PACKED_PINNED
+        """Whether a GPU's launches decode experts in slots, while their layer runs."""
+        return decoded_in_place(self.ladder)
 
     def is_of_base(self, number: int) -> bool:
         """Whether a placement has the bytes that the base has in host memory, but on the device."""
@@ -234,9 +225,7 @@ class Plan:
     def policy(self, policy: Policy) -> tuple[LivePolicy, Wanted]:
         """Make a policy that changes placements; return it and the placements that it wants before any token."""
         assert policy.entry.make is not None
-        setting = Setting(
-            self.experts, self.ladder, self.growing(), self.traffic, self.losses, self.most, self.rates, self.together
-        )
+        setting = Setting(self.experts, self.ladder, self.growing(), self.traffic, self.losses, self.most, self.rates)
         made = policy.entry.make(setting, policy.options)
         nothing = [np.zeros(n, np.int64) for n in self.experts]
         none = [np.zeros(n) for n in self.experts] if made.needs.gates else []
@@ -253,32 +242,30 @@ def make_plan(
 ) -> Plan:
     """Choose the ladder with the least expected loss that fits `budget`, the bytes for everything.
 
-    `outside` are bytes outside the experts: dense tensors, KV cache, activations, without the staging buffer. On a GPU
-    `rates` are measured later, on the open device; pinned host memory, at most `host_memory` bytes, takes some of it.
+    `outside` are bytes outside the experts: dense tensors, KV cache, activations, without the staging buffer. Of a GPU
+    pinned host memory, at most `host_memory` bytes, takes some.
 
     Raises:
         InputError: when versions are missing.
         TooSmallError: when the budget does not hold every expert at the base placement, or with on-demand loading all
             experts of a layer at the best.
     """
-    ladders = ladders_of(bundle, options)
-    for ladder in ladders:
-        _check_paging(bundle, ladder, on_gpu)
+    ladders = [_on_device(bundle, ladder, on_gpu) for ladder in ladders_of(bundle, options)]
     experts = tuple(x.experts for x in bundle.layers)
     traffic, losses, compared = calibration(bundle, ladders)
     shares = options.share == "loss" or (options.share == "auto" and compared)
     plans: list[tuple[int, Plan]] = []  # each with the least budget that it needs
     for ladder, loss in zip(ladders, losses, strict=True):
         here = [p.where in (Where.DEVICE, Where.PACKED) for p in ladder]
-        by_block = on_gpu and paged_version(ladder) is not None
+        by_block = on_gpu and coded_version(ladder) is not None
         blocks = tuple(
             tuple(block_bytes(bundle, position, p, by_block and there) for p, there in zip(ladder, here, strict=True))
             for position in range(len(experts))
         )
         sizes = tuple(tuple(n * there for n, there in zip(row, here, strict=True)) for row in blocks)
         staging = max((staging_bytes(bundle, p.version) for p in ladder if p.version is not None), default=0)
-        window = window_bytes(bundle, ladder, staging, sizes if on_gpu else ())
-        demand = max((row[0] * n for row, n in zip(sizes, experts, strict=True)), default=0) * options.on_demand
+        window = window_bytes(bundle, ladder, staging, sizes)
+        demand = bytes_of_layers(sizes, experts, options.layers_held) if options.on_demand else 0
         work, most = options.workspace
         plan = Plan(
             ladder,
@@ -314,15 +301,15 @@ def make_plan(
         all_of_them = (
             f"half of the experts at {plan.ladder[-2]}" if plan.present else f"every expert at {plan.ladder[-1]}"
         )
-        what = f"a layer's experts at {plan.ladder[0]}" if plan.demand else all_of_them
+        layers = "a layer's" if options.layers_held == 1 else f"{options.layers_held} layers'"
+        what = f"{layers} experts at {plan.ladder[0]}" if plan.demand else all_of_them
         raise TooSmallError(
             f"{bundle.path}: a budget of {budget} bytes does not hold {what}: the least "
             f"that would do is {needed} bytes ({plan.fixed} of them outside the experts)",
             needed,
         )
     chosen = min(fitting, key=Plan.expected_loss)
-    measured = chosen.window and not on_gpu
-    return replace(chosen, rates=measure_rates(bundle, chosen.ladder)) if measured else chosen
+    return replace(chosen, rates=measure_rates(bundle, chosen.ladder)) if options.by_rates and not on_gpu else chosen
 
 
 def pinned_bytes(bundle: Bundle, plan: Plan, host_memory: int | None) -> int:
@@ -341,12 +328,16 @@ def stage_bytes(experts: int, block: int) -> int:
     return block and block * min(experts, max(1, STAGE // block))
 
 
-def _check_paging(bundle: Bundle, ladder: Placements, on_gpu: bool) -> None:
-    paged = paged_version(ladder)
-    if on_gpu and paged is not None and not by_matrix(paged):
-        raise InputError(f"{bundle.path}: {paged.name} is paged on a CPU alone: a GPU's pages are bf16")
-    if not on_gpu and any(p.where is Where.PACKED_PINNED for p in ladder):
+def _on_device(bundle: Bundle, ladder: Placements, on_gpu: bool) -> Placements:
+    """Return the placements of a ladder that the device has: a GPU decodes to blocks from host memory alone."""
+    if not decoded_in_place(ladder):
+        return tuple(p for p in ladder if p.where is not Where.PACKED) if on_gpu else ladder
+    version = coded_version(ladder)
+    if version is not None and not version.plain:
+        raise InputError(f"{bundle.path}: a GPU decodes bf16 in place, and not {version.name}: name paged")
+    if not on_gpu:
         raise InputError(f"{bundle.path}: paged:lo=pinned is for a GPU, which reads host memory: name --device cuda")
+    return ladder
 
 
 def block_bytes(bundle: Bundle, position: int, placement: Placement, by_block: bool = False) -> int:
@@ -354,7 +345,7 @@ def block_bytes(bundle: Bundle, position: int, placement: Placement, by_block: b
 
     With `by_block` the GPU's allocator gives it alone.
     """
-    if placement.version is None or placement.where is Where.STORED:
+    if placement.version is None:
         return 0
     if placement.where in CODED:
         size = _largest_extent(bundle, placement.version, position)
@@ -363,18 +354,16 @@ def block_bytes(bundle: Bundle, position: int, placement: Placement, by_block: b
     return block_on_gpu(size) if by_block else size
 
 
-def window_bytes(bundle: Bundle, ladder: Placements, staging: int, on_gpu: Sequence[Sequence[int]]) -> int:
-    """Return the bytes of the window for paged experts and of the loaders' buffers; 0 without paged experts.
+def window_bytes(bundle: Bundle, ladder: Placements, staging: int, sizes: Sequence[Sequence[int]]) -> int:
+    """Return the bytes of the slots in which a GPU decodes experts in place; 0 for other ladders.
 
-    With `on_gpu`, the bytes of blocks [layers][placements], they include the unused end of each size's last segment.
+    They include the unused end of the last segment of blocks of each of `sizes` [layers][placements].
     """
-    found = paged_version(ladder)
-    if found is None:
+    version = coded_version(ladder)
+    if version is None or not decoded_in_place(ladder):
         return 0
-    ends = sum(map(segment, {size for row in on_gpu for size in row if size}))
-    if ladder[-1].where is Where.PACKED_PINNED:
-        return in_place_size(bundle.layers, found, staging).bytes + ends
-    return window_size(bundle.layers, found, bool(on_gpu)).bytes + LOADERS * staging + ends
+    ends = sum(map(segment, {size for row in sizes for size in row if size}))
+    return in_place_size(bundle.layers, version, staging).bytes + ends
 
 
 def calibration(bundle: Bundle, ladders: Sequence[Placements]) -> tuple[list[list[float]], list[Sums], bool]:

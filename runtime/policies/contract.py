@@ -71,7 +71,8 @@ class Interval(Counted):
 
     steps: int = 0  # number of steps
     computed: float = 0.0  # seconds that the steps took, without waits for experts
-    loaded: Sequence[Sequence[int]] = ()  # [layers][placements], bytes of weights that the steps needed
+    # [layers][placements], bytes of weights for which the steps waited, by the placement from which they came
+    loaded: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,8 @@ class Needs:
     interval: float = 0.1  # seconds between two `Interval` events
     prompts: bool = False  # whether it receives `SequenceBegan`, `PrefillEnded`, `DecodingBegan` and `SequenceEnded`
     # Whether it receives `LayerReached`, and steps wait for its answers. Then steps run one at a time, and `Interval`
-    # is not sent. For policies whose experts have no resident version, and for baselines
+    # is sent once before any token, and between steps with `timings` (its answers are not carried out). For policies
+    # whose experts have no resident version, and for baselines
     layers: bool = False
     gates: bool = False  # whether events have sums of gate weights
     # Whether an expert that is wanted on the host or absent leaves the device at once; else when its bytes are needed
@@ -156,7 +158,6 @@ class Needs:
     # With `layers`, whether the next layer's routing is predicted. A model whose routers cannot be called is refused
     prediction: bool = False
     timings: bool = False  # whether intervals report computing time and loaded bytes
-    pages_ahead: bool = True  # for paged experts, whether a prompt's step loads the next layer's while a layer runs
 
 
 class LivePolicy(Protocol):
@@ -182,11 +183,9 @@ class Setting:
     losses: Sums  # for each layer, float64 [experts, placements]: squared error that a token adds to the layer's output
     # [layers][placements], the most experts at each placement; `None` if placements share memory
     most: Sequence[Sequence[int]] | None = None
-    # [placements], measured bytes of weights a second that each placement supplies when a layer runs; infinity for
-    # weights that are resident. Empty if all placements are resident
+    # [placements], measured bytes of weights a second that come from each placement before a layer runs; infinity for
+    # weights that are resident. Empty unless the options ask for it (`LiveOptions.by_rates`)
     rates: Sequence[float] = ()
-    # Whether the sources of weights work in parallel, as a bus and a GPU do, instead of sharing the machine's cores
-    together: bool = False
 
     @property
     def base(self) -> int:
@@ -251,7 +250,7 @@ class LiveOptions:
     def on_demand(self) -> bool:
         """Whether experts are absent until a layer wants them.
 
-        If so, the budget must hold all experts of any one layer at the best placement.
+        If so, the budget must hold all experts of any `layers_held` consecutive layers at the best placement.
         """
         return False
 
@@ -259,6 +258,16 @@ class LiveOptions:
     def decoding(self) -> Decoding | None:
         """How a plan predicts decoding; `None` if it cannot."""
         return Decoding("held" if self.on_demand else "none")
+
+    @property
+    def layers_held(self) -> int:
+        """With `on_demand`, of how many consecutive layers memory must hold all experts at the best placement."""
+        return 1
+
+    @property
+    def by_rates(self) -> bool:
+        """Whether the policy needs `Setting.rates`, which are measured while a model is loaded or planned."""
+        return False
 
     @property
     def workspace(self) -> tuple[int, int]:
@@ -282,6 +291,17 @@ class LiveOptions:
 def critical_count(share: float, experts: int) -> int:
     """Return the number of critical experts among `experts` that a layer needs (dymoe, equation 5)."""
     return math.ceil(share * experts - 1e-9)  # so that 0.7 x 10 gives 7
+
+
+def bytes_of_layers(sizes: Sequence[Sequence[int]], experts: Sequence[int], layers: int) -> int:
+    """Return the most bytes that all experts of `layers` consecutive layers take at the best placement.
+
+    `sizes` are [layers][placements], `experts` [layers]. The first layer follows the last: the next pass begins there.
+    """
+    of_layer = [int(row[0]) * n for row, n in zip(sizes, experts, strict=True)]
+    count = len(of_layer)
+    together = range(min(layers, count))
+    return max((sum(of_layer[(p + i) % count] for i in together) for p in range(count)), default=0)
 
 
 PINNED = f"@{Where.PINNED.value}"  # the end of a placement's name

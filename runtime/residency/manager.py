@@ -28,13 +28,13 @@ from moepack.runtime.devices.handle_tables import DeviceTables
 from moepack.runtime.devices.migration import FLOOR
 from moepack.runtime.experts.handles import NOTHING, RUN_THERE, Handle, LayerExperts, Snapshot
 from moepack.runtime.experts.host_tier import CudaLink, HostTier
+from moepack.runtime.experts.packed import CodedExtent
 from moepack.runtime.experts.prediction import Prediction
-from moepack.runtime.paging.gpu_rates import gpu_rates
-from moepack.runtime.paging.paging import Paging
 from moepack.runtime.planning.budget import BudgetTracker
+from moepack.runtime.planning.paging import source_of
 from moepack.runtime.planning.plan import Plan
 from moepack.runtime.policies.contract import Event, Key, LayerReached, Wanted
-from moepack.runtime.policies.placements import CODED, ON_HOST, PAGED, Where
+from moepack.runtime.policies.placements import CODED, ON_HOST, Where
 from moepack.runtime.policies.registry import Policy
 from moepack.runtime.step.context import NO_PROMPT, Prompt, Step, opened, step_of
 from moepack.runtime.store.files import BackingStore
@@ -88,8 +88,6 @@ class ResidencyManager:
         opening.check_devices(plan, policy, bundle.manifest.versions, devices)
         self._on_gpu = torch_cuda.is_gpu(devices[0])
         self._can_shrink = not self._on_gpu or bool(plan.window)
-        if plan.window and self._on_gpu and not plan.in_place:
-            plan = replace(plan, rates=gpu_rates(bundle, plan.ladder, devices[0]), together=True)
         plan, buffers = (plan, 1) if self._can_shrink else opening.second_buffer(plan)
         plan = plan if self._can_shrink else plan.divided()
         self.key = object()  # identifies the model: `step_of` finds the model's running step by it
@@ -102,7 +100,7 @@ class ResidencyManager:
         self._named = policy
         self._upset = False  # whether a load was interrupted
         direct = not self._on_gpu or plan.reads_host  # else the page cache would have all of host memory's experts, too
-        self.store = BackingStore(bundle, not (self._blocking or plan.window), direct=direct)
+        self.store = BackingStore(bundle, not (self._blocking or plan.in_place), direct=direct)
         self._process = os.getpid()
         self._one_at_a_time = threading.RLock()
         self.worker = Worker(self.round, self._shut, self.policy.needs.interval)
@@ -110,7 +108,7 @@ class ResidencyManager:
         self.device = opening.open_device(devices[0], self.store, plan, buffers, wake, host_memory, self._blocking)
         self._host_device: CpuDevice | None = None
         self.tier: HostTier | None = None  # runs the experts in host memory
-        self.paging: Paging | PagesInPlace | None = None
+        self.in_place: PagesInPlace | None = None  # the slots in which a GPU decodes experts
         try:
             if any(p.where in ON_HOST for p in plan.ladder):
                 opening.check_host(bundle, plan, host_memory, self._on_gpu)
@@ -125,7 +123,7 @@ class ResidencyManager:
             self.worker.start()
 
     def _free(self) -> None:
-        (self.device.free if self.paging is None or not self._on_gpu else self.paging.forget)()
+        (self.device.free if self.in_place is None else self.in_place.forget)()
 
     def _open_host(self, rate: float | None, threads: int | None) -> None:
         """Open what reads experts into host memory, and the host tier if it runs some.
@@ -165,6 +163,7 @@ class ResidencyManager:
             self.device.mark,
             plan.keep,
             self._snapshot,
+            source_of(plan.ladder),
         )
         on_device = [pool for pool in pools.values() if pool.budget_bytes]
         on_host = [pool for pool in pools.values() if not pool.budget_bytes]
@@ -180,8 +179,8 @@ class ResidencyManager:
         named = partial(opening.name_of, bundle, plan) if plan.ladder[plan.base].version is None else None
         self.on_demand = OnDemandLoader(self.transitions, partial(opening.stored_bytes, bundle, plan), named)
         self.prediction: Prediction | None = None  # predicts the next layer's routing; set by the `ForwardWrapper`
-        if plan.window:
-            self.paging = opening.open_paging(plan, self.layers, self.store, self.device, self.policy.needs.pages_ahead)
+        if plan.in_place:
+            self.in_place = opening.open_in_place(plan, self.layers, self.device)
         self._load(wanted)
         # A pass may wait for the KV cache's room: experts leave as fast as they can.
         hurried = partial(makes_room, weakref.ref(self.transitions))
@@ -222,8 +221,8 @@ class ResidencyManager:
             opening.open_stage(plan, self.layers, self.device, self.residency)
         self.transitions.want({} if self._blocking else wanted, self.policy.worth)
         self._moved_before = self.device.moved
-        if self.paging is not None:
-            self.paging.serve()
+        if self.in_place is not None:
+            self.in_place.serve()
         for device in (self.device, self._host_device):
             if device is not None:
                 device.serve()
@@ -240,7 +239,9 @@ class ResidencyManager:
         stored = partial(self.store.stored, described.name, position, expert)
         device = self._host_device if where in ON_HOST and self._host_device is not None else self.device
         here = self._pinned(key, version) if self.plan.reads_host else None
-        return device.fetch(stored, target, self.layers[position].of.layer, described, where in CODED, here)
+        source = self.residency.source_of(key)
+        coded = None if source is None else source.handle.packed.extent
+        return device.fetch(stored, target, self.layers[position].of.layer, described, where in CODED, here, coded)
 
     def _pinned(self, key: Key, number: int) -> Tensor | None:
         """Return an expert's bytes in pinned memory, for a placement; None while they are loaded, or elsewhere."""
@@ -257,17 +258,17 @@ class ResidencyManager:
     def _make(self, key: Key, version: int, tensor: Tensor | None) -> Handle:
         layer = self.layers[key[0]]
         placement = self.plan.ladder[version]
-        if placement.where in PAGED:
-            assert self.paging is not None
-            described = version_of(self.plan, version)
-            packed = None
-            if tensor is not None:
-                stored = self.store.stored(described.name, *key)
-                packed = self.paging.filler.over(*key, tensor[: stored.size], stored.where)
-            return layer.of.over(described, self.paging.filler.extent(*key), placement.where, packed)
         if tensor is None:
             return replace(NOTHING, where=placement.where)
         described = version_of(self.plan, version)
+        if placement.where in CODED:
+            stored = self.store.stored(described.name, *key)
+            coded = tensor[: stored.size]
+            if self.in_place is not None:
+                packed: CodedExtent = self.in_place.over(*key, coded, stored.where)
+                return layer.of.over(described, self.in_place.extent(*key), placement.where, packed)
+            packed = CodedExtent(coded, layer.of.layer, layer.of.forms[described.name], stored.where)
+            return layer.of.over(described, NOTHING.extent, placement.where, packed)
         return layer.of.over(described, tensor[: described.resident_size(layer.of.layer.matrices)], placement.where)
 
     def _publish(self, key: Key, made: Handle) -> None:
@@ -332,15 +333,14 @@ class ResidencyManager:
             if self._tables is not None:
                 table = self._tables.take(epoch, snapshots)
                 snapshots = table.snapshots
-            if self.paging is not None:
-                self.paging.begin()
+            if self.in_place is not None:
+                self.in_place.begin()
             return Step(
                 self.key,
                 snapshots,
                 self.statistics.counters(prompt, mask) if counted else None,
                 prompt=prompt,
                 loader=self if self._blocking else None,
-                paging=self.paging,
                 number=number,
                 table=table,
                 began=time.perf_counter(),
@@ -354,8 +354,8 @@ class ResidencyManager:
             ends.callback(self.residency.end, step.number)
             if step.table is not None and self._tables is not None:
                 ends.callback(self._tables.give, step.table)
-            if self.paging is not None:
-                ends.callback(self.paging.end, step)
+            if self.in_place is not None:
+                ends.callback(self.in_place.end)
         step.seconds = time.perf_counter() - step.began - step.waited
         if step.counters is not None:
             step.counters.send()
@@ -364,20 +364,24 @@ class ResidencyManager:
 
     def _soon(self) -> None:
         """Have the worker deliver events soon. A policy that blocks has no worker: deliver them at once."""
-        if self._blocking:
-            self.statistics.deliver(self._decide, self.capacity)
-        else:
+        if not self._blocking:
             self.worker.wake()
+            return
+        self.statistics.deliver(self._decide, self.capacity)
+        now = time.monotonic()
+        if self.policy.needs.timings and now - self._decided_at >= self.policy.needs.interval:
+            self._decided_at = now
+            self._decide(self.statistics.interval(now, self.capacity()))
 
     @property
     def waits(self) -> int:
         """How often forward passes waited for an expert."""
-        return self.on_demand.waits + (self.paging.counts.waits if self.paging is not None else 0)
+        return self.on_demand.waits
 
     @property
     def waited(self) -> float:
         """Seconds that forward passes waited for experts."""
-        return self.on_demand.waited + (self.paging.counts.waited if self.paging is not None else 0.0)
+        return self.on_demand.waited
 
     def load(self, step: Step, position: int, hidden: Tensor, index: Tensor) -> None:
         """Ask a policy that blocks what a layer needs before its experts run; load that, and wait for it.
@@ -419,12 +423,16 @@ class ResidencyManager:
             coming,
         )
         wanted = self.policy.decide(event)
+        waited = self.on_demand.waited
         try:
             if wanted is not None:
-                self.on_demand.reach(position, wanted)
+                origins = self.on_demand.reach(position, wanted)
+                size = self.plan.sizes[position][0]
+                step.demanded += [(position, origin, size) for origin in origins]
         except BundleError:  # the other experts are where the policy placed them
             self._upset = False
             raise
+        step.waited += self.on_demand.waited - waited
         self._upset = False
 
     def capacity(self) -> list[int]:
@@ -440,7 +448,7 @@ class ResidencyManager:
     @property
     def moved(self) -> int:
         """Bytes copied since serving began."""
-        return self.device.moved - self._moved_before + (self.paging.counts.read if self.paging is not None else 0)
+        return self.device.moved - self._moved_before
 
     # --- the worker
 
@@ -477,8 +485,6 @@ class ResidencyManager:
             self._shut(wait)
 
     def _end_streams(self, wait: bool = True) -> None:
-        if self.paging is not None:
-            self.paging.close(wait)
         for device in (self.device, self._host_device):
             if device is not None:
                 device.close(wait)

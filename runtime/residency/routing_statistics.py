@@ -135,9 +135,8 @@ class RoutingStatistics:
         if not step.prompt.several and self._needs.timings:
             self._steps += 1
             self._computed += step.seconds
-            for position, *sizes in step.demanded:
-                row = self._loaded[position]
-                row[-2:] = [old + new for old, new in zip(row[-2:], sizes, strict=True)]
+            for position, placement, size in step.demanded:
+                self._loaded[position][placement] += size
         if not self._needs.prompts:
             return
         reading = [one for one in step.prompt.each if one.tokens]

@@ -104,7 +104,6 @@ class Step:
     # The `ResidencyManager`, if the policy lets passes wait for experts. Its `load` returns once the layer's current
     # snapshot is what the policy wants for the layer's routing; the layer then reads that snapshot
     loader: Any = None
-    paging: Any = None  # the `Paging` that gives paged experts their memory while their layer runs
     prediction: Any = None  # the `Prediction` of the next layer's routing (experts/prediction.py), for `loader`
     importance: Any = None  # the `TokenImportance` that sees the attention of a prompt, for `loader`
     packed: PackedCache | None = None  # the cache of a pass that packs several sequences
@@ -115,9 +114,8 @@ class Step:
     began: float = 0.0  # perf_counter seconds
     seconds: float = 0.0  # time of the step without waits, set at its end
     waited: float = 0.0  # seconds waited for experts' bytes
-    demanded: list[tuple[int, int, int]] = field(default_factory=list)  # (layer position, packed bytes, stored bytes)
-    ahead: Any = None  # the pages taken in advance for the next layer (paging/paging.py)
-    issued: list[Any] = field(default_factory=list)  # work for the step's pages, checked at the next layer or the end
+    # For each copy that the step waited for: layer position, placement from which it came, bytes of weights
+    demanded: list[tuple[int, int, int]] = field(default_factory=list)
     outer: Step | None = None  # the step that was running in this thread when this one began
 
 

@@ -150,12 +150,12 @@ def test_events_behind_copies(fake: Fake) -> None:
     CudaLink().fetch(torch.zeros(3, device=CUDA1))
     assert fake.done == [("event", 1, "default")] * 2 and counters.arrived()
     one = TorchGpu(CUDA1)
-    for context, stream in ((one.migrating(), "copies"), (one.decoding(), "decoder"), (one.loading(1), "load1")):
+    for context, stream in ((one.migrating(), "copies"), (one.decoding(), "decoder")):
         with context:
             assert fake.now == 1 and fake.stream[1] == stream
             one.record()
     one.mark()
-    assert fake.done[2:] == [("event", 1, s) for s in ("copies", "decoder", "load1", "default")]
+    assert fake.done[2:] == [("event", 1, s) for s in ("copies", "decoder", "default")]
 
 
 def test_whether_a_graph_is_captured_is_asked_of_the_tables_device(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:

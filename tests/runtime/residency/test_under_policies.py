@@ -10,7 +10,6 @@ import itertools
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,7 +41,6 @@ _PLACE = re.compile("@(host|pinned)$")
 SHARED = ["hotness:interval=0,prior=none", "hotness:interval=0,between=no", "prefill:bits=2", "prefill:k=1,bits=3"]
 SHARED += ["hotness:interval=0,lo=absent", "hotness:interval=0,lo=w2@pinned", "lru:hi=w4,lo=w4@pinned"]
 SHARED += ["importance:hi=w4,lo=w2@pinned,by=counts"]
-SHARED += ["paged:interval=0,theta=1", "paged:interval=0,resident=0.5,stagger=no"]
 BLOCKING = ["lru:hi=bf16,lo=w2", "lru:hi=w4,lo=absent", "importance:hi=w4,lo=w2", "importance:hi=w4,lo=absent,r=0.5"]
 BLOCKING += ["importance:hi=bf16,lo=w2,reuse=no,r=0.75", "importance:hi=w4,lo=w2,by=random,prefetch=no"]
 
@@ -51,7 +49,7 @@ def served(text: str, room: int) -> tuple[Kind, Any]:
     """What a policy is simulated on, and the policy."""
     parsed = parse_policy(text, True)
     ladder = parsed.options.ladders(VERSIONS)[0]
-    pages = [0 if p.where in (Where.ABSENT, Where.STORED) else PAGES[_PLACE.sub("", str(p))] for p in ladder]
+    pages = [0 if p.where in (Where.ABSENT, Where.ON_DISK) else PAGES[_PLACE.sub("", str(p))] for p in ladder]
     host = tuple(i for i, p in enumerate(ladder) if p.where in ON_HOST)
     reserve = 0 if host or parsed.options.keeps_low else max(pages[1:])
     kind = Kind(tuple(pages), reserve, room, parsed.options.keeps_low, host=host)
@@ -60,8 +58,6 @@ def served(text: str, room: int) -> tuple[Kind, Any]:
     losses = [np.tile(np.arange(len(ladder), dtype=float), (n, 1)) for n in EXPERTS]
     traffic = [[float(e + 1) for e in range(n)] for n in EXPERTS]
     setting = Setting(EXPERTS, ladder, [sizes] * len(EXPERTS), traffic, losses, None)
-    if text.startswith("paged"):
-        setting = replace(setting, rates=(float("inf"), 2e6, 1e6))
     assert parsed.entry.make is not None
     return kind, parsed.entry.make(setting, parsed.options)
 

@@ -99,8 +99,10 @@ def bench(
         source = locate(path)
     if not source.is_bundle:
         raise InputError(f"{path}: not a bundle: it has no manifest.json")
-    limits = [("device_memory", m) for m in device_memories] + [("memory", m) for m in memories]
-    bounded = [(str(m), replace(options, **{name: m})) for name, m in limits] or [(None, options)]
+    bounded: list[tuple[str | None, LoadOptions]] = []
+    bounded += [(str(limit), replace(options, device_memory=limit)) for limit in device_memories]
+    bounded += [(str(limit), replace(options, memory=limit)) for limit in memories]
+    bounded = bounded or [(None, options)]
     cases: list[tuple[str | None, LoadOptions]] = []
     for limit, with_limit in bounded:
         for policy in policies or (options.policy,):

@@ -249,7 +249,7 @@ def test_losses_of_two_estimates_are_not_mixed(
     ("now", "chosen", "words"),
     [
         ({"tokens": "bb"}, {"samples": 64}, "made with samples 128, now 64: use the old setting"),
-        ({"tokens": "bb"}, {"text": ["b.txt"]}, 'made with text ["a.txt"], now ["b.txt"]'),
+        ({"tokens": "bb"}, {"text": ["b.txt"]}, r'made with text \["a.txt"\], now \["b.txt"\]'),
         ({"tokens": "bb"}, {}, 'made with tokens "aa", now "bb"'),
         ({"part": {"a": 9, "b": 9}}, {}, r"made with part \(a\) 8, now 9"),
     ],

@@ -81,7 +81,7 @@ def start(
     from moepack.calibrate.text.documents import check_source
 
     recipe = with_text(recipe)
-    for text in calibration:
+    for text in calibration if Path(checkpoint).is_dir() else ():
         check_source(str(text))  # before transformers is imported
     with reporter.hub_bars():
         opened = open_checkpoint(checkpoint, revision)

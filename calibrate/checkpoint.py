@@ -16,7 +16,7 @@ from moepack.pack.codec.bits import Buffer
 from moepack.pack.config_counts import check_counts
 from moepack.pack.errors import BundleError, InputError, in_a_line
 from moepack.pack.hub_name import on_hub
-from moepack.pack.manifest import DENSE, DENSE_INDEX
+from moepack.pack.manifest import DENSE, DENSE_INDEX, MANIFEST
 from moepack.pack.manifest.parser import safe_path
 from moepack.pack.safetensors_file import Header, TensorEntry, read_header
 from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS, Version, encoding_of
@@ -190,6 +190,7 @@ def open_checkpoint(name: str | Path, revision: str | None = None) -> Checkpoint
     Raises InputError, which names the missing, truncated or unusable file.
     """
     path = Path(name)
+    check_kind(name)
     if path.is_dir() and revision is not None:
         raise InputError(f"{name}: is a directory: --revision is for a model on the Hub")
     if not path.is_dir():
@@ -211,6 +212,24 @@ def open_checkpoint(name: str | Path, revision: str | None = None) -> Checkpoint
         if lost:
             raise InputError(f"{path / file}: lacks tensor {lost[0]}, which {DENSE_INDEX} places there")
     return described(path, str(name), config, scheme, headers)
+
+
+def check_kind(name: str | Path) -> None:
+    """Raise InputError for a path or a Hub id of what is plainly no checkpoint: a file, GGUF, or a bundle."""
+    path = Path(name)
+    safe = "moepack reads safetensors: give the checkpoint that it was made from"
+    if path.is_file():
+        what = f"a GGUF file: {safe}" if path.suffix.lower() == ".gguf" else "a file: give the directory that holds it"
+        raise InputError(f"{name}: is {what}")
+    if (path / MANIFEST).is_file():
+        raise InputError(f"{name}: is a bundle, not a checkpoint: give the checkpoint that it was made from")
+    if not path.is_dir():
+        if path.name.lower().endswith("-gguf"):
+            raise InputError(f"{name}: is a repository of GGUF files by its name: {safe}")
+        return
+    gguf = next(path.glob("*.gguf"), None)
+    if gguf is not None and not any(path.glob("*.safetensors*")):
+        raise InputError(f"{name}: holds GGUF files, as {gguf.name}: {safe}")
 
 
 def described(

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from moepack.pack.errors import InputError
+from moepack.pack.processors import processors
 
 from .checkpoint import Checkpoint
 
@@ -33,7 +34,7 @@ def identity(
     it is read.
     """
     names = sorted({*checkpoint.headers, "config.json"})
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(THREADS, processors())) as pool:
         made = pool.map(lambda name: _digest(checkpoint.path / name, (known or {}).get(name), advance), names)
         kept = dict(zip(names, made, strict=True))
     return {name: str(entry["sha256"]) for name, entry in kept.items()}, kept

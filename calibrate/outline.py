@@ -17,7 +17,7 @@ from moepack.pack.manifest import DENSE, DENSE_INDEX
 from moepack.pack.safetensors_file import DTYPES, Header, TensorEntry
 from moepack.pack.spec import Version
 
-from .checkpoint import Checkpoint, described, download, make_config, placed, read_config
+from .checkpoint import Checkpoint, check_kind, described, download, make_config, placed, read_config
 from .released.announced import announced_version
 from .released.find import read_scheme
 
@@ -39,6 +39,7 @@ def open_outline(name: str | Path, revision: str | None = None) -> Outline | Non
     reached.
     """
     path = Path(name)
+    check_kind(name)
     if path.is_dir():
         return None if revision is not None or _complete(path) else _from_config(path, str(name))
     if _complete(path := download(str(name), revision, ("config.json", DENSE_INDEX))):
@@ -104,7 +105,12 @@ def _from_config(path: Path, name: str) -> Outline:
             tensors[key] = TensorEntry(names[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape), begin, end)
     checkpoint = described(path, name, config, None, {DENSE: Header(0, tensors, {})}, here=False)
     size = _total_size(path)
-    return Outline(checkpoint, native, size, f"config.json and {DENSE_INDEX}" if size else "config.json alone")
+    source = f"config.json and {DENSE_INDEX}" if size else "config.json alone"
+    files = sorted(placed(path) or ())
+    missing = [file for file in files if not (path / file).exists()]
+    if 0 < len(missing) < len(files):  # a download has not ended
+        source += f"; of {len(files)} files of weights {len(missing)} are missing, as {missing[0]}"
+    return Outline(checkpoint, native, size, source)
 
 
 def _total_size(path: Path) -> int:

@@ -20,6 +20,10 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCau
 from moepack.calibrate.text.documents import documents
 
 END = "<|endoftext|>"
+CHAT = (  # so that `moepack chat` can be tried: the model was trained on no chats
+    "{%- for message in messages -%}\n{{ message['role'] | capitalize }}: {{ message['content'] }}\n{% endfor -%}\n"
+    "{%- if add_generation_prompt -%}\nAssistant:\n{%- endif -%}\n"
+)
 
 
 def train_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
@@ -32,7 +36,8 @@ def train_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFas
         vocab_size=vocabulary, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END)
+    special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHAT, **special)
 
 
 def main() -> None:

@@ -35,4 +35,9 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
+def __dir__() -> list[str]:
+    """List the public names, those that are imported on first use among them."""
+    return sorted({*globals(), *__all__})
+
+
 install()

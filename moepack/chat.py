@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
@@ -12,7 +13,8 @@ from .generation import Session
 from .server.options import Sampling
 from .server.own_sampling import SamplingFlags
 
-HELP = "/reset forgets the chat, /quit ends it; Ctrl-C stops an answer."
+HELP = "/reset forgets the chat, /exit or Ctrl-D ends it, /help says this again; Ctrl-C stops an answer."
+_COMMAND = re.compile(r"/[a-z]+")  # a line that is nothing else
 Tell = Callable[[str], None]
 Answer = Callable[[list[dict[str, str]], Tell], str]  # answers a chat; passes the text to `Tell` as it is generated
 
@@ -81,13 +83,15 @@ def talk(answer: Answer, system: str = "", lines: Iterable[str] | None = None, t
     first = [{"role": "system", "content": system}] if system else []
     messages = list(first)
     if lines is None and sys.stdin.isatty():
-        sys.stderr.write(HELP + "\n")
+        print(HELP, file=sys.stderr)
     for line in lines if lines is not None else _lines():
         said = line.strip()
-        if said == "/quit":
+        if said in ("/exit", "/quit"):
             return
         if said == "/reset":
             messages = list(first)
+        elif _COMMAND.fullmatch(said):
+            print(HELP if said == "/help" else f"{said}: there is no such command. {HELP}", file=sys.stderr)
         elif said:
             messages.append({"role": "user", "content": said})
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +18,8 @@ from .server.batching.tokens import end_tokens
 from .server.options import Sampling
 from .server.own_sampling import SamplingFlags, described
 from .shared.opening import check, load_model, locate
-from .shared.progress import Reporter, loading_bar
+from .shared.progress import Reporter, loading
+from .spent import Spent
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +50,7 @@ class Session:
         if chat_template is not None:
             self.tokenizer.chat_template = chat_template
         self.model: Any = None
+        self.spent = Spent()
         self._cache: Cache | None = None
         self._cached: list[int] = []
         self._ends: set[int] = set()
@@ -57,7 +60,7 @@ class Session:
         options = self._options.filled(kv_tokens=kv_tokens, prefill_tokens=prefill_tokens, all_logits=False)
         self._chunk = options.workload.prefill_tokens or PROMPT
         self._room = options.workload.kv_tokens
-        with Reporter().hub_bars(), loading_bar(str(self._path)) as report:
+        with Reporter().hub_bars(), loading(str(self._path)) as report:
             self.model = load_model(self._source, options, report)
         self._ends = {*end_tokens(self.model.generation_config)}
 
@@ -78,6 +81,8 @@ class Session:
 
     def text(self, prompt: str) -> list[int]:
         """The token ids of a plain text. Raises InputError if there are none."""
+        if any("\ud800" <= character <= "\udfff" for character in prompt):  # how Python keeps bytes of no text
+            raise InputError("the prompt is not text in UTF-8")
         ids: list[int] = self.tokenizer(prompt, add_special_tokens=False).input_ids if prompt else []
         if not ids:
             raise InputError("the prompt is empty")
@@ -141,6 +146,7 @@ class Session:
 
         streamer: Any = Streamer(self.tokenizer, skip_special_tokens=True)
         seen = list(ids)
+        began = first = time.perf_counter()
         with torch.inference_mode():
             cache, done = self._reuse(ids, len(ids) + new_tokens)
             cache = self._static(len(ids) + new_tokens) if cache is None else cache
@@ -150,11 +156,15 @@ class Session:
                     token = sampler.choose(logits).token
                 except NotFiniteError as error:
                     raise error.within(str(self._path)) from None
+                if len(seen) == len(ids):
+                    first = time.perf_counter()
+                    self.spent.read(len(ids) - done, first - began)
                 streamer.put(torch.tensor([token]))
                 if ended or token in self._ends or not left:
                     break
                 seen.append(token)
                 logits, cache = self._read(seen, cache, 0 if cache is None else len(seen) - 1)
+        self.spent.decoded(len(seen) - len(ids), time.perf_counter() - first)
         streamer.end()
         self._cache = cache
         self._cached = [] if cache is None else seen
@@ -227,8 +237,11 @@ def generate(
     messages: Messages | None = None,
     chat_template: str | None = None,
     tell: Tell = lambda text: None,
+    finished: Callable[[Session], object] = lambda session: None,
 ) -> str:
     """Continue a prompt, or answer `messages`. `tell` receives the text as it is generated.
+
+    `finished` receives the session, with what the answer took, before the model is closed.
 
     By default, a budget reserves memory for the KV cache of the prompt and all new tokens (`kv_tokens`), and for passes
     of the prompt's tokens, at most 512 (`prefill_tokens`).
@@ -240,4 +253,6 @@ def generate(
         ids = session.text(prompt) if messages is None else session.chat(messages)
         session.load(len(ids) + max_new_tokens, min(len(ids), PROMPT))
         how = session.sampling(sampling) if isinstance(sampling, SamplingFlags) else sampling
-        return session.go_on(ids, max_new_tokens, how, stop, tell)
+        text = session.go_on(ids, max_new_tokens, how, stop, tell)
+        finished(session)
+        return text

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -89,8 +91,31 @@ class Problem:
         return f"{self.location}: {self.message}"
 
 
+# A command with its flags, which stays as it is, or a flag.
+_FLAG = re.compile(r"(moepack [a-z]+(?: --[a-z-]+)+)|(?<![\w-])--([a-z][a-z-]*)")
+_command_lines = 0  # that are running in this process
+
+
+@contextlib.contextmanager
+def naming_flags() -> Iterator[None]:
+    """Let errors name flags, as `--device-memory`, while a command line runs: Python's users give `device_memory`."""
+    global _command_lines
+    _command_lines += 1
+    try:
+        yield
+    finally:
+        _command_lines -= 1
+
+
 class MoepackError(Exception):
-    """An error that the user can act on. Its text is one line: where, what, and what to do."""
+    """An error that the user can act on. Its text is one line: where, what, and what to do.
+
+    The text is written with flags; outside the command line `str` has the names of Python's arguments instead.
+    """
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text if _command_lines else _FLAG.sub(lambda m: m[1] or m[2].replace("-", "_"), text)
 
 
 class InputError(MoepackError):

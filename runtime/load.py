@@ -19,6 +19,8 @@ from moepack.runtime.profile import read_profile
 if TYPE_CHECKING:
     import torch
 
+    from .served_model import ServedModel
+
 _loading = threading.RLock()  # transformers sets the default dtype and device of the whole process while it loads
 
 
@@ -44,8 +46,10 @@ def load(
     memory: int | str | None = None,
     profile: str | None = None,
     checked: bool | None = None,
-) -> Any:
+) -> ServedModel:
     """Load a bundle as a transformers causal language model. Deleting it or `model.moepack.close()` stops its threads.
+
+    `model.moepack` says what is served (moepack.runtime.serving.Serving).
 
     Args:
         bundle: a directory, or a Hub id, of which the versions that the policy may serve are fetched.
@@ -80,7 +84,8 @@ def load(
         profile=profile,
         checked=checked,
     )
-    return load_bundle(bundle, options, progress)
+    model: ServedModel = load_bundle(bundle, options, progress)
+    return model
 
 
 def load_bundle(bundle: str | Path, options: LoadOptions, progress: Callable[[int, int], None] | None = None) -> Any:
@@ -89,6 +94,7 @@ def load_bundle(bundle: str | Path, options: LoadOptions, progress: Callable[[in
 
     import torch
 
+    from moepack.runtime.planning.exceeded import TooSmallError
     from moepack.runtime.store.loading import loading_report
 
     check_device(options.device)
@@ -103,7 +109,10 @@ def load_bundle(bundle: str | Path, options: LoadOptions, progress: Callable[[in
     with _loading, loading_report(progress):
         dtype = options.torch_dtype
         device = options.device
-        return from_pretrained(kind, bundle, config=config, dtype=dtype, device_map=device, **named)
+        try:
+            return from_pretrained(kind, bundle, config=config, dtype=dtype, device_map=device, **named)
+        except TooSmallError as error:
+            raise error.like(options.size) from None
 
 
 def _check_kernels(device: str) -> None:
@@ -206,4 +215,10 @@ def check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise InputError(f"device {device}: {str(error).splitlines()[0]}") from None
+        raise InputError(f"device {device}: {meant_device(device)}{str(error).splitlines()[0]}") from None
+
+
+def meant_device(device: str) -> str:
+    """Ask for the device that a name of no device may mean; nothing for others."""
+    meant = {"gpu": "cuda", "nvidia": "cuda", "processor": "cpu"}.get(str(device).lower().partition(":")[0])
+    return f"did you mean {meant}? " if meant else ""

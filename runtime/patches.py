@@ -39,6 +39,21 @@ def leave_out(command: str) -> None:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
 
 
+def limit_threads() -> None:
+    """Let torch compute on no more threads than there are processors: OpenMP does not see a control group's quota.
+
+    With more, threads wait for one that the quota has stopped. A number that the user set in OMP_NUM_THREADS or
+    MKL_NUM_THREADS stays.
+    """
+    import torch
+
+    from moepack.pack.processors import processors
+
+    given = any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
+    if not given and torch.get_num_threads() > processors():
+        torch.set_num_threads(processors())
+
+
 def register_plugin() -> None:
     """Register the plug-in with transformers, so that a bundle loads like any quantised model.
 
@@ -103,6 +118,7 @@ def extend_from_pretrained() -> None:
 
 
 _AFTER: dict[str, Callable[[], object]] = {  # modules, and the function to call right after each has run
+    "torch": limit_threads,
     "transformers.quantizers.auto": lambda: importlib.import_module("moepack.runtime.plugin"),
     "moepack.runtime.plugin": register_plugin,
     "transformers.modeling_utils": extend_from_pretrained,
@@ -160,5 +176,5 @@ def install() -> None:
         finder = _Finder()
         sys.meta_path.insert(0, finder)
         for name in _AFTER:
-            if name in sys.modules:
+            if sys.modules.get(name) is not None:
                 finder.ran(name)

@@ -25,7 +25,7 @@ from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.fixed import Fixed, MeasuredNeeds, lone_embedding, measure
 from moepack.runtime.planning.options import AUTO, LoadOptions
 from moepack.runtime.planning.plan import make_plan, unchanging
-from moepack.runtime.planning.sizes import parse_size
+from moepack.runtime.planning.sizes import in_unit, parse_size
 from moepack.runtime.policies.placements import ON_HOST
 from moepack.runtime.policies.registry import Policy
 from moepack.runtime.store.host_limit import most_memory, resident
@@ -122,10 +122,11 @@ def limit_of(options: LoadOptions, beside: Beside) -> ProcessLimit:
     most = beside.budget(limit)
     given = options.budget
     if given is not None and given > most:
-        raise InputError(
+        refusal = (
             f"a device memory of {given} bytes does not fit a memory limit of {limit} bytes: at most {most} bytes "
             f"do, beside {beside.described(most)}"
         )
+        raise InputError(in_unit(refusal, options.device_memory))
     return ProcessLimit(limit, most if given is None else given, beside)
 
 

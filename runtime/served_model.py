@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from .forward_wrapper import ForwardWrapper
 from .serving import Serving
 
 
-class CausalModel(PreTrainedModel):
+class CausalModel(PreTrainedModel, GenerationMixin):
     """A plain checkpoint's model, or a bundle's."""
 
     _supports_logits_to_keep: Callable[[], bool]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.handles import LayerExperts
@@ -97,6 +99,13 @@ class Serving:
         """Add a counter that sees every layer's routing from now on."""
         self._wrapper.watchers = (*self._wrapper.watchers, counter)
 
+    @property
+    def residency(self) -> ResidencyManager:
+        """What moves experts. Raises InputError where versions never change."""
+        if self.manager is None:
+            raise InputError(f"policy {self.policy} never moves experts")
+        return self.manager
+
     def routed(self) -> list[list[int]]:
         """Return how often routers chose each expert since the first call, [layers][experts]: padding included."""
         if self._routed is None:
@@ -127,6 +136,14 @@ class Serving:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        """Describe the policy, the bytes in use, the budget and how many experts each version has."""
+        held = Counter(name for row in self.versions for name in row)
+        experts = ", ".join(f"{count:,} {name}" for name, count in held.most_common())
+        room = "without a budget" if self.budget_bytes is None else f"of a budget of {self.budget_bytes:,}"
+        used = f"{self.resident_bytes():,} bytes {room}"
+        return f"<moepack {self.bundle.path}: policy {self.policy}; {used}; experts: {experts}>"
 
     @property
     def versions(self) -> Versions:

@@ -147,8 +147,10 @@ def measured_once(made_once: MadeOnce) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def demo_model() -> Path:
-    return ROOT / "examples" / "mini-qwen3-moe"
+def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example model without its chat template: what needs one is tested with its own, and without any."""
+    path = tmp_path_factory.mktemp("examples") / "mini-qwen3-moe"
+    return Path(shutil.copytree(ROOT / "examples" / path.name, path, ignore=shutil.ignore_patterns("*.jinja")))
 
 
 @pytest.fixture(scope="session")

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from moepack.runtime.planning.options import LoadOptions
+from moepack.runtime.planning.options import GENERATION, LoadOptions
 from moepack.runtime.policies.registry import usages
 from moepack.shared.progress import progress
 
-from .options import Bundle, Json, Quiet, loading
+from .options import Bundle, Json, Quiet, complete_policy, loading
 from .output import console, fail, print_json, show
 
 
@@ -63,7 +63,7 @@ def verify(
 
 _BUDGET = typer.Option("--device-memory", help="The budget: 24GiB, 800MB, 123456; this or --memory.")
 _ANYWHERE = typer.Option("--device", help="cpu, cuda ...; not necessarily on this machine.")
-_POLICY = typer.Option("--policy", help=f"{usages()}; by default hotness.")
+_POLICY = typer.Option("--policy", autocompletion=complete_policy, help=f"{usages()}; by default hotness.")
 _CACHED = typer.Option("--kv-tokens", min=0, help="Tokens of KV cache a sequence.")
 _PASS = typer.Option("--prefill-tokens", min=0, help="Tokens a sequence of a pass.")
 _ALL = typer.Option("--all-logits", help="A pass returns the logits of all its tokens, the default of moepack.load.")
@@ -77,10 +77,10 @@ _SEQUENCES = typer.Option("--batch", min=1, help="Sequences at a time.")
     "profile",
     device_memory=(Annotated[str | None, _BUDGET], None),
     policy=(Annotated[str | None, _POLICY], None),
-    kv_tokens=(Annotated[int, _CACHED], 576),
-    prefill_tokens=(Annotated[int, _PASS], 512),
-    all_logits=(Annotated[bool, _ALL], False),
-    batch=(Annotated[int, _SEQUENCES], 1),
+    kv_tokens=(Annotated[int, _CACHED], GENERATION["kv_tokens"]),
+    prefill_tokens=(Annotated[int, _PASS], GENERATION["prefill_tokens"]),
+    all_logits=(Annotated[bool, _ALL], GENERATION["all_logits"]),
+    batch=(Annotated[int, _SEQUENCES], GENERATION["batch"]),
     device=(Annotated[str, _ANYWHERE], "cpu"),
 )
 def plan(bundle: Bundle, options: LoadOptions, as_json: Json = False) -> None:

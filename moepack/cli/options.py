@@ -10,13 +10,14 @@ from typing import Annotated
 
 import typer
 
+from moepack.pack.errors import InputError
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.sizes import parse_size
-from moepack.runtime.policies.registry import usages
+from moepack.runtime.policies.registry import completions, usages
 from moepack.server.own_sampling import SamplingFlags
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda, cuda:1 ...")]
 EngineName = Annotated[str, typer.Option("--engine", help="Where experts are quantised: local, or ray for a cluster.")]
 Address = Annotated[str | None, typer.Option("--address", help="The Ray cluster; by default one is started here.")]
@@ -74,11 +75,18 @@ Template = Annotated[
     Path | None, typer.Option("--chat-template", help="A Jinja file that replaces the model's own template.")
 ]
 
+
+def complete_policy(incomplete: str) -> list[tuple[str, str]]:
+    """Return what may follow in a policy's text, each with what it is, for the shell's completion."""
+    return [(text, meaning) for text, meaning in completions(incomplete) if text.startswith(incomplete)]
+
+
 _LOADING: dict[str, object] = {  # field of LoadOptions -> its flag
     "policy": Annotated[
         str | None,
         typer.Option(
             "--policy",
+            autocompletion=complete_policy,
             help=f"{usages(in_budget=False)}; with --device-memory also {usages(in_budget=True)}. By default the best "
             "version, with --device-memory hotness.",
         ),
@@ -161,7 +169,7 @@ _SAMPLING: dict[str, object] = {  # field of SamplingFlags -> its flag
         typer.Option("--min-p", min=0.0, max=1.0, help="Leave out tokens below this share of the best probability."),
     ],
     "repetition": Annotated[float | None, typer.Option("--repetition-penalty", min=0.01, help="Above 1: repeat less.")],
-    "seed": Annotated[int, typer.Option("--seed", help="The seed of sampling.")],
+    "seed": Annotated[int | None, typer.Option("--seed", help="The seed of sampling; chat draws another each time.")],
     "generation_config": GenerationConfig,
 }
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
@@ -175,12 +183,12 @@ def loading(*names: str, **others: object) -> Decorator:
     return _taking("options", LoadOptions, _LOADING, names, others)
 
 
-def sampling(temperature: float) -> Decorator:
+def sampling(temperature: float, seed: int | None = 0) -> Decorator:
     """Decorate a command: the flags of `SamplingFlags` replace its parameter `sampling`.
 
-    `temperature` applies where neither flag nor model names one.
+    `temperature` applies where neither flag nor model names one, `seed` where no flag does; None draws one.
     """
-    made = functools.partial(SamplingFlags, temperature)
+    made = functools.partial(SamplingFlags, temperature, seed=seed)
     return _taking("sampling", made, _SAMPLING, tuple(_SAMPLING), {})
 
 
@@ -211,6 +219,16 @@ def _taking(
         return run
 
     return decorate
+
+
+def counts_of(flag: str, text: str) -> list[int]:
+    """Split a comma-separated list of numbers from 1, of a flag; "0" is none. Raises InputError for anything else."""
+    if text.strip() == "0":
+        return []
+    names = names_of(text)
+    if not names or not all(name.isdecimal() and int(name) for name in names):
+        raise InputError(f"{flag} {text!r}: numbers from 1 with commas between, as 128,512")
+    return [int(name) for name in names]
 
 
 def names_of(text: str) -> list[str]:

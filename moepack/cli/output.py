@@ -28,8 +28,11 @@ def console() -> Console:
 
 def print_json(value: object) -> None:
     """Write a value as JSON to stdout; a dataclass becomes an object of its fields."""
-    value = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-    sys.stdout.write(json.dumps(value, indent=1, default=str) + "\n")
+    sys.stdout.write(json.dumps(value, indent=1, default=_plain) + "\n")
+
+
+def _plain(value: object) -> object:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
 
 
 def show(value: T, as_json: bool, text: str | Callable[[T], object]) -> None:

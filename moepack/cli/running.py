@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,11 +23,16 @@ from .options import (
     System,
     SystemMessages,
     Template,
+    complete_policy,
+    counts_of,
     loading,
     names_of,
     sampling,
 )
-from .output import console, print_json
+from .output import console, print_json, show
+
+if TYPE_CHECKING:
+    from moepack.generation import Session
 
 _PASS = typer.Option("--batch", min=1, help="Windows a forward pass; by default 16, or 1024 tokens in a budget.")
 _HELD = typer.Option(
@@ -115,6 +120,7 @@ def generate(
     """Continue a prompt, or answer a message."""
     from moepack.generation import generate as run
     from moepack.shared.opening import read_template
+    from moepack.spent import line
 
     messages = None
     began = False
@@ -129,14 +135,57 @@ def generate(
             sys.stdout.flush()
             began = True
 
+    facts: dict[str, Any] = {}
+
+    def finished(session: Session) -> None:
+        facts.update(session.spent.facts(session.model))
+
     template = read_template(chat_template)
     try:
-        text = run(path, prompt, options, max_new_tokens, sampling, stop or (), messages, template, tell)
+        text = run(path, prompt, options, max_new_tokens, sampling, stop or (), messages, template, tell, finished)
     finally:
         if began:
             typer.echo()
     if as_json:
-        print_json({"prompt": prompt, "text": text, "policy": options.policy, **peaks()})
+        print_json({"prompt": prompt, "text": text, "policy": options.policy, **facts, **peaks()})
+    else:
+        typer.echo(line(facts), err=True)
+
+
+@loading("dense", "device", "dtype", "profile", "checked")
+def bench(
+    bundle: Model,
+    options: LoadOptions,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Tokens of prompts, as 128,512; 0: none.")] = "512",
+    new: Annotated[str, typer.Option("--new", "-n", help="Tokens to decode, as 32,128; 0: none.")] = "64",
+    context: Annotated[int, typer.Option("--context", min=1, help="Tokens in the cache before decoding.")] = 128,
+    clients: Annotated[str, typer.Option("--clients", help="Sequences at a time, as 1,4.")] = "1",
+    repeat: Annotated[int, typer.Option("--repeat", "-r", min=1, help="How often each is measured.")] = 3,
+    policy: Annotated[
+        list[str] | None, typer.Option("--policy", help="As for generate; repeatable.", autocompletion=complete_policy)
+    ] = None,
+    device_memory: Annotated[
+        list[str] | None, typer.Option("--device-memory", help="A budget, 24GiB or 800MB; repeatable.")
+    ] = None,
+    memory: Annotated[
+        list[str] | None, typer.Option("--memory", help="A limit of the whole process; repeatable.")
+    ] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print rows as CSV on stdout.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure rates of prompts and decoding, for each policy and limit named."""
+    from moepack.reports import bench as measuring
+
+    lengths = measuring.Lengths(
+        counts_of("--prompt", prompt), counts_of("--new", new), context, counts_of("--clients", clients), repeat
+    )
+    with progress(quiet) as reporter:
+        rows = measuring.bench(bundle, policy or (), device_memory or (), memory or (), lengths, options, reporter)
+    if as_csv:
+        typer.echo(measuring.as_csv(rows), nl=False)
+    else:
+        show(rows, as_json, measuring.render)
 
 
 @loading(*_LOADED)
@@ -158,7 +207,7 @@ def profile(
 
 
 @loading(*_LOADED)
-@sampling(temperature=0.7)
+@sampling(temperature=0.7, seed=None)
 def chat(
     path: Annotated[str, typer.Argument(help="A bundle or checkpoint, or a server's http:// address.")],
     options: LoadOptions,
@@ -175,6 +224,7 @@ def chat(
     from moepack.chat import local_model, server, talk
     from moepack.generation import CHAT_TOKENS, PROMPT, Session
     from moepack.shared.opening import read_template
+    from moepack.spent import line
 
     if path.startswith(("http://", "https://")):
         talk(server(path, api_key, max_new_tokens, sampling, stop or ()), system)
@@ -183,6 +233,8 @@ def chat(
         session.chat([{"role": "user", "content": "?"}])  # raises an error of the template before weights are read
         session.load(CHAT_TOKENS, PROMPT)
         talk(local_model(session, max_new_tokens, session.sampling(sampling), stop or ()), system)
+        if session.spent.answers:
+            typer.echo(line(session.spent.facts(session.model)), err=True)
 
 
 @loading(*_LOADED, kv_tokens=(Annotated[int | None, _HELD], None), profile=(Annotated[str | None, _KEPT], None))

@@ -10,7 +10,7 @@ from moepack.pack.errors import InputError
 from moepack.pack.spec import Version, lossless
 from moepack.pipeline.allocate import bundle_costs, expected_losses
 from moepack.runtime.allocation.knapsack import BudgetError, greedy
-from moepack.runtime.planning.sizes import parse_size
+from moepack.runtime.planning.sizes import in_unit, parse_size
 from moepack.runtime.policies.contract import Versions
 from moepack.runtime.policies.maps import static_map
 
@@ -149,7 +149,8 @@ def _fitting(job: ExportJob, target: Target, size: str) -> Versions:
         except BudgetError:
             smallest = made([min(range(len(row)), key=row.__getitem__) for row in sizes])
             least = target.file_bytes(smallest)
-            raise InputError(f"--fit {size}: the smallest that is exported takes {least:,} bytes") from None
+            refusal = f"--fit {size}: the smallest that is exported takes {least:,} bytes"
+            raise InputError(in_unit(refusal, size)) from None
         over = target.file_bytes(found) - budget
         if over <= 0:
             return found.experts

@@ -91,7 +91,7 @@ def pull(
         # A chooser's target may hold dense matrices that an earlier run asked for by name.
         of_dense = _dense(remote, None if chooser else target, dense)
         chooser = chooser or (_fitting(fit, reporter) if fit else None)
-        with Staging(target) as staging, reporter.hub_bars():
+        with Staging(target) as staging:
             chosen = wanted or (chooser(remote, _fetcher(api, remote, staging)) if chooser else remote.versions)
             _pull(api, remote, staging, chosen, of_dense, reporter)
     return target
@@ -156,7 +156,8 @@ def _pull(
     _verify(remote, staging.target, sizes.keys() - missing.keys(), reporter)
     card = {n: remote.sizes[n] for n in CARD if n in remote.sizes and n not in sizes}
     card = {n: size for n, size in card.items() if size <= _CARD_BYTES and not (staging.target / n).exists()}
-    fetch_files(remote.repo, card, remote.commit, local_dir=staging.files, token=api.token)
+    with Reporter().hub_bars():
+        fetch_files(remote.repo, card, remote.commit, local_dir=staging.files, token=api.token)
     staging.publish([*missing, *card], remote.data, {"repo": remote.repo, "commit": remote.commit})
 
 
@@ -182,7 +183,9 @@ def _fetch(api: HfApi, remote: Remote, folder: Path, sizes: Mapping[str, int], r
     if problems:
         raise BundleError(problems)
     reporter.stage("fetch", len(sizes))
-    fetch_files(remote.repo, sizes, remote.commit, reporter.step, local_dir=folder, token=api.token)
+    reporter.step(remote.repo)
+    with reporter.hub_bars():
+        fetch_files(remote.repo, sizes, remote.commit, reporter.step, local_dir=folder, token=api.token)
 
 
 def _verify(remote: Remote, root: Path, names: set[str], reporter: Reporter) -> None:

@@ -23,6 +23,7 @@ from moepack.pipeline.model_card import MeasuredKl, model_card
 from moepack.reports.inspect import plot
 from moepack.reports.verify import verify
 from moepack.shared.progress import Reporter
+from moepack.shared.progress import size as size_text
 
 from .errors import HubError, hub_errors
 from .measured import read_divergences
@@ -152,11 +153,11 @@ def _push(
     if there.manifest != manifest and (there.manifest is not None or there.pushing != manifest):
         old = files_of(api, there.repo, [MANIFEST, *sorted(there.listed - ours.keys() - {*CARD})], commit)
         send("Begin to upload a moepack bundle", {PUSHING: manifest}, list(old))
-    reporter.stage("upload", len(ours))
     held = files_of(api, there.repo, ours, commit)
-    for group in _groups(ours):
-        for name in group:
-            reporter.step(name)
+    groups = list(_groups(ours))
+    reporter.stage("upload", len(groups))
+    for group in groups:
+        reporter.step(f"{len(group)} files, {size_text(sum(ours[name] for name in group))}, from {group[0]} on")
         paths = {name: (bundle.path / name).resolve() for name in group}
         if new := {name: path for name, path in paths.items() if not is_same(held.get(name), path)}:
             send(f"Upload {len(new)} files: {next(iter(new))} ...", new)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from moepack.pack.errors import InputError
+from moepack.runtime.planning.sizes import Size, in_unit
 from moepack.runtime.store.host_limit import available_memory
 
 if TYPE_CHECKING:
@@ -140,6 +141,9 @@ def place(needs: BuildNeeds, batch_size: int, bound: int | None) -> MemoryPlan:
     step, parts = min((peak(needs, how) for how in reversed(places)), key=lambda found: sum(found[1].values()))
     least = sum(parts.values())
     largest = max(parts, key=lambda part: parts[part])
+    if isinstance(bound, Size) and bound.text:
+        refusal = f"--memory {bound.text} cannot be kept: the least is {least} bytes, to {step} ({largest} "
+        raise InputError(in_unit(f"{refusal}{parts[largest]} bytes)", bound))
     raise InputError(
         f"--memory {_size(bound)} cannot be kept: the least is {_size(least, up=True)}, to {step} "
         f"({largest} {_size(parts[largest])})"

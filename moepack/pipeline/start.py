@@ -77,8 +77,11 @@ def start(
 ) -> LayerWalk:
     """Open a walk that calibrates, in `memory` bytes. `keep` saves activations, from which another run can resume."""
     from moepack.calibrate.checkpoint import open_checkpoint
+    from moepack.calibrate.text.documents import check_source
 
     recipe = with_text(recipe)
+    for text in calibration if Path(checkpoint).is_dir() else ():
+        check_source(str(text))  # before transformers is imported
     with reporter.hub_bars():
         opened = open_checkpoint(checkpoint, revision)
 
@@ -113,6 +116,11 @@ def start(
             "mtp": recipe.mtp if keeps_mtp else None,
         },
         fresh,
+        {
+            "checkpoint": opened.name,
+            "text": [Path(source).name for source in sources],
+            **{name: getattr(settings, name) for name in ("samples", "length", "seed", "until", "most")},
+        },
     )
     record = _record(stream, recipe, sources, windows, keeps_mtp)
     record["dense"] = list(dense)

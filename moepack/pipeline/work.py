@@ -20,6 +20,7 @@ from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.writer import LOCK, existing, replace_file, sync
 
 _SETTINGS = "settings.json"
+_BEHIND = "chosen"  # of a stage's settings: what digests among them follow from
 _OBJECT = re.compile(r"[0-9a-f]{64}\.safetensors")
 _REMOVED = "removed-"  # prefix of folders that are being removed
 PROBE = "shared-"  # prefix of files by which machines detect a shared file system
@@ -67,8 +68,11 @@ class WorkDirectory:
             raise TargetError(f"{self.path / _SETTINGS}: cannot be read: use --fresh to start over") from None
         return document if isinstance(document, dict) else {}
 
-    def begin(self, stage: str, wanted: JsonObject, fresh: bool) -> None:
+    def begin(self, stage: str, wanted: JsonObject, fresh: bool, behind: JsonObject | None = None) -> None:
         """Start or resume a stage with these settings. `fresh` discards the stage, and with "calibrate" all others.
+
+        `behind` has what the user chose, by name, where digests in `wanted` follow from it. It may change as long as
+        these do not; where they do, the error names it.
 
         Raises:
             InputError: when finished pieces were made with other settings; names the first difference.
@@ -80,7 +84,9 @@ class WorkDirectory:
                 have.pop(name, None)
                 self._remove(self.path / name)
         # Without a finished piece, old settings do not matter.
-        old = have.get(stage, wanted) if self.holds(stage) else wanted
+        old = dict(have.get(stage, wanted) if self.holds(stage) else wanted)
+        chosen = dict(behind or {})
+        before = old.pop(_BEHIND, chosen)
         for key in sorted(set(old) | set(wanted)):
             was = old.get(key)
             now = wanted.get(key)
@@ -90,12 +96,17 @@ class WorkDirectory:
                     key = f"{key} ({part})"
                     was = was.get(part)
                     now = now.get(part)
+                if other := [name for name in chosen if before.get(name) != chosen[name]]:
+                    key = other[0]
+                    was = before.get(key)
+                    now = chosen[key]
                 raise InputError(
-                    f"{self.path}: holds pieces made with another {key}: {_short(was)}, now {_short(now)}: "
+                    f"{self.path}: holds pieces made with {key} {_short(was)}, now {_short(now)}: "
                     "use the old setting, another --work, or --fresh"
                 )
         (self.path / stage).mkdir(exist_ok=True)
-        replace_file(self.path / _SETTINGS, json.dumps({**have, stage: dict(wanted)}, indent=1).encode())
+        kept = {**wanted, _BEHIND: chosen} if chosen else dict(wanted)
+        replace_file(self.path / _SETTINGS, json.dumps({**have, stage: kept}, indent=1).encode())
 
     def holds(self, stage: str) -> bool:
         """Whether any piece of a stage is finished."""

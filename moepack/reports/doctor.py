@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from moepack.pack.manifest.strict_json import JsonObject
+from moepack.pack.processors import processors
 from moepack.quantize import methods
 from moepack.quantize.methods import installed
 
@@ -112,7 +113,7 @@ def _cpu() -> JsonObject:
     from moepack.pack.codec import exponent_fast
     from moepack.runtime.experts import backends
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = processors()
     exponent_fast.engine()
     native = backends.library()
     if native is None:

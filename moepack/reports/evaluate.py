@@ -10,7 +10,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from moepack.pack.reader import open_bundle
 from moepack.pack.spec import lossless
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 from moepack.shared.memory import peaks
-from moepack.shared.opening import Source, check, load_model, locate
+from moepack.shared.opening import Source, check, load_shown, locate
 from moepack.shared.progress import Reporter
 
 from .intervals import FEW, clustered
@@ -94,21 +94,6 @@ class Evaluation(Scores):
     fixed: Fixed | None = None  # bytes outside the experts, by use; None for a checkpoint
 
 
-def _shown(reporter: Reporter) -> Callable[[int, int], None]:
-    """Make a callback that shows how many bytes of experts are loaded."""
-    shown = -1
-
-    def loaded(done: int, total: int) -> None:
-        nonlocal shown
-        if shown < 0:
-            reporter.inner("MB of experts", total // 10**6)
-            shown = 0
-        reporter.advance(done // 10**6 - shown)
-        shown = done // 10**6
-
-    return loaded
-
-
 def evaluate(
     path: str | Path,
     data: Sequence[str],
@@ -136,20 +121,20 @@ def evaluate(
     reporter = reporter or Reporter()
     if not data:
         raise InputError("no text to evaluate on: name files with --data")
-    with reporter.hub_bars(), contextlib.ExitStack() as stack:
-        source = _checked(path, data, options, trace)
+    with contextlib.ExitStack() as stack:
+        with reporter.hub_bars():
+            source = _checked(path, data, options, trace)
         length = _window(source.path, length)
         batch = 16 if not options.in_budget else max(1, min(16, _TOKENS // length))
         options = options.filled(prefill_tokens=length, all_logits=False, batch=batch)
         batch = options.workload.batch
-        pools = text_windows(source, data, length, samples)
+        with reporter.hub_bars():
+            pools = text_windows(source, data, length, samples)
         reference = None
         if kl:
             reference = _Reference(stack.enter_context(tempfile.TemporaryDirectory(prefix="moepack-")))
             _compare_with(reference, source, options, pools, batch, reporter)
-        reporter.stage("load", 1)
-        reporter.step(Path(path).name)
-        model = load_model(source, options, _shown(reporter))
+        model = load_shown(source, options, reporter)
         serving = getattr(model, "moepack", None)
         if trace is not None and serving is not None:
             serving.trace(trace)
@@ -176,14 +161,14 @@ def _checked(path: str | Path, data: Sequence[str], options: LoadOptions, trace:
     from moepack.calibrate.text.documents import check_source
 
     source = locate(path)
+    for name in data:
+        check_source(name)  # before torch is imported
     check(source, options)
     if trace is not None:
         if not source.is_bundle:
             raise InputError(f"{path}: not a bundle: a trace needs one")
         if trace.is_dir() or not os.access(trace if trace.exists() else trace.parent, os.W_OK):
             raise InputError(f"{trace}: a trace cannot be written there: name a file in an existing folder")
-    for name in data:
-        check_source(name)
     return source
 
 
@@ -220,8 +205,8 @@ def divergences(
         for policy in policies:
             served = replace(options, policy=policy) if isinstance(policy, str) else policy
             check(source, served)
+            model = load_shown(source, served, reporter)
             reporter.stage("evaluate", len(data))
-            model = load_model(source, served)
             batch = served.workload.batch
             with model.moepack:
                 scored = [_score(model, name, pool, batch, _LOGITS, reference, reporter) for name, pool in pools]
@@ -240,12 +225,12 @@ def _compare_with(
     """Fill `reference`: run the bundle's lossless version, without a budget, over all files."""
     if not source.is_bundle:
         raise InputError(f"{source.path}: not a bundle: a divergence needs one, to compare with its lossless version")
-    reporter.stage("reference", len(pools))
     dense = open_bundle(source.path).dense_versions if Path(source.path).is_dir() else ()
     best = LoadOptions(  # the most precise versions; naming one keeps the environment's from being taken
         policy="static", device=options.device, dtype=options.dtype, dense=dense[0].name if dense else None
     )
-    model = load_model(source, best)
+    model = load_shown(source, best, reporter)
+    reporter.stage("reference", len(pools))
     with model.moepack as serving:
         bundle = serving.bundle
         for versions in (bundle.versions, bundle.dense_versions):

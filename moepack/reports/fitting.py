@@ -16,9 +16,9 @@ from moepack.pack.errors import InputError
 from moepack.pack.layer_file import LayerFile
 from moepack.pack.reader import Bundle
 from moepack.runtime.planning.choice import versions_of
-from moepack.runtime.planning.options import LoadOptions
+from moepack.runtime.planning.options import GENERATION, LoadOptions
 
-from .plan import PLANNED, plan
+from .plan import plan
 
 if TYPE_CHECKING:
     from moepack.runtime.policies.contract import Versions
@@ -63,7 +63,7 @@ def fitting(bundle: Bundle, options: LoadOptions) -> Fitting:
         InputError: if the budget is too small (the message names the least), or if the policy's plan measures how fast
             weights are read and the weights are not here.
     """
-    options = options.filled(**PLANNED)
+    options = options.filled(**GENERATION)
     policy = options.parsed_policy()
     if isinstance(bundle, Described) and policy.is_live and policy.options.by_rates:
         needed = ",".join(versions_of(options.policy, bundle, True))

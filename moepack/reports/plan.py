@@ -8,7 +8,6 @@ memory between versions once, so the map may differ by a few experts.
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -17,11 +16,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from moepack.pack.errors import InputError
 from moepack.pack.manifest import CONFIG
 from moepack.pack.manifest.strict_json import JsonObject
+from moepack.pack.processors import processors
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.tables import CalibrationTables, shown_loss
-from moepack.runtime.load import check_options
+from moepack.runtime.load import check_options, meant_device
 from moepack.runtime.planning.options import LoadOptions, Workload
-from moepack.runtime.planning.sizes import parse_size
+from moepack.runtime.planning.sizes import in_unit, parse_size
 from moepack.runtime.profile import profiled
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from .speed import Speed
 
 MOST = 1 << 40
-PLANNED = {"kv_tokens": 576, "batch": 1, "prefill_tokens": 512, "all_logits": False}  # generate: 512 tokens + 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
         InputError: without a budget, or if the policy does not fit the bundle. A small budget gives a `message`.
     """
     if not options.in_budget:
-        raise InputError("a plan needs a memory budget: device_memory or memory, --device-memory or --memory")
+        raise InputError("a plan needs a memory budget: --device-memory or --memory")
     bundle = path if isinstance(path, Bundle) else open_bundle(path)
     check_options(bundle, options)
     bundle = profiled(bundle, options.profile)
@@ -131,7 +130,7 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
     try:
         where = torch.device(options.device)
     except RuntimeError:
-        raise InputError(f"device {options.device}: not a name that torch knows") from None
+        raise InputError(f"device {options.device}: {meant_device(options.device)}torch knows no such name") from None
     bundle.check(CONFIG)
     config = read_config(bundle.path, bundle.manifest)
     workload = options.workload
@@ -161,6 +160,7 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
         message += f" for {asked(workload)} ({fixed})"
         if limit is not None:
             message = limit.too_small(bundle, TooSmallError(message, least)).text
+        message = in_unit(message, options.size)
     facts: JsonObject = dict.fromkeys(
         ("expected_relative_loss", "expected_relative_loss_error", "bytes_per_token", "expected_tokens_per_second")
     )
@@ -189,7 +189,7 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
             facts |= {"bytes_per_token": read + token.experts, "fetched_bytes_per_token": token.fetched}
             facts["bound_by"] = took.bound_by
             if token.moved != 0:
-                moving = while_moving(took, token, found, torch.get_num_threads(), len(os.sched_getaffinity(0)))
+                moving = while_moving(took, token, found, torch.get_num_threads(), processors())
                 facts["moving_tokens_per_second"] = moving.tokens_per_second
     return Planned(
         str(bundle.path),

@@ -9,8 +9,8 @@ from pathlib import Path
 from moepack.pack.errors import InputError, TargetError
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 from moepack.runtime.profile import check_writable, write_profile
-from moepack.shared.opening import check, load_model, locate
-from moepack.shared.progress import Reporter, loading_bar
+from moepack.shared.opening import check, load_shown, locate
+from moepack.shared.progress import Reporter
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,8 @@ def make_profile(
         InputError: if `path` is no bundle, or a text has no full window.
         TargetError: if the profile cannot be written.
     """
+    from moepack.calibrate.text.documents import check_source
+
     from .evaluate import text_windows
 
     reporter = reporter or Reporter()
@@ -43,11 +45,13 @@ def make_profile(
     if not source.is_bundle:
         raise InputError(f"{path}: not a bundle: it has no manifest.json")
     check_writable(output)
+    for name in data:
+        check_source(name)  # before torch is imported
     options = options.filled(prefill_tokens=length, all_logits=False, batch=1)
     check(source, options)
-    with reporter.hub_bars(), loading_bar(str(path)) as report:
+    with reporter.hub_bars():
         pools = text_windows(source, data, length, samples)
-        model = load_model(source, options, report)
+    model = load_shown(source, options, reporter)
 
     import torch
 

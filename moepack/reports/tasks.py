@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from moepack.pack.errors import InputError, MissingExtraError, NotFiniteError
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
-from moepack.shared.opening import check, load_model, locate
+from moepack.shared.opening import check, load_shown, locate
 from moepack.shared.progress import Reporter
 
 from .scoring import products
@@ -77,9 +77,7 @@ def run_tasks(
             manager = TaskManager(include_path=str(folder))  # the harness's own tasks too, which takes ten seconds
         if unknown := [name for name in tasks if not manager.match_tasks([name])]:
             raise InputError(f"lm-eval has no task {', '.join(unknown)}: `lm_eval ls tasks` lists them")
-        reporter.stage("load", 1)
-        reporter.step(Path(path).name)
-        model = load_model(source, options)
+        model = load_shown(source, options, reporter)
         batch = options.workload.batch
         reporter.stage("tasks", len(tasks))
         reporter.step(", ".join(tasks))

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import InputError, MissingExtraError
+from moepack.pack.processors import processors
 from moepack.runtime.planning.options import AUTO
 from moepack.shared.cluster import connect
 
@@ -239,7 +240,7 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
         raise InputError("--profile is for one process: replicas would write one file")
     prepare()
     options = options_of(asked)
-    cpus = max(asked.replicas, os.cpu_count() or 1)
+    cpus = max(asked.replicas, processors())
     ray, started = connect(asked.address, num_cpus=cpus)
     name = f"moepack-{secrets.token_hex(4)}"
     stopped = threading.Event()

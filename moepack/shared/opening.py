@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from moepack.pack.errors import InputError
 from moepack.pack.hub_name import on_hub
 from moepack.pack.manifest import MANIFEST
 from moepack.runtime.planning.options import LoadOptions
 
-if TYPE_CHECKING:
-    pass
+from .progress import Reporter
 
 
 class Source(NamedTuple):
@@ -29,7 +29,12 @@ def locate(path: str | Path) -> Source:
         InputError: if `path` is neither a directory nor on the Hub, or the checkpoint is incomplete.
     """
     if Path(path).exists():
-        return Source(path, (Path(path) / MANIFEST).is_file())
+        is_bundle = (Path(path) / MANIFEST).is_file()
+        if not is_bundle:
+            from moepack.calibrate.checkpoint import check_kind
+
+            check_kind(path)
+        return Source(path, is_bundle)
     name = str(path)
     if on_hub(name, MANIFEST, "config.json") == MANIFEST:
         return Source(name, True)
@@ -74,6 +79,15 @@ def load_model(source: Source, options: LoadOptions, progress: Callable[[int, in
         opened = open_checkpoint(source.path)
         kind = auto_class(opened.config)
         return from_pretrained(kind, opened.path, dtype=options.torch_dtype, device_map=options.device)
+
+
+def load_shown(source: Source, options: LoadOptions, reporter: Reporter) -> Any:
+    """Load as `load_model` does, as a stage that a reporter shows."""
+    reporter.stage("load", 1)
+    reporter.step(Path(source.path).name)
+    fetched = not Path(source.path).exists()
+    with reporter.hub_bars() if fetched else contextlib.nullcontext():
+        return load_model(source, options, reporter.bytes)
 
 
 def read_template(file: Path | None) -> str | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from typing import TypeVar
 import numpy as np
 
 from ..errors import CodecError
+from ..processors import processors
 from ..trials import best_level
 from . import exponent
 from .bits import Bf16Bits, Buffer, Codes, Words
@@ -66,12 +66,12 @@ def engine_name() -> str:
 
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="moepack-codec")
+    return ThreadPoolExecutor(processors(), thread_name_prefix="moepack-codec")
 
 
 def _shares(tiles: int, threads: int | None) -> list[tuple[int, int]]:
     """Ranges of tiles, one a thread."""
-    count = max(1, min(threads or len(os.sched_getaffinity(0)), tiles // _SHARE))
+    count = max(1, min(threads or processors(), tiles // _SHARE))
     edges = [tiles * i // count for i in range(count + 1)]
     return list(itertools.pairwise(edges))
 

@@ -180,4 +180,6 @@ def _router_of(model: Any, layer: ExpertLayer, reads_logits: bool = False) -> Ro
 
 
 def _refused(where: str, why: str) -> InputError:
-    return InputError(f"{where} {why}: the policy asks every layer's router: name prefetch=no, or another policy")
+    return InputError(
+        f"the next layer cannot be predicted: {where} {why}: give the policy the option prefetch=no, or name another"
+    )

@@ -10,6 +10,8 @@ import torch
 
 from moepack.pack.errors import InputError
 
+from .sizes import in_unit
+
 
 class BudgetExceeded(InputError, torch.OutOfMemoryError):
     """A request needs more memory than the budget has. A smaller batch or fewer tokens may fit."""
@@ -28,6 +30,10 @@ class TooSmallError(BudgetExceeded):
     def __init__(self, text: str, least: int) -> None:
         self.least = least
         super().__init__(text)
+
+    def like(self, size: str | int | None) -> TooSmallError:
+        """Return the error with its sizes in the unit of the user's own."""
+        return TooSmallError(in_unit(self.text, size), self.least)
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.text, self.least)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 METHOD = "moepack"  # the name of the quantisation method in transformers
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 # Environment variables
 POLICY = "MOEPACK_POLICY"
 DENSE = "MOEPACK_DENSE"
@@ -27,6 +28,8 @@ MEMORY = "MOEPACK_MEMORY"
 CHECKED = "MOEPACK_CHECKED"
 AUTO = "auto"  # the memory limit that follows from what the control group and the system have left
 WORKLOAD = ("kv_tokens", "batch", "prefill_tokens", "all_logits")
+# The workload of `moepack plan`: `moepack generate` with a prompt of 512 tokens and 64 new ones.
+GENERATION: dict[str, Any] = {"kv_tokens": 576, "batch": 1, "prefill_tokens": 512, "all_logits": False}
 SERVED = (
     "policy",
     "dense",
@@ -150,12 +153,19 @@ class LoadOptions:
         parse_policy(self.policy)
         _ = self.workload
         if isinstance(self.dtype, str) and self.dtype not in DTYPES:
-            raise InputError(f"dtype {self.dtype!r} is unknown: {', '.join(DTYPES)}")
+            meant = SHORT.get(self.dtype.lower())
+            guess = f"did you mean {meant}? " if meant else ""
+            raise InputError(f"dtype {self.dtype!r} is unknown: {guess}there are {', '.join(DTYPES)}")
 
     @property
     def budget(self) -> int | None:
         """The budget in bytes that `device_memory` sets; `None` without one, or if only `memory` sets one."""
         return parse_size(self.device_memory)
+
+    @property
+    def size(self) -> int | str | None:
+        """The budget or limit as the user wrote it."""
+        return self.device_memory if self.device_memory is not None else self.memory
 
     @property
     def in_budget(self) -> bool:

@@ -7,6 +7,7 @@ events that it needs, and receives these.
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -319,11 +320,18 @@ class Entry:
     # a budget); raises BudgetError if these bytes do not suffice
     versions: Callable[[Bundle, Any, int | None], Versions] | None = None
     make: Callable[[Setting, Any], LivePolicy] | None = None  # makes the policy for a setting and the parsed options
+    keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # options, and the words that each may be
 
 
 def live_entry(name: str, options: type[LiveOptions], make: Callable[[Setting, Any], LivePolicy]) -> Entry:
     """Return the entry of a policy that changes placements in a budget, and whose options are written as KEY=VALUE."""
-    return Entry(name, f"{name}[:KEY=VALUE,...]", lambda text: read_options(options, text), True, make=make)
+    usage = f"{name}[:KEY=VALUE,...]"
+    return Entry(name, usage, lambda text: read_options(options, text), True, make=make, keys=keys_of(options))
+
+
+def keys_of(options: type[LiveOptions]) -> dict[str, tuple[str, ...]]:
+    """Return the names of a policy's options, and the words that each may be."""
+    return {f.name: options.CHOICES.get(f.name, ()) for f in fields(options)}
 
 
 # Seconds. By items instead, a decision over six layers let others run twenty times: beside eight passes on two cores a
@@ -355,9 +363,13 @@ def read_options(kind: type[Options], text: str) -> Options:
     known: dict[str, Any] = {f.name: type(f.default) for f in fields(kind)}
     values: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
-        key, _, value = part.partition("=")
+        key, equals, value = part.partition("=")
         if key not in known:
-            raise InputError(f"option {key!r} is unknown: there are {', '.join(known)}")
+            near = difflib.get_close_matches(key, known, n=1)
+            guess = f"did you mean {near[0]}=? " if near else ""
+            raise InputError(f"option {key!r} is unknown: {guess}there are {', '.join(known)}")
+        if not equals:
+            raise InputError(f"option {key} has no value: write {key}=...")
         try:
             values[key] = known[key](value)
         except ValueError:

@@ -29,6 +29,7 @@ from .contract import (
     Wanted,
     device_ladders,
     in_turns,
+    keys_of,
     read_options,
 )
 from .contract import Ladder as Ladders
@@ -247,4 +248,4 @@ def _parse(text: str) -> HotnessOptions:
     return read_options(HotnessOptions, f"rate=0,{text}" if on_demand else text)
 
 
-ENTRY = Entry("hotness", "hotness[:KEY=VALUE,...]", _parse, needs_budget=True, make=_make)
+ENTRY = Entry("hotness", "hotness[:KEY=VALUE,...]", _parse, needs_budget=True, make=_make, keys=keys_of(HotnessOptions))

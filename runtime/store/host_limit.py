@@ -10,8 +10,8 @@ import resource
 from pathlib import Path
 from typing import Any
 
-CGROUPS = Path("/sys/fs/cgroup")
-PROCESS = Path("/proc/self/cgroup")
+from moepack.pack.processors import CGROUPS, PROCESS, groups
+
 MARGIN = 16  # 1/16 of memory, at least 1 GiB, stays free: pinned pages are never swapped
 # What stays free in a control group under `auto`: 1/64 of its limit, at least 32 MiB. The group counts what the kernel
 # keeps for its processes and files, and cache that is being read.
@@ -70,7 +70,7 @@ def resident() -> tuple[int, int]:
 
 def group_peak(root: Path = CGROUPS, process: Path = PROCESS) -> int | None:
     """Return the most bytes that the process's control group has taken, page cache included; `None` if unreadable."""
-    for group in sorted(_groups(root, process), key=lambda found: -len(found.parts)):
+    for group in sorted(groups(root, process, "memory"), key=lambda found: -len(found.parts)):
         if (peak := _number(group, "memory.peak", "memory.max_usage_in_bytes")) is not None:
             return peak
     return None
@@ -91,27 +91,12 @@ def cgroup_room(root: Path, process: Path) -> int | None:
 def _limits(root: Path, process: Path) -> list[tuple[int, int]]:
     """Return the limit of each control group that has one, and the bytes that it has left."""
     found = []
-    for group in _groups(root, process):
+    for group in groups(root, process, "memory"):
         most = _number(group, "memory.max", "memory.limit_in_bytes")
         taken = _number(group, "memory.current", "memory.usage_in_bytes")
         if most is not None and taken is not None and most < 1 << 60:  # version 1 writes no limit as a huge number
             found.append((most, max(0, most - max(0, taken - _reclaimable(group)))))
     return found
-
-
-def _groups(root: Path, process: Path) -> list[Path]:
-    try:
-        lines = process.read_text().splitlines()
-    except OSError:
-        lines = []
-    found = {root, root / "memory"}  # a container's own group is mounted there
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        base = root if not controllers else root / "memory"
-        if not controllers or "memory" in controllers.split(","):
-            group = base / path.lstrip("/")
-            found.update(p for p in (group, *group.parents) if p.is_relative_to(base))
-    return sorted(found)
 
 
 def _number(group: Path, *names: str) -> int | None:

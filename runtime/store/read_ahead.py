@@ -6,12 +6,13 @@ The loader takes one extent at a time, and waits only if the disk is slower than
 from __future__ import annotations
 
 import collections
-import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
+
+from moepack.pack.processors import processors
 
 READERS = 4  # the most threads: enough for a disk's queue; a core digests 0.5 to 2 GB/s
 RUN = 4 << 20  # bytes that a thread reads before handing them over: handing over single small extents costs too much
@@ -128,4 +129,4 @@ class ReadAhead:
 
 def readers() -> int:
     """Return the default number of threads that read."""
-    return min(READERS, len(os.sched_getaffinity(0)))
+    return min(READERS, processors())

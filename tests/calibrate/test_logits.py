@@ -93,7 +93,7 @@ def test_a_table_in_some_layers_alone_is_refused(weighed: tuple[Bundle, Path], t
 
 def test_what_cannot_be_weighed_is_refused(weighed: tuple[Bundle, Path], short_model: Path, text: Path) -> None:
     _, work = weighed
-    with pytest.raises(InputError, match="logits takes a pass that --memory does not count"):
+    with pytest.raises(InputError, match="logits takes a pass that memory does not count"):
         pipeline.build(short_model, work.parent / "b", parse_recipe(RECIPE, "r"), [text], memory=1 << 40)
     (work / "calibrate" / "rest" / PROBE).unlink()
     with pytest.raises(InputError, match="was calibrated before losses were weighed by logits"):

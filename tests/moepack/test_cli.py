@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -14,12 +15,12 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from support import cli, edit_tensors, flip, refused
+from support import ROOT, cli, edit_tensors, flip, ok, refused
 
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
 from moepack.reports.doctor import triton_fails
-from moepack.runtime.planning.sizes import parse_size
+from moepack.runtime.planning.sizes import in_unit, parse_size
 
 RECIPE = "quantize: {method: rtn, loss_tokens: 64}\ncalibration: {samples: 2, length: 64}\nversions: [bf16, w2]\n"
 
@@ -99,7 +100,7 @@ def test_reports_go_to_stdout_and_progress_to_stderr(
         (("plan", bundle, "--device-memory", "40MB"), ("at bf16", "least that would do"), ""),
         (("eval", bundle, "-d", evaluation, *few), ("perplexity",), "evaluate"),
         (("build", *building, "--dry-run"), ("bundle, bytes",), "dry run"),
-        (("generate", bundle, "-p", "The history", "--max-new-tokens", "2"), ("The history",), ""),
+        (("generate", bundle, "-p", "The history", "--max-new-tokens", "2"), ("The history",), "first token after"),
     ):
         code, out, err = cli(*command)
         assert code == 0 and all(word in out for word in words), (command, out, err)
@@ -129,6 +130,24 @@ def test_doctor_asks_triton_itself() -> None:
     pytest.importorskip("triton")
     why = triton_fails()
     assert why is None if torch.cuda.is_available() else why and "active drivers" in why
+
+
+def test_errors_have_sizes_in_the_users_unit() -> None:
+    """Rounded up, so that they suffice, and down where they are the most."""
+    text = "20000000 bytes are too few: the least is 1,073,741,825 bytes for 2048 cached tokens; at most 1999 bytes"
+    for like, expected in (
+        ("1MB", "20MB are too few: the least is 1073.75MB for 2048 cached tokens; at most 0.00199MB"),
+        ("0.5 GiB", "0.0187GiB are too few: the least is 1.01GiB for 2048 cached tokens; at most 0.00000186GiB"),
+        (parse_size("3g"), "0.02g are too few: the least is 1.08g for 2048 cached tokens; at most 0.00000199g"),
+    ):
+        assert in_unit(text, like) == expected
+    for like in (None, "4096", 4096, "auto"):
+        assert in_unit(text, like) == text
+    assert (
+        in_unit("/data/20000000/b: kv 1234567, 1 of 20000000-3", "1MB")
+        == "/data/20000000/b: kv 1.24MB, 1 of 20000000-3"
+    )
+    assert pickle.loads(pickle.dumps(parse_size("3g"))).text == "3g"
 
 
 def test_sizes() -> None:
@@ -253,18 +272,21 @@ def test_bad_recipes_and_text(demo_model: Path, recipe: Path, text: Path, tmp_pa
 
 def test_bad_options(bundle: Path, demo_model: Path, evaluation: Path, tmp_path: Path) -> None:
     evaluate = ("eval", bundle, "-d", evaluation, "-q", "--length", "32", "--samples", "1")
-    refused(cli(*evaluate, "--device-memory", "1MB"), "a budget of 1000000 bytes", "the least that would do is")
+    refused(cli(*evaluate, "--device-memory", "1MB"), "a budget of 1MB ", "the least that would do is ", "MB")
     static = ("--policy", "static:w2", "--device-memory", "3MB")
-    refused(cli(*evaluate, *static), "needs", "the budget is 3000000")
-    refused(cli(*evaluate, *static, "--kv-tokens", "1000", "--batch", "3"), "kv 3072000")
+    refused(cli(*evaluate, *static), "needs", "the budget is 3MB")
+    refused(cli(*evaluate, *static, "--kv-tokens", "1000", "--batch", "3"), "kv 3.08MB")
     refused(cli("eval", tmp_path / "absent", "-d", evaluation, "-q"), "absent")
     refused(cli("plan", bundle, "--device-memory", "lots"), "size 'lots'")
     refused(cli("plan", bundle), "--device-memory or --memory")
-    refused(cli("plan", bundle, "--memory", "5MB"), "a memory limit of 5000000 bytes", "the least that would do is")
+    refused(cli("plan", bundle, "--memory", "5MB"), "a memory limit of 5MB is", "the least that would do is")
     refused(cli("serve", bundle, "--replicas", "2", "--memory", "auto"), "--memory auto is for one process")
     refused(cli("eval", demo_model, "-d", evaluation, "--memory", "1GB"), "not a bundle")
     refused(cli("plan", bundle, "--device-memory", "1GB", "--device", "warp"), "device warp")
     refused(cli("plan", demo_model, "--device-memory", "1GB"), "not a bundle")
+    refused(cli("bench", demo_model), "not a bundle")
+    refused(cli("bench", bundle, "--prompt", "12,x"), "--prompt '12,x'", "128,512")
+    refused(cli("bench", bundle, "--prompt", "0", "--new", "0"), "nothing to measure")
     refused(cli("inspect", demo_model), "not a bundle")
     refused(cli("inspect", bundle, "--plot", tmp_path / "losses.txt"), "losses.txt", ".png")
     before = cli("build", demo_model, "-o", tmp_path / "b", "-q", "-c", evaluation, "--engine", "steam")
@@ -277,12 +299,147 @@ def test_bad_options(bundle: Path, demo_model: Path, evaluation: Path, tmp_path:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--policy", "w2"), ("'w2' is unknown: did you mean static:w2?",)),
+        (("--policy", "hotnes"), ("did you mean hotness?",)),
+        (("--policy", "hotness:hi"), ("option hi has no value: write hi=...",)),
+        (("--policy", "lru;prefetch=yes"), ("did you mean lru:prefetch=yes?",)),
+        (("--policy", "hotness,hi=bf16"), ("did you mean hotness:hi=bf16?",)),
+        (("--policy", "hotness:high=bf16"), ("option 'high' is unknown: did you mean hi=?",)),
+        (("--policy", "hotness"), ("policy hotness: needs a memory budget: --device-memory",)),
+        (("--device", "gpu"), ("device gpu: did you mean cuda?",)),
+        (("--dtype", "bf16"), ("dtype 'bf16' is unknown: did you mean bfloat16?",)),
+        (("--max-tpot", "soon"), ("--max-tpot 'soon'",)),
+        (("--device-memory", "0.001GiB"), ("a budget of 0.001GiB", "the least that would do is 0.0", "GiB")),
+        (("-p", "caf\udce9"), ("the prompt is not text in UTF-8",)),
+    ],
+    ids=lambda value: " ".join(value).encode("ascii", "replace").decode()[:40],
+)
+def test_options_that_are_meant_otherwise(bundle: Path, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    refused(cli("generate", bundle, "-p", "The", *arguments), *words)
+
+
+def test_what_is_no_checkpoint_is_named(bundle: Path, demo_model: Path, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "ggufs").mkdir()
+    gguf = tmp_path / "ggufs" / "model-Q4_K_M.GGUF"
+    gguf.write_bytes(b"GGUF")
+    gguf.with_suffix(".gguf").write_bytes(b"GGUF")
+    (tmp_path / "weights.bin").write_bytes(b"")
+    other = "give the checkpoint that it was made from"
+    for model, words in (
+        (gguf, ("is a GGUF file", other)),
+        (gguf.parent, ("holds GGUF files, as model-Q4_K_M", other)),
+        ("someone/Model-30B-GGUF", ("a repository of GGUF files", other)),
+        (tmp_path / "weights.bin", ("is a file: give the directory that holds it",)),
+        (bundle, ("is a bundle, not a checkpoint", other)),
+    ):
+        out = ("-o", tmp_path / "b", "-q")
+        refused(cli("build", model, *out, "-c", text), str(model), *words)
+        refused(cli("build", model, *out, "-c", text, "--dry-run"), str(model), *words)
+        refused(cli("verify", bundle, "--checkpoint", model, "-q"), str(model), *words)
+        if model not in (bundle, "someone/Model-30B-GGUF"):
+            refused(cli("generate", model, "-p", "The"), str(model), *words)
+
+
+def test_a_dry_run_names_a_missing_shard(checkpoint: Path, recipe: Path, text: Path, tmp_path: Path) -> None:
+    shard(checkpoint)
+    (checkpoint / "model-1.safetensors").unlink()
+    said = ok(cli("build", checkpoint, "-o", tmp_path / "b", "-r", recipe, "-c", text, "-q", "--dry-run", "--json"))
+    assert "of 2 files of weights 1 are missing, as model-1.safetensors" in said
+
+
+def test_a_terminal_that_shows_ascii_alone(bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "caf\u00e9").symlink_to(bundle)
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
+    for command, word in (("inspect", b"bits/weight"), ("verify", b": good")):
+        run = [sys.executable, "-m", "moepack", command, str(tmp_path / "caf\u00e9")]
+        shown = subprocess.run(run, capture_output=True, env=environment, check=True)
+        assert word in shown.stdout and b"Traceback" not in shown.stderr
+        assert command == "verify" or shown.stdout.isascii(), "the library of command lines writes UTF-8 by itself"
+
+
+def test_what_needs_no_torch_does_not_import_it(bundle: Path, demo_model: Path, tmp_path: Path) -> None:
+    """Importing torch and transformers takes seconds; they are hidden here, so that an import would be an error."""
+    hidden = (
+        "import sys; sys.modules |= {'torch': None, 'transformers': None}; from moepack.cli import main; "
+        "sys.argv[0] = 'moepack'; main()"
+    )
+    absent = str(tmp_path / "absent.txt")
+    for arguments, word in (
+        (("eval", bundle, "-d", absent), "no such file"),
+        (("profile", bundle, absent, "-o", tmp_path / "p.json"), "no such file"),
+        (("build", demo_model, "-o", tmp_path / "b", "-c", absent), "no such file"),
+        (("shrink", bundle, "-o", tmp_path / "s", "--versions", "w9"), "no version 'w9'"),
+        (("pull", "someone/model", "-o", tmp_path / "p", "--versions", "w77"), "version 'w77' is unknown"),
+        (("push", tmp_path / "absent", "someone/model"), "no such directory"),
+        (("bench", bundle, "--prompt", "x"), "--prompt 'x'"),
+        (("generate", tmp_path / "model.gguf", "-p", "The"), "model.gguf"),
+    ):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+        run = [sys.executable, "-c", hidden, *map(str, arguments)]
+        out = subprocess.run(run, capture_output=True, text=True, env=environment, check=False)
+        assert out.returncode == 2 and word in out.stderr and out.stderr.startswith("moepack: "), (arguments, out)
+
+
+@pytest.mark.parametrize(
+    ("incomplete", "expected"),
+    [
+        ("hot", ["hotness"]),
+        ("static:al", ["static:allocation"]),
+        ("hotness:pref", ["hotness:prefetch="]),
+        ("hotness:hi=bf", ["hotness:hi=bf16"]),
+        ("hotness:hi=bf16,prefetch=", ["hotness:hi=bf16,prefetch=yes", "hotness:hi=bf16,prefetch=no"]),
+        ("nonesuch:", []),
+    ],
+)
+def test_policies_and_their_options_are_completed(incomplete: str, expected: list[str]) -> None:
+    """By the shell's protocol of typer, in a process as a shell starts it."""
+    words = f"moepack generate bundle --policy {incomplete}"
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), "_MOEPACK_COMPLETE": "complete_fish",
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args", "_TYPER_COMPLETE_ARGS": words,
+    }  # fmt: skip
+    code = "import sys; sys.argv = ['moepack']; from moepack.cli import main; main()"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert [line.partition("\t")[0] for line in out.stdout.splitlines() if line.strip()] == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (("build",), "with --work DIRECTORY"),
+        (("build", "--work", "w"), "behind the last finished layer"),
+        (("pull",), "fetches what is not here yet"),
+        (("eval",), "nothing was kept"),
+    ],
+)
+def test_an_interrupted_command_says_how_it_goes_on(
+    command: tuple[str, ...], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    named = {
+        "build": "moepack.pipeline.build.build",
+        "pull": "moepack.hub.pull",
+        "eval": "moepack.reports.evaluate.evaluate",
+    }
+    monkeypatch.setattr(named[command[0]], stopped)
+    arguments = ("owner/model", *(() if command[0] == "eval" else ("-o", "b")))
+    code, out, err = cli(command[0], *arguments, *command[1:])
+    assert code == 130 and out == "" and err.startswith("moepack: interrupted: ") and words in err
+    assert err.count("\n") == 1
+
+
 def test_what_is_wrong_is_said_before_a_model_is_loaded(
     bundle: Path, demo_model: Path, evaluation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from moepack.reports import evaluate
 
-    monkeypatch.setattr(evaluate, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(evaluate, "load_shown", lambda *_, **__: pytest.fail("a model was loaded"))
     (tmp_path / "short.txt").write_text("not much")
     (tmp_path / "rows.jsonl").write_text('{"words": "and no text"}\n')
     for model in (bundle, demo_model):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gpu_stand_in import install
-from support import cli, ok
+from support import ROOT, cli, ok
 
 import moepack
 from moepack.calibrate.text.windows import load_tokenizer
@@ -48,7 +50,7 @@ def test_a_chat_goes_on_from_its_cache_and_answers_the_same(bundle: Path) -> Non
                     session._cache = None
                 return here(messages, tell)
 
-            lines = ["one and two", "", "three", "/reset", "one and two", "/quit", "never"]
+            lines = ["one and two", "", "three", "/help", "/nonesuch", "/reset", "one and two", "/exit", "never"]
             talk(answer, lines=lines, tell=told.append)
             return "".join(told).split("\n"), sum(read)
 
@@ -117,7 +119,7 @@ def test_a_prompt_longer_than_a_chunk_in_a_budget(bundle: Path) -> None:
 
 
 def test_what_cannot_chat_says_so(bundle: Path) -> None:
-    with pytest.raises(InputError, match="no chat template: give one with --chat-template"):
+    with pytest.raises(InputError, match="no chat template: give one with chat_template"):
         generate(bundle, "hi", messages=[{"role": "user", "content": "hi"}])
     with pytest.raises(InputError, match=r"does not take this chat: .*no system"):
         generate(
@@ -132,8 +134,18 @@ def test_the_commands(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE)
-    text = ok(cli("generate", bundle, "--prompt", "The history of", "--max-new-tokens", "4"))
-    assert text.startswith("The history of") and text.endswith("\n")
+    code, text, err = cli("generate", bundle, "--prompt", "The history of", "--max-new-tokens", "4")
+    assert code == 0 and text.startswith("The history of") and text.endswith("\n")
+    rates = re.fullmatch(
+        r"prompt (\d+) tokens at [\d,.]+/s; first token after [\d.]+ s; answer 4 tokens at [\d,.]+/s; "
+        r"experts 100% bf16; peak [\d.]+ MB of weights and caches; [\d.]+ [MG]B of the process",
+        err.splitlines()[-1],
+    )
+    assert rates is not None, err
+    facts = json.loads(ok(cli("generate", bundle, "--prompt", "The history of", "--max-new-tokens", "4", "--json")))
+    assert facts["prompt_tokens"] == int(rates[1]) and facts["new_tokens"] == 4 and facts["experts"] == {"bf16": 64}
+    assert facts["tokens_per_second"] > 0 and facts["prompt_tokens_per_second"] > 0
+    assert facts["first_token_seconds"] * facts["prompt_tokens_per_second"] == pytest.approx(facts["prompt_tokens"])
     options = ("--chat-template", template, "--max-new-tokens", "4")
     answer = ok(cli("generate", bundle, "-p", "hi", "--chat", *options))
     own = GenerationConfig(temperature=0.9, top_k=3)
@@ -144,7 +156,22 @@ def test_the_commands(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert "moepack: sampling by generation_config.json: temperature 0.9, top_k 3\n" in drawn[2]
         assert ok(drawn) == ok(cli(*chat, "--temperature", "0.9", "--top-k", "3"))
         assert ok(cli(*chat, "--generation-config", "none")) == answer
-    assert ok(cli("chat", bundle, *options, "--temperature", "0", stdin="hi\n")) == answer
+    code, said, err = cli("chat", bundle, *options, "--temperature", "0", stdin="hi\n/nonesuch\n/exit\nnever\n")
+    assert code == 0 and said == answer and "/nonesuch: there is no such command. /reset" in err
+    assert "; answer 4 tokens at " in err.splitlines()[-1], "of the one answer"
+    hot = ("--temperature", "2", "--max-new-tokens", "24")
+    same, *others = (
+        ok(cli("chat", bundle, *options[:2], *hot, stdin="hi\n/reset\nhi\n")).split("\n", 1)[0] for _ in "12"
+    )
+    assert [same] != others, "another seed each time"
+
+
+def test_the_example_model_can_be_chatted_with(demo_model: Path) -> None:
+    """From a clone: `moepack chat examples/mini-qwen3-moe`."""
+    example = ROOT / "examples" / demo_model.name
+    with Session(example) as session:
+        ids = session.chat([{"role": "system", "content": "Be short."}, {"role": "user", "content": "hi"}])
+        assert session.tokenizer.decode(ids) == "System: Be short.\nUser: hi\nAssistant:"
 
 
 def test_a_chat_with_a_server(bundle: Path) -> None:

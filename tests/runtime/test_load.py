@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,10 @@ from transformers.quantizers.base import HfQuantizer
 
 import moepack
 from benchmarks import resources
-from moepack.pack.errors import BundleError, InputError
+from moepack.pack.errors import BundleError, InputError, naming_flags
 from moepack.pack.reader import open_bundle
 from moepack.runtime.attach import load_map
+from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.plugin import MoepackQuantizer
 from moepack.runtime.policies.maps import static_map
 from moepack.runtime.policies.registry import parse_policy
@@ -182,7 +185,7 @@ def test_an_amd_gpu_without_kernels_is_refused_by_name(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.version, "hip", "7.14")
     asked = SimpleNamespace(gcnArchName="gfx1100")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: asked)
-    with pytest.raises(InputError, match=r"device cuda: .* shared memory than gfx1100 has: serve with --device cpu"):
+    with pytest.raises(InputError, match=r"device cuda: .* shared memory than gfx1100 has: serve with device cpu"):
         load._check_kernels("cuda")
     load._check_kernels("cpu")
     asked.gcnArchName = "gfx942:sramecc+:xnack-"
@@ -194,3 +197,26 @@ def test_an_amd_gpu_without_kernels_is_refused_by_name(monkeypatch: pytest.Monke
         assert max(taken) > resources.ROCMS_SHARED << 10, f"{name} may be served"
     with pytest.raises(OSError, match="for ROCm, whose runtime is not loaded"):
         cudart.Cudart(0)
+
+
+def test_the_package_shows_its_names_and_a_served_model_says_what_it_is(bundle: Path) -> None:
+    assert set(moepack.__all__) <= set(dir(moepack)) and {"load", "build", "open"} <= set(dir(moepack))
+    taken = inspect.signature(moepack.load).parameters
+    assert {field.name for field in fields(LoadOptions)} <= set(taken), "every option by its name"
+    assert all(parameter.annotation is not parameter.empty for parameter in taken.values())
+    model = moepack.load(bundle, policy="static:w4", device_memory=40_000_000)
+    used = f"{model.moepack.resident_bytes():,}"
+    assert repr(model.moepack) == (
+        f"<moepack {bundle}: policy static:w4; {used} bytes of a budget of 40,000,000; experts: 64 w4>"
+    )
+    with moepack.load(bundle).moepack as serving:
+        assert "bytes without a budget; experts: 64 bf16>" in repr(serving)
+
+
+def test_errors_name_arguments_in_python_and_flags_on_a_command_line(bundle: Path) -> None:
+    with pytest.raises(InputError, match=r"policy hotness: needs a memory budget: device_memory$") as error:
+        moepack.load(bundle, policy="hotness")
+    with naming_flags():
+        assert str(error.value).endswith("needs a memory budget: --device-memory")
+    both = InputError("a--b: name another --work-dir, or run moepack quantize --fresh --all (--quiet)")
+    assert str(both) == "a--b: name another work_dir, or run moepack quantize --fresh --all (quiet)"

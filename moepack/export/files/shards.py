@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from moepack.pack.errors import InputError
 from moepack.pack.manifest import DENSE, DENSE_INDEX
+from moepack.pack.processors import processors
 from moepack.pack.safetensors_file import DTYPES, make_header
 
 from .filled import FilledFile
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Entries = dict[str, tuple[str, tuple[int, ...]]]  # names to dtypes, as safetensors calls them, and shapes
-WORKERS = min(4, len(os.sched_getaffinity(0)) + 1)  # one may wait for the disk; each holds an expert
+WORKERS = min(4, processors() + 1)  # one may wait for the disk; each holds an expert
 AHEAD = 4  # calls that wait for the disk: as many times filled.SYNC are not on it
 METADATA = {"format": "pt"}  # of every file of safetensors
 

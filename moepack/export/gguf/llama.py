@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moepack.pack.errors import InputError
+from moepack.pack.processors import processors
 from moepack.shared.progress import Reporter
 
 MIXES = {
@@ -96,7 +97,7 @@ class Llama:
         `target` is the file, or the beginning of the files' names. Raises InputError in llama.cpp's words; OSError
         where it could not write, or was ended from without: after that it may go well another time.
         """
-        threads = len(os.sched_getaffinity(0))
+        threads = processors()
         command = [sys.executable, "-c", _CODE, str(source), str(target), str(MIXES[mix]), str(threads)]
         path = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         said = [""]

@@ -67,14 +67,14 @@ def test_changed_settings_are_refused_by_name(short_model: Path, text: Path, eva
     pipeline.calibrate(short_model, work, parse_recipe(RTN, "test"), [text])
     pipeline.quantize(work)
     for change, name in (
-        (("length: 64", "length: 32"), "calibration tokens"),
-        (("batch_size: 2", "batch_size: 4"), "batch_size"),
-        (("rtn", "hqq"), "method"),
-        (("loss_tokens: 64", "loss_tokens: 65"), "loss_tokens"),
+        (("length: 64", "length: 32"), "length 64, now 32: use the old setting"),
+        (("batch_size: 2", "batch_size: 4"), "batch_size 2, now 4"),
+        (("rtn", "hqq"), 'method "rtn", now "hqq"'),
+        (("loss_tokens: 64", "loss_tokens: 65"), "loss_tokens 64, now 65"),
     ):
-        with pytest.raises(InputError, match=f"another {name}"):
+        with pytest.raises(InputError, match=f"made with {name}"):
             pipeline.build(short_model, tmp_path / "b", parse_recipe(RTN.replace(*change), "t"), [text], work=work)
-    with pytest.raises(InputError, match="another calibration tokens"):
+    with pytest.raises(InputError, match=r'made with text \["calibration.jsonl"\], now \["evaluation.jsonl"\]'):
         pipeline.build(short_model, tmp_path / "b", parse_recipe(RTN, "t"), [evaluation], work=work)
     other = parse_recipe(RTN.replace("rtn", "hqq"), "t")
     pipeline.build(short_model, tmp_path / "b", other, [text], work=work, fresh=True)

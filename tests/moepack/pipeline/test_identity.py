@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shutil
 import threading
@@ -23,6 +24,7 @@ from moepack.pipeline import run
 from moepack.pipeline.executors import local
 from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.run import LayerWalk
+from moepack.pipeline.work import WorkDirectory
 from moepack.quantize import expert_batch, losses
 
 RECIPE = parse_recipe(RTN, "test")
@@ -82,7 +84,7 @@ def test_two_fine_tunes_do_not_mix(checkpoint: Path, text: Path, tmp_path: Path)
     work = tmp_path / "work"
     pipeline.calibrate(checkpoint, work, RECIPE, [text])
     tuned(checkpoint)
-    with pytest.raises(InputError, match=r"another checkpoint \(model.safetensors\)"):
+    with pytest.raises(InputError, match=r"made with checkpoint \(model.safetensors\)"):
         pipeline.build(checkpoint, tmp_path / "b", RECIPE, [text], work=work)
     with pytest.raises(InputError, match=r"model.safetensors is not what .* was calibrated with"):
         pipeline.quantize(work)
@@ -92,7 +94,7 @@ def test_two_fine_tunes_do_not_mix(checkpoint: Path, text: Path, tmp_path: Path)
 
 
 def test_a_revision_is_for_the_hub(checkpoint: Path) -> None:
-    with pytest.raises(InputError, match="--revision is for a model on the Hub"):
+    with pytest.raises(InputError, match="revision is for a model on the Hub"):
         open_checkpoint(checkpoint, "main")
 
 
@@ -230,5 +232,28 @@ def test_losses_of_two_estimates_are_not_mixed(
         pipeline.build(short_model, tmp_path / "b", recipe, [text], work=tmp_path / "w")
     assert addresses[0] != addresses[1] == addresses[2]
     monkeypatch.setattr(losses, "ESTIMATE", now + 1)
-    with pytest.raises(InputError, match=rf"another estimate of losses: {now}, now {now + 1}: .*--fresh"):
+    with pytest.raises(InputError, match=rf"made with estimate of losses {now}, now {now + 1}: .*fresh"):
         pipeline.build(short_model, tmp_path / "b", recipe, [text], work=tmp_path / "w")
+
+
+@pytest.mark.parametrize(
+    ("now", "chosen", "words"),
+    [
+        ({"tokens": "bb"}, {"samples": 64}, "made with samples 128, now 64: use the old setting"),
+        ({"tokens": "bb"}, {"text": ["b.txt"]}, r'made with text \["a.txt"\], now \["b.txt"\]'),
+        ({"tokens": "bb"}, {}, 'made with tokens "aa", now "bb"'),
+        ({"part": {"a": 9, "b": 9}}, {}, r"made with part \(a\) 8, now 9"),
+    ],
+)
+def test_a_refused_resume_names_the_setting(
+    now: dict[str, object], chosen: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    """What the user chose, where what differs is a digest that follows from it."""
+    settings = {"tokens": "aa", "part": {"a": 8}}
+    behind = {"text": ["a.txt"], "samples": 256}
+    with contextlib.closing(WorkDirectory(tmp_path)) as work:
+        work.begin("calibrate", settings, False, behind)
+        work.mark("calibrate", 0, {})
+        work.begin("calibrate", settings, False, {**behind, "samples": 128})  # from which the same tokens follow
+        with pytest.raises(InputError, match=words):
+            work.begin("calibrate", {**settings, **now}, False, {**behind, "samples": 128, **chosen})

@@ -87,7 +87,7 @@ def test_an_index_says_the_checkpoints_bytes(tmp_path: Path) -> None:
     e = estimate(tmp_path / "m", tmp_path / "b", recipe)
     assert e.checkpoint_bytes == 13_761_264_768 and "index" in e.outline
     assert e.seconds["read"] == pytest.approx(13_761_264_768 / 2e9) and e.seconds["quantise"] == 0
-    with pytest.raises(InputError, match=r"model-00001-of-00003.*missing.*--dry-run needs config.json alone"):
+    with pytest.raises(InputError, match=r"model-00001-of-00003.*missing.*dry-run needs config.json alone"):
         build(tmp_path / "m", tmp_path / "b", recipe)
     (tmp_path / "m" / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(InputError, match="not an index"):

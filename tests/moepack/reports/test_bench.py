@@ -1,0 +1,85 @@
+"""Rates of prompts and decoding by policy and limit: what is run, what is counted, and how it is printed."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+from support import cli, ok
+
+from moepack.pack.errors import InputError
+from moepack.reports import bench as module
+from moepack.reports.bench import Lengths, bench
+
+FEW = Lengths(prompts=(8, 16), new=(3,), context=4, clients=(1, 2), repeat=2)
+
+
+def test_every_policy_in_every_limit(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit that is too small is a row that says so, and the others are measured."""
+    passes: list[tuple[int, int]] = []
+    load = module.load_shown
+
+    def loaded(*given: object) -> object:
+        model = load(*given)
+        model.get_input_embeddings().register_forward_hook(lambda _, args, out: passes.append(tuple(out.shape[:2])))
+        return model
+
+    monkeypatch.setattr(module, "load_shown", loaded)
+    rows = bench(bundle, ("static:w4", "static:w2"), ("1MB", "60MB"), lengths=FEW)
+    assert [(r.policy, r.limit, r.clients, r.test, r.tokens) for r in rows] == [
+        (policy, limit, clients, *test)
+        for limit in ("1MB", "60MB")
+        for policy in ("static:w4", "static:w2")
+        for clients in (1, 2)
+        for test in (("prompt", 8), ("prompt", 16), ("decode", 3))
+    ]
+    refused, measured = rows[:12], rows[12:]
+    assert all(r.tokens_per_second is None and "the budget is 1MB" in str(r.error) for r in refused)
+    for row in measured:
+        assert row.tokens_per_second is not None and row.tokens_per_second > 0 and row.deviation is not None
+        assert row.experts == {row.policy.removeprefix("static:"): 64}
+        assert row.device_bytes_peak is not None and 0 < row.device_bytes_peak <= 60_000_000
+    turns = FEW.repeat + 1
+    once = [(clients, n) for clients in (1, 2) for n in (*[8] * turns, *[16] * turns, *[4, 1, 1, 1] * turns)]
+    assert passes == once * 2
+
+
+def test_how_it_is_printed(bundle: Path) -> None:
+    command = (
+        "bench",
+        bundle,
+        "--prompt",
+        "8",
+        "--new",
+        "2",
+        "--context",
+        "4",
+        "--repeat",
+        "1",
+        "--policy",
+        "static:w2",
+    )
+    code, out, err = cli(*command)
+    assert code == 0 and "static:w2" in out and "prompt 8" in out and "decode 2" in out and "100% w2" in out
+    assert "measure static:w2" in err
+    (prompt, decode) = json.loads(ok(cli(*command, "--json", "-q")))
+    assert prompt["test"] == "prompt" and decode["tokens"] == 2 and decode["experts"] == {"w2": 64}
+    rows = list(csv.DictReader(io.StringIO(ok(cli(*command, "--csv", "-q")))))
+    assert [row["test"] for row in rows] == ["prompt", "decode"] and rows[0]["experts"] == "w2=64"
+    assert float(rows[0]["tokens_per_second"]) > 0 and rows[0]["limit"] == ""
+
+
+@pytest.mark.parametrize(
+    ("lengths", "words"),
+    [
+        ({"prompts": (), "new": ()}, "nothing to measure"),
+        ({"prompts": (0,)}, "prompt 0: at least 1"),
+        ({"repeat": 0}, "repeat 0"),
+    ],
+)
+def test_lengths_that_cannot_be_measured(lengths: dict[str, object], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        Lengths(**lengths)  # type: ignore[arg-type]
